@@ -1,0 +1,1 @@
+"""Configuration: the models, and the one loader that reads argv, environment and YAML. Decides nothing else."""

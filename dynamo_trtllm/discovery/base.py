@@ -1,0 +1,52 @@
+"""The discovery seam. `memory` is the in-process twin; `etcd` the real one; one contract suite holds both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo_trtllm.messages import Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """An instance is there, or its record changed."""
+
+    instance: Instance
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """An instance left or its lease ran out."""
+
+    instance_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """All that was there when the watch began has been told; comes once, however often the watch re-lists."""
+
+
+Event = Up | Down | Synced
+
+
+class Registration(Protocol):
+    """One instance's record on its lease. Kept alive in the background, under the same key whatever happens to etcd."""
+
+    async def aclose(self) -> None:
+        """Deregister. Idempotent; does not fail when the store is away (the lease then runs out)."""
+        ...
+
+
+class Discovery(Protocol):
+    async def register(self, instance: Instance) -> Registration:
+        """Returns once the record is visible. Raises Unreachable if the store can't be reached at all at the start."""
+        ...
+
+    def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
+        """Up for what is there, Synced, then every change. Never ends by itself: while the store is away nothing is
+        yielded and nothing is taken down; after it is back, differences are. Consume with `aclosing`."""
+        ...
+
+    async def aclose(self) -> None: ...

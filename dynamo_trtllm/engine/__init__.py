@@ -1,0 +1,1 @@
+"""Engines: token ids in, token ids out. A vendor lives in its own folder; nothing here knows a network or HTTP."""

@@ -1,0 +1,198 @@
+"""Every error that crosses a room, as one tree with stable codes.
+
+The code is wire format and metric label: it is never renamed. `retryable` says whether the same request may
+succeed elsewhere before a token left. HTTP statuses are not here: they are one table in `frontend/errors.py`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DynamoError(Exception):
+    """Root of the tree. The message says what to change; the cause is kept with `raise … from`."""
+
+    code: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field  # the request or configuration field at fault, if one is
+
+
+class ConfigError(DynamoError):
+    """The configuration can't work. Printed in one line; the process exits with 2."""
+
+    code = "config"
+
+
+class InternalError(DynamoError):
+    """What an unexpected exception becomes at the two catch-alls (worker service, ASGI handler)."""
+
+    code = "internal"
+
+
+# --- the caller's fault --------------------------------------------------------------------------------
+
+
+class RequestError(DynamoError):
+    """The caller must change the request."""
+
+    code = "request"
+
+
+class InvalidRequest(RequestError):
+    code = "invalid_request"
+
+
+class UnsupportedParameter(InvalidRequest):
+    """A field we do not honour is refused by its name, never ignored."""
+
+    code = "unsupported_parameter"
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class PayloadTooLarge(RequestError):
+    code = "payload_too_large"
+
+
+class UnsupportedMedia(RequestError):
+    code = "unsupported_media"
+
+
+class ModelNotFound(RequestError):
+    code = "model_not_found"
+
+
+# --- come back later -----------------------------------------------------------------------------------
+
+
+class CapacityError(DynamoError):
+    """Nothing is wrong with the request; there is no room for it now."""
+
+    code = "capacity"
+
+
+class Overloaded(CapacityError):
+    code = "overloaded"
+    retryable = True
+
+
+class Draining(CapacityError):
+    code = "draining"
+    retryable = True
+
+
+class NoInstances(CapacityError):
+    code = "no_instances"
+
+
+# --- request plane -------------------------------------------------------------------------------------
+
+
+class PlaneError(DynamoError):
+    code = "plane"
+
+
+class Unreachable(PlaneError):
+    """Nobody answers at the subject."""
+
+    code = "unreachable"
+    retryable = True
+
+
+class Disconnected(PlaneError):
+    """The connection to the request plane was lost while a stream ran."""
+
+    code = "disconnected"
+    retryable = True
+
+
+class DeadlineExceeded(PlaneError):
+    code = "deadline"
+
+
+class StreamIncomplete(PlaneError):
+    """Frames are missing, or a stream ended with no terminal chunk."""
+
+    code = "incomplete"
+    retryable = True
+
+
+class BadFrame(PlaneError):
+    code = "bad_frame"
+
+
+# --- hand-off: redo the prefill leg, once --------------------------------------------------------------
+
+
+class HandoffError(DynamoError):
+    code = "handoff"
+    retryable = True
+
+
+class TicketExpired(HandoffError):
+    code = "ticket_expired"
+
+
+class TicketMismatch(HandoffError):
+    code = "ticket_mismatch"
+
+
+class HandoffTimeout(HandoffError):
+    code = "handoff_timeout"
+
+
+class TransferFailed(HandoffError):
+    code = "transfer"
+
+
+# --- engine --------------------------------------------------------------------------------------------
+
+
+class EngineError(DynamoError):
+    code = "engine"
+
+
+class EngineNotReady(EngineError):
+    code = "not_ready"
+    retryable = True
+
+
+class EngineRefused(EngineError):
+    """The engine rejected this request; the engine itself is fine."""
+
+    code = "engine_refused"
+
+
+class NotMigratable(EngineError):
+    """The stream broke and can't be continued elsewhere."""
+
+    code = "not_migratable"
+
+
+class EngineFailed(EngineError):
+    """The engine is not fit to serve: the worker drains and its lease goes."""
+
+    code = "engine_failed"
+    retryable = True
+
+
+def error_classes() -> dict[str, type[DynamoError]]:
+    """All classes of the tree by code."""
+    found: dict[str, type[DynamoError]] = {}
+    stack: list[type[DynamoError]] = [DynamoError]
+    while stack:
+        cls = stack.pop()
+        found[cls.code] = cls
+        stack.extend(cls.__subclasses__())
+    return found
+
+
+def from_code(code: str, message: str, field: str | None = None) -> DynamoError:
+    """The error that was sent over the wire as (code, message); an unknown code becomes `InternalError`."""
+    return error_classes().get(code, InternalError)(message, field=field)

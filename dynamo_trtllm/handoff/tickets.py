@@ -1,0 +1,29 @@
+"""Ticket rules, as pure functions: which ticket an engine may redeem, and why not. Moves nothing."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.errors import TicketExpired, TicketMismatch
+from dynamo_trtllm.messages import HandoffTicket, KvLayout
+
+TICKET_VERSION = 1
+
+
+def check(ticket: HandoffTicket, *, engine: str, model: str, layout: KvLayout, now: float) -> None:
+    """Raises TicketMismatch naming the field and both values, or TicketExpired. `now`: seconds since the epoch."""
+    pairs = [
+        ("version", ticket.version, TICKET_VERSION),
+        ("engine", ticket.engine, engine),
+        ("model", ticket.model, model),
+    ]
+    pairs += [
+        (f"layout.{name}", getattr(ticket.layout, name), getattr(layout, name)) for name in KvLayout.__struct_fields__
+    ]
+    for name, theirs, ours in pairs:
+        if theirs != ours:
+            raise TicketMismatch(
+                f"ticket {ticket.ticket_id}: {name} is {theirs!r} at prefill and {ours!r} at decode; "
+                "start both workers with the same model and settings",
+                field=name,
+            )
+    if ticket.expires_at <= now:
+        raise TicketExpired(f"ticket {ticket.ticket_id} expired {now - ticket.expires_at:.1f} s ago")

@@ -1,0 +1,233 @@
+"""Values that cross a process: requests, chunks, tickets, instances. No behaviour beyond simple properties.
+
+They are msgspec structs, frozen and keyword-only, because they are encoded on the hot path (`codec`); unknown
+fields are skipped when decoding, so that an older process reads what a newer one wrote. Nothing here imports
+anything of this project.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+if TYPE_CHECKING:
+    TokenIds: TypeAlias = array[int]
+else:
+    TokenIds = array  # array.array takes no subscript at run time before Python 3.12
+
+
+def token_ids(ids: Iterable[int] = ()) -> TokenIds:
+    """Packed unsigned 32-bit token ids. Raises OverflowError or TypeError for what is not one."""
+    return array("I", ids)
+
+
+class Role(StrEnum):
+    """What a worker does. The values are those of `--disaggregation-mode`."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    AGGREGATED = "prefill_and_decode"
+
+
+class Phase(StrEnum):
+    """Which leg of a request a call is."""
+
+    PREFILL = "prefill"  # process the prompt, keep its KV, answer with a ticket
+    DECODE = "decode"  # fetch the ticket's KV, replay its first token, go on
+    WHOLE = "whole"  # both, in one worker
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop token (which is the last of the chunk's ids)
+    LENGTH = "length"  # max_tokens or the context length is reached
+    HANDOFF = "handoff"  # a prefill leg ended with a ticket
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen and when to stop. Validated at the edge: temperature 0 means greedy."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # go on past the model's own stop tokens
+    logprobs: int | None = None  # number of alternatives per token; None: none at all
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability (natural log) of one emitted token and of the most likely alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What prefill and decode must agree on before KV can move."""
+
+    dtype: str
+    block_tokens: int  # tokens in one KV block
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    tensor_parallel_size: int = 1
+
+
+class HandoffTicket(msgspec.Struct, frozen=True, kw_only=True):
+    """Lets a decode engine fetch one request's KV from the prefill engine that holds it.
+
+    `opaque` belongs to the engine kind named in `engine`; nothing between the two engines reads it.
+    """
+
+    version: int
+    ticket_id: str
+    engine: str
+    model: str
+    layout: KvLayout
+    holder: int  # instance id of the prefill worker
+    expires_at: float  # seconds since the epoch; the holder may free the blocks after it
+    prompt_tokens: int
+    first_token_ids: TokenIds
+    first_logprobs: tuple[TokenLogprob, ...] = ()
+    transport: str  # which carrier moves the bytes, for people
+    kv_bytes: int
+    opaque: bytes
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One leg of one request, already rendered and checked. It can't be invalid for the model's card."""
+
+    request_id: str
+    model: str
+    token_ids: TokenIds
+    sampling: Sampling
+    deadline: float  # seconds since the epoch
+    phase: Phase = Phase.WHOLE
+    ticket: HandoffTicket | None = None  # set exactly when phase is DECODE
+
+
+class LegStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the time of one leg went, seconds; travels on its terminal chunk."""
+
+    queue_s: float = 0.0  # waiting for KV blocks or a batch slot
+    prefill_s: float = 0.0
+    handoff_s: float = 0.0  # decode leg: from ticket to KV in place
+    decode_wait_s: float = 0.0  # decode leg: from KV in place to first own step
+    cached_tokens: int = 0
+    kv_bytes: int = 0
+    transport: str = ""
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one engine step made for one request. A stream ends with exactly one chunk that has `finish_reason`."""
+
+    token_ids: TokenIds = msgspec.field(default_factory=token_ids)
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
+    finish_reason: FinishReason | None = None
+    ticket: HandoffTicket | None = None  # set exactly when finish_reason is HANDOFF
+    stats: LegStats | None = None  # set on the terminal chunk
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one instance can hold; 0: it does not say."""
+
+    max_batch_size: int = 0  # requests in one step
+    max_num_tokens: int = 0  # tokens in one step
+    kv_blocks: int = 0
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All a frontend must know to render for and parse from a model; equal on every worker of a model."""
+
+    name: str  # the served name, which clients send as `model`
+    context_length: int  # prompt and output tokens together
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    renderer: str  # "harmony" or "chat_template"
+    files: Mapping[str, str] = {}  # file name -> sha256; fetched over the plane with the control verb `file`
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One live worker as discovery knows it."""
+
+    id: int  # 63 bits, unique in the cluster
+    namespace: str
+    component: str
+    endpoint: str
+    subject: str  # request-plane address of `generate`; `control` is derived in discovery/keys.py
+    role: Role
+    engine: str
+    card: ModelCard
+    layout: KvLayout
+    limits: Limits = Limits()
+    strategy: str = "prefill_first"
+    version: str = ""  # of dynamo_trtllm
+
+
+# --- control verbs (design: every instance has `generate` and `control`) -------------------------------
+
+
+class ReleaseOutcome(StrEnum):
+    REDEEMED = "redeemed"
+    REFUSED = "refused"
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The pipeline tells a prefill worker that a ticket is done with."""
+
+    ticket_id: str
+    outcome: ReleaseOutcome
+
+
+class FileRequest(msgspec.Struct, frozen=True, tag="file"):
+    """Asks for a piece of one of the card's files, named by content."""
+
+    sha256: str
+    offset: int = 0
+
+
+class FilePiece(msgspec.Struct, frozen=True):
+    data: bytes
+    total_bytes: int
+
+
+Control = Release | FileRequest
+
+# --- conversation: what the renderer takes -------------------------------------------------------------
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    name: str
+    arguments: str  # JSON text, as the model wrote it
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    role: str  # system, developer, user, assistant, tool
+    content: str = ""
+    name: str | None = None
+    reasoning: str | None = None  # assistant: what it thought before a tool call
+    tool_calls: tuple[ToolCall, ...] = ()  # assistant
+    tool_call_id: str | None = None  # tool
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = {}  # JSON Schema
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    reasoning_effort: str = "medium"  # low, medium, high
+    template_args: Mapping[str, Any] = {}  # extra variables of a chat template

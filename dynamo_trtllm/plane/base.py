@@ -1,0 +1,53 @@
+"""The request-plane seam. `inproc` is the in-process twin; `nats` the real one; one contract suite holds both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
+
+
+class Service(Protocol):
+    """What a worker offers at its subject."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """As `Engine.generate`. Closed by the plane when the caller closes its stream, or is gone."""
+        ...
+
+    async def control(self, verb: Control) -> bytes:
+        """Answers a control verb; the answer's type belongs to the verb. Raises DynamoError."""
+        ...
+
+
+class Serving(Protocol):
+    """One service at one subject."""
+
+    async def stop_accepting(self) -> None:
+        """New requests find nobody (`Unreachable`) or `Draining`; running streams and control verbs go on."""
+        ...
+
+    async def aclose(self) -> None:
+        """Ends running streams too (callers see `Draining`). Idempotent."""
+        ...
+
+
+class Plane(Protocol):
+    async def serve(self, subject: str, service: Service) -> Serving:
+        """Take requests at `subject` (and control verbs at its control subject) until closed."""
+        ...
+
+    def generate(self, subject: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """The chunks of one leg, in order and complete, or an error of the worker as the same class.
+
+        Raises Unreachable when nobody takes the request within the acknowledge time-out, StreamIncomplete for a gap
+        or an end with no terminal chunk, Disconnected when the plane is lost, DeadlineExceeded when the request's
+        deadline passes. Consume with `aclosing`: closing it sends the cancel, without awaiting.
+        """
+        ...
+
+    async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
+        """One control verb to the instance whose generate subject this is. Raises as `generate`, HandoffError …"""
+        ...
+
+    async def aclose(self) -> None: ...
