@@ -1,0 +1,65 @@
+"""The rendering seam: one `Renderer` per model card, one `OutputParser` per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from dynamo_trtllm.messages import Conversation, TokenIds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """A piece of one tool call. `name` is set exactly on the first piece of an index."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What a run of tokens adds for the client. Never holds markers, nor part of a UTF-8 character."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning_tokens: int = 0  # how many of the tokens were reasoning
+
+
+class OutputParser(Protocol):
+    """Push parser of one request's output. Cost is linear in the tokens pushed."""
+
+    def push(self, token_ids: TokenIds) -> Delta:
+        """What these tokens add. May hold text back while it could still be a marker or half a character."""
+        ...
+
+    def finish(self) -> Delta:
+        """What was held back; called once, after the last push."""
+        ...
+
+
+class Renderer(Protocol):
+    """Everything between text and ids for one model."""
+
+    stop_token_ids: tuple[int, ...]  # of the chat format; given to the engine for chat requests
+
+    def render(self, conversation: Conversation) -> TokenIds:
+        """The prompt, ending where the assistant's turn begins. Raises InvalidRequest for what can't be rendered."""
+        ...
+
+    def encode(self, text: str) -> TokenIds:
+        """Plain text, special tokens taken as text."""
+        ...
+
+    def decode(self, token_ids: TokenIds) -> str:
+        """Whole text of the ids, special tokens as they are spelled."""
+        ...
+
+    def chat_parser(self) -> OutputParser:
+        """For output of a rendered conversation."""
+        ...
+
+    def text_parser(self) -> OutputParser:
+        """For output of a plain prompt: everything is content, special tokens left out."""
+        ...
