@@ -1,0 +1,64 @@
+"""Servers that a test may restart, freeze and empty."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+
+
+class TestServer:
+    """One etcd or nats-server at a fixed address, whatever is done to it."""
+
+    __test__ = False
+
+    def __init__(self, kind: str, data_dir: Path) -> None:
+        self._kind = kind
+        self._data_dir = data_dir
+        self._ports: tuple[int, ...] = ()
+        self._server = self._start()
+        self.address = self._server.address
+
+    def _start(self) -> LocalServer:
+        if self._kind == "nats":
+            server = start_nats(self._data_dir, *self._ports)
+            self._ports = (int(server.address.rpartition(":")[2]),)
+            return server
+        server = start_etcd(self._data_dir, self._ports or None)  # type: ignore[arg-type]
+        argv = server.process.args
+        assert isinstance(argv, list)
+        peer = next(a for a in argv if str(a).startswith("--listen-peer-urls="))
+        self._ports = (int(server.address.rpartition(":")[2]), int(str(peer).rpartition(":")[2]))
+        return server
+
+    @property
+    def pid(self) -> int:
+        return self._server.process.pid
+
+    def stop(self) -> None:
+        self.resume()
+        self._server.stop()
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def start(self) -> None:
+        """After stop or kill: the same data, the same port."""
+        self._server = self._start()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def lose_data(self) -> None:
+        """After stop: the next start finds nothing."""
+        shutil.rmtree(self._data_dir / "etcd", ignore_errors=True)
+
+    def pause(self) -> None:
+        """Frozen: connections stay, nothing answers."""
+        self._server.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._server.process.send_signal(signal.SIGCONT)
