@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 
 from dynamo_trtllm.errors import TransferFailed
@@ -30,3 +31,8 @@ def require_sizes(ticket_id: str, theirs: Sequence[int], pieces: Sequence[Piece]
         raise TransferFailed(f"ticket {ticket_id}: the offer has {len(theirs)} pieces, the destination {len(ours)}")
     at = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
     raise TransferFailed(f"ticket {ticket_id}: piece {at} has {theirs[at]} bytes in the offer, {ours[at]} here")
+
+
+def address_of(buffer: mmap.mmap | bytearray) -> int:
+    """Where a writable buffer lies; it must not be resized or freed while the address is in use."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
