@@ -1,72 +1,240 @@
-"""Every setting of a worker and a frontend: one field, one flag, one environment twin, one line of help.
+"""Every setting of a worker, a frontend and a launcher: one field, one flag, one environment twin, one line of help.
 
 Plain frozen pydantic models; building one reads no environment. `load` fills them from argv, environment and YAML.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic.config import JsonDict
 
 from dynamo_trtllm.messages import Role
 
 PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 EngineName = Literal["torch", "mock"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+MODEL = "model"
+ENGINE = "engine"
+ROLE = "role"
+KV = "KV cache and hand-off"
+CONTROL = "control plane"
+HTTP = "HTTP and routing"
+PROCESS = "process"
+GROUPS = (MODEL, ENGINE, ROLE, KV, HTTP, CONTROL, PROCESS)  # in the order of --help
+
+# Flags of other programs that people bring along: refused with what to use instead.
+REFUSED_FLAGS = {
+    "--is-prefill-worker": "is of the vllm engine, which is not in this version; use --disaggregation-mode prefill",
+    "--is-decode-worker": "is of the vllm engine, which is not in this version; use --disaggregation-mode decode",
+}
+
+_NAME = re.compile(r"[^/.*>\s]+")
+_ENDPOINT = re.compile(r"dyn://[^/.*>\s]+\.[^/.*>\s]+\.[^/.*>\s]+")
+_HOST = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)"
+_ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
+_NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
+
+
+def setting(group: str, *flags: str, env: str | None = None, positional: bool = False) -> JsonDict:
+    """How a field shows on the command line: its help group, further spellings, a well-known environment variable."""
+    return {"group": group, "flags": list(flags), "env": env, "positional": positional}
 
 
 class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
+    examples: ClassVar[str] = ""  # launch lines shown under --help
+
 
 class ConnectionConfig(Config):
     """What worker and frontend share."""
 
-    namespace: str = Field("dynamo", description="deployment name; workers and frontends see only their own")
-    etcd_endpoints: str = Field("http://localhost:2379", description="etcd addresses, comma-separated")
-    nats_server: str = Field("nats://localhost:4222", description="NATS address")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe level logged")
+    namespace: str = Field(
+        "dynamo",
+        description="deployment name; workers and frontends see only their own",
+        json_schema_extra=setting(CONTROL, env="DYN_NAMESPACE"),
+    )
+    etcd_endpoints: str = Field(
+        "http://localhost:2379",
+        description="etcd addresses, comma-separated",
+        json_schema_extra=setting(CONTROL, env="ETCD_ENDPOINTS"),
+    )
+    nats_server: str = Field(
+        "nats://localhost:4222", description="NATS address", json_schema_extra=setting(CONTROL, env="NATS_SERVER")
+    )
+    log_level: LogLevel = Field("info", description="least severe level logged", json_schema_extra=setting(PROCESS))
+
+    @field_validator("namespace")
+    @classmethod
+    def _namespace_is_a_name(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError("may not be empty or hold '/', '.', '*', '>' or white space")
+        return value
+
+    @field_validator("etcd_endpoints")
+    @classmethod
+    def _etcd_addresses(cls, value: str) -> str:
+        for part in value.split(","):
+            if not _ETCD.fullmatch(part.strip()):
+                raise ValueError("expected comma-separated addresses like http://localhost:2379")
+        return value
+
+    @field_validator("nats_server")
+    @classmethod
+    def _nats_address(cls, value: str) -> str:
+        if not _NATS.fullmatch(value):
+            raise ValueError("expected an address like nats://localhost:4222")
+        return value
 
 
 class WorkerConfig(ConnectionConfig):
     """`python -m dynamo_trtllm`. None means: the engine's own default."""
 
-    model_path: str = Field(description="model folder")
-    served_model_name: str | None = Field(None, description="name clients send as `model`; default: the folder's name")
-    engine: EngineName | None = Field(None, description="what computes tokens")
-    disaggregation_mode: Role = Field(Role.AGGREGATED, description="what this worker does")
-    disaggregation_strategy: Literal["prefill_first"] = Field("prefill_first", description="which leg begins")
-    endpoint: str | None = Field(None, description="dyn://NAMESPACE.COMPONENT.ENDPOINT; default by role")
-    extra_engine_args: Path | None = Field(None, description="YAML file of engine arguments")
-    override_engine_args: dict[str, Any] | None = Field(None, description="JSON object of engine arguments; beats all")
-    max_num_tokens: PositiveInt | None = Field(None, description="tokens in one engine step")
-    max_batch_size: PositiveInt | None = Field(None, description="requests in one engine step")
-    max_seq_len: PositiveInt | None = Field(None, description="prompt and output tokens of one request")
-    free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="share of the GPU memory left after weights that KV takes"
+    examples: ClassVar[str] = """\
+examples, one prefill and one decode worker of the same model:
+  python -m dynamo_trtllm --model-path /models/tiny --engine torch --disaggregation-mode prefill --max-num-tokens 8192
+  python -m dynamo_trtllm --model-path /models/tiny --engine torch --disaggregation-mode decode --max-batch-size 64
+"""
+
+    model_path: str = Field(description="model folder", json_schema_extra=setting(MODEL, "--model"))
+    served_model_name: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="name clients send as `model`; without it the folder's name",
+        json_schema_extra=setting(MODEL),
     )
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs over which each layer is split")
-    expert_parallel_size: PositiveInt | None = Field(None, description="GPUs over which experts are spread")
-    pipeline_parallel_size: PositiveInt = Field(1, description="GPUs over which layers are spread")
-    kv_block_size: PositiveInt | None = Field(None, description="tokens in one KV block")
-    publish_kv_events: bool = Field(False, description="publish stored and removed KV blocks")
-    dyn_reasoning_parser: str | None = Field(None, description="how reasoning is parsed: gpt_oss")
-    dyn_tool_call_parser: str | None = Field(None, description="how tool calls are parsed: harmony")
-    system_port: Port | None = Field(None, description="port of /live /ready /health /metrics; 0 takes a free one")
-    lease_ttl_s: PositiveFloat = Field(10.0, description="a worker that dies is forgotten after this")
-    ticket_ttl_s: PositiveFloat = Field(60.0, description="KV that nobody fetched is freed after this")
-    drain_timeout_s: PositiveFloat = Field(30.0, description="longest wait for running requests when stopping")
+    dyn_reasoning_parser: Literal["gpt_oss"] | None = Field(
+        None, description="how reasoning is told from the answer", json_schema_extra=setting(MODEL)
+    )
+    dyn_tool_call_parser: Literal["harmony"] | None = Field(
+        None, description="how tool calls are read from the output", json_schema_extra=setting(MODEL)
+    )
+    max_seq_len: PositiveInt | None = Field(
+        None, description="prompt and output tokens of one request", json_schema_extra=setting(MODEL)
+    )
+    engine: EngineName | None = Field(
+        None,
+        description="what computes tokens: torch (transformers on CPU or GPU), mock (no weights)",
+        json_schema_extra=setting(ENGINE),
+    )
+    extra_engine_args: Path | None = Field(
+        None, description="YAML file of engine arguments; a typed flag beats it", json_schema_extra=setting(ENGINE)
+    )
+    override_engine_args: dict[str, Any] | None = Field(
+        None, description="JSON object of engine arguments; beats file and flags", json_schema_extra=setting(ENGINE)
+    )
+    max_num_tokens: PositiveInt | None = Field(
+        None, description="tokens in one engine step", json_schema_extra=setting(ENGINE)
+    )
+    max_batch_size: PositiveInt | None = Field(
+        None, description="requests in one engine step", json_schema_extra=setting(ENGINE)
+    )
+    tensor_parallel_size: PositiveInt = Field(
+        1, description="GPUs over which each layer is split", json_schema_extra=setting(ENGINE)
+    )
+    expert_parallel_size: PositiveInt | None = Field(
+        None, description="GPUs over which experts are spread", json_schema_extra=setting(ENGINE)
+    )
+    pipeline_parallel_size: PositiveInt = Field(
+        1, description="GPUs over which layers are spread", json_schema_extra=setting(ENGINE)
+    )
+    disaggregation_mode: Role = Field(
+        Role.AGGREGATED, description="which leg of a request this worker serves", json_schema_extra=setting(ROLE)
+    )
+    disaggregation_strategy: Literal["prefill_first"] = Field(
+        "prefill_first", description="which leg begins", json_schema_extra=setting(ROLE)
+    )
+    endpoint: str | None = Field(
+        None,
+        description="dyn://NAMESPACE.COMPONENT.ENDPOINT; without it chosen by role",
+        json_schema_extra=setting(ROLE),
+    )
+    free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None, description="share of the GPU memory left after weights that KV takes", json_schema_extra=setting(KV)
+    )
+    kv_block_size: PositiveInt | None = Field(
+        None, description="tokens in one KV block; equal on prefill and decode", json_schema_extra=setting(KV)
+    )
+    publish_kv_events: bool = Field(
+        False, description="publish stored and removed KV blocks", json_schema_extra=setting(KV)
+    )
+    ticket_ttl_s: PositiveFloat = Field(
+        60.0, description="seconds after which KV that nobody fetched is freed", json_schema_extra=setting(KV)
+    )
+    lease_ttl_s: PositiveFloat = Field(
+        10.0, description="seconds after which a dead worker is forgotten", json_schema_extra=setting(CONTROL)
+    )
+    system_port: Port | None = Field(
+        None,
+        description="port of /live /ready /health /metrics; 0 takes a free one; without it off",
+        json_schema_extra=setting(PROCESS, env="DYN_SYSTEM_PORT"),
+    )
+    drain_timeout_s: PositiveFloat = Field(
+        30.0,
+        description="longest wait in seconds for running requests when stopping",
+        json_schema_extra=setting(PROCESS),
+    )
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _engine_is_here(cls, value: Any) -> Any:
+        if value in ("trtllm", "vllm"):
+            raise ValueError(f"the {value} engine is not in this version; choose torch or mock")
+        return value
+
+    @field_validator("disaggregation_strategy", mode="before")
+    @classmethod
+    def _strategy_is_here(cls, value: Any) -> Any:
+        if value == "decode_first":
+            raise ValueError("decode_first needs workers that reserve decode slots, which none does; use prefill_first")
+        return value
+
+    @field_validator("publish_kv_events")
+    @classmethod
+    def _no_kv_events(cls, value: bool) -> bool:
+        if value:
+            raise ValueError("no engine of this version publishes KV events; leave it out")
+        return value
+
+    @field_validator("endpoint")
+    @classmethod
+    def _endpoint_form(cls, value: str | None) -> str | None:
+        if value is not None and not _ENDPOINT.fullmatch(value):
+            raise ValueError("expected dyn://NAMESPACE.COMPONENT.ENDPOINT")
+        return value
 
 
 class FrontendConfig(ConnectionConfig):
     """`python -m dynamo_trtllm.frontend`."""
 
-    http_host: str = Field("0.0.0.0", description="address to listen on")
-    http_port: Port = Field(8000, description="port to listen on; 0 takes a free one")
-    router_mode: Literal["round-robin"] = Field("round-robin", description="how an instance is chosen")
-    request_timeout_s: PositiveFloat = Field(600.0, description="deadline of a request")
-    max_body_bytes: PositiveInt = Field(32 << 20, description="largest request body")
-    max_inflight: PositiveInt = Field(4096, description="requests at once; one more is answered 429")
+    http_host: str = Field("0.0.0.0", description="address to listen on", json_schema_extra=setting(HTTP))
+    http_port: Port = Field(8000, description="port to listen on; 0 takes a free one", json_schema_extra=setting(HTTP))
+    router_mode: Literal["round-robin"] = Field(
+        "round-robin", description="how an instance is chosen", json_schema_extra=setting(HTTP)
+    )
+    request_timeout_s: PositiveFloat = Field(
+        600.0, description="deadline of a request in seconds", json_schema_extra=setting(HTTP)
+    )
+    max_body_bytes: PositiveInt = Field(32 << 20, description="largest request body", json_schema_extra=setting(HTTP))
+    max_inflight: PositiveInt = Field(
+        4096, description="requests at once; one more is answered 429", json_schema_extra=setting(HTTP)
+    )
+
+
+class LaunchConfig(Config):
+    """`python -m dynamo_trtllm.launch`."""
+
+    deployment: Path = Field(
+        description="YAML file that lists services, frontend and workers",
+        json_schema_extra=setting(PROCESS, positional=True),
+    )
+    log_level: LogLevel = Field("info", description="least severe level logged", json_schema_extra=setting(PROCESS))
+
+
+PROCESS_CONFIGS: tuple[type[Config], ...] = (WorkerConfig, FrontendConfig, LaunchConfig)

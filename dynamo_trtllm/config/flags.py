@@ -1,0 +1,185 @@
+"""A config model's fields as command-line flags: names, help, conversion. Reads neither argv nor environment itself."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn
+
+from pydantic.fields import FieldInfo
+
+from dynamo_trtllm.config.layers import nearest
+from dynamo_trtllm.config.models import GROUPS, REFUSED_FLAGS, Config
+from dynamo_trtllm.errors import ConfigError
+
+_TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One field on the command line."""
+
+    field: str
+    names: tuple[str, ...]  # the first is the one shown in errors
+    group: str
+    env: str | None  # well-known variable beside the DYN_TRTLLM_ twin
+    positional: bool
+    kind: type  # bool, dict, int, float, Path or str
+    choices: tuple[str, ...]
+
+    def convert(self, text: str, source: str) -> Any:
+        """What the model takes for this text. `source` is named in errors. Raises ConfigError."""
+        if not text.strip():
+            raise ConfigError(f"{source} is empty; give a value or leave it out", field=self.field)
+        if self.kind is bool:
+            if text.lower() not in _TRUTH:
+                raise ConfigError(f"{source} is {text!r}: expected true or false", field=self.field)
+            return _TRUTH[text.lower()]
+        if self.kind is dict:
+            return _json_object(text, source, self.field)
+        return text
+
+
+def flags_of(model: type[Config]) -> list[Flag]:
+    """The flags of a model, in the order of its fields."""
+    return [_flag(name, info) for name, info in model.model_fields.items()]
+
+
+def _flag(name: str, info: FieldInfo) -> Flag:
+    shown = info.json_schema_extra
+    assert isinstance(shown, dict), f"field {name} has no setting()"
+    kind, choices = _kind(info.annotation)
+    positional = bool(shown["positional"])
+    extra = typing.cast("list[str]", shown["flags"])
+    return Flag(
+        field=name,
+        names=(name.upper(),) if positional else ("--" + name.replace("_", "-"), *extra),
+        group=str(shown["group"]),
+        env=typing.cast("str | None", shown["env"]),
+        positional=positional,
+        kind=kind,
+        choices=choices,
+    )
+
+
+def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
+    """The plain type behind Optional and Annotated, and the words it is limited to."""
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
+        return _kind(inner)
+    if origin is typing.Annotated:
+        return _kind(typing.get_args(annotation)[0])
+    if origin is typing.Literal:
+        return str, tuple(typing.get_args(annotation))
+    if origin is not None:
+        return typing.cast("type", origin), ()
+    if issubclass(annotation, Enum):
+        return str, tuple(str(member.value) for member in annotation)
+    return typing.cast("type", annotation), ()
+
+
+def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as exc:
+        raise ConfigError(
+            f"{source} is {text!r}: expected a JSON object ({exc.msg} at column {exc.colno})", field=field
+        ) from exc
+    if not isinstance(value, dict):
+        raise ConfigError(f'{source} is {text!r}: expected a JSON object like {{"key": 1}}', field=field)
+    return value
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises our error and never exits for one."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def build_parser(
+    model: type[Config], *, prog: str, description: str, version: str, env_prefix: str
+) -> argparse.ArgumentParser:
+    """The parser of a model. Values stay text; nothing typed leaves no attribute."""
+    flags = flags_of(model)
+    required = [flag for flag in flags if model.model_fields[flag.field].is_required()]
+    parser = _Parser(
+        prog=prog,
+        usage=f"%(prog)s {' '.join(_usage(flag) for flag in required)} [flags]",
+        description=description,
+        epilog=model.examples
+        + f"every flag has an environment twin, {env_prefix} and its name in capitals; a typed flag beats it",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"dynamo_trtllm {version}")
+    parser.add_argument("--print-config", action="store_true", help="print each field, its value and its source; exit")
+    for title in GROUPS:
+        if members := [flag for flag in flags if flag.group == title]:
+            group = parser.add_argument_group(title)
+            for flag in members:
+                _add(group, flag, model.model_fields[flag.field])
+    return parser
+
+
+def _usage(flag: Flag) -> str:
+    return flag.field.upper() if flag.positional else f"{flag.names[0]} {flag.field.upper()}"
+
+
+def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> None:
+    metavar = {int: "INT", float: "NUMBER", dict: "JSON"}.get(flag.kind, flag.field.upper())
+    if flag.choices:
+        metavar = "{" + ",".join(flag.choices) + "}"
+    help_text = _help(flag, info).replace("%", "%%")
+    if flag.positional:
+        group.add_argument(flag.field, metavar=metavar, help=help_text, nargs="?")
+    elif flag.kind is bool:
+        group.add_argument(*flag.names, dest=flag.field, action=argparse.BooleanOptionalAction, help=help_text)
+    else:
+        group.add_argument(*flag.names, dest=flag.field, metavar=metavar, help=help_text)
+
+
+def _help(flag: Flag, info: FieldInfo) -> str:
+    notes = []
+    if info.is_required():
+        notes.append("required")
+    elif info.default is not None:
+        default = info.default.value if isinstance(info.default, Enum) else info.default
+        notes.append(f"default: {default}")
+    if flag.env:
+        notes.append(f"also {flag.env}")
+    return f"{info.description}" + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def read_flags(parser: argparse.ArgumentParser, model: type[Config], argv: Sequence[str]) -> dict[str, Any]:
+    """What was typed, by field: (flag as named, value); and `print_config`. Raises ConfigError, `--help` exits."""
+    for word in argv:
+        refusal = REFUSED_FLAGS.get(word.partition("=")[0])
+        if refusal:
+            raise ConfigError(f"{word.partition('=')[0]} {refusal}", field=word)
+    namespace, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        _refuse(unknown[0], [name for name in parser._option_string_actions if name.startswith("--")])
+    given = vars(namespace)
+    typed: dict[str, Any] = {"print_config": given.pop("print_config", False)}
+    for flag in flags_of(model):
+        if flag.field in given and given[flag.field] is not None:
+            value = given[flag.field]
+            name = flag.names[0]
+            typed[flag.field] = (name, value if isinstance(value, bool) else flag.convert(value, f"flag {name}"))
+    return typed
+
+
+def _refuse(word: str, known: Sequence[str]) -> NoReturn:
+    if not word.startswith("-"):
+        raise ConfigError(f"unexpected argument {word!r}; every setting is a --flag", field=word)
+    name = word.partition("=")[0]
+    guess = nearest(name, known)
+    raise ConfigError(f"unknown flag {name}; " + (f"did you mean {guess}?" if guess else "see --help"), field=name)

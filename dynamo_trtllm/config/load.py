@@ -1,0 +1,149 @@
+"""The only reader of argv and os.environ: fills a config model from defaults, environment and typed flags.
+
+Order: default < environment < flag. Says for each field which one won. Anything wrong is one `ConfigError` line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, NoReturn, TypeVar
+
+from pydantic import ValidationError
+
+from dynamo_trtllm import __version__
+from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
+from dynamo_trtllm.config.layers import nearest
+from dynamo_trtllm.config.models import PROCESS_CONFIGS, Config
+from dynamo_trtllm.errors import ConfigError
+
+ENV_PREFIX = "DYN_TRTLLM_"
+DEFAULT_SOURCE = "default"
+
+C = TypeVar("C", bound=Config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded(Generic[C]):
+    """A checked config and, per field, where its value comes from: default, environment NAME, flag --x."""
+
+    config: C
+    sources: Mapping[str, str]
+
+
+def load(
+    model: type[C],
+    *,
+    prog: str,
+    description: str,
+    argv: Sequence[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Loaded[C]:
+    """The config of this process. `--help`, `--version` and `--print-config` print and exit 0. Raises ConfigError."""
+    env = os.environ if environ is None else environ
+    parser = build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
+    typed = read_flags(parser, model, sys.argv[1:] if argv is None else argv)
+    print_config = typed.pop("print_config", False)
+    raw: dict[str, Any] = {}
+    sources: dict[str, str] = dict.fromkeys(model.model_fields, DEFAULT_SOURCE)
+    for layer in (_from_environment(model, env), {n: (v, f"flag {s}") for n, (s, v) in typed.items()}):
+        for name, (text, source) in layer.items():
+            raw[name], sources[name] = text, source
+    loaded = Loaded(config=_validate(model, raw, sources), sources=sources)
+    if print_config:
+        sys.stdout.write(config_table(loaded))
+        raise SystemExit(0)
+    return loaded
+
+
+def exit_with(prog: str, error: ConfigError) -> NoReturn:
+    """What an entry point does with a ConfigError: one line on stderr, exit status 2."""
+    sys.stderr.write(f"{prog}: {' '.join(error.message.split())}\n")
+    raise SystemExit(2) from error
+
+
+def process_environment() -> dict[str, str]:
+    """A copy of this process's environment, for starting other processes."""
+    return dict(os.environ)
+
+
+def config_table(loaded: Loaded[C]) -> str:
+    """Field, value and source, one line each."""
+    rows = [("field", "value", "source")]
+    rows += [(name, _shown(getattr(loaded.config, name)), source) for name, source in loaded.sources.items()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}\n" for name, value, source in rows)
+
+
+def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:
+    """The command line that gives `model` these values (by field name); what `load` reads back. None is left out."""
+    words: list[str] = []
+    positional: list[str] = []
+    flags = {flag.field: flag for flag in flags_of(model)}
+    for name, value in values.items():
+        flag = flags[name]
+        if value is None:
+            continue
+        if flag.positional:
+            positional.append(str(value))
+        elif isinstance(value, bool):
+            words.append(flag.names[0] if value else f"--no-{flag.names[0].removeprefix('--')}")
+        else:
+            words.append(f"{flag.names[0]}={_text(value)}")
+    return words + positional
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return str(value.value) if isinstance(value, Enum) else str(value)
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else _text(value)
+
+
+def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """Values by field; the DYN_TRTLLM_ twin wins over a well-known name."""
+    _check_environment(env)
+    found: dict[str, tuple[Any, str]] = {}
+    for flag in flags_of(model):
+        for name in (flag.env, f"{ENV_PREFIX}{flag.field.upper()}"):
+            if name is not None and name in env:
+                source = f"environment {name}"
+                found[flag.field] = (flag.convert(env[name], source), source)
+    return found
+
+
+def _check_environment(env: Mapping[str, str]) -> None:
+    """An unknown DYN_TRTLLM_ name is a typing error. The other processes' names are known: environments are shared."""
+    known = {f"{ENV_PREFIX}{name.upper()}" for model in PROCESS_CONFIGS for name in model.model_fields}
+    for name in sorted(env):
+        if name.startswith(ENV_PREFIX) and name not in known:
+            guess = nearest(name, known)
+            hint = f"did you mean {guess}?" if guess else "unset it"
+            raise ConfigError(f"unknown environment variable {name}; {hint}", field=name)
+
+
+def _validate(model: type[C], raw: Mapping[str, Any], sources: Mapping[str, str]) -> C:
+    try:
+        return model.model_validate(raw)
+    except ValidationError as exc:
+        first, more = exc.errors(include_url=False)[0], exc.error_count() - 1
+        name = str(first["loc"][0]) if first["loc"] else ""
+        text = _problem(model, name, first, sources) + (f" (and {more} more)" if more else "")
+        raise ConfigError(text, field=name or None) from exc
+
+
+def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, str]) -> str:
+    flags: dict[str, Flag] = {flag.field: flag for flag in flags_of(model)}
+    if name not in flags:
+        return str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "missing":
+        return f"{flags[name].names[0]} is missing; give it, or set {ENV_PREFIX}{name.upper()}"
+    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return f"{sources[name]} is {_text(error['input'])!r}: {message}"
