@@ -1,0 +1,193 @@
+"""The launcher's YAML: what runs on one machine. Pure models and their one reader; starts nothing."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from dynamo_trtllm.config.flags import flags_of
+from dynamo_trtllm.config.layers import check_keys, read_yaml
+from dynamo_trtllm.config.models import Config, FrontendConfig, PositiveFloat, PositiveInt, WorkerConfig
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Role
+
+START = "start"
+
+# Settings that the launcher gives itself, and where they are written in the deployment file instead.
+_ELSEWHERE = {
+    "etcd_endpoints": "services.etcd",
+    "nats_server": "services.nats",
+    "namespace": "namespace",
+    "disaggregation_mode": "disaggregation_mode of the worker",
+}
+
+_WORKER_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+
+
+class ServicesConfig(Config):
+    """Where the processes meet. `start` runs a server on a free loopback port; an address uses one that runs."""
+
+    etcd: str = Field(START, min_length=1, description="start, or comma-separated addresses")
+    nats: str = Field(START, min_length=1, description="start, or an address")
+
+
+class RestartConfig(Config):
+    """How often a worker that died is started again before the deployment is given up."""
+
+    max_restarts: Annotated[int, Field(ge=0)] = Field(3, description="restarts of one worker within the window")
+    window_s: PositiveFloat = Field(60.0, description="a restart is forgotten after this many seconds")
+
+
+class WorkerSpec(Config):
+    """One kind of worker, started `count` times."""
+
+    name: str = Field(description="shown before its log lines; NAME-2 and so on when count is above 1")
+    disaggregation_mode: Role = Field(description="prefill, decode or prefill_and_decode")
+    count: PositiveInt = Field(1, description="how many of it")
+    devices: Literal["cpu"] | list[Annotated[int, Field(ge=0)]] = Field(
+        "cpu", description="cpu, or GPU numbers; with count N they are dealt out in N equal parts"
+    )
+    flags: dict[str, Any] = Field(
+        default_factory=dict, description="flags of `python -m dynamo_trtllm` without the dashes; by field name here"
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="environment of its processes, added to ours")
+
+    @field_validator("name")
+    @classmethod
+    def _name_form(cls, value: str) -> str:
+        if not _WORKER_NAME.fullmatch(value):
+            raise ValueError("expected lower-case letters, digits and dashes")
+        return value
+
+    @model_validator(mode="after")
+    def _devices_divide(self) -> WorkerSpec:
+        if self.devices != "cpu" and (not self.devices or len(self.devices) % self.count):
+            raise ValueError(f"{len(self.devices)} devices can't be dealt out to {self.count} workers in equal parts")
+        return self
+
+
+class DeploymentConfig(Config):
+    """All of one machine: services, then the frontend, then the workers."""
+
+    namespace: str = Field("dynamo", description="namespace of the frontend and all workers")
+    services: ServicesConfig = Field(ServicesConfig(), description="etcd and NATS")
+    frontend: dict[str, Any] | None = Field(
+        default_factory=dict,
+        description="flags of `python -m dynamo_trtllm.frontend` without the dashes; null starts none",
+    )
+    workers: list[WorkerSpec] = Field(min_length=1, description="at least one")
+    restart: RestartConfig = Field(RestartConfig(), description="what happens when a worker dies")
+    ready_timeout_s: PositiveFloat = Field(120.0, description="longest wait in seconds until one process is ready")
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> DeploymentConfig:
+        names = [worker.name for worker in self.workers]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two workers are named {name!r}; give each its own name, or use count")
+        return self
+
+
+def load_deployment(path: Path) -> DeploymentConfig:
+    """Reads and checks a deployment file. Raises ConfigError naming the file and the path inside it."""
+    data = read_yaml(path)
+    _check_model_keys(DeploymentConfig, data, str(path), "")
+    if isinstance(data.get("frontend"), dict):
+        data["frontend"] = _by_field(FrontendConfig, data["frontend"], f"{path}: frontend")
+    workers = data.get("workers")
+    for i, worker in enumerate(workers if isinstance(workers, list) else []):
+        if isinstance(worker, dict) and isinstance(worker.get("flags"), dict):
+            worker["flags"] = _by_field(WorkerConfig, worker["flags"], f"{path}: workers[{i}].flags")
+    try:
+        deployment = DeploymentConfig.model_validate(data)
+    except ValidationError as exc:
+        raise _config_error(str(path), "", exc) from exc
+    _check_values(deployment, str(path))
+    return deployment
+
+
+def _check_model_keys(model: type[Config], data: Any, file: str, where: str) -> None:
+    """Refuses unknown keys at every level with the nearest known one, which pydantic would not name."""
+    if not isinstance(data, Mapping):
+        return  # pydantic says what is wrong with it
+    check_keys(data, model.model_fields, f"{file}: {where}" if where else file)
+    for name, info in model.model_fields.items():
+        inner, many = _inner_model(info.annotation)
+        if inner is None or name not in data:
+            continue
+        path = f"{where}.{name}" if where else name
+        values = data[name] if many and isinstance(data[name], list) else [data[name]]
+        for i, value in enumerate(values):
+            _check_model_keys(inner, value, file, f"{path}[{i}]" if many else path)
+
+
+def _inner_model(annotation: Any) -> tuple[type[Config] | None, bool]:
+    """The model inside a field's type, and whether the field is a list of it."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return annotation, False
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is list and issubclass(arguments[0], Config):
+        return arguments[0], True
+    return None, False
+
+
+def _by_field(model: type[Config], given: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """The flags by field name. They may be spelled as on the command line, without or with dashes in front."""
+    spellings = {
+        name.removeprefix("--").replace("-", "_"): flag.field for flag in flags_of(model) for name in flag.names
+    }
+    result: dict[str, Any] = {}
+    for key, value in given.items():
+        spelled = _spelled(str(key))
+        check_keys([spelled], spellings, where)
+        field = spellings[spelled]
+        if field in _ELSEWHERE and field in model.model_fields:
+            raise ConfigError(f"{where}.{key}: write it as {_ELSEWHERE[field]}", field=field)
+        if field in result:
+            raise ConfigError(f"{where}.{key}: {field} is given twice", field=field)
+        result[field] = value
+    return result
+
+
+def _spelled(name: str) -> str:
+    return name.removeprefix("--").replace("-", "_")
+
+
+def _check_values(deployment: DeploymentConfig, file: str) -> None:
+    """Every flag is checked now, not by a process that starts a minute later."""
+    common = {"namespace": deployment.namespace}
+    for key, name in (("etcd", "etcd_endpoints"), ("nats", "nats_server")):
+        address = getattr(deployment.services, key)
+        if address != START:
+            _validate(FrontendConfig, {name: address}, f"{file}: services.{key}")
+    _validate(FrontendConfig, common, f"{file}")
+    _validate(FrontendConfig, deployment.frontend or {}, f"{file}: frontend")
+    for i, worker in enumerate(deployment.workers):
+        flags = {**worker.flags, "disaggregation_mode": worker.disaggregation_mode}
+        _validate(WorkerConfig, flags, f"{file}: workers[{i}].flags")
+
+
+def _validate(model: type[Config], values: Mapping[str, Any], where: str) -> None:
+    try:
+        model.model_validate(values)
+    except ValidationError as exc:
+        raise _config_error(where, ".", exc) from exc
+
+
+def _config_error(where: str, joint: str, exc: ValidationError) -> ConfigError:
+    first = exc.errors(include_url=False)[0]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "missing":
+        problem = "is missing"
+    elif first["type"] in ("value_error", "too_short"):
+        problem = message
+    else:
+        problem = f"is {first['input']!r}: {message}"
+    place = f"{where}{joint}{path}" if joint else f"{where}: {path}" if path else where
+    return ConfigError(f"{place}: {problem}", field=path or None)

@@ -1,0 +1,158 @@
+"""Prometheus metrics: one table of names, one registry per process. Observed per step or request, never per token.
+
+Label values come from a small closed set (served models, error codes): never put what a client sent into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from dynamo_trtllm.messages import LegStats
+from dynamo_trtllm.observe.histogram import WeightedHistogram
+
+PREFIX = "dynamo_trtllm_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Kind = Literal["counter", "gauge", "histogram", "weighted"]
+Process = Literal["frontend", "worker"]
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table. Counters get Prometheus' `_total` from their name."""
+
+    process: Process
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = SECONDS
+
+
+TABLE = (
+    Metric("frontend", "requests_total", "counter", "finished HTTP requests", ("model", "endpoint", "code")),
+    Metric("frontend", "inflight", "gauge", "HTTP requests being served"),
+    Metric("frontend", "ttft_seconds", "histogram", "from request to first token", ("model",)),
+    Metric("frontend", "itl_seconds", "weighted", "between two tokens of a request", ("model",), STEP_SECONDS),
+    Metric("frontend", "request_seconds", "histogram", "from request to last byte", ("model",)),
+    Metric("frontend", "prompt_tokens_total", "counter", "tokens of rendered prompts", ("model",)),
+    Metric("frontend", "output_tokens_total", "counter", "tokens generated", ("model",)),
+    Metric("frontend", "phase_seconds", "histogram", "queue, prefill, handoff, decode_wait", ("model", "phase")),
+    Metric("frontend", "kv_bytes_total", "counter", "KV moved from prefill to decode", ("transport",)),
+    Metric("worker", "requests_total", "counter", "finished legs", ("phase", "code")),
+    Metric("worker", "output_tokens_total", "counter", "tokens generated", ("phase",)),
+    Metric("worker", "running", "gauge", "requests in the batch"),
+    Metric("worker", "waiting", "gauge", "requests that wait for KV blocks or a slot"),
+    Metric("worker", "kv_blocks_used", "gauge", "KV blocks in use, those under a ticket included"),
+    Metric("worker", "kv_blocks_total", "gauge", "KV blocks there are"),
+    Metric("worker", "tickets_held", "gauge", "hand-offs not yet released"),
+)
+
+
+class EngineSnapshot(Protocol):
+    """What an engine tells of itself at a scrape."""
+
+    @property
+    def running(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def kv_blocks_used(self) -> int: ...
+    @property
+    def kv_blocks_total(self) -> int: ...
+    @property
+    def tickets_held(self) -> int: ...
+
+
+def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for row in TABLE:
+        if row.process != process:
+            continue
+        name = PREFIX + row.name
+        if row.kind == "counter":
+            made[row.name] = Counter(name, row.help, row.labels, registry=registry)
+        elif row.kind == "gauge":
+            made[row.name] = Gauge(name, row.help, row.labels, registry=registry)
+        elif row.kind == "histogram":
+            made[row.name] = Histogram(name, row.help, row.labels, buckets=row.buckets, registry=registry)
+        else:
+            made[row.name] = WeightedHistogram(name, row.help, row.labels, buckets=row.buckets)
+            registry.register(made[row.name])
+    ProcessCollector(registry=registry)
+    return made
+
+
+class FrontendMetrics:
+    """A frontend's numbers. `model` is always a served model's name, or "" when the request named none."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._metrics = _build("frontend", self._registry)
+
+    def request_started(self) -> None:
+        self._metrics["inflight"].inc()
+
+    def request_finished(self, *, model: str, endpoint: str, code: str, seconds: float) -> None:
+        """Once for each `request_started`. `code`: "ok", "cancelled" or an error's code."""
+        self._metrics["inflight"].dec()
+        self._metrics["requests_total"].labels(model, endpoint, code).inc()
+        self._metrics["request_seconds"].labels(model).observe(seconds)
+
+    def observe_tokens(self, *, model: str, prompt: int, output: int) -> None:
+        """The tokens of one request, when it ends."""
+        self._metrics["prompt_tokens_total"].labels(model).inc(prompt)
+        self._metrics["output_tokens_total"].labels(model).inc(output)
+
+    def observe_ttft(self, *, model: str, seconds: float) -> None:
+        self._metrics["ttft_seconds"].labels(model).observe(seconds)
+
+    def observe_itl(self, *, model: str, seconds: float, count: int) -> None:
+        """`count` tokens came together, `seconds` after the ones before: each counts seconds / count."""
+        if count > 0:
+            self._metrics["itl_seconds"].observe((model,), seconds / count, count)
+
+    def observe_leg(self, *, model: str, stats: LegStats) -> None:
+        """Where the time of one leg went; phases that took no time were not part of it."""
+        phases: Sequence[tuple[str, float]] = (
+            ("queue", stats.queue_s),
+            ("prefill", stats.prefill_s),
+            ("handoff", stats.handoff_s),
+            ("decode_wait", stats.decode_wait_s),
+        )
+        for phase, seconds in phases:
+            if seconds > 0:
+                self._metrics["phase_seconds"].labels(model, phase).observe(seconds)
+        if stats.kv_bytes and stats.handoff_s > 0:
+            self._metrics["kv_bytes_total"].labels(stats.transport).inc(stats.kv_bytes)
+
+    def render(self) -> bytes:
+        """The Prometheus text format, of type CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+
+class WorkerMetrics:
+    """A worker's numbers."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._metrics = _build("worker", self._registry)
+
+    def leg_finished(self, *, phase: str, code: str, output_tokens: int) -> None:
+        """One leg ended. `code`: "ok", "cancelled" or an error's code."""
+        self._metrics["requests_total"].labels(phase, code).inc()
+        self._metrics["output_tokens_total"].labels(phase).inc(output_tokens)
+
+    def render(self, engine: EngineSnapshot | None = None) -> bytes:
+        """The Prometheus text format, of type CONTENT_TYPE. `engine`: taken now; None keeps the last one."""
+        if engine is not None:
+            for name in ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "tickets_held"):
+                self._metrics[name].set(getattr(engine, name))
+        return generate_latest(self._registry)
