@@ -32,15 +32,15 @@ _WORKER_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 class ServicesConfig(Config):
     """Where the processes meet. `start` runs a server on a free loopback port; an address uses one that runs."""
 
-    etcd: str = Field(START, min_length=1, description="start, or comma-separated addresses")
-    nats: str = Field(START, min_length=1, description="start, or an address")
+    etcd: str = Field(default=START, min_length=1, description="start, or comma-separated addresses")
+    nats: str = Field(default=START, min_length=1, description="start, or an address")
 
 
 class RestartConfig(Config):
     """How often a worker that died is started again before the deployment is given up."""
 
-    max_restarts: Annotated[int, Field(ge=0)] = Field(3, description="restarts of one worker within the window")
-    window_s: PositiveFloat = Field(60.0, description="a restart is forgotten after this many seconds")
+    max_restarts: Annotated[int, Field(ge=0)] = Field(default=3, description="restarts of one worker within the window")
+    window_s: PositiveFloat = Field(default=60.0, description="a restart is forgotten after this many seconds")
 
 
 class WorkerSpec(Config):
@@ -48,14 +48,21 @@ class WorkerSpec(Config):
 
     name: str = Field(description="shown before its log lines; NAME-2 and so on when count is above 1")
     disaggregation_mode: Role = Field(description="prefill, decode or prefill_and_decode")
-    count: PositiveInt = Field(1, description="how many of it")
+    count: PositiveInt = Field(default=1, description="how many of it")
     devices: Literal["cpu"] | list[Annotated[int, Field(ge=0)]] = Field(
-        "cpu", description="cpu, or GPU numbers; with count N they are dealt out in N equal parts"
+        default="cpu", description="cpu, or GPU numbers; with count N they are dealt out in N equal parts"
     )
     flags: dict[str, Any] = Field(
         default_factory=dict, description="flags of `python -m dynamo_trtllm` without the dashes; by field name here"
     )
     env: dict[str, str] = Field(default_factory=dict, description="environment of its processes, added to ours")
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _devices_form(cls, value: Any) -> Any:
+        if value != "cpu" and not isinstance(value, list):
+            raise ValueError(f"expected cpu or a list of GPU numbers, found {value!r}")
+        return value
 
     @field_validator("name")
     @classmethod
@@ -74,15 +81,15 @@ class WorkerSpec(Config):
 class DeploymentConfig(Config):
     """All of one machine: services, then the frontend, then the workers."""
 
-    namespace: str = Field("dynamo", description="namespace of the frontend and all workers")
-    services: ServicesConfig = Field(ServicesConfig(), description="etcd and NATS")
+    namespace: str = Field(default="dynamo", description="namespace of the frontend and all workers")
+    services: ServicesConfig = Field(default=ServicesConfig(), description="etcd and NATS")
     frontend: dict[str, Any] | None = Field(
         default_factory=dict,
         description="flags of `python -m dynamo_trtllm.frontend` without the dashes; null starts none",
     )
-    workers: list[WorkerSpec] = Field(min_length=1, description="at least one")
-    restart: RestartConfig = Field(RestartConfig(), description="what happens when a worker dies")
-    ready_timeout_s: PositiveFloat = Field(120.0, description="longest wait in seconds until one process is ready")
+    workers: list[WorkerSpec] = Field(default=min_length=1, description="at least one")
+    restart: RestartConfig = Field(default=RestartConfig(), description="what happens when a worker dies")
+    ready_timeout_s: PositiveFloat = Field(default=120.0, description="longest wait in seconds until one process is ready")
 
     @model_validator(mode="after")
     def _names_differ(self) -> DeploymentConfig:
@@ -106,7 +113,7 @@ def load_deployment(path: Path) -> DeploymentConfig:
     try:
         deployment = DeploymentConfig.model_validate(data)
     except ValidationError as exc:
-        raise _config_error(str(path), "", exc) from exc
+        raise _config_error(str(path), ": ", exc) from exc
     _check_values(deployment, str(path))
     return deployment
 
@@ -164,30 +171,30 @@ def _check_values(deployment: DeploymentConfig, file: str) -> None:
     for key, name in (("etcd", "etcd_endpoints"), ("nats", "nats_server")):
         address = getattr(deployment.services, key)
         if address != START:
-            _validate(FrontendConfig, {name: address}, f"{file}: services.{key}")
-    _validate(FrontendConfig, common, f"{file}")
+            _validate(FrontendConfig, {name: address}, f"{file}: services.{key}", joint=" as ")
+    _validate(FrontendConfig, common, file, joint=": ")
     _validate(FrontendConfig, deployment.frontend or {}, f"{file}: frontend")
     for i, worker in enumerate(deployment.workers):
         flags = {**worker.flags, "disaggregation_mode": worker.disaggregation_mode}
         _validate(WorkerConfig, flags, f"{file}: workers[{i}].flags")
 
 
-def _validate(model: type[Config], values: Mapping[str, Any], where: str) -> None:
+def _validate(model: type[Config], values: Mapping[str, Any], where: str, joint: str = ".") -> None:
     try:
         model.model_validate(values)
     except ValidationError as exc:
-        raise _config_error(where, ".", exc) from exc
+        raise _config_error(where, joint, exc) from exc
 
 
 def _config_error(where: str, joint: str, exc: ValidationError) -> ConfigError:
     first = exc.errors(include_url=False)[0]
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    # pydantic puts the tried alternative of a union into the path; people did not write it
+    parts = [part for part in first["loc"] if isinstance(part, int) or part.replace("-", "_").isidentifier()]
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
+    place = where + joint + path if path else where
     message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "missing":
-        problem = "is missing"
-    elif first["type"] in ("value_error", "too_short"):
-        problem = message
-    else:
-        problem = f"is {first['input']!r}: {message}"
-    place = f"{where}{joint}{path}" if joint else f"{where}: {path}" if path else where
-    return ConfigError(f"{place}: {problem}", field=path or None)
+        return ConfigError(f"{place} is missing", field=path)
+    if first["type"] == "value_error":
+        return ConfigError(f"{place}: {message}", field=path or None)
+    return ConfigError(f"{place} is {first['input']!r}: {message}", field=path or None)

@@ -57,19 +57,23 @@ class ConnectionConfig(Config):
     """What worker and frontend share."""
 
     namespace: str = Field(
-        "dynamo",
+        default="dynamo",
         description="deployment name; workers and frontends see only their own",
         json_schema_extra=setting(CONTROL, env="DYN_NAMESPACE"),
     )
     etcd_endpoints: str = Field(
-        "http://localhost:2379",
+        default="http://localhost:2379",
         description="etcd addresses, comma-separated",
         json_schema_extra=setting(CONTROL, env="ETCD_ENDPOINTS"),
     )
     nats_server: str = Field(
-        "nats://localhost:4222", description="NATS address", json_schema_extra=setting(CONTROL, env="NATS_SERVER")
+        default="nats://localhost:4222",
+        description="NATS address",
+        json_schema_extra=setting(CONTROL, env="NATS_SERVER"),
     )
-    log_level: LogLevel = Field("info", description="least severe level logged", json_schema_extra=setting(PROCESS))
+    log_level: LogLevel = Field(
+        default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
+    )
 
     @field_validator("namespace")
     @classmethod
@@ -105,78 +109,86 @@ examples, one prefill and one decode worker of the same model:
 
     model_path: str = Field(description="model folder", json_schema_extra=setting(MODEL, "--model"))
     served_model_name: Annotated[str, Field(min_length=1)] | None = Field(
-        None,
+        default=None,
         description="name clients send as `model`; without it the folder's name",
         json_schema_extra=setting(MODEL),
     )
     dyn_reasoning_parser: Literal["gpt_oss"] | None = Field(
-        None, description="how reasoning is told from the answer", json_schema_extra=setting(MODEL)
+        default=None, description="how reasoning is told from the answer", json_schema_extra=setting(MODEL)
     )
     dyn_tool_call_parser: Literal["harmony"] | None = Field(
-        None, description="how tool calls are read from the output", json_schema_extra=setting(MODEL)
+        default=None, description="how tool calls are read from the output", json_schema_extra=setting(MODEL)
     )
     max_seq_len: PositiveInt | None = Field(
-        None, description="prompt and output tokens of one request", json_schema_extra=setting(MODEL)
+        default=None, description="prompt and output tokens of one request", json_schema_extra=setting(MODEL)
     )
     engine: EngineName | None = Field(
-        None,
+        default=None,
         description="what computes tokens: torch (transformers on CPU or GPU), mock (no weights)",
         json_schema_extra=setting(ENGINE),
     )
     extra_engine_args: Path | None = Field(
-        None, description="YAML file of engine arguments; a typed flag beats it", json_schema_extra=setting(ENGINE)
+        default=None,
+        description="YAML file of engine arguments; a typed flag beats it",
+        json_schema_extra=setting(ENGINE),
     )
     override_engine_args: dict[str, Any] | None = Field(
-        None, description="JSON object of engine arguments; beats file and flags", json_schema_extra=setting(ENGINE)
+        default=None,
+        description="JSON object of engine arguments; beats file and flags",
+        json_schema_extra=setting(ENGINE),
     )
     max_num_tokens: PositiveInt | None = Field(
-        None, description="tokens in one engine step", json_schema_extra=setting(ENGINE)
+        default=None, description="tokens in one engine step", json_schema_extra=setting(ENGINE)
     )
     max_batch_size: PositiveInt | None = Field(
-        None, description="requests in one engine step", json_schema_extra=setting(ENGINE)
+        default=None, description="requests in one engine step", json_schema_extra=setting(ENGINE)
     )
     tensor_parallel_size: PositiveInt = Field(
-        1, description="GPUs over which each layer is split", json_schema_extra=setting(ENGINE)
+        default=1, description="GPUs over which each layer is split", json_schema_extra=setting(ENGINE)
     )
     expert_parallel_size: PositiveInt | None = Field(
-        None, description="GPUs over which experts are spread", json_schema_extra=setting(ENGINE)
+        default=None, description="GPUs over which experts are spread", json_schema_extra=setting(ENGINE)
     )
     pipeline_parallel_size: PositiveInt = Field(
-        1, description="GPUs over which layers are spread", json_schema_extra=setting(ENGINE)
+        default=1, description="GPUs over which layers are spread", json_schema_extra=setting(ENGINE)
     )
     disaggregation_mode: Role = Field(
-        Role.AGGREGATED, description="which leg of a request this worker serves", json_schema_extra=setting(ROLE)
+        default=Role.AGGREGATED,
+        description="which leg of a request this worker serves",
+        json_schema_extra=setting(ROLE),
     )
     disaggregation_strategy: Literal["prefill_first"] = Field(
-        "prefill_first", description="which leg begins", json_schema_extra=setting(ROLE)
+        default="prefill_first", description="which leg begins", json_schema_extra=setting(ROLE)
     )
     endpoint: str | None = Field(
-        None,
+        default=None,
         description="dyn://NAMESPACE.COMPONENT.ENDPOINT; without it chosen by role",
         json_schema_extra=setting(ROLE),
     )
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="share of the GPU memory left after weights that KV takes", json_schema_extra=setting(KV)
+        default=None,
+        description="share of the GPU memory left after weights that KV takes",
+        json_schema_extra=setting(KV),
     )
     kv_block_size: PositiveInt | None = Field(
-        None, description="tokens in one KV block; equal on prefill and decode", json_schema_extra=setting(KV)
+        default=None, description="tokens in one KV block; equal on prefill and decode", json_schema_extra=setting(KV)
     )
     publish_kv_events: bool = Field(
-        False, description="publish stored and removed KV blocks", json_schema_extra=setting(KV)
+        default=False, description="publish stored and removed KV blocks", json_schema_extra=setting(KV)
     )
     ticket_ttl_s: PositiveFloat = Field(
-        60.0, description="seconds after which KV that nobody fetched is freed", json_schema_extra=setting(KV)
+        default=60.0, description="seconds after which KV that nobody fetched is freed", json_schema_extra=setting(KV)
     )
     lease_ttl_s: PositiveFloat = Field(
-        10.0, description="seconds after which a dead worker is forgotten", json_schema_extra=setting(CONTROL)
+        default=10.0, description="seconds after which a dead worker is forgotten", json_schema_extra=setting(CONTROL)
     )
     system_port: Port | None = Field(
-        None,
+        default=None,
         description="port of /live /ready /health /metrics; 0 takes a free one; without it off",
         json_schema_extra=setting(PROCESS, env="DYN_SYSTEM_PORT"),
     )
     drain_timeout_s: PositiveFloat = Field(
-        30.0,
+        default=30.0,
         description="longest wait in seconds for running requests when stopping",
         json_schema_extra=setting(PROCESS),
     )
@@ -213,17 +225,21 @@ examples, one prefill and one decode worker of the same model:
 class FrontendConfig(ConnectionConfig):
     """`python -m dynamo_trtllm.frontend`."""
 
-    http_host: str = Field("0.0.0.0", description="address to listen on", json_schema_extra=setting(HTTP))
-    http_port: Port = Field(8000, description="port to listen on; 0 takes a free one", json_schema_extra=setting(HTTP))
+    http_host: str = Field(default="0.0.0.0", description="address to listen on", json_schema_extra=setting(HTTP))
+    http_port: Port = Field(
+        default=8000, description="port to listen on; 0 takes a free one", json_schema_extra=setting(HTTP)
+    )
     router_mode: Literal["round-robin"] = Field(
-        "round-robin", description="how an instance is chosen", json_schema_extra=setting(HTTP)
+        default="round-robin", description="how an instance is chosen", json_schema_extra=setting(HTTP)
     )
     request_timeout_s: PositiveFloat = Field(
-        600.0, description="deadline of a request in seconds", json_schema_extra=setting(HTTP)
+        default=600.0, description="deadline of a request in seconds", json_schema_extra=setting(HTTP)
     )
-    max_body_bytes: PositiveInt = Field(32 << 20, description="largest request body", json_schema_extra=setting(HTTP))
+    max_body_bytes: PositiveInt = Field(
+        default=32 << 20, description="largest request body", json_schema_extra=setting(HTTP)
+    )
     max_inflight: PositiveInt = Field(
-        4096, description="requests at once; one more is answered 429", json_schema_extra=setting(HTTP)
+        default=4096, description="requests at once; one more is answered 429", json_schema_extra=setting(HTTP)
     )
 
 
@@ -234,7 +250,9 @@ class LaunchConfig(Config):
         description="YAML file that lists services, frontend and workers",
         json_schema_extra=setting(PROCESS, positional=True),
     )
-    log_level: LogLevel = Field("info", description="least severe level logged", json_schema_extra=setting(PROCESS))
+    log_level: LogLevel = Field(
+        default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
+    )
 
 
 PROCESS_CONFIGS: tuple[type[Config], ...] = (WorkerConfig, FrontendConfig, LaunchConfig)

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from dynamo_trtllm.messages import LegStats
 from dynamo_trtllm.observe.histogram import WeightedHistogram
@@ -72,6 +80,7 @@ class EngineSnapshot(Protocol):
 
 
 def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
+    disable_created_metrics()  # a time per counter that nobody asked for
     made: dict[str, Any] = {}
     for row in TABLE:
         if row.process != process:
