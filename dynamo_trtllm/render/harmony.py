@@ -24,7 +24,11 @@ from dynamo_trtllm.render.harmony_parser import HarmonyParser
 from dynamo_trtllm.render.text import BytesTextParser
 
 _RETURN: Final = 200002
+_MESSAGE: Final = 200008
 _CALL: Final = 200012
+_MAX_WORD_CHARS: Final = 16384
+_LONG_WORD: Final = re.compile(rf"\S{{{_MAX_WORD_CHARS}}}|\s{{{_MAX_WORD_CHARS}}}")
+_INSTRUCTIONS: Final = "(instructions)"  # stands in for them while openai-harmony makes the frame
 _JSON: Final = "<|constrain|>json"
 _EFFORTS: Final = {
     "low": oh.ReasoningEffort.LOW,
@@ -52,7 +56,7 @@ class HarmonyRenderer:
         try:
             for message in harmony_messages(conversation, self._today()):
                 self._append(ids, message, has_tools=bool(conversation.tools))
-        except oh.HarmonyError as exc:
+        except (oh.HarmonyError, RecursionError) as exc:
             raise InvalidRequest(f"the conversation can't be rendered: {exc}", field="messages") from exc
         ids.extend(self._assistant_start)
         return ids
@@ -79,6 +83,9 @@ class HarmonyRenderer:
 
     def _append(self, ids: TokenIds, message: oh.Message, *, has_tools: bool) -> None:
         body = message.content[0]
+        if isinstance(body, oh.DeveloperContent):
+            ids.extend(self._developer_ids(message, body))
+            return
         if not isinstance(body, oh.TextContent):
             options = oh.RenderOptions(conversation_has_function_tools=has_tools)
             ids.extend(self._harmony.render(message, options))
@@ -88,6 +95,22 @@ class HarmonyRenderer:
         ids.extend(head)
         ids.extend(self._tiktoken.encode_ordinary(body.text))
         ids.extend(tail)
+
+    def _developer_ids(self, message: oh.Message, body: oh.DeveloperContent) -> list[int]:
+        """A developer message. The instructions are put in as text, for openai-harmony's encoder is quadratic in
+        the length of a word; a schema can't be, so words that are too long for it are refused there."""
+        shown = body.model_copy(update={"instructions": body.instructions and _INSTRUCTIONS})
+        framed = message.model_copy(update={"content": [shown]})
+        if _LONG_WORD.search(framed.to_json()):
+            raise InvalidRequest(
+                f"the tools hold a word or a run of blanks longer than {_MAX_WORD_CHARS} characters", field="tools"
+            )
+        ids = self._harmony.render(framed)
+        start = ids.index(_MESSAGE) + 1
+        text = self._harmony.decode(ids[start:-1])
+        if body.instructions:
+            text = text.replace(_INSTRUCTIONS, body.instructions, 1)
+        return [*ids[:start], *self._tiktoken.encode_ordinary(text), ids[-1]]
 
     def _make_frame(self, role: oh.Role, name: str | None, *header: str | None) -> tuple[list[int], list[int]]:
         """Ids before and after the text of a message with this header."""

@@ -1,16 +1,20 @@
-"""Bytes of tokens to text, incrementally: never half a UTF-8 character, linear in the bytes."""
+"""Tokens to text, incrementally: never half a UTF-8 character, linear in the tokens."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.render.base import Delta
 
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_MAX_HELD_TOKENS: Final = 4  # a UTF-8 character has at most four bytes; more held tokens make none
+
 
 class BytesTextParser:
-    """OutputParser for a plain prompt, for vocabularies whose tokens are byte strings; all text is content."""
+    """OutputParser for vocabularies whose tokens are byte strings; all text is content."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes  # no bytes for a token that must not be shown
@@ -21,3 +25,35 @@ class BytesTextParser:
 
     def finish(self) -> Delta:
         return Delta(content=self._decoder.decode(b"", final=True))
+
+
+class WindowTextParser:
+    """OutputParser for vocabularies whose text depends on the tokens before (leading spaces, byte fallback).
+
+    Decodes a short window: the tokens of the last text given out, as context, and those after them.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int]) -> None:
+        self._decode = decode
+        self._hidden = hidden  # special tokens, left out
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_ids: TokenIds) -> Delta:
+        parts: list[str] = []
+        for token_id in token_ids:
+            if token_id in self._hidden:
+                continue
+            self._held.append(token_id)
+            text = self._new_text()
+            if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+                continue
+            parts.append(text)
+            self._context, self._held = self._held, []
+        return Delta(content="".join(parts))
+
+    def finish(self) -> Delta:
+        return Delta(content=self._new_text() if self._held else "")
+
+    def _new_text(self) -> str:
+        return self._decode([*self._context, *self._held])[len(self._decode(self._context)) :]

@@ -61,7 +61,7 @@ def default_cache_dir() -> Path:
 
 def harmony_specials() -> dict[str, int]:
     """Special tokens of o200k_harmony, the reserved ones included."""
-    named = {number for number in _NAMED_SPECIALS.values()}
+    named = set(_NAMED_SPECIALS.values())
     reserved = {f"<|reserved_{i}|>": i for i in range(200_000, HARMONY_VOCAB_SIZE) if i not in named}
     return _NAMED_SPECIALS | reserved
 

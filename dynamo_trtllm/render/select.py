@@ -1,0 +1,28 @@
+"""Which renderer a model card names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import ModelCard
+from dynamo_trtllm.render.base import Renderer
+from dynamo_trtllm.render.harmony import HarmonyRenderer
+from dynamo_trtllm.render.template import ChatTemplateRenderer
+
+
+def renderer_for(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
+    """The renderer of this card, made of its files (name -> content). Takes up to a second: not on an event loop.
+
+    Raises ConfigError for a renderer that does not exist and for a file that is missing or broken.
+    """
+    match card.renderer:
+        case "harmony":
+            return HarmonyRenderer()
+        case "chat_template":
+            return ChatTemplateRenderer(files, stop_token_ids=card.eos_token_ids)
+        case other:
+            raise ConfigError(
+                f"model {card.name!r} asks for the renderer {other!r}; this version has harmony and chat_template",
+                field="renderer",
+            )

@@ -1,0 +1,179 @@
+"""Models with a `tokenizer.json` and a jinja chat template. The template runs sandboxed; nothing is downloaded."""
+
+from __future__ import annotations
+
+import functools
+import json
+from array import array
+from collections.abc import Mapping
+from typing import Any, Final
+
+import tokenizers
+
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Conversation, Message, TokenIds
+from dynamo_trtllm.render.base import OutputParser
+from dynamo_trtllm.render.chat_template import ChatTemplates
+from dynamo_trtllm.render.text import BytesTextParser, WindowTextParser
+
+TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+CHAT_TEMPLATE: Final = "chat_template.jinja"
+
+
+class ChatTemplateRenderer:
+    """Renderer made of a model's files. Raises ConfigError for a file that is missing or can't be read.
+
+    Control tokens spelled in a message become control tokens, as templates are text; `encode` keeps them text.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], *, stop_token_ids: tuple[int, ...]) -> None:
+        self.stop_token_ids = stop_token_ids
+        self._source = _required(files, TOKENIZER)
+        self._tokenizer = _tokenizer(self._source)
+        config = _json_object(_required(files, TOKENIZER_CONFIG), TOKENIZER_CONFIG)
+        self._variables = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        self._templates = ChatTemplates(_template_sources(files.get(CHAT_TEMPLATE), config))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        decoder = _json_object(self._source, TOKENIZER).get("decoder") or {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+
+    def render(self, conversation: Conversation) -> TokenIds:
+        """The prompt with the assistant's turn begun. Raises InvalidRequest for what the template refuses."""
+        tools = [
+            {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+            for t in conversation.tools
+        ]
+        text = self._templates.render(
+            {
+                "reasoning_effort": conversation.reasoning_effort,
+                **self._variables,
+                **conversation.template_args,
+                "messages": [_message(message) for message in conversation.messages],
+                "tools": tools or None,
+                "add_generation_prompt": True,
+            }
+        )
+        return array("I", self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids)
+
+    def encode(self, text: str) -> TokenIds:
+        """Plain text as a prompt: with the begin-of-text token where the model's tokenizer adds one."""
+        return array("I", self._plain_tokenizer.encode(_well_formed(text)).ids)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+
+    def chat_parser(self) -> OutputParser:
+        return self.text_parser()
+
+    def text_parser(self) -> OutputParser:
+        if self._is_byte_level:
+            return BytesTextParser(self._token_bytes)
+        return WindowTextParser(self._tokenizer.decode, self._hidden)
+
+    @functools.cached_property
+    def _plain_tokenizer(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, for the switch is the tokenizer's and requests of both kinds run at once."""
+        tokenizer = _tokenizer(self._source)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        if token_id in self._hidden:
+            return b""
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        return bytes(_BYTE_OF[char] for char in piece)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte: itself where it can be seen, else one from U+0100 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
+
+
+_BYTE_OF: Final = _byte_level_alphabet()
+
+
+def _message(message: Message) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.reasoning is not None:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _arguments(c.arguments)}}
+            for c in message.tool_calls
+        ]
+    return shown
+
+
+def _arguments(text: str) -> object:
+    """Templates expect the object, not its JSON; text that is no JSON is shown as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _required(files: Mapping[str, bytes], name: str) -> bytes:
+    data = files.get(name)
+    if data is None:
+        raise ConfigError(f"the model has no {name}; add it to the model's folder")
+    return data
+
+
+def _tokenizer(source: bytes) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_buffer(source)
+    except ValueError as exc:
+        raise ConfigError(f"{TOKENIZER} can't be read: {exc}") from exc
+
+
+def _json_object(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as exc:
+        raise ConfigError(f"{name} is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must hold a JSON object")
+    return value
+
+
+def _token_text(value: object) -> str:
+    """A token of tokenizer_config.json, which is a string, an object with `content`, or null."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. The file goes before the entry in tokenizer_config.json."""
+    if file is not None:
+        return {"default": file.decode()}
+    match config.get("chat_template"):
+        case str(source):
+            return {"default": source}
+        case list(entries):
+            return {entry["name"]: entry["template"] for entry in entries}
+        case _:
+            return {}
+
+
+def _well_formed(text: str) -> str:
+    """The text with lone surrogates replaced, which JSON may bring and UTF-8 can't hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
