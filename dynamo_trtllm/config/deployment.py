@@ -87,9 +87,9 @@ class DeploymentConfig(Config):
         default_factory=dict,
         description="flags of `python -m dynamo_trtllm.frontend` without the dashes; null starts none",
     )
-    workers: list[WorkerSpec] = Field(default=min_length=1, description="at least one")
+    workers: list[WorkerSpec] = Field(min_length=1, description="at least one")
     restart: RestartConfig = Field(default=RestartConfig(), description="what happens when a worker dies")
-    ready_timeout_s: PositiveFloat = Field(default=120.0, description="longest wait in seconds until one process is ready")
+    ready_timeout_s: PositiveFloat = Field(default=120.0, description="longest wait in seconds for one process")
 
     @model_validator(mode="after")
     def _names_differ(self) -> DeploymentConfig:
