@@ -1,0 +1,104 @@
+"""Discovery on etcd: keys on leases, and a watch that lists again whenever its stream broke.
+
+Listing again, instead of resuming at a revision, is right in every case (compaction, data lost, another member) and
+costs one range read per watcher and reconnect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.discovery.backoff import Backoff
+from dynamo_trtllm.discovery.base import Event, Synced
+from dynamo_trtllm.discovery.etcd_lease import EtcdRegistration
+from dynamo_trtllm.discovery.etcd_store import EtcdStore, Listing
+from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.discovery.mirror import Mirror
+from dynamo_trtllm.errors import Unreachable
+from dynamo_trtllm.messages import Instance
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 5.0  # etcd may start at the same moment as we do
+
+T = TypeVar("T")
+
+
+class EtcdDiscovery:
+    """See `base.Discovery`. `endpoints` is comma-separated. Made on a running event loop. Raises ConfigError."""
+
+    def __init__(self, endpoints: str, *, lease_ttl_s: float = 10.0, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._store = EtcdStore(endpoints)
+        self._lease_ttl_s = lease_ttl_s
+        self._start_timeout_s = start_timeout_s
+        self._registrations: list[EtcdRegistration] = []
+
+    async def register(self, instance: Instance) -> EtcdRegistration:
+        key = instance_key(endpoint_of(instance), instance.id)
+        registration = EtcdRegistration(self._store, key, codec.encode(instance), ttl_s=self._lease_ttl_s)
+        await self._at_start(registration.start)
+        self._registrations.append(registration)
+        return registration
+
+    async def _at_start(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Tries for `start_timeout_s`, then raises the last Unreachable."""
+        backoff = Backoff()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._start_timeout_s
+        while True:
+            try:
+                return await call()
+            except Unreachable:
+                delay_s = backoff.next_s()
+                if self._store.closed or loop.time() + delay_s >= deadline:
+                    raise
+                await asyncio.sleep(delay_s)
+
+    async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
+        """See `base.Discovery.watch`; ends when this object is closed. Raises Unreachable if etcd can't be reached
+        for its first list."""
+        prefix, mirror, backoff = namespace_prefix(namespace), Mirror(), Backoff()
+        listing = await self._at_start(lambda: self._store.read_all(prefix))
+        for event in mirror.relist(listing.records):
+            yield event
+        yield Synced()
+        while not self._store.closed:
+            try:
+                async with aclosing(self._store.changes(prefix, listing.revision + 1)) as batches:
+                    async for batch in batches:
+                        backoff.reset()
+                        for key, record in batch:
+                            for event in mirror.removed(key) if record is None else mirror.put(key, record):
+                                yield event
+                reason = "etcd ended it"
+            except Unreachable as exc:
+                reason = exc.message
+            if not self._store.closed:
+                logger.warning("the watch of %s is cut, what is known is kept: %s", prefix, reason)
+                listing = await self._list_again(prefix, backoff)
+                for event in mirror.relist(listing.records):
+                    yield event
+
+    async def _list_again(self, prefix: str, backoff: Backoff) -> Listing:
+        """However long it takes. Raises Unreachable only when this object is closed."""
+        while True:
+            await asyncio.sleep(backoff.next_s())
+            try:
+                listing = await self._store.read_all(prefix)
+            except Unreachable as exc:
+                if self._store.closed:
+                    raise
+                logger.debug("the watch of %s: %s", prefix, exc.message)
+                continue
+            logger.info("the watch of %s is back", prefix)
+            return listing
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(registration.aclose() for registration in self._registrations))
+        self._registrations.clear()
+        await self._store.aclose()

@@ -1,0 +1,105 @@
+"""The in-process twin of etcd discovery: several `MemoryDiscovery` share one `MemoryStore`, as processes share etcd."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.discovery.base import Event, Synced
+from dynamo_trtllm.discovery.keys import endpoint_of, instance_id_of, instance_key, namespace_prefix
+from dynamo_trtllm.discovery.mirror import Mirror
+from dynamo_trtllm.messages import Instance
+
+_Change = tuple[str, bytes | None]  # key, record; None: it left
+
+
+class MemoryStore:
+    """The shared records. Used from one event loop."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, bytes] = {}
+        self._watchers: list[tuple[str, asyncio.Queue[_Change | None]]] = []
+
+    def put(self, key: str, record: bytes) -> None:
+        self._records[key] = record
+        self._tell(key, record)
+
+    def delete(self, key: str) -> None:
+        if self._records.pop(key, None) is not None:
+            self._tell(key, None)
+
+    def expire(self, instance_id: int) -> None:
+        """As if the lease of this instance ran out."""
+        for key in [key for key in self._records if instance_id_of(key) == instance_id]:
+            self.delete(key)
+
+    def listed(self, prefix: str) -> dict[str, bytes]:
+        return {key: record for key, record in self._records.items() if key.startswith(prefix)}
+
+    def subscribe(self, prefix: str) -> asyncio.Queue[_Change | None]:
+        """Changes under the prefix from now on. Unbounded: its owner reads or unsubscribes."""
+        queue: asyncio.Queue[_Change | None] = asyncio.Queue()
+        self._watchers.append((prefix, queue))
+        return queue
+
+    def unsubscribe(self, queue: asyncio.Queue[_Change | None]) -> None:
+        self._watchers = [entry for entry in self._watchers if entry[1] is not queue]
+
+    def _tell(self, key: str, record: bytes | None) -> None:
+        for prefix, queue in self._watchers:
+            if key.startswith(prefix):
+                queue.put_nowait((key, record))
+
+
+class MemoryRegistration:
+    """See `base.Registration`."""
+
+    def __init__(self, store: MemoryStore, key: str) -> None:
+        self._store = store
+        self._key: str | None = key
+
+    async def aclose(self) -> None:
+        key, self._key = self._key, None
+        if key is not None:
+            self._store.delete(key)
+
+
+class MemoryDiscovery:
+    """See `base.Discovery`. Without a store it is alone."""
+
+    def __init__(self, store: MemoryStore | None = None) -> None:
+        self._store = store or MemoryStore()
+        self._registrations: list[MemoryRegistration] = []
+        self._queues: list[asyncio.Queue[_Change | None]] = []
+
+    async def register(self, instance: Instance) -> MemoryRegistration:
+        key = instance_key(endpoint_of(instance), instance.id)
+        self._store.put(key, codec.encode(instance))
+        registration = MemoryRegistration(self._store, key)
+        self._registrations.append(registration)
+        return registration
+
+    async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
+        """See `base.Discovery.watch`; ends when this object is closed."""
+        prefix, mirror = namespace_prefix(namespace), Mirror()
+        queue = self._store.subscribe(prefix)
+        self._queues.append(queue)
+        try:
+            for event in mirror.relist(self._store.listed(prefix)):
+                yield event
+            yield Synced()
+            while (change := await queue.get()) is not None:
+                key, record = change
+                for event in mirror.removed(key) if record is None else mirror.put(key, record):
+                    yield event
+        finally:
+            self._store.unsubscribe(queue)
+            self._queues.remove(queue)
+
+    async def aclose(self) -> None:
+        for registration in self._registrations:
+            await registration.aclose()
+        self._registrations.clear()
+        for queue in self._queues:
+            queue.put_nowait(None)

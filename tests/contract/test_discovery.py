@@ -1,0 +1,216 @@
+"""What every discovery does: the in-process twin and etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.discovery.base import Discovery, Down, Event, Synced, Up
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
+from dynamo_trtllm.messages import Instance
+from tests.instances import make_instance
+
+_CHILD = """
+import asyncio, sys
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from tests.instances import make_instance
+async def main():
+    discovery = EtcdDiscovery(sys.argv[1], lease_ttl_s=1)
+    await discovery.register(make_instance(int(sys.argv[2]), namespace=sys.argv[3]))
+    sys.stdout.write("up\\n"); sys.stdout.flush()
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """One store: `join` makes another participant, `lose` registers one whose owner then dies."""
+
+    namespace: str
+    join: Callable[[], Discovery]
+    lose: Callable[[Instance], Awaitable[None]]
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    namespace = f"n{secrets.token_hex(4)}"
+    joined: list[Discovery] = []
+    store = MemoryStore()
+    address = request.getfixturevalue("etcd_server") if request.param == "etcd" else ""
+
+    def join() -> Discovery:
+        joined.append(EtcdDiscovery(address, lease_ttl_s=2) if address else MemoryDiscovery(store))
+        return joined[-1]
+
+    async def lose(instance: Instance) -> None:
+        if not address:
+            await MemoryDiscovery(store).register(instance)
+            store.expire(instance.id)
+            return
+        argv = [sys.executable, "-c", _CHILD, address, str(instance.id), instance.namespace]
+        child = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert await child.stdout.readline() == b"up\n"
+        child.kill()
+        await child.wait()
+
+    yield World(namespace=namespace, join=join, lose=lose)
+    for discovery in joined:
+        await discovery.aclose()
+
+
+async def take(events: AsyncGenerator[Event, None], count: int, within_s: float = 8.0) -> list[Event]:
+    async with asyncio.timeout(within_s):
+        return [await anext(events) for _ in range(count)]
+
+
+async def check_quiet(events: AsyncGenerator[Event, None], for_s: float = 0.3) -> None:
+    """Nothing more comes. The generator is spent afterwards."""
+    with pytest.raises(TimeoutError):
+        await take(events, 1, within_s=for_s)
+
+
+async def test_register_when_watched_then_synced_up_down(world: World) -> None:
+    instance = make_instance(1, namespace=world.namespace)
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        assert await take(events, 1) == [Synced()]
+        registration = await world.join().register(instance)
+        assert await take(events, 1) == [Up(instance)]
+        await registration.aclose()
+        assert await take(events, 1) == [Down(1)]
+        await check_quiet(events)
+
+
+async def test_watch_when_instances_are_there_then_up_before_synced(world: World) -> None:
+    instances = [make_instance(number, namespace=world.namespace) for number in (1, 2)]
+    for instance in instances:
+        await world.join().register(instance)
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        told = await take(events, 3)
+        assert told[2] == Synced()
+        assert [event.instance for event in told[:2] if isinstance(event, Up)] == instances
+        await check_quiet(events)
+
+
+async def test_watch_when_two_watch_then_both_are_told(world: World) -> None:
+    discovery = world.join()
+    async with (
+        aclosing(discovery.watch(world.namespace)) as first,
+        aclosing(discovery.watch(world.namespace)) as second,
+    ):
+        assert await take(first, 1) == await take(second, 1) == [Synced()]
+        instance = make_instance(1, namespace=world.namespace)
+        await discovery.register(instance)
+        assert await take(first, 1) == await take(second, 1) == [Up(instance)]
+
+
+async def test_register_when_200_at_once_then_all_are_told(world: World) -> None:
+    discovery = world.join()
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        await take(events, 1)
+        async with asyncio.TaskGroup() as group:
+            for number in range(200):
+                group.create_task(discovery.register(make_instance(number, namespace=world.namespace)))
+        told = await take(events, 200)
+        assert {event.instance.id for event in told if isinstance(event, Up)} == set(range(200))
+        await discovery.aclose()
+        told = await take(events, 200)
+        assert {event.instance_id for event in told if isinstance(event, Down)} == set(range(200))
+
+
+async def test_watch_when_other_namespace_changes_then_quiet(world: World) -> None:
+    discovery = world.join()
+    async with aclosing(discovery.watch(world.namespace)) as events:
+        await take(events, 1)
+        await discovery.register(make_instance(1, namespace=world.namespace + "x"))
+        own = make_instance(2, namespace=world.namespace)
+        await discovery.register(own)
+        assert await take(events, 1) == [Up(own)]
+
+
+async def test_register_when_record_changes_then_up_again(world: World) -> None:
+    discovery = world.join()
+    first = make_instance(1, namespace=world.namespace)
+    second = msgspec.structs.replace(first, version="2.0")
+    async with aclosing(discovery.watch(world.namespace)) as events:
+        await take(events, 1)
+        await discovery.register(first)
+        await discovery.register(second)
+        assert await take(events, 2) == [Up(first), Up(second)]
+
+
+async def test_register_when_owner_is_killed_then_down_after_the_lease(world: World) -> None:
+    instance = make_instance(77, namespace=world.namespace)
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        await take(events, 1)
+        await world.lose(instance)
+        assert await take(events, 2) == [Up(instance), Down(77)]
+
+
+async def test_registration_when_kept_longer_than_its_lease_then_stays(world: World) -> None:
+    discovery = world.join()
+    async with aclosing(discovery.watch(world.namespace)) as events:
+        await take(events, 1)
+        await discovery.register(make_instance(1, namespace=world.namespace))
+        await take(events, 1)
+        await check_quiet(events, for_s=3.5)
+
+
+async def test_aclose_when_called_twice_then_down_once(world: World) -> None:
+    discovery = world.join()
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        await take(events, 1)
+        registration = await discovery.register(make_instance(1, namespace=world.namespace))
+        await registration.aclose()
+        await registration.aclose()
+        await discovery.aclose()
+        await discovery.aclose()
+        assert isinstance((await take(events, 2))[1], Down)
+        await check_quiet(events)
+
+
+async def test_watch_when_discovery_is_closed_then_ends(world: World) -> None:
+    discovery = world.join()
+    synced = asyncio.Event()
+
+    async def follow() -> list[Event]:
+        told: list[Event] = []
+        async with aclosing(discovery.watch(world.namespace)) as events:
+            async for event in events:
+                told.append(event)
+                synced.set()
+        return told
+
+    task = asyncio.create_task(follow())
+    await synced.wait()
+    await asyncio.sleep(0.05)
+    await discovery.aclose()
+    assert await asyncio.wait_for(task, 3) == [Synced()]
+
+
+async def test_watch_when_consumer_is_cancelled_then_it_stops(world: World) -> None:
+    discovery = world.join()
+    synced = asyncio.Event()
+
+    async def follow() -> None:
+        async with aclosing(discovery.watch(world.namespace)) as events:
+            async for _ in events:
+                synced.set()
+
+    task = asyncio.create_task(follow())
+    await synced.wait()
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asyncio.wait_for(task, 3)
+    assert task.cancelled()

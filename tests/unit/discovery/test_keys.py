@@ -1,0 +1,55 @@
+"""Keys and subjects: both ways, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.discovery.keys import EndpointId
+from dynamo_trtllm.errors import ConfigError
+
+GENERATE = EndpointId("dynamo", "tensorrt_llm", "generate")
+
+
+@pytest.mark.parametrize("instance_id", [0, 1, 0x694D997DBAE9A315, 2**63 - 1])
+def test_instance_key_when_parsed_then_id_comes_back(instance_id: int) -> None:
+    assert keys.instance_id_of(keys.instance_key(GENERATE, instance_id)) == instance_id
+
+
+def test_instance_key_when_made_then_lies_under_its_namespace_only() -> None:
+    key = keys.instance_key(GENERATE, 7)
+    assert key == "v1/instances/dynamo/tensorrt_llm/generate/7"
+    assert key.startswith(keys.namespace_prefix("dynamo"))
+    assert not key.startswith(keys.namespace_prefix("dyn"))
+
+
+def test_endpoint_when_printed_and_parsed_then_equal() -> None:
+    assert keys.parse_endpoint(str(GENERATE)) == GENERATE
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "dynamo.a.b", "dyn://a.b", "dyn://a.b.c.d", "dyn://a..c", "dyn://a.b/x.c", "dyn://a.b.c d", "dyn://*.b.c"],
+)
+def test_endpoint_when_malformed_then_config_error(text: str) -> None:
+    with pytest.raises(ConfigError):
+        keys.parse_endpoint(text)
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "a.b", "a*", ">", "a b", "a\tb", "a\n"])
+def test_name_when_it_would_break_a_key_then_config_error(name: str) -> None:
+    with pytest.raises(ConfigError):
+        keys.check_name(name)
+
+
+@pytest.mark.parametrize("key", ["", "v1/instances/a/b/c", "v2/instances/a/b/c/1", "v1/instances/a/b/c/xyz"])
+def test_instance_id_when_key_is_foreign_then_value_error(key: str) -> None:
+    with pytest.raises(ValueError, match=r"instance key|invalid literal"):
+        keys.instance_id_of(key)
+
+
+def test_subject_when_made_then_spelled_as_in_the_guides() -> None:
+    assert keys.subject(EndpointId("dynamo", "backend", "generate"), 0x694D997DBAE9A315) == (
+        "dynamo_backend.generate-694d997dbae9a315"
+    )
+    assert keys.control_subject("a.b-1") == "a.b-1.control"
