@@ -12,6 +12,8 @@ from dynamo_trtllm.handoff.base import Piece
 
 def view(piece: Piece) -> memoryview:
     """The bytes of a CPU piece, writable and not copied; the caller keeps the memory alive while it uses the view."""
+    if not piece.num_bytes:
+        return memoryview(bytearray())  # a view of no bytes can't be cast
     return memoryview((ctypes.c_char * piece.num_bytes).from_address(piece.address)).cast("B")
 
 
