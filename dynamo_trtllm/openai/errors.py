@@ -1,0 +1,20 @@
+"""The body of every error answer. Which error gets which status and type is in `frontend/errors`."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+def error_body(message: str, *, type: str, param: str | None = None, code: str | None = None) -> ErrorBody:
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}

@@ -1,0 +1,92 @@
+"""The request fields that chat and text completions share: how to sample, when to stop, how to answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from dynamo_trtllm.openai.wire import Wire, invalid, kind_of
+
+MAX_STOPS = 4
+SEED_LIMIT = 1 << 63
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+def _stops(value: Any) -> Any:
+    """A string, or a list of up to four, to a list."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        invalid(f"must be a string or a list of strings, not {kind_of(value)}")
+    if len(stops) > MAX_STOPS:
+        invalid(f"may hold {MAX_STOPS} strings at most, not {len(stops)}")
+    if "" in stops:
+        invalid("may not hold an empty string")
+    return stops
+
+
+class StreamOptions(Wire):
+    no_ops: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+
+    include_usage: bool = False
+
+
+class NvExt(Wire):
+    """Extensions of NVIDIA's servers."""
+
+    refused: ClassVar = frozenset(
+        {"greed_sampling", "use_raw_prompt", "annotations", "backend_instance_id", "token_data", "max_thinking_tokens"}
+    )
+
+    ignore_eos: bool = False
+
+
+class SamplingFields(Wire):
+    hints: ClassVar = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+
+    model: str = Field(min_length=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    ignore_eos: bool | None = None
+    nvext: NvExt = NvExt()
+
+    def check_stream_options(self) -> None:
+        """For the models' own validators: options of a stream that is none are a mistake."""
+        if self.stream_options is not None and not self.stream:
+            invalid("is only allowed with stream set to true", field="stream_options")
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def past_eos(self) -> bool:
+        """Whether to go on past the model's own stop tokens; the top-level field beats `nvext`."""
+        return self.nvext.ignore_eos if self.ignore_eos is None else self.ignore_eos
+
+
+NO_OPS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+"""Fields whose default value is what we do anyway."""

@@ -1,0 +1,144 @@
+"""The base of all request models: JSON bytes to a checked model, or an error a person can act on.
+
+A field is honoured, is known to change nothing at the given value, or is refused by its name. Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+import orjson
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
+
+M = TypeVar("M", bound="Wire")
+_UNSUPPORTED = "unsupported_parameter"
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+
+
+class Wire(BaseModel):
+    """A JSON object of a request. `null` means: not given. Types are taken strictly: "5" is no number."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, protected_namespaces=(), hide_input_in_errors=True
+    )
+
+    hints: ClassVar[frozenset[str]] = frozenset()  # may hold anything: they never change an answer
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # accepted with exactly these values, which change nothing
+    refused: ClassVar[frozenset[str]] = frozenset()  # known to the API, not honoured here
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_by_name(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if value is None or name in cls.hints:
+                continue
+            if name in cls.model_fields:
+                kept[name] = value
+            elif not any(_same(value, harmless) for harmless in cls.no_ops.get(name, ())):
+                cls._refuse(name)
+        return kept
+
+    @classmethod
+    def _refuse(cls, name: str) -> NoReturn:
+        values = cls.no_ops.get(name)
+        if values:
+            reason = f"is not supported, except as {orjson.dumps(values[0]).decode()}; leave it out"
+        elif name in cls.refused or name in cls.no_ops:
+            reason = "is not supported; leave it out"
+        else:
+            near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.6)
+            reason = "is not a known field" + (f"; did you mean {near[0]!r}?" if near else "; leave it out")
+        unsupported(reason, field=name)
+
+
+def _same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def invalid(reason: str, field: str | None = None) -> NoReturn:
+    """For validators: refuses the value with words that follow the field's name ("must be …")."""
+    raise PydanticCustomError("invalid", "{reason}", {"reason": reason, "field": field})
+
+
+def unsupported(reason: str, field: str | None = None) -> NoReturn:
+    """As `invalid`, for what is valid in the API and not honoured here."""
+    raise PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason, "field": field})
+
+
+def parse(model: type[M], body: bytes) -> M:
+    """The checked request. Raises InvalidRequest or UnsupportedParameter with `field` set to the field at fault."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as exc:
+        where = f"line {exc.lineno}, column {exc.colno}"
+        raise InvalidRequest(f"the request body is not valid JSON at {where}: {exc.msg.split(':')[0]}") from exc
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"the request body must be a JSON object, not {kind_of(data)}")
+    try:
+        return model.model_validate(data)
+    except ValidationError as exc:
+        raise _translated(exc.errors(include_url=False)[0]) from exc
+
+
+def kind_of(value: Any) -> str:
+    return _KINDS.get(type(value), "null")
+
+
+def _translated(error: ErrorDetails) -> InvalidRequest:
+    context = error.get("ctx", {})
+    path = list(error["loc"])
+    if field := context.get("field"):
+        path.append(field)
+    if error["type"].startswith("union_tag"):
+        path.append("role")
+    name = _spelled(path)
+    cls = UnsupportedParameter if error["type"] == _UNSUPPORTED else InvalidRequest
+    reason = _reason(error, context)
+    return cls(f"{name} {reason}" if name else f"the request {reason}", field=name or None)
+
+
+def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
+    kind, given = error["type"], error.get("input")
+    if kind in ("missing", "union_tag_not_found"):
+        return "is required"
+    if kind == "union_tag_invalid":
+        return f"must be one of {context['expected_tags']}, not {context['tag']!r}"
+    if kind in ("invalid", _UNSUPPORTED):
+        return str(context["reason"])
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"must be an object, not {kind_of(given)}"
+    if kind in ("too_short", "too_long", "string_too_short", "string_pattern_mismatch"):
+        return (
+            error["msg"].split(" ", 1)[1].replace("should", "must").replace(" after validation", "").split(", not")[0]
+        )
+    wanted = error["msg"].replace("Input should be a valid", "must be a").replace("Input should", "must")
+    wanted = wanted.replace("a integer", "an integer")
+    wanted = wanted[0].lower() + wanted[1:]
+    return f"{wanted}, not {given!r}" if isinstance(given, int | float) else f"{wanted}, not {_shown(given)}"
+
+
+def _shown(given: Any) -> str:
+    return repr(given) if isinstance(given, str) and len(given) <= 40 else kind_of(given)
+
+
+def _spelled(path: Iterable[int | str]) -> str:
+    """("messages", 0, "user", "content") → "messages[0].content": the tag of a union is no field."""
+    text, after_index = "", False
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif not (after_index and part in _ROLES):
+            text += f".{part}" if text else part
+        after_index = isinstance(part, int)
+    return text
+
+
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
