@@ -56,7 +56,7 @@ class HarmonyRenderer:
         try:
             for message in harmony_messages(conversation, self._today()):
                 self._append(ids, message, has_tools=bool(conversation.tools))
-        except (oh.HarmonyError, RecursionError) as exc:
+        except (oh.HarmonyError, ValueError, RecursionError) as exc:  # ValueError: a schema too deep for its JSON
             raise InvalidRequest(f"the conversation can't be rendered: {exc}", field="messages") from exc
         ids.extend(self._assistant_start)
         return ids

@@ -86,27 +86,39 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
 
 def mergeable_ranks(cache_dir: Path | None = None) -> dict[bytes, int]:
     """Bytes of each ordinary token and its rank, which is its id."""
-    lines = o200k_ranks_path(cache_dir).read_bytes().splitlines()
-    pairs = (line.split() for line in lines if line)
-    return {base64.b64decode(token): int(rank) for token, rank in pairs}
+    return _parse_ranks(o200k_ranks_path(cache_dir).read_bytes())
+
+
+def load_tiktoken(cache_dir: Path | None = None) -> tiktoken.Encoding:
+    """The harmony vocabulary in tiktoken. Loaded once per process and folder. Raises ConfigError."""
+    return _load_tiktoken(o200k_ranks_path(cache_dir))
+
+
+def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncoding:
+    """The harmony encoding, from the local file. Loaded once per process and folder. Raises ConfigError."""
+    return _load_harmony(o200k_ranks_path(cache_dir))
+
+
+def ordinary_bytes(encoding: tiktoken.Encoding, token_id: int) -> bytes:
+    """Bytes of one token; none for control tokens and for ids outside the vocabulary."""
+    if token_id >= FIRST_SPECIAL:
+        return b""
+    return encoding.decode_single_token_bytes(token_id)
 
 
 @functools.cache
-def load_tiktoken(cache_dir: Path | None = None) -> tiktoken.Encoding:
-    """The harmony vocabulary in tiktoken. Loaded once per process."""
+def _load_tiktoken(path: Path) -> tiktoken.Encoding:
     return tiktoken.Encoding(
         "o200k_harmony_local",
         pat_str=O200K_PATTERN,
-        mergeable_ranks=mergeable_ranks(cache_dir),
+        mergeable_ranks=_parse_ranks(path.read_bytes()),
         special_tokens=harmony_specials(),
     )
 
 
 @functools.cache
-def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncoding:
-    """The harmony encoding, from the local file. Loaded once per process. Raises ConfigError."""
-    folder = o200k_ranks_path(cache_dir).parent
-    used = environ.export("TIKTOKEN_ENCODINGS_BASE", str(folder), wanted_by="openai-harmony")
+def _load_harmony(path: Path) -> openai_harmony.HarmonyEncoding:
+    used = environ.export("TIKTOKEN_ENCODINGS_BASE", str(path.parent), wanted_by="openai-harmony")
     try:
         return openai_harmony.load_harmony_encoding(openai_harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
     except openai_harmony.HarmonyError as exc:
@@ -114,6 +126,11 @@ def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncodin
             f"openai-harmony can't load {O200K_FILE} from TIKTOKEN_ENCODINGS_BASE={used}: {exc}; "
             "unset TIKTOKEN_ENCODINGS_BASE or put the right file there"
         ) from exc
+
+
+def _parse_ranks(data: bytes) -> dict[bytes, int]:
+    pairs = (line.split() for line in data.splitlines() if line)
+    return {base64.b64decode(token): int(rank) for token, rank in pairs}
 
 
 def _packaged_ranks() -> bytes:
@@ -145,10 +162,3 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def ordinary_bytes(encoding: tiktoken.Encoding, token_id: int) -> bytes:
-    """Bytes of one token; none for control tokens and for ids outside the vocabulary."""
-    if token_id >= FIRST_SPECIAL:
-        return b""
-    return encoding.decode_single_token_bytes(token_id)

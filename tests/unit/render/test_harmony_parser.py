@@ -1,0 +1,205 @@
+"""Output streams as gpt-oss writes them, and as a broken model might."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import openai_harmony as oh
+import pytest
+
+from dynamo_trtllm.messages import token_ids
+from dynamo_trtllm.render import vocabulary
+from dynamo_trtllm.render.base import Delta, OutputParser
+from dynamo_trtllm.render.harmony import HarmonyRenderer
+
+START, END, MESSAGE, CHANNEL, CALL, RETURN = 200006, 200007, 200008, 200005, 200012, 200002
+ANALYSIS = "<|channel|>analysis<|message|>"
+FINAL = "<|channel|>final<|message|>"
+NEXT = "<|end|><|start|>assistant"
+CALL_F = " to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"
+
+
+@pytest.fixture(scope="module")
+def renderer() -> HarmonyRenderer:
+    return HarmonyRenderer()
+
+
+def ids_of(text: str) -> list[int]:
+    return vocabulary.load_harmony().encode(text, allowed_special="all")
+
+
+@dataclass
+class Seen:
+    content: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    reasoning_tokens: int = 0
+
+    def add(self, delta: Delta) -> None:
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        self.reasoning_tokens += delta.reasoning_tokens
+        for call in delta.tool_calls:
+            if call.name is not None:
+                assert call.index == len(self.calls)
+                self.calls.append([call.name, ""])
+            self.calls[call.index][1] += call.arguments
+
+
+def parse(parser: OutputParser, ids: Iterable[int], step: int = 1) -> Seen:
+    seen = Seen()
+    left = list(ids)
+    for at in range(0, len(left), step):
+        seen.add(parser.push(token_ids(left[at : at + step])))
+    seen.add(parser.finish())
+    return seen
+
+
+STREAMS = {
+    "answer": (f"{ANALYSIS}Think.{NEXT}{FINAL}It is 4.<|return|>", Seen("It is 4.", "Think.", [], 2)),
+    "answer without reasoning": (f"{FINAL}Hi<|return|>", Seen("Hi")),
+    "tool call with analysis": (
+        f'{ANALYSIS}Need the weather.{NEXT}{CALL_F}{{"place": "Łódź"}}<|call|>',
+        Seen("", "Need the weather.", [["get_weather", '{"place": "Łódź"}']], 4),
+    ),
+    "tool call, recipient after the channel": (
+        '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"a":1}<|call|>',
+        Seen("", "", [["get_weather", '{"a":1}']]),
+    ),
+    "preamble and two calls": (
+        f"<|channel|>commentary<|message|>Let me look.{NEXT}{CALL_F}{{}}<|call|><|start|>assistant{CALL_F}[]<|call|>",
+        Seen("Let me look.", "", [["get_weather", "{}"], ["get_weather", "[]"]]),
+    ),
+    "call from the analysis channel": (
+        " to=functions.f<|channel|>analysis code<|message|>{}<|call|>",
+        Seen("", "", [["f", "{}"]]),
+    ),
+    "call with no arguments": (f"{CALL_F}<|call|>", Seen("", "", [["get_weather", ""]])),
+    "split characters": (f"{ANALYSIS}𒀀🧑‍🚀{NEXT}{FINAL}日𒀁本🏳️‍🌈<|return|>", None),
+    "cut in a body": (f"{ANALYSIS}Think", Seen("", "Think", [], 1)),
+    "cut in a header": (f"{ANALYSIS}Think{NEXT}<|channel|>fin", Seen("", "Think", [], 1)),
+    "no start after an end": (f"{ANALYSIS}Think<|end|>{FINAL}4<|return|>", Seen("4", "Think", [], 1)),
+    "no end before a start": (f"{ANALYSIS}Think<|start|>assistant{FINAL}4<|return|>", Seen("4", "Think", [], 1)),
+    "text between messages": (f"{ANALYSIS}Think<|end|>loose{NEXT}{FINAL}4<|return|>", Seen("loose4", "Think", [], 1)),
+    "no harmony at all": ("Hello there, how are you?<|return|>", Seen("Hello there, how are you?")),
+    "body with no header": ("<|message|>Hello<|return|>", Seen("Hello")),
+    "stray markers in a body": (f"{FINAL}a<|constrain|>b<|message|>c<|endoftext|>d<|return|>", Seen("abcd")),
+    "markers as text": (f"{FINAL}write <|end|> like that", Seen("write  like that")),
+    "unknown channel": ("<|channel|>musing<|message|>x<|return|>", Seen("x")),
+    "only stop": ("<|return|>", Seen()),
+    "nothing": ("", Seen()),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 10_000])
+def test_push_when_stream_is_recorded_then_parts_are_found_however_it_is_cut(
+    renderer: HarmonyRenderer, name: str, step: int
+) -> None:
+    text, expected = STREAMS[name]
+    seen = parse(renderer.chat_parser(), ids_of(text), step)
+    if expected is None:
+        expected = Seen("日𒀁本🏳️‍🌈", "𒀀🧑‍🚀", [], len(ids_of("𒀀🧑‍🚀")))
+    assert seen == expected
+
+
+@pytest.mark.parametrize("name", ["answer", "tool call with analysis", "preamble and two calls", "split characters"])
+def test_push_when_stream_is_well_formed_then_bodies_equal_those_of_openai_harmony(
+    renderer: HarmonyRenderer, name: str
+) -> None:
+    ids = ids_of(STREAMS[name][0])
+    expected = Seen()
+    for message in vocabulary.load_harmony().parse_messages_from_completion_tokens(ids, oh.Role.ASSISTANT):
+        body = "".join(part.text for part in message.content if isinstance(part, oh.TextContent))
+        if message.recipient is not None:
+            expected.calls.append([message.recipient.removeprefix("functions."), body])
+        elif message.channel == "analysis":
+            expected.reasoning += body
+        else:
+            expected.content += body
+    seen = parse(renderer.chat_parser(), ids)
+    assert (seen.content, seen.reasoning, seen.calls) == (expected.content, expected.reasoning, expected.calls)
+
+
+def test_push_when_a_call_streams_then_name_comes_first_and_arguments_as_they_come(renderer: HarmonyRenderer) -> None:
+    parser = renderer.chat_parser()
+    pieces = [call for i in ids_of(f'{CALL_F}{{"place": "Rome"}}') for call in parser.push(token_ids([i])).tool_calls]
+    assert (pieces[0].name, pieces[0].arguments) == ("get_weather", "")
+    assert all(piece.name is None and piece.arguments and piece.index == 0 for piece in pieces[1:])
+    assert len(pieces) > 3
+
+
+def test_push_when_content_streams_then_nothing_waits_but_half_characters(renderer: HarmonyRenderer) -> None:
+    parser = renderer.chat_parser()
+    parser.push(token_ids(ids_of(FINAL)))
+    assert [parser.push(token_ids([i])).content for i in ids_of("Hello there 𒀀!")] == [
+        "Hello",
+        " there",
+        " ",
+        *[""] * (len(ids_of("Hello there 𒀀!")) - 5),
+        "𒀀",
+        "!",
+    ]
+
+
+def test_push_when_output_is_no_harmony_then_text_is_not_held(renderer: HarmonyRenderer) -> None:
+    assert renderer.chat_parser().push(token_ids(ids_of("Hello"))).content == "Hello"
+
+
+def test_push_when_header_never_ends_then_it_becomes_content(renderer: HarmonyRenderer) -> None:
+    words = ids_of("<|channel|>" + "word " * 200)
+    seen = parse(renderer.chat_parser(), words)
+    assert seen.content == "word " * 200
+
+
+def test_push_when_bytes_are_no_utf8_then_the_rest_still_comes(renderer: HarmonyRenderer) -> None:
+    lone = vocabulary.load_tiktoken().encode_single_token(b"\xff")
+    parser = renderer.chat_parser()
+    parser.push(token_ids(ids_of(FINAL)))
+    assert parser.push(token_ids([lone, *ids_of("on")])).content == "\N{REPLACEMENT CHARACTER}on"
+
+
+def test_push_when_character_is_cut_by_the_end_then_it_is_replaced_in_its_own_part(renderer: HarmonyRenderer) -> None:
+    half = ids_of("𒀀")[:-1]
+    seen = parse(renderer.chat_parser(), [*ids_of(ANALYSIS), *half, END, *ids_of(f"<|start|>assistant{FINAL}b")])
+    assert seen.reasoning == "\N{REPLACEMENT CHARACTER}"
+    assert seen.content == "b"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_push_when_ids_are_random_then_never_raises_leaks_or_depends_on_the_cut(
+    renderer: HarmonyRenderer, seed: int
+) -> None:
+    chance = random.Random(seed)
+    control = [START, END, MESSAGE, CHANNEL, CALL, RETURN, 200003, 199999, 201087, 201088, 4_000_000_000]
+    words = ids_of("analysis final commentary to=functions.f assistant json user")
+    ids = [
+        chance.choice(control) if kind < 0.2 else chance.choice(words) if kind < 0.6 else chance.randrange(199_998)
+        for kind in (chance.random() for _ in range(400))
+    ]
+    seen = parse(renderer.chat_parser(), ids)
+    assert seen == parse(renderer.chat_parser(), ids, 400) == parse(renderer.chat_parser(), ids, 13)
+    assert "<|" not in seen.content.replace("<|", "", ids.count(27))
+    assert seen.content or seen.reasoning or seen.calls
+
+
+def test_push_when_output_is_long_then_cost_is_linear(renderer: HarmonyRenderer) -> None:
+    def seconds(tokens: int) -> float:
+        ids = [*ids_of(FINAL), *[1000] * tokens]
+        began = time.perf_counter()
+        parse(renderer.chat_parser(), ids)
+        return time.perf_counter() - began
+
+    seconds(1000)
+    assert min(seconds(40_000) for _ in range(3)) < 40 * min(seconds(4_000) for _ in range(3))
+
+
+@pytest.mark.parametrize("marker", ["<|end|>", "<|call|>", "<|start|>"])
+def test_push_when_model_spells_a_marker_as_text_then_it_is_shown_as_text(
+    renderer: HarmonyRenderer, marker: str
+) -> None:
+    spelled = renderer.encode(f"write {marker} like that").tolist()
+    assert parse(renderer.chat_parser(), [*ids_of(FINAL), *spelled, RETURN]).content == f"write {marker} like that"
