@@ -1,0 +1,172 @@
+"""The request plane over NATS. The only file that knows nats-py; its errors stop here.
+
+Traps it keeps away (nats-py 2.16): an oversized message closes the client for good, a frozen server is noticed by
+pings only, a slow consumer loses messages silently, a `flush` that is cancelled or times out kills the read loop when
+its answer comes: it is never called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
+from dynamo_trtllm.plane.link import Lost, Receive
+from dynamo_trtllm.plane.linked import LinkPlane, PlaneLimits
+
+logger = logging.getLogger(__name__)
+
+_PENDING_MESSAGES = 1 << 20  # of one subscription, while our loop is busy
+_PENDING_BYTES = 512 << 20
+_OUTGOING_MESSAGES = 1 << 16  # not yet taken by the client
+_FLUSH_TIMEOUT_S = 2
+
+
+class NatsLink:
+    """One connection that reconnects for ever. Usable after `connect`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._address = url.rpartition("@")[2]  # without credentials, for people
+        self._client = Client()
+        self._lost: list[Lost] = []
+        self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
+        self._writer: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def connect(self, timeout_s: float) -> None:
+        """Raises Unreachable when no server answers at the address in time."""
+        try:
+            async with asyncio.timeout(timeout_s):  # the client itself would try for ever
+                await self._client.connect(
+                    self._url,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnected,
+                    reconnected_cb=self._on_reconnected,
+                    closed_cb=self._on_closed,
+                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # declared int, used as a float
+                    max_reconnect_attempts=-1,
+                    ping_interval=2,
+                    max_outstanding_pings=2,
+                )
+        except (nats_errors.Error, OSError, TimeoutError) as exc:
+            self._closing = True
+            await self._client.close()
+            raise Unreachable(f"no NATS server at {self._address}; start one or change nats.url") from exc
+        self._writer = asyncio.create_task(self._write(), name="plane-nats-writer")
+
+    @property
+    def max_message_bytes(self) -> int:
+        return self._client.max_payload  # headers would count too: none are ever sent
+
+    def new_inbox(self) -> str:
+        return self._client.new_inbox()
+
+    def on_lost(self, lost: Lost) -> None:
+        self._lost.append(lost)
+
+    async def listen(self, subject: str, receive: Receive) -> NatsListening:
+        async def take(message: Msg) -> None:
+            receive(message.data, message.reply)
+
+        try:
+            subscription = await self._client.subscribe(
+                subject, cb=take, pending_msgs_limit=_PENDING_MESSAGES, pending_bytes_limit=_PENDING_BYTES
+            )
+        except (nats_errors.Error, OSError) as exc:
+            raise Disconnected(f"can't subscribe at {self._address}: {exc!r}") from exc
+        return NatsListening(subscription)
+
+    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        try:
+            reply: bytes = (await self._client.request(subject, data, timeout=timeout_s)).data
+        except nats_errors.NoRespondersError as exc:
+            raise Unreachable(f"nobody listens at {subject}") from exc
+        except nats_errors.TimeoutError as exc:
+            if not self._client.is_connected:
+                raise Disconnected(f"no connection to NATS at {self._address}") from exc
+            raise Unreachable(f"no answer from {subject} within {timeout_s:.1f} s") from exc
+        except (nats_errors.Error, OSError) as exc:
+            raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
+        return reply
+
+    def post(self, subject: str, data: bytes) -> None:
+        try:
+            self._outgoing.put_nowait((subject, data))
+        except asyncio.QueueFull:
+            self._tell_lost(Disconnected("NATS takes messages too slowly"))
+
+    async def aclose(self) -> None:
+        if self._closing:
+            return
+        self._closing = True
+        try:
+            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                await self._outgoing.join()
+        except (nats_errors.Error, OSError, TimeoutError) as exc:
+            logger.warning("closing the connection to NATS with messages unsent: %r", exc)
+        if self._writer is not None:
+            self._writer.cancel()
+            await asyncio.gather(self._writer, return_exceptions=True)
+        await self._client.close()
+
+    async def _write(self) -> None:
+        while True:
+            subject, data = await self._outgoing.get()
+            try:
+                await self._client.publish(subject, data)
+            except (nats_errors.Error, OSError) as exc:
+                self._tell_lost(Disconnected(f"a message to {subject} could not be sent: {exc!r}"))
+            finally:
+                self._outgoing.task_done()
+
+    def _tell_lost(self, error: DynamoError) -> None:
+        logger.warning("NATS at %s: %s", self._address, error)
+        for lost in self._lost:
+            lost(error)
+
+    # nats-py accepts real coroutine functions only
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats_errors.SlowConsumerError):
+            self._tell_lost(StreamIncomplete(f"messages to {error.subject} were dropped: this process is too slow"))
+        else:
+            logger.debug("NATS at %s: %r", self._address, error)
+
+    async def _on_disconnected(self) -> None:
+        if not self._closing:
+            self._tell_lost(Disconnected(f"the connection to NATS at {self._address} was lost"))
+
+    async def _on_reconnected(self) -> None:
+        logger.info("connected to NATS at %s again", self._address)
+
+    async def _on_closed(self) -> None:
+        if not self._closing:
+            logger.error("the NATS client gave up %s for good; restart this process", self._address)
+
+
+class NatsListening:
+    def __init__(self, subscription: Subscription) -> None:
+        self._subscription = subscription
+
+    async def stop(self) -> None:
+        try:
+            await self._subscription.unsubscribe()
+        except (nats_errors.Error, OSError) as exc:
+            logger.debug("unsubscribing: %r", exc)  # already gone with the connection
+
+
+class NatsPlane(LinkPlane):
+    """Made by `connect`."""
+
+    @classmethod
+    async def connect(cls, url: str, limits: PlaneLimits | None = None, *, connect_timeout_s: float = 5.0) -> NatsPlane:
+        """Raises Unreachable when no server answers at `url` in time."""
+        link = NatsLink(url)
+        await link.connect(connect_timeout_s)
+        return cls(link, limits or PlaneLimits())

@@ -1,0 +1,222 @@
+"""The worker's side of the request plane: runs a service's streams for callers, over any link.
+
+It decides nothing about requests; what a service raises beyond `DynamoError` is logged here and answered as internal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dynamo_trtllm.codec import decode, encode
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    Disconnected,
+    Draining,
+    DynamoError,
+    InternalError,
+    PayloadTooLarge,
+    StreamIncomplete,
+)
+from dynamo_trtllm.plane.base import Service
+from dynamo_trtllm.plane.link import Link, Listening, PeerWatch
+from dynamo_trtllm.plane.stream import PING, Answer, Cancel, Envelope, Failure, Frame, Open, Outbox, Verb
+
+logger = logging.getLogger(__name__)
+
+
+def control_subject(subject: str) -> str:
+    """Where the instance that generates at `subject` takes control verbs."""
+    return f"{subject}.control"
+
+
+class LegKey(NamedTuple):
+    inbox: str
+    stream: int
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One running stream."""
+
+    key: LegKey
+    task: asyncio.Task[None] | None = None
+    number: int = 0  # of the next frame
+    ended: bool = False  # the caller has its terminal frame, or wants none
+    cancelled: bool = False
+
+
+class LinkServing:
+    """One service at one subject. Made by `start`."""
+
+    def __init__(self, link: Link, service: Service, ping_interval_s: float) -> None:
+        self._link = link
+        self._service = service
+        self._legs: dict[LegKey, Leg] = {}
+        self._outboxes: dict[str, Outbox] = {}
+        self._flush_due = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listening: list[Listening] = []
+        self._peers = PeerWatch(link, ping_interval_s, self._caller_lost)
+        self._accepting = True
+        link.on_lost(self.lost)
+
+    async def start(self, subject: str, timeout_s: float) -> None:
+        """Returns once anybody's requests arrive. Raises PlaneError."""
+        self._listening.append(await self._link.listen(control_subject(subject), self._take_verb))
+        self._listening.append(await self._link.listen(subject, self._take))
+        await self._link.ask(subject, PING, timeout_s=timeout_s)  # was there and back: all know the subject
+
+    async def stop_accepting(self) -> None:
+        self._accepting = False
+
+    async def aclose(self) -> None:
+        self._accepting = False
+        for listening in self._listening:
+            await listening.stop()
+        self._end_all(Draining("the worker stops"))
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # lets the tasks' done callbacks run
+        self._flush()
+        await self._peers.aclose()
+
+    # --- what arrives ----------------------------------------------------------------------------------
+
+    def _take(self, data: bytes, reply: str) -> None:
+        if data == PING:
+            self._link.post(reply, PING)
+            return
+        try:
+            body = decode(data, Envelope).body
+            if isinstance(body, Cancel):
+                self._cancel(LegKey(body.inbox, body.stream))
+                return
+            if not self._accepting:
+                raise Draining("the worker takes no new requests")
+        except DynamoError as exc:
+            self._answer(reply, Answer(Failure.of(exc)))
+            return
+        self._answer(reply, Answer())
+        self._open(body)
+
+    def _take_verb(self, data: bytes, reply: str) -> None:
+        self._keep(asyncio.create_task(self._control(data, reply), name="plane-control"))
+
+    async def _control(self, data: bytes, reply: str) -> None:
+        answer = Answer(Failure.of(InternalError("the control verb failed; see the worker's log")))
+        try:
+            answer = Answer(data=await self._service.control(decode(data, Verb).verb))
+        except DynamoError as exc:
+            answer = Answer(Failure.of(exc))
+        finally:
+            self._answer(reply, answer)
+
+    def _answer(self, reply: str, answer: Answer) -> None:
+        if not reply:
+            return
+        data = encode(answer)
+        if len(data) > self._link.max_message_bytes:
+            error = PayloadTooLarge(f"the answer takes {len(data)} bytes; ask for less at once")
+            data = encode(Answer(Failure.of(error)))
+        self._link.post(reply, data)
+
+    # --- streams ---------------------------------------------------------------------------------------
+
+    def _open(self, opening: Open) -> None:
+        leg = Leg(LegKey(opening.inbox, opening.stream))
+        self._legs[leg.key] = leg
+        self._peers.add(opening.inbox)
+        leg.task = asyncio.create_task(self._run(leg, opening), name=f"plane-leg-{opening.request.request_id}")
+        self._keep(leg.task)
+        leg.task.add_done_callback(lambda _: self._close(leg))
+
+    async def _run(self, leg: Leg, opening: Open) -> None:
+        try:
+            async with asyncio.timeout(opening.request.deadline - time.time()) as deadline:
+                async with aclosing(self._service.generate(opening.request)) as chunks:
+                    async for chunk in chunks:
+                        self._send(leg, Frame(leg.key.stream, leg.number, chunk))
+                        leg.ended = leg.ended or chunk.finish_reason is not None
+            self._fail(leg, StreamIncomplete("the worker's stream ended with no terminal chunk"))
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            self._fail(leg, DeadlineExceeded("the request's deadline passed in the worker"))
+        except DynamoError as exc:
+            self._fail(leg, exc)
+
+    def _close(self, leg: Leg) -> None:
+        del self._legs[leg.key]
+        self._peers.remove(leg.key.inbox)
+        self._fail(leg, InternalError("the request failed in the worker; see its log"))
+
+    def _cancel(self, key: LegKey) -> None:
+        leg = self._legs.get(key)
+        if leg is not None:
+            leg.ended = True
+            self._stop(leg)
+
+    def _stop(self, leg: Leg) -> None:
+        # Once: a second cancel would cut the service's own cleanup short.
+        if not leg.cancelled and leg.task is not None:
+            leg.cancelled = True
+            leg.task.cancel()
+
+    def _end_all(self, error: DynamoError) -> None:
+        for leg in self._legs.values():
+            self._fail(leg, error)
+            self._stop(leg)
+
+    def _caller_lost(self, inbox: str, error: DynamoError) -> None:
+        gone = [leg for leg in self._legs.values() if leg.key.inbox == inbox]
+        if gone:
+            logger.warning("caller %s is gone (%s); %d streams closed", inbox, error, len(gone))
+        for leg in gone:
+            leg.ended = True
+            self._stop(leg)
+
+    def lost(self, error: DynamoError) -> None:
+        """Frames may be lost, so no running stream can be trusted to be whole."""
+        self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
+
+    # --- what leaves -----------------------------------------------------------------------------------
+
+    def _fail(self, leg: Leg, error: DynamoError) -> None:
+        if not leg.ended:
+            self._send(leg, Frame(leg.key.stream, leg.number, failure=Failure.of(error)))
+            leg.ended = True
+
+    def _send(self, leg: Leg, frame: Frame) -> None:
+        if leg.ended:
+            return
+        leg.number += 1
+        outbox = self._outboxes.get(leg.key.inbox)
+        if outbox is None:
+            outbox = self._outboxes[leg.key.inbox] = Outbox()
+        outbox.put(frame)
+        if not self._flush_due:
+            self._flush_due = True  # one engine step wakes all its streams in one turn; this runs in the next
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        outboxes, self._outboxes = self._outboxes, {}
+        for inbox, outbox in outboxes.items():
+            for message in outbox.take(self._link.max_message_bytes):
+                self._link.post(inbox, message)
+
+    # --- tasks -----------------------------------------------------------------------------------------
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)

@@ -1,0 +1,202 @@
+"""The wire of the request plane without a wire: envelopes, numbered frames, the two ends of a stream.
+
+Pure: no socket, no task, no clock. `Outbox` collects what goes to one caller, `Inbox` sorts what arrives at one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dynamo_trtllm.codec import encode
+from dynamo_trtllm.errors import DynamoError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """An error on its way: comes back as the same class."""
+
+    code: str
+    message: str
+    field: str | None = None
+
+    @classmethod
+    def of(cls, error: DynamoError) -> Failure:
+        return cls(error.code, error.message, error.field)
+
+    def error(self) -> DynamoError:
+        return from_code(self.code, self.message, self.field)
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+    """Asks for a stream. `stream` is unique among those of `inbox`, where its frames go."""
+
+    stream: int
+    inbox: str
+    request: GenerateRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    """The caller is done with a stream; unknown ones are no error."""
+
+    stream: int
+    inbox: str
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """What a generate subject takes. One subject for both kinds, so that a cancel can't overtake its opening."""
+
+    body: Open | Cancel
+
+
+class Verb(msgspec.Struct, frozen=True, array_like=True):
+    """What a control subject takes."""
+
+    verb: Control
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Reply to a control verb and, with no data, the acknowledgement of an opening."""
+
+    failure: Failure | None = None
+    data: bytes = b""
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True):
+    """One chunk of one stream, or the error that ends it. `number` counts from 0 without gaps."""
+
+    stream: int
+    number: int
+    chunk: Chunk | None = None
+    failure: Failure | None = None
+
+
+class Batch(msgspec.Struct, frozen=True, array_like=True):
+    """One message to an inbox."""
+
+    frames: list[Frame]
+
+
+PING = b""  # to any inbox or generate subject: answered with the same, so that a peer's death is noticed
+
+
+class Outbox:
+    """Frames for one inbox that wait for the next flush."""
+
+    __slots__ = ("_frames",)
+
+    def __init__(self) -> None:
+        self._frames: list[Frame] = []
+
+    def put(self, frame: Frame) -> None:
+        self._frames.append(frame)
+
+    def take(self, max_message_bytes: int) -> list[bytes]:
+        """All waiting frames, in order, in as few messages as the limit allows (one, in practice)."""
+        frames, self._frames = self._frames, []
+        return _messages(frames, max_message_bytes) if frames else []
+
+
+def _messages(frames: list[Frame], max_bytes: int) -> list[bytes]:
+    data = encode(Batch(frames))
+    if len(data) <= max_bytes:
+        return [data]
+    if len(frames) == 1:
+        return [encode(Batch([_too_large(frames[0], len(data), max_bytes)]))]
+    half = len(frames) // 2
+    return _messages(frames[:half], max_bytes) + _messages(frames[half:], max_bytes)
+
+
+def _too_large(frame: Frame, size: int, max_bytes: int) -> Frame:
+    error = PayloadTooLarge(
+        f"a chunk takes {size} bytes and the request plane carries {max_bytes}; raise max_payload in the NATS server"
+    )
+    return Frame(frame.stream, frame.number, failure=Failure.of(error))
+
+
+@dataclass(slots=True, eq=False)
+class Arrivals:
+    """The receiving end of one stream: checks the numbers, keeps what the reader has not taken, bounded."""
+
+    max_pending_tokens: int
+    _chunks: deque[Chunk] = field(default_factory=deque)
+    _pending_tokens: int = 0
+    _next_number: int = 0
+    _ended: bool = False  # the terminal chunk is in `_chunks` or taken
+    _error: DynamoError | None = None
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def feed(self, frame: Frame) -> None:
+        if self._ended or self._error is not None:
+            return
+        if frame.number != self._next_number:
+            self.fail(StreamIncomplete(f"frame {frame.number} came where {self._next_number} was due"))
+        elif frame.failure is not None:
+            self.fail(frame.failure.error())
+        elif frame.chunk is None:
+            self.fail(StreamIncomplete(f"frame {frame.number} is empty"))
+        else:
+            self._next_number += 1
+            self._keep(frame.chunk)
+
+    def _keep(self, chunk: Chunk) -> None:
+        self._pending_tokens += len(chunk.token_ids) + 1
+        if self._pending_tokens > self.max_pending_tokens:
+            self.fail(Overloaded(f"the reader is more than {self.max_pending_tokens} tokens behind"))
+            return
+        self._ended = chunk.finish_reason is not None
+        self._chunks.append(chunk)
+        self._arrived.set()
+
+    def fail(self, error: DynamoError) -> None:
+        """End in `error`, after what has arrived. The first end counts."""
+        if not self._ended and self._error is None:
+            self._error = error
+            self._arrived.set()
+
+    async def get(self) -> Chunk:
+        """The next chunk. Raises the error that ended the stream; not to be called after the terminal chunk."""
+        while not self._chunks:
+            if self._error is not None:
+                raise self._error
+            self._arrived.clear()
+            await self._arrived.wait()
+        chunk = self._chunks.popleft()
+        self._pending_tokens -= len(chunk.token_ids) + 1
+        return chunk
+
+
+class Inbox:
+    """All streams of one caller by number."""
+
+    def __init__(self, max_pending_tokens: int) -> None:
+        self._max_pending_tokens = max_pending_tokens
+        self._streams: dict[int, Arrivals] = {}
+        self._last = 0
+
+    def open(self) -> tuple[int, Arrivals]:
+        """A new stream's id, never used before in this inbox, and its receiving end."""
+        self._last += 1
+        arrivals = self._streams[self._last] = Arrivals(self._max_pending_tokens)
+        return self._last, arrivals
+
+    def close(self, stream: int) -> None:
+        """Frames that still come for it are ignored."""
+        self._streams.pop(stream, None)
+
+    def feed(self, batch: Batch) -> None:
+        streams = self._streams
+        for frame in batch.frames:
+            arrivals = streams.get(frame.stream)
+            if arrivals is not None:
+                arrivals.feed(frame)
+
+    def fail_all(self, error: DynamoError) -> None:
+        for arrivals in self._streams.values():
+            arrivals.fail(error)
+
+    def __len__(self) -> int:
+        return len(self._streams)
