@@ -123,7 +123,7 @@ class NixlCarrier:
         registering = self._registering.submit(self._register, ticket_id, slot, tuple(pieces))
         try:
             offer = await asyncio.shield(asyncio.wrap_future(registering))
-        except BaseException:
+        except asyncio.CancelledError:
             self._registering.submit(self._discard, ticket_id)  # after the registration: the executor has one thread
             raise
         with self._wake:
@@ -131,16 +131,24 @@ class NixlCarrier:
         return offer
 
     def _register(self, ticket_id: str, slot: int, pieces: Sequence[Piece]) -> bytes:
+        """Thread of registrations: all of an offer, or nothing."""
+        try:
+            with self._translated("can't register the memory of an offer"):
+                return self._describe(ticket_id, slot, pieces)
+        except TransferFailed:
+            self._discard(ticket_id)
+            raise
+
+    def _describe(self, ticket_id: str, slot: int, pieces: Sequence[Piece]) -> bytes:
         nonce = secrets.token_bytes(_GUARD_BYTES)
-        registered, memory, descriptors = None, b"", b""
+        memory, descriptors = b"", b""
         live = [piece for piece in pieces if piece.num_bytes]
-        with self._translated("can't register the memory of an offer"):
-            if live:
-                registered = self._agent.register_memory(*_regions(live))
-                self._offers[ticket_id] = _Held(registered=registered, slot=slot)
-                memory = self._agent.get_partial_agent_metadata(registered, False, ["UCX"])
-                descriptors = self._agent.get_serialized_descs(registered.trim())
-            guard = self._agent.get_serialized_descs(self._slot_descriptor(slot))
+        if live:
+            registered = self._agent.register_memory(*_regions(live))
+            self._offers[ticket_id] = _Held(registered=registered, slot=slot)
+            memory = self._agent.get_partial_agent_metadata(registered, False, ["UCX"])
+            descriptors = self._agent.get_serialized_descs(registered.trim())
+        guard = self._agent.get_serialized_descs(self._slot_descriptor(slot))
         self._guards[slot * _GUARD_BYTES : (slot + 1) * _GUARD_BYTES] = nonce
         offer = _Offer(
             agent=self._agent_name,

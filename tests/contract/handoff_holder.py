@@ -1,0 +1,51 @@
+"""A process that holds offers, for the hand-off contract tests: commands on stdin, answers on stdout, one per line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+
+from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.handoff.memory import address_of
+from dynamo_trtllm.handoff.select import select_carrier
+
+
+def content(seed: str, num_bytes: int) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(num_bytes))
+
+
+def split(buffer: bytearray, sizes: list[int]) -> list[Piece]:
+    start, pieces = address_of(buffer), []
+    for size in sizes:
+        pieces.append(Piece(start, size))
+        start += size
+    return pieces
+
+
+def say(**answer: object) -> None:
+    sys.stdout.write("@" + json.dumps(answer) + "\n")  # marked: libraries may write to stdout as well
+    sys.stdout.flush()
+
+
+async def main(name: str) -> None:
+    carrier = select_carrier(name)
+    await carrier.start(lambda ticket_id: say(fetched=ticket_id))
+    held: dict[str, bytearray] = {}
+    say(ready=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        verb, ticket_id, *sizes = line.split()
+        if verb == "offer":
+            sizes_bytes = [int(size) for size in sizes]
+            buffer = held[ticket_id] = content(ticket_id, sum(sizes_bytes))
+            offer = await carrier.offer(ticket_id, split(buffer, sizes_bytes))
+            say(offer=offer.hex())
+        else:
+            await carrier.withdraw(ticket_id)
+            say(withdrawn=ticket_id)
+    await carrier.aclose()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
