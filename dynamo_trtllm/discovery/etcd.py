@@ -1,7 +1,8 @@
 """Discovery on etcd: keys on leases, and a watch that lists again whenever its stream broke.
 
 Listing again, instead of resuming at a revision, is right in every case (compaction, data lost, another member) and
-costs one range read per watcher and reconnect.
+costs one range read per watcher and reconnect. When etcd lost its data, workers get the time of a lease to register
+again before anyone is taken down.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ class EtcdDiscovery:
             yield event
         yield Synced()
         while not self._store.closed:
+            known_revision = listing.revision
             try:
                 async with aclosing(self._store.changes(prefix, listing.revision + 1)) as batches:
                     async for batch in batches:
+                        known_revision = max(known_revision, batch.revision)
                         backoff.reset()
-                        for key, record in batch:
+                        for key, record in batch.changes:
                             for event in mirror.removed(key) if record is None else mirror.put(key, record):
                                 yield event
                 reason = "etcd ended it"
@@ -80,23 +83,31 @@ class EtcdDiscovery:
                 reason = exc.message
             if not self._store.closed:
                 logger.warning("the watch of %s is cut, what is known is kept: %s", prefix, reason)
-                listing = await self._list_again(prefix, backoff)
+                again = await self._list_again(prefix, backoff, known_revision)
+                if again is None:
+                    return
+                listing = again
                 for event in mirror.relist(listing.records):
                     yield event
 
-    async def _list_again(self, prefix: str, backoff: Backoff) -> Listing:
-        """However long it takes. Raises Unreachable only when this object is closed."""
+    async def _list_again(self, prefix: str, backoff: Backoff, known_revision: int) -> Listing | None:
+        """However long it takes; None when this object is closed meanwhile."""
+        delay_s = backoff.next_s()
         while True:
-            await asyncio.sleep(backoff.next_s())
+            await asyncio.sleep(delay_s)
             try:
                 listing = await self._store.read_all(prefix)
             except Unreachable as exc:
                 if self._store.closed:
-                    raise
+                    return None
                 logger.debug("the watch of %s: %s", prefix, exc.message)
+                delay_s = backoff.next_s()
                 continue
-            logger.info("the watch of %s is back", prefix)
-            return listing
+            if listing.revision >= known_revision:
+                logger.info("the watch of %s is back", prefix)
+                return listing
+            delay_s, known_revision = self._lease_ttl_s, 0
+            logger.warning("etcd lost its data; looking again in %g s, what is known is kept until then", delay_s)
 
     async def aclose(self) -> None:
         await asyncio.gather(*(registration.aclose() for registration in self._registrations))

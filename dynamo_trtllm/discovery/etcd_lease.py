@@ -67,8 +67,7 @@ class EtcdRegistration:
         if task is None:
             return
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task])
         with suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._store.delete(self._key)

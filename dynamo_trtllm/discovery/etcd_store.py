@@ -74,6 +74,15 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Changes of one watch reply: (key, record), None for a deleted one. `revision` is the store's when it was sent,
+    which may be past the changes'."""
+
+    changes: list[tuple[str, bytes | None]]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     id: int
     ttl_s: int  # as granted, which may be more than was asked for
@@ -94,11 +103,12 @@ class EtcdStore:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Failures become Unreachable. gRPC tells a call cut by our own close as CancelledError or UsageError."""
+        """Failures become Unreachable. grpc.aio (1.85) tells a write to a call that broke meanwhile as
+        InvalidStateError, and a call cut by our own close as CancelledError or UsageError."""
         used = self._current
         try:
             yield
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as exc:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
             if used == self._current:
                 self._current = (used + 1) % len(self._channels)
             said = f"{exc.code().name}: {exc.details()}" if isinstance(exc, grpc.aio.AioRpcError) else str(exc)
@@ -151,9 +161,9 @@ class EtcdStore:
         with self._translated():
             await LeaseStub(self._channel).LeaseRevoke(LeaseRevokeRequest(ID=lease.id), timeout=CALL_TIMEOUT_S)
 
-    async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[list[tuple[str, bytes | None]], None]:
-        """Batches of (key, record), None for a deleted one. The first batch is empty: the watch is there. Ends when
-        etcd cancels it, which it does after a compaction; raises Unreachable when the connection is lost."""
+    async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[Batch, None]:
+        """What happens from that revision on. The first batch is empty: the watch is there. Ends when etcd cancels it,
+        which it does after a compaction; raises Unreachable when the connection is lost."""
         create = WatchCreateRequest(
             key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=from_revision
         )
@@ -162,7 +172,8 @@ class EtcdStore:
             try:
                 await call.write(WatchRequest(create_request=create))
                 while (reply := await call.read()) is not grpc.aio.EOF and not reply.canceled:
-                    yield [(e.kv.key.decode(), None if e.type == _DELETE else e.kv.value) for e in reply.events]
+                    changes = [(e.kv.key.decode(), None if e.type == _DELETE else e.kv.value) for e in reply.events]
+                    yield Batch(changes=changes, revision=reply.header.revision)
             finally:
                 call.cancel()
 

@@ -1,0 +1,272 @@
+"""Discovery while etcd is restarted, away, emptied, compacted, frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+
+import grpc.aio
+import pytest
+from etcd3aio.kv import KVService
+
+from dynamo_trtllm.discovery.base import Down, Event, Synced, Up
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
+from dynamo_trtllm.errors import Unreachable
+from tests.instances import make_instance
+from tests.servers import TestServer
+
+ONE, TWO, THREE = (make_instance(number) for number in (1, 2, 3))
+MakeEtcd = Callable[[], TestServer]
+
+
+@asynccontextmanager
+async def joined(server: TestServer, *, ttl_s: float = 1) -> AsyncIterator[EtcdDiscovery]:
+    discovery = EtcdDiscovery(server.address, lease_ttl_s=ttl_s)
+    try:
+        yield discovery
+    finally:
+        await discovery.aclose()
+
+
+class Follower:
+    """Collects the events of a watch."""
+
+    def __init__(self) -> None:
+        self.told: list[Event] = []
+        self._news = asyncio.Condition()
+
+    async def run(self, events: AsyncGenerator[Event, None]) -> None:
+        async with aclosing(events):
+            async for event in events:
+                async with self._news:
+                    self.told.append(event)
+                    self._news.notify_all()
+
+    async def until(self, *wanted: Event, within_s: float = 10.0) -> None:
+        async with asyncio.timeout(within_s), self._news:
+            await self._news.wait_for(lambda: all(event in self.told for event in wanted))
+
+
+@asynccontextmanager
+async def following(discovery: EtcdDiscovery) -> AsyncIterator[Follower]:
+    follower = Follower()
+    task = asyncio.create_task(follower.run(discovery.watch("dynamo")))
+    await follower.until(Synced())
+    try:
+        yield follower
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled(), task.exception()
+
+
+async def etcd_keys(server: TestServer) -> list[tuple[str, int]]:
+    """(key, lease) of all there is."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        reply = await KVService(channel).get(b"\0", range_end=b"\0", timeout=3)
+    return [(kv.key.decode(), kv.lease) for kv in reply.kvs]
+
+
+async def compact(server: TestServer) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        kv = KVService(channel)
+        reply = await kv.get(b"\0", timeout=3)
+        await kv.compact(reply.header.revision, physical=True)
+
+
+async def stop(server: TestServer) -> None:
+    await asyncio.to_thread(server.stop)
+
+
+async def test_watch_when_etcd_restarts_then_goes_on_with_no_false_down(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+        await worker.register(ONE)
+        await follower.until(Up(ONE))
+        server.restart()
+        await worker.register(TWO)
+        await follower.until(Up(TWO))
+        await asyncio.sleep(2.5)  # two more lives of the lease
+        assert follower.told == [Synced(), Up(ONE), Up(TWO)]
+        assert len(await etcd_keys(server)) == 2
+
+
+async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_key_once(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+        registration = await worker.register(ONE)
+        await follower.until(Up(ONE))
+        await stop(server)
+        await asyncio.sleep(2.5)
+        assert follower.told == [Synced(), Up(ONE)]
+        server.start()
+        await asyncio.sleep(2.5)
+        assert [key for key, _ in await etcd_keys(server)] == [instance_key(endpoint_of(ONE), 1)]
+        assert Down(1) not in follower.told
+        await registration.aclose()
+        await follower.until(Down(1))
+        assert await etcd_keys(server) == []
+
+
+async def test_registration_when_etcd_lost_its_data_then_registered_again(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+        await worker.register(ONE)
+        gone = await worker.register(TWO)
+        await follower.until(Up(ONE), Up(TWO))
+        await stop(server)
+        await gone.aclose()  # while the store is away: no error
+        server.lose_data()
+        server.start()
+        await worker.register(THREE)
+        await follower.until(Down(2), Up(THREE))
+        assert Down(1) not in follower.told  # it had the time to come back
+        assert [key for key, _ in await etcd_keys(server)] == [instance_key(endpoint_of(i), i.id) for i in (ONE, THREE)]
+
+
+async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    relay = await Relay.start(server.address)
+    async with joined(server, ttl_s=30) as worker:
+        frontend = EtcdDiscovery(relay.address)
+        first = await worker.register(ONE)
+        await worker.register(TWO)
+        async with following(frontend) as follower:
+            await relay.cut()
+            await first.aclose()
+            await worker.register(THREE)
+            await compact(server)
+            await relay.mend()
+            await follower.until(Down(1), Up(THREE))
+            assert follower.told == [Up(ONE), Up(TWO), Synced(), Down(1), Up(THREE)]
+        await frontend.aclose()
+    await relay.cut()
+
+
+async def test_watch_when_etcd_cancels_it_for_a_compaction_then_lists_again(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    async with joined(server, ttl_s=30) as worker:
+        for _ in range(3):
+            await (await worker.register(ONE)).aclose()
+        await compact(server)
+        store = worker._store
+        async with asyncio.timeout(3), aclosing(store.changes("v1/", 1)) as batches:
+            assert [batch.changes async for batch in batches] == [[]]  # it ends, it does not hang
+
+
+async def test_watch_when_closed_while_etcd_is_away_then_ends(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    discovery = EtcdDiscovery(server.address)
+    follower = Follower()
+    task = asyncio.create_task(follower.run(discovery.watch("dynamo")))
+    await follower.until(Synced())
+    await stop(server)
+    await asyncio.sleep(0.3)
+    await discovery.aclose()
+    await asyncio.wait_for(task, 3)
+
+
+async def test_watch_when_etcd_is_frozen_then_nothing_is_taken_down(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+        await worker.register(ONE)
+        await follower.until(Up(ONE))
+        server.pause()
+        await asyncio.sleep(2.5)
+        assert follower.told == [Synced(), Up(ONE)]
+        server.resume()
+        await worker.register(TWO)
+        await follower.until(Up(TWO))
+        # Whatever the thawed etcd did with the old lease, the last word on ONE is that it is there.
+        await asyncio.sleep(1.5)
+        assert len(await etcd_keys(server)) == 2
+        assert [event for event in follower.told if event in (Up(ONE), Down(1))][-1] == Up(ONE)
+
+
+async def test_register_when_one_of_two_endpoints_is_dead_then_the_other_serves(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    discovery = EtcdDiscovery(f"127.0.0.1:1,{server.address.replace('127.0.0.1', 'localhost')}")
+    async with following(discovery) as follower:
+        await discovery.register(ONE)
+        await follower.until(Up(ONE))
+    await discovery.aclose()
+
+
+async def test_start_when_address_is_wrong_then_unreachable_names_it() -> None:
+    discovery = EtcdDiscovery("127.0.0.1:1", start_timeout_s=1)
+    began = time.monotonic()
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1 .*--etcd-endpoints"):
+        await discovery.register(ONE)
+    async with aclosing(discovery.watch("dynamo")) as events:
+        with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1 "):
+            await anext(events)
+    assert time.monotonic() - began < 5
+    await discovery.aclose()
+
+
+async def test_aclose_when_store_is_away_or_frozen_then_bounded_and_silent(own_etcd: MakeEtcd) -> None:
+    for hurt in ("stop", "pause"):
+        server = own_etcd()
+        discovery = EtcdDiscovery(server.address)
+        await discovery.register(ONE)
+        getattr(server, hurt)()
+        began = time.monotonic()
+        await discovery.aclose()
+        assert time.monotonic() - began < 3
+
+
+class Relay:
+    """A TCP relay to etcd that a test can cut while etcd itself goes on."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._target = (host, int(port))
+        self._server: asyncio.Server | None = None
+        self._port = 0
+        self._writers: list[asyncio.StreamWriter] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(cls, address: str) -> Relay:
+        relay = cls(address)
+        await relay.mend()
+        return relay
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._port}"
+
+    async def mend(self) -> None:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def cut(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+        if self._pumps:
+            await asyncio.wait(self._pumps)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(*self._target)
+        self._writers += [writer, far_writer]
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.create_task(self._pump(source, sink))
+            self._pumps.add(task)
+            task.add_done_callback(self._pumps.discard)
+
+    @staticmethod
+    async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                sink.write(data)
+                await sink.drain()
+        except ConnectionError:
+            pass
+        finally:
+            sink.close()
