@@ -89,7 +89,10 @@ class ChatTemplateRenderer:
         piece = self._tokenizer.id_to_token(token_id)
         if piece is None:
             return b""
-        return bytes(_BYTE_OF[char] for char in piece)
+        try:
+            return bytes(_BYTE_OF[char] for char in piece)
+        except KeyError:  # not written in the alphabet, so it is text already
+            return piece.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -159,15 +162,20 @@ def _token_text(value: object) -> str:
 
 def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str, str]:
     """Templates by name. The file goes before the entry in tokenizer_config.json."""
-    if file is not None:
-        return {"default": file.decode()}
-    match config.get("chat_template"):
-        case str(source):
-            return {"default": source}
-        case list(entries):
-            return {entry["name"]: entry["template"] for entry in entries}
-        case _:
-            return {}
+    try:
+        if file is not None:
+            return {"default": file.decode()}
+        match config.get("chat_template"):
+            case str(source):
+                return {"default": source}
+            case list(entries):
+                return {entry["name"]: entry["template"] for entry in entries}
+            case _:
+                return {}
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{CHAT_TEMPLATE} is not UTF-8: {exc}") from exc
+    except (TypeError, KeyError) as exc:
+        raise ConfigError(f"chat_template in {TOKENIZER_CONFIG} must list objects with name and template") from exc
 
 
 def _well_formed(text: str) -> str:

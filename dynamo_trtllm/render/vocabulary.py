@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import os
 import tempfile
+import zlib
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -137,7 +138,7 @@ def _packaged_ranks() -> bytes:
     try:
         source = resources.files(_PACKAGE) / "data" / f"{O200K_FILE}.gz"
         data = gzip.decompress(source.read_bytes())
-    except (ModuleNotFoundError, OSError, EOFError) as exc:
+    except (ModuleNotFoundError, OSError, EOFError, zlib.error) as exc:
         raise ConfigError(
             f"{O200K_FILE} can't be read from the package {_PACKAGE}: {exc}; reinstall {_PACKAGE}"
         ) from exc
