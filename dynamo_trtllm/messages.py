@@ -163,7 +163,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     namespace: str
     component: str
     endpoint: str
-    subject: str  # request-plane address of `generate`; `control` is derived in discovery/keys.py
+    subject: str  # request-plane address of `generate`; the plane derives that of `control`
     role: Role
     engine: str
     card: ModelCard

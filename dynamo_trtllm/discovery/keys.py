@@ -61,8 +61,3 @@ def instance_id_of(key: str) -> int:
 def subject(endpoint_id: EndpointId, instance_id: int) -> str:
     """Request-plane address of one instance, spelled as in the guides: `dynamo_backend.generate-694d997dbae9a315`."""
     return f"{endpoint_id.namespace}_{endpoint_id.component}.{endpoint_id.endpoint}-{instance_id:x}"
-
-
-def control_subject(generate_subject: str) -> str:
-    """Where the same instance takes control verbs."""
-    return f"{generate_subject}.control"

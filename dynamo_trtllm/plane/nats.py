@@ -108,12 +108,25 @@ class NatsLink:
         try:
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):
                 await self._outgoing.join()
-        except (nats_errors.Error, OSError, TimeoutError) as exc:
-            logger.warning("closing the connection to NATS with messages unsent: %r", exc)
+        except TimeoutError:
+            logger.warning("closing the connection to NATS with %d messages unsent", self._outgoing.qsize())
         if self._writer is not None:
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
-        await self._client.close()
+        if not await self._close_client():
+            # nats-py 2.16 first writes what is pending, to a lost or frozen connection too, and stops there halfway.
+            self._client._pending_data_size = 0
+            self._client._status = Client.DISCONNECTED
+            await self._close_client()
+
+    async def _close_client(self) -> bool:
+        try:
+            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                await self._client.close()
+        except (OSError, TimeoutError) as exc:
+            logger.debug("closing the connection to NATS: %r", exc)
+            return False
+        return True
 
     async def _write(self) -> None:
         while True:

@@ -52,4 +52,3 @@ def test_subject_when_made_then_spelled_as_in_the_guides() -> None:
     assert keys.subject(EndpointId("dynamo", "backend", "generate"), 0x694D997DBAE9A315) == (
         "dynamo_backend.generate-694d997dbae9a315"
     )
-    assert keys.control_subject("a.b-1") == "a.b-1.control"

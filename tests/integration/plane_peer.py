@@ -1,0 +1,48 @@
+"""One end of a NATS plane, to be frozen and killed: `python -m tests.integration.plane_peer URL serve|call SUBJECT`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.plane.nats import NatsPlane
+
+
+class QuietService:
+    """One token, then silence."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(token_ids=token_ids([7]))
+        await asyncio.Event().wait()
+
+    async def control(self, verb: Control) -> bytes:
+        return b""
+
+
+def make_request(seconds: float = 60.0) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids([1]),
+        sampling=Sampling(max_tokens=9),
+        deadline=time.time() + seconds,
+    )
+
+
+async def main(url: str, what: str, subject: str) -> None:
+    plane = await NatsPlane.connect(url)
+    if what == "serve":
+        await plane.serve(subject, QuietService())
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+    async with aclosing(plane.generate(subject, make_request())) as chunks:
+        async for _ in chunks:
+            print("ready", flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

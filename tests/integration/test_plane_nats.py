@@ -1,0 +1,211 @@
+"""What only a real carrier does: servers that restart or freeze, peers that die, messages that are dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unreachable
+from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, token_ids
+from dynamo_trtllm.plane import nats as nats_plane
+from dynamo_trtllm.plane.linked import PlaneLimits
+from dynamo_trtllm.plane.nats import NatsPlane
+from tests.integration.plane_peer import make_request
+from tests.servers import TestServer
+
+QUICK = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.5)
+NO_PINGS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=60.0)
+PEER = "tests.integration.plane_peer"
+ROOT = Path(__file__).parents[2]
+
+
+class GatedService:
+    """One chunk at once, the terminal one when the gate opens."""
+
+    def __init__(self, tokens: int = 1) -> None:
+        self.tokens = tokens
+        self.gate = asyncio.Event()
+        self.started = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.started.set()
+        try:
+            yield Chunk(token_ids=token_ids(range(self.tokens)))
+            await self.gate.wait()
+            yield Chunk(finish_reason=FinishReason.STOP)
+        finally:
+            self.closed.set()
+
+    async def control(self, verb: Control) -> bytes:
+        return b""
+
+
+@pytest.fixture
+async def connect() -> AsyncIterator[Callable[[str, PlaneLimits], object]]:
+    planes: list[NatsPlane] = []
+
+    async def make(url: str, limits: PlaneLimits) -> NatsPlane:
+        planes.append(await NatsPlane.connect(url, limits))
+        return planes[-1]
+
+    yield make
+    for plane in planes:
+        await plane.aclose()
+
+
+async def collect(plane: NatsPlane, subject: str = "s.g-1") -> list[Chunk]:
+    async with aclosing(plane.generate(subject, make_request())) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+async def test_server_when_restarted_midstream_then_disconnected_and_later_requests_work(own_nats, connect) -> None:
+    server: TestServer = own_nats()
+    worker, caller = await connect(server.address, QUICK), await connect(server.address, QUICK)
+    service = GatedService()
+    await worker.serve("s.g-1", service)
+    running = asyncio.create_task(collect(caller))
+    await asyncio.wait_for(service.started.wait(), 2)
+    await asyncio.to_thread(server.restart)
+    with pytest.raises(Disconnected):
+        await asyncio.wait_for(running, 2)
+    await asyncio.wait_for(service.closed.wait(), 2)
+    service.gate.set()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                assert len(await collect(caller)) == 2
+                break
+            except PlaneError:  # while the two reconnect
+                await asyncio.sleep(0.05)
+
+
+async def test_server_when_away_then_requests_fail_in_time(own_nats, connect) -> None:
+    server: TestServer = own_nats()
+    caller = await connect(server.address, QUICK)
+    server.kill()
+    started = time.monotonic()
+    with pytest.raises(Disconnected):
+        await collect(caller)
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(("limits", "bound_s"), [(QUICK, 2.0), (NO_PINGS, 9.0)], ids=["our_pings", "nats_pings"])
+async def test_server_when_frozen_midstream_then_both_ends_close(own_nats, connect, limits, bound_s) -> None:
+    server: TestServer = own_nats()
+    worker, caller = await connect(server.address, limits), await connect(server.address, limits)
+    service = GatedService()
+    await worker.serve("s.g-1", service)
+    running = asyncio.create_task(collect(caller))
+    await asyncio.wait_for(service.started.wait(), 2)
+    await asyncio.sleep(0.1)
+    server.pause()
+    try:
+        with pytest.raises(Disconnected):
+            await asyncio.wait_for(running, bound_s)
+        await asyncio.wait_for(service.closed.wait(), bound_s)
+    finally:
+        server.resume()
+
+
+def spawn(url: str, what: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", PEER, url, what, "s.g-2"], stdout=subprocess.PIPE, cwd=ROOT)
+
+
+async def start_peer(url: str, what: str) -> subprocess.Popen[bytes]:
+    peer = spawn(url, what)
+    assert peer.stdout is not None
+    assert await asyncio.to_thread(peer.stdout.readline) == b"ready\n"
+    return peer
+
+
+def end_peer(peer: subprocess.Popen[bytes]) -> None:
+    peer.kill()
+    peer.wait()
+    assert peer.stdout is not None
+    peer.stdout.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_caller_when_its_process_dies_then_the_workers_stream_closes(nats_server, connect, how) -> None:
+    worker = await connect(nats_server, QUICK)
+    service = GatedService()
+    await worker.serve("s.g-2", service)
+    peer = await start_peer(nats_server, "call")
+    try:
+        assert not service.closed.is_set()
+        peer.send_signal(how)
+        await asyncio.wait_for(service.closed.wait(), 2 * QUICK.ping_interval_s + 0.5)
+    finally:
+        end_peer(peer)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_worker_when_its_process_dies_then_the_callers_stream_ends(nats_server, connect, how) -> None:
+    caller = await connect(nats_server, QUICK)
+    peer = await start_peer(nats_server, "serve")
+    try:
+        async with aclosing(caller.generate("s.g-2", make_request())) as chunks:
+            await anext(chunks)
+            peer.send_signal(how)
+            with pytest.raises(Disconnected, match=r"s\.g-2"):
+                await asyncio.wait_for(anext(chunks), 2 * QUICK.ping_interval_s + 0.5)
+        with pytest.raises(Unreachable):
+            await collect(caller, "s.g-2")
+    finally:
+        end_peer(peer)
+
+
+async def test_aclose_when_server_is_frozen_and_much_is_unsent_then_it_ends_and_leaves_no_task(own_nats) -> None:
+    server: TestServer = own_nats()
+    before = asyncio.all_tasks()
+    plane = await NatsPlane.connect(server.address, QUICK)
+    await plane.serve("s.g-1", GatedService())
+    server.pause()
+    try:
+        for _ in range(20):
+            plane._link.post("s.g-9", b"x" * 1_000_000)
+        await asyncio.wait_for(plane.aclose(), 8)
+        await asyncio.sleep(0.01)
+        assert {task.get_name() for task in asyncio.all_tasks() - before} == set()
+    finally:
+        server.resume()
+
+
+async def test_messages_when_dropped_by_a_slow_process_then_streams_end(nats_server, connect, monkeypatch) -> None:
+    worker = await connect(nats_server, NO_PINGS)
+    service = GatedService(tokens=5000)
+    await worker.serve("s.g-3", service)
+    monkeypatch.setattr(nats_plane, "_PENDING_BYTES", 10_000)
+    caller = await connect(nats_server, NO_PINGS)
+    with pytest.raises(StreamIncomplete, match="dropped"):
+        await asyncio.wait_for(collect(caller, "s.g-3"), 2)
+    await asyncio.wait_for(service.closed.wait(), 1)
+
+
+async def test_connect_when_no_server_answers_then_unreachable_names_the_address_without_secrets() -> None:
+    tasks = asyncio.all_tasks()
+    started = time.monotonic()
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1;") as caught:
+        await NatsPlane.connect("nats://me:secret@127.0.0.1:1", connect_timeout_s=0.5)
+    assert "secret" not in caught.value.message
+    assert time.monotonic() - started < 2
+    assert asyncio.all_tasks() == tasks
+
+
+async def test_client_when_closed_for_good_then_named_and_calls_fail(nats_server, connect, caplog) -> None:
+    caller = await connect(nats_server, QUICK)
+    with caplog.at_level(logging.ERROR):
+        await caller._link._client.close()  # as nats-py does by itself after a protocol error
+    assert "restart this process" in caplog.text
+    with pytest.raises(Disconnected):
+        await collect(caller)
