@@ -1,4 +1,4 @@
-"""`python -m dynamo_trtllm`: one worker process."""
+"""`python -m dynamo_trtllm` starts a worker."""
 
 from dynamo_trtllm.worker.main import main
 

@@ -1,0 +1,199 @@
+"""The mock engine: what a worker, a plane and a frontend see of an engine, at no cost. A stand-in, not a model.
+
+The "KV" of a request is the seed of its tokens, in every word of every block: a decode engine can only go on right
+from what really came over the carrier. It never stops by itself: an answer has `max_tokens` tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from array import array
+from collections.abc import AsyncGenerator
+from typing import NamedTuple
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.arguments import engine_arguments
+from dynamo_trtllm.engine.base import EngineInfo, EngineStats
+from dynamo_trtllm.engine.mock.args import MockArgs
+from dynamo_trtllm.engine.mock.steps import Sequence, Steps
+from dynamo_trtllm.errors import EngineFailed, TicketExpired
+from dynamo_trtllm.handoff import tickets
+from dynamo_trtllm.handoff.base import Carrier, Piece
+from dynamo_trtllm.handoff.select import select_carrier
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    HandoffTicket,
+    KvLayout,
+    LegStats,
+    Limits,
+    Phase,
+    ReleaseOutcome,
+    token_ids,
+)
+
+_KV_WORDS = 64  # 32-bit words of simulated KV per block
+
+
+class _Held(NamedTuple):
+    blocks: int
+    kv: array[int]  # kept alive for the carrier
+    expiry: asyncio.TimerHandle
+
+
+class MockEngine:
+    """`Engine` with `HasTickets` and `HasStats`."""
+
+    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: Carrier | None = None) -> None:
+        self._args = args = engine_arguments(config, MockArgs, "mock")
+        self._model = config.served_model_name or config.model_path
+        self._instance_id = instance_id
+        self._carrier = carrier or select_carrier(args.carrier)
+        self._ticket_ttl_s = config.ticket_ttl_s
+        self._layout = KvLayout(
+            dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
+        )
+        self._steps = Steps(args)
+        self._streams = 0
+        self._held: dict[str, _Held] = {}
+        self._num_tickets = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._step_task: asyncio.Task[None] | None = None
+        self._withdrawals: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> EngineInfo:
+        await self._carrier.start(lambda ticket_id: self.release(ticket_id, ReleaseOutcome.REDEEMED))
+        self._step_task = asyncio.create_task(self._steps.run(), name="mock-engine-steps")
+        return EngineInfo(
+            engine="mock",
+            context_length=self._args.max_seq_len,
+            vocab_size=201088,
+            eos_token_ids=(200002, 200012),
+            renderer="harmony",
+            layout=self._layout,
+            limits=Limits(max_batch_size=self._args.max_batch_size, kv_blocks=self._args.kv_cache_blocks),
+        )
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        await self.check()
+        self._streams += 1
+        self._idle.clear()
+        sequence = Sequence(
+            request, self._blocks(request), zlib.crc32(request.token_ids) & 0xFFFF, len(request.token_ids)
+        )
+        try:
+            if request.ticket is not None:
+                yield await self._redeem(sequence, request.ticket)
+            sequence.wanted = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.produced
+            self._steps.add(sequence)
+            left = sequence.wanted
+            while left > 1:
+                yield Chunk(token_ids=token_ids([await sequence.tokens.get()]))
+                left -= 1
+            yield await self._last(sequence, await sequence.tokens.get())
+        finally:
+            self._steps.remove(sequence)
+            self._streams -= 1
+            self._note_idle()
+
+    def _blocks(self, request: GenerateRequest) -> int:
+        tokens = len(request.token_ids) + (1 if request.phase is Phase.PREFILL else request.sampling.max_tokens)
+        return -(-tokens // self._args.kv_block_size)
+
+    async def _redeem(self, sequence: Sequence, ticket: HandoffTicket) -> Chunk:
+        """Fetches the seed and replays the first tokens."""
+        now = time.time()
+        tickets.check(ticket, engine="mock", model=self._model, layout=self._layout, now=now)
+        left_s = min(ticket.expires_at, sequence.request.deadline) - now
+        if left_s <= 0:
+            raise TicketExpired(f"ticket {ticket.ticket_id} can't be fetched before the request's deadline")
+        kv = array("I", bytes(ticket.kv_bytes))
+        piece = Piece(kv.buffer_info()[0], ticket.kv_bytes)
+        await self._carrier.fetch(ticket.ticket_id, ticket.opaque, [piece], timeout_s=left_s)
+        sequence.seed = kv[-1]
+        sequence.prefill_left = 0
+        sequence.produced = len(ticket.first_token_ids)
+        return Chunk(token_ids=ticket.first_token_ids)
+
+    async def _last(self, sequence: Sequence, token: int) -> Chunk:
+        request = sequence.request
+        stats = LegStats(
+            queue_s=max(0.0, (sequence.started or sequence.born) - sequence.born),
+            kv_bytes=request.ticket.kv_bytes if request.ticket else 0,
+            transport=self._carrier.name if request.ticket else "",
+        )
+        if request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
+            ticket = await self._hand_out(sequence, token)
+            return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+        return Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=stats)
+
+    async def _hand_out(self, sequence: Sequence, first: int) -> HandoffTicket:
+        prompt = len(sequence.request.token_ids)
+        blocks = -(-prompt // self._args.kv_block_size)
+        kv = array("I", [sequence.seed]) * (blocks * _KV_WORDS)
+        kv_bytes = len(kv) * kv.itemsize
+        self._num_tickets += 1
+        ticket_id = f"{self._instance_id:x}-{self._num_tickets}"
+        opaque = await self._carrier.offer(ticket_id, [Piece(kv.buffer_info()[0], kv_bytes)])
+        loop = asyncio.get_running_loop()
+        expiry = loop.call_later(self._ticket_ttl_s, self.release, ticket_id, ReleaseOutcome.REFUSED)
+        self._held[ticket_id] = _Held(blocks, kv, expiry)
+        self._steps.take(blocks)
+        return HandoffTicket(
+            version=tickets.TICKET_VERSION,
+            ticket_id=ticket_id,
+            engine="mock",
+            model=self._model,
+            layout=self._layout,
+            holder=self._instance_id,
+            expires_at=time.time() + self._ticket_ttl_s,
+            prompt_tokens=prompt,
+            first_token_ids=token_ids([first]),
+            transport=self._carrier.name,
+            kv_bytes=kv_bytes,
+            opaque=opaque,
+        )
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        held = self._held.pop(ticket_id, None)
+        if held is None:
+            return
+        held.expiry.cancel()
+        task = asyncio.get_running_loop().create_task(self._withdraw(ticket_id, held))
+        self._withdrawals.add(task)
+        task.add_done_callback(self._withdrawals.discard)
+
+    async def _withdraw(self, ticket_id: str, held: _Held) -> None:
+        """`held` keeps the memory until the carrier is done with it."""
+        await self._carrier.withdraw(ticket_id)
+        self._steps.give_back(held.blocks)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._streams and not self._held:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    def stats(self) -> EngineStats:
+        return self._steps.stats(len(self._held))
+
+    async def check(self) -> None:
+        if self._step_task is None or self._step_task.done():
+            raise EngineFailed("the mock engine is not running")
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        if self._step_task is not None:
+            self._step_task.cancel()
+            await asyncio.gather(self._step_task, return_exceptions=True)
+        for ticket_id in list(self._held):
+            self.release(ticket_id, ReleaseOutcome.REFUSED)
+        await asyncio.gather(*self._withdrawals)
+        await self._carrier.aclose()

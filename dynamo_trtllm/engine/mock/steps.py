@@ -1,0 +1,115 @@
+"""The mock engine's clock: which request gets a token in which step, and who waits for KV blocks. Moves no KV."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.engine.mock.args import MockArgs
+from dynamo_trtllm.errors import ContextTooLong, EngineRefused, Overloaded
+from dynamo_trtllm.messages import GenerateRequest
+
+_OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|>, so that a harmony frontend shows the rest
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request in the simulated batch. `tokens` receives one id per step."""
+
+    request: GenerateRequest
+    blocks: int
+    seed: int
+    prefill_left: int
+    produced: int = 0
+    wanted: int = 0
+    born: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    tokens: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+
+    def next_token(self) -> int:
+        at = self.produced
+        self.produced += 1
+        return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
+
+
+class Steps:
+    """Owns the waiting queue, the batch and the block count. All calls are made on the event loop."""
+
+    def __init__(self, args: MockArgs) -> None:
+        self._args = args
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[Sequence, None] = {}
+        self._free_blocks = args.kv_cache_blocks
+        self._work = asyncio.Event()
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises ContextTooLong, EngineRefused for what never fits, Overloaded when the queue is full."""
+        total = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
+        if total > self._args.max_seq_len:
+            raise ContextTooLong(f"{total} tokens do not fit the context of {self._args.max_seq_len}")
+        if sequence.blocks > self._args.kv_cache_blocks:
+            raise EngineRefused(f"{sequence.blocks} KV blocks are needed and {self._args.kv_cache_blocks} exist")
+        if len(self._waiting) >= self._args.max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests wait already")
+        self._waiting.append(sequence)
+        self._work.set()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out wherever it is; its blocks are free again."""
+        if sequence.started is not None:
+            self._running.pop(sequence, None)
+            self.give_back(sequence.blocks)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def take(self, blocks: int) -> None:
+        """Keeps blocks for a ticket after its sequence is gone."""
+        self._free_blocks -= blocks
+
+    def give_back(self, blocks: int) -> None:
+        self._free_blocks += blocks
+        self._work.set()
+
+    def stats(self, tickets_held: int) -> EngineStats:
+        total = self._args.kv_cache_blocks
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_blocks_used=total - self._free_blocks,
+            kv_blocks_total=total,
+            tickets_held=tickets_held,
+        )
+
+    async def run(self) -> None:
+        """Steps for ever; sleeps when there is nothing to do."""
+        while True:
+            self._admit()
+            if not self._running:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await asyncio.sleep(self._args.step_s)
+            self._step()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._args.max_batch_size:
+            if self._waiting[0].blocks > self._free_blocks:
+                return
+            sequence = self._waiting.popleft()
+            self._free_blocks -= sequence.blocks
+            sequence.started = time.monotonic()
+            self._running[sequence] = None
+
+    def _step(self) -> None:
+        prefill_budget = self._args.prefill_tokens_per_step
+        for sequence in list(self._running):
+            if sequence.prefill_left > 0:
+                taken = min(prefill_budget, sequence.prefill_left)
+                prefill_budget -= taken
+                sequence.prefill_left -= taken
+            if sequence.prefill_left == 0 and sequence.wanted > 0:
+                sequence.wanted -= 1
+                sequence.tokens.put_nowait(sequence.next_token())

@@ -1,0 +1,66 @@
+"""What the router knows: instances by model and role, as discovery told. Values in, values out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dynamo_trtllm.messages import Instance, ModelCard, Role
+
+
+@dataclass(frozen=True, slots=True)
+class ModelView:
+    """The instances of one model, each list in id order so that every frontend counts the same way."""
+
+    prefill: tuple[Instance, ...] = ()
+    decode: tuple[Instance, ...] = ()
+    aggregated: tuple[Instance, ...] = ()
+
+    def missing_roles(self) -> list[Role]:
+        """Roles without which no request of this model can run; empty when it can."""
+        if self.aggregated or (self.prefill and self.decode):
+            return []
+        have = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return [role for role, instances in have.items() if not instances]
+
+
+@dataclass(slots=True)
+class ClusterView:
+    """All live instances. One task writes it (the frontend's watch); readers take `model()` and decide."""
+
+    _instances: dict[int, Instance] = field(default_factory=dict)
+    _models: dict[str, ModelView] = field(default_factory=dict)
+
+    def add(self, instance: Instance) -> None:
+        self._instances[instance.id] = instance
+        self._rebuild()
+
+    def remove(self, instance_id: int) -> None:
+        self._instances.pop(instance_id, None)
+        self._rebuild()
+
+    def model(self, name: str) -> ModelView:
+        return self._models.get(name, ModelView())
+
+    def models(self) -> dict[str, ModelCard]:
+        """Name to card, for every model that has an instance."""
+        return {i.card.name: i.card for i in reversed(self.instances())}
+
+    def instances(self) -> list[Instance]:
+        return sorted(self._instances.values(), key=lambda i: i.id)
+
+    def _rebuild(self) -> None:
+        """Runs per cluster change, so that a request pays a dictionary look-up."""
+        names = {i.card.name for i in self._instances.values()}
+        self._models = {name: _model_view(i for i in self.instances() if i.card.name == name) for name in names}
+
+
+def _model_view(instances: Iterable[Instance]) -> ModelView:
+    by_role: dict[Role, list[Instance]] = {role: [] for role in Role}
+    for instance in instances:
+        by_role[instance.role].append(instance)
+    return ModelView(
+        prefill=tuple(by_role[Role.PREFILL]),
+        decode=tuple(by_role[Role.DECODE]),
+        aggregated=tuple(by_role[Role.AGGREGATED]),
+    )

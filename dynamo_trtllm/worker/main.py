@@ -1,0 +1,39 @@
+"""`python -m dynamo_trtllm`: configuration to a running worker. Nothing else."""
+
+from __future__ import annotations
+
+import logging
+
+from dynamo_trtllm.bundled import resolve
+from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.errors import ConfigError, DynamoError
+from dynamo_trtllm.observe import logging as observe_logging
+from dynamo_trtllm.worker.worker import Worker
+
+PROG = "python -m dynamo_trtllm"
+_DESCRIPTION = "One worker: owns an engine, serves the prefill leg, the decode leg or whole requests of one model."
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Exit status: 0 after a drain, 2 for a bad configuration, 1 for anything that failed later."""
+    try:
+        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION).config
+        observe_logging.setup(config.log_level, config.disaggregation_mode)
+        Worker(_resolved(config)).run()
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    except DynamoError as exc:
+        _log.error("%s: %s", exc.code, exc.message)
+        raise SystemExit(1) from exc
+
+
+def _resolved(config: WorkerConfig) -> WorkerConfig:
+    """The name of a bundled model becomes its folder; clients still use the name."""
+    if config.engine == "mock":
+        return config  # it has no weights: the path only gives the name
+    folder = resolve(config.model_path)
+    name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
+    return config.model_copy(update={"model_path": str(folder), "served_model_name": name})

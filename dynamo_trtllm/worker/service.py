@@ -1,0 +1,88 @@
+"""What a worker answers on the request plane: the engine's streams and the control verbs. One catch-all lives here."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.engine.base import Engine, HasTickets
+from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
+from dynamo_trtllm.messages import Chunk, Control, FilePiece, FileRequest, GenerateRequest, Phase, Release, Role
+from dynamo_trtllm.observe.logging import request_id
+from dynamo_trtllm.observe.metrics import WorkerMetrics
+
+_log = logging.getLogger(__name__)
+
+PIECE_BYTES = 512 << 10  # well under NATS' default payload limit of 1 MiB
+
+_PHASES = {
+    Role.PREFILL: {Phase.PREFILL},
+    Role.DECODE: {Phase.DECODE},
+    Role.AGGREGATED: {Phase.WHOLE},
+}
+
+
+def digest(path: Path) -> str:
+    """The content hash by which frontends ask for a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class WorkerService:
+    """`plane.base.Service` over one engine. `files` maps sha256 to a path."""
+
+    def __init__(
+        self, engine: Engine, *, model: str, role: Role, files: Mapping[str, Path], metrics: WorkerMetrics
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._role = role
+        self._files = files
+        self._metrics = metrics
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        request_id.set(request.request_id)
+        code, output_tokens = "cancelled", 0
+        try:
+            self._check(request)
+            async with aclosing(self._engine.generate(request)) as chunks:
+                async for chunk in chunks:
+                    output_tokens += len(chunk.token_ids)
+                    if chunk.finish_reason is not None:
+                        code = "ok"
+                    yield chunk
+        except DynamoError as exc:
+            code = exc.code
+            raise
+        except Exception as exc:
+            code = InternalError.code
+            _log.exception("request %s failed", request.request_id)
+            raise InternalError(f"the worker failed on this request: {type(exc).__name__}") from exc
+        finally:
+            self._metrics.leg_finished(phase=request.phase, code=code, output_tokens=output_tokens)
+
+    def _check(self, request: GenerateRequest) -> None:
+        if request.model != self._model:
+            raise ModelNotFound(f"this worker serves {self._model!r}, not {request.model!r}", field="model")
+        if request.phase not in _PHASES[self._role]:
+            raise InvalidRequest(f"a {self._role} worker does not serve the {request.phase} leg", field="phase")
+
+    async def control(self, verb: Control) -> bytes:
+        match verb:
+            case Release(ticket_id, outcome):
+                if isinstance(self._engine, HasTickets):
+                    self._engine.release(ticket_id, outcome)
+                return b""
+            case FileRequest(sha256, offset):
+                return codec.encode(self._piece(sha256, offset))
+
+    def _piece(self, sha256: str, offset: int) -> FilePiece:
+        path = self._files.get(sha256)
+        if path is None:
+            raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
+        with path.open("rb") as file:
+            file.seek(offset)
+            return FilePiece(data=file.read(PIECE_BYTES), total_bytes=path.stat().st_size)

@@ -1,0 +1,171 @@
+"""A worker's life in four lines: start, serve, drain, close. Registration is the last act of start, deregistration the
+first of drain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from dynamo_trtllm import __version__
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.discovery.base import Registration
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
+from dynamo_trtllm.engine.factory import create_engine
+from dynamo_trtllm.errors import DynamoError, EngineFailed
+from dynamo_trtllm.messages import Instance, ModelCard, Role
+from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.plane.base import Serving
+from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.worker.health import Health, HealthServer
+from dynamo_trtllm.worker.service import WorkerService, digest
+
+_log = logging.getLogger(__name__)
+
+_CHECK_EVERY_S = 2.0  # how soon a dead engine is noticed when no request meets it
+_COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
+
+
+class Worker:
+    """Owns one engine. Embed it in a script of your own with `Worker(config).run()`, or await `serve()` in a loop."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self.instance_id = secrets.randbits(63)
+        self._metrics = WorkerMetrics()
+        self._health = Health()
+        self._stop = asyncio.Event()
+
+    def run(self) -> None:
+        """Serves until SIGTERM, SIGINT or `stop()`. Raises ConfigError, Unreachable, EngineFailed."""
+        import uvloop
+
+        uvloop.run(self._run_with_signals())
+
+    def stop(self) -> None:
+        """Drain and return from `serve`. Call it on the worker's loop."""
+        self._stop.set()
+
+    async def _run_with_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101 — a coroutine always runs in one
+
+        def on_signal() -> None:
+            if self._stop.is_set():
+                task.cancel()  # the second signal ends at once
+            self.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            await self.serve()
+        except asyncio.CancelledError:
+            raise SystemExit(1) from None
+
+    async def serve(self) -> None:
+        """Start, serve, drain, close."""
+        async with AsyncExitStack() as stack:
+            engine, serving, registration = await self._start(stack)
+            _log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
+            try:
+                await self._until_stopped(engine)
+            finally:
+                await self._drain(engine, serving, registration)
+
+    async def _start(self, stack: AsyncExitStack) -> tuple[Engine, Serving, Registration]:
+        config = self._config
+        engine = create_engine(config, instance_id=self.instance_id)
+        stack.push_async_callback(engine.aclose)
+        await stack.enter_async_context(
+            HealthServer(config.system_port, self._health, lambda: self._render_metrics(engine))
+        )
+        plane = await NatsPlane.connect(config.nats_server)
+        stack.push_async_callback(plane.aclose)
+        discovery = EtcdDiscovery(config.etcd_endpoints, lease_ttl_s=config.lease_ttl_s)
+        stack.push_async_callback(discovery.aclose)
+        self._health.phase = "loading"
+        info = await engine.start()
+        instance, files = self._describe(info)
+        service = WorkerService(
+            engine, model=instance.card.name, role=instance.role, files=files, metrics=self._metrics
+        )
+        serving = await plane.serve(instance.subject, service)
+        stack.push_async_callback(serving.aclose)
+        registration = await discovery.register(instance)
+        self._health.phase = "serving"
+        return engine, serving, registration
+
+    def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
+        """The record to register, and the files it names by their hash."""
+        config = self._config
+        role = config.disaggregation_mode
+        endpoint = (
+            keys.parse_endpoint(config.endpoint)
+            if config.endpoint
+            else keys.EndpointId(config.namespace, _COMPONENTS[role], "generate")
+        )
+        digests = {name: digest(path) for name, path in info.files.items()}
+        is_harmony = info.renderer == "harmony"
+        card = ModelCard(
+            name=config.served_model_name or Path(config.model_path).name,
+            context_length=info.context_length,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            renderer=info.renderer,
+            files=digests,
+            reasoning_parser=config.dyn_reasoning_parser or ("gpt_oss" if is_harmony else None),
+            tool_call_parser=config.dyn_tool_call_parser or ("harmony" if is_harmony else None),
+        )
+        instance = Instance(
+            id=self.instance_id,
+            namespace=endpoint.namespace,
+            component=endpoint.component,
+            endpoint=endpoint.endpoint,
+            subject=keys.subject(endpoint, self.instance_id),
+            role=role,
+            engine=info.engine,
+            card=card,
+            layout=info.layout,
+            limits=info.limits,
+            strategy=config.disaggregation_strategy,
+            version=__version__,
+        )
+        return instance, {digests[name]: path for name, path in info.files.items()}
+
+    async def _until_stopped(self, engine: Engine) -> None:
+        """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit."""
+        while not self._stop.is_set():
+            try:
+                await engine.check()
+            except EngineFailed as exc:
+                self._health.reason = exc.message
+                raise
+            try:
+                async with asyncio.timeout(_CHECK_EVERY_S):
+                    await self._stop.wait()
+            except TimeoutError:
+                continue
+
+    async def _drain(self, engine: Engine, serving: Serving, registration: Registration) -> None:
+        self._health.phase = "draining"
+        await registration.aclose()
+        await serving.stop_accepting()
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await engine.drain()
+            _log.info("drained")
+        except TimeoutError:
+            _log.warning("requests or tickets were left after --drain-timeout-s %g", self._config.drain_timeout_s)
+        except DynamoError as exc:
+            _log.warning("the engine could not drain (%s): %s", exc.code, exc.message)
+        self._health.phase = "stopped"
+
+    def _render_metrics(self, engine: Engine) -> bytes:
+        return self._metrics.render(engine.stats() if isinstance(engine, HasStats) else None)
