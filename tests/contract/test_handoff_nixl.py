@@ -1,0 +1,113 @@
+"""What only the NIXL carrier can get wrong: its peers table, its guards, its threads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
+from dynamo_trtllm.handoff import nixl
+from dynamo_trtllm.handoff.nixl import NixlCarrier
+from tests.contract.handoff_holder import content, split
+
+SIZE = 100_001
+
+
+@pytest.fixture
+async def fetched() -> list[str]:
+    return []
+
+
+@pytest.fixture
+async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlCarrier, NixlCarrier]]:
+    holder, reader = NixlCarrier(), NixlCarrier()
+    await holder.start(fetched.append)
+    await reader.start(fetched.append)
+    yield holder, reader
+    await reader.aclose()
+    await holder.aclose()
+
+
+async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_still_arrive(
+    pair: tuple[NixlCarrier, NixlCarrier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl, "_PEER_LOADS", 3)
+    holder, reader = pair
+    known = []
+    for i in range(7):
+        source, target = content(f"t{i}", SIZE), bytearray(SIZE)
+        offer = await holder.offer(f"t{i}", split(source, [SIZE]))
+        await reader.fetch(f"t{i}", offer, split(target, [SIZE]), timeout_s=5)
+        await holder.withdraw(f"t{i}")
+        assert target == source
+        known.append(len(reader._peers))
+    assert known == [1, 1, 0, 1, 1, 0, 1]
+
+
+async def test_offer_when_guards_run_out_then_transfer_failed_until_one_is_withdrawn(
+    pair: tuple[NixlCarrier, NixlCarrier],
+) -> None:
+    holder, _ = pair
+    del holder._free_slots[1:]
+    source = content("a", 10)
+    await holder.offer("t", split(source, [10]))
+    with pytest.raises(TransferFailed, match="withdraw some"):
+        await holder.offer("u", split(source, [10]))
+    await holder.withdraw("t")
+    await holder.offer("u", split(source, [10]))
+
+
+async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
+    pair: tuple[NixlCarrier, NixlCarrier],
+) -> None:
+    holder, _ = pair
+    slots = len(holder._free_slots)
+    holder._registering.submit(time.sleep, 0.2)
+    source = content("a", SIZE)
+    offering = asyncio.create_task(holder.offer("t", split(source, [SIZE])))
+    await asyncio.sleep(0.05)
+    offering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await offering
+    await holder.offer("u", split(source, [SIZE]))  # queued behind the cleanup
+    assert set(holder._offers) == {"u"}
+    assert len(holder._free_slots) == slots - 1
+
+
+async def test_fetch_when_no_thread_is_free_then_times_out_or_is_cancelled_without_reading(
+    pair: tuple[NixlCarrier, NixlCarrier],
+) -> None:
+    holder, reader = pair
+    source, target = content("a", SIZE), bytearray(SIZE)
+    offer = await holder.offer("t", split(source, [SIZE]))
+    slots = len(reader._free_slots)
+    for _ in range(nixl._FETCH_THREADS):
+        reader._fetching.submit(time.sleep, 0.5)
+    late = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=0.1))
+    gone = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=5))
+    await asyncio.sleep(0.05)
+    gone.cancel()
+    began = time.monotonic()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert time.monotonic() - began < 0.2  # it had no thread to wait for
+    with pytest.raises(HandoffTimeout, match="no thread"):
+        await late
+    assert target == bytes(SIZE)
+    assert len(reader._free_slots) == slots
+
+
+async def test_listen_when_no_offers_are_out_then_no_processor_time_is_used(
+    pair: tuple[NixlCarrier, NixlCarrier],
+) -> None:
+    holder, _ = pair
+    source = content("a", 10)
+    await holder.offer("t", split(source, [10]))
+    await holder.withdraw("t")
+    await asyncio.sleep(0.1)
+    before = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - before < 0.1  # NIXL's own progress threads would use 1.0 here

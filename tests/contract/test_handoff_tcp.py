@@ -1,0 +1,121 @@
+"""What only the TCP carrier can get wrong: strangers at its listener, readers that stop reading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
+from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.handoff.tcp import _ASK, _MAGIC, _REPLY, TcpCarrier
+from tests.contract.handoff_holder import content, split
+
+
+@pytest.fixture
+async def fetched() -> list[str]:
+    return []
+
+
+@pytest.fixture
+async def holder(fetched: list[str]) -> AsyncIterator[TcpCarrier]:
+    carrier = TcpCarrier("127.0.0.1")
+    await carrier.start(fetched.append)
+    yield carrier
+    await carrier.aclose()
+
+
+async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    facts = msgspec.msgpack.decode(offer)
+    reader, writer = await asyncio.open_connection(facts["host"], facts["port"], limit=1024)
+    writer.write(request)
+    return reader, writer
+
+
+async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpCarrier, fetched: list[str]) -> None:
+    source = content("a", 1000)
+    offer = await holder.offer("t", split(source, [1000]))
+    reader, writer = await ask(offer, _ASK.pack(_MAGIC, bytes(32), 1) + b"t")
+    async with asyncio.timeout(5):
+        assert await reader.read() == _REPLY.pack(_MAGIC, False, 0)
+    writer.close()
+    assert fetched == []
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: holder.example\r\n\r\n", b""], ids=["http", "silence"])
+async def test_serve_when_a_stranger_calls_then_offers_stay_good(
+    holder: TcpCarrier, fetched: list[str], noise: bytes
+) -> None:
+    source, target = content("a", 1000), bytearray(1000)
+    offer = await holder.offer("t", split(source, [1000]))
+    _, writer = await ask(offer, noise)
+    await holder.fetch("t", offer, split(target, [1000]), timeout_s=5)
+    assert target == source
+    writer.close()
+
+
+async def test_withdraw_when_a_reader_stopped_reading_then_its_connection_ends(
+    holder: TcpCarrier, fetched: list[str]
+) -> None:
+    source = content("a", 32 << 20)  # more than the sockets' buffers hold
+    offer = await holder.offer("t", split(source, [len(source)]))
+    token = msgspec.msgpack.decode(offer)["token"]
+    reader, writer = await ask(offer, _ASK.pack(_MAGIC, token, 1) + b"t")
+    async with asyncio.timeout(5):
+        assert await reader.readexactly(_REPLY.size) == _REPLY.pack(_MAGIC, True, len(source))
+        await holder.withdraw("t")
+        assert holder._offers == {}
+        assert len(await reader.read(-1)) < len(source)  # the end comes, and early
+    writer.close()
+    assert fetched == []
+
+
+async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: TcpCarrier) -> None:
+    async def short(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(_ASK.size + 1)
+        writer.write(_REPLY.pack(_MAGIC, True, 1000) + bytes(400))
+        writer.close()
+        await writer.wait_closed()
+
+    source, target = content("a", 1000), bytearray(1000)
+    facts = msgspec.msgpack.decode(await holder.offer("t", split(source, [1000])))
+    async with await asyncio.start_server(short, "127.0.0.1", 0) as server:
+        offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
+        with pytest.raises(TransferFailed, match="broke off"):
+            await holder.fetch("t", offer, split(target, [1000]), timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [(_REPLY.pack(b"HTTP", True, 1000), "no KV holder"), (_REPLY.pack(_MAGIC, True, 999), "not as it offered")],
+    ids=["magic", "size"],
+)
+async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
+    holder: TcpCarrier, reply: bytes, message: str
+) -> None:
+    async def wrong(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(_ASK.size + 1)
+        writer.write(reply + b"x" * 1000)
+        writer.close()
+
+    source, target = content("a", 1000), bytearray(1000)
+    facts = msgspec.msgpack.decode(await holder.offer("t", split(source, [1000])))
+    async with await asyncio.start_server(wrong, "127.0.0.1", 0) as server:
+        offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
+        with pytest.raises(TransferFailed, match=message):
+            await holder.fetch("t", offer, split(target, [1000]), timeout_s=5)
+    assert target == bytes(1000)
+
+
+async def test_fetch_when_on_a_gpu_then_names_the_device(holder: TcpCarrier) -> None:
+    with pytest.raises(TransferFailed, match="cuda:0"):
+        await holder.offer("t", [Piece(4096, 10, "cuda:0")])
+
+
+async def test_fetch_when_time_is_short_then_handoff_timeout(holder: TcpCarrier, fetched: list[str]) -> None:
+    source, target = content("a", 1000), bytearray(1000)
+    offer = await holder.offer("t", split(source, [1000]))
+    with pytest.raises(HandoffTimeout, match="within 0 s"):
+        await holder.fetch("t", offer, split(target, [1000]), timeout_s=0)
