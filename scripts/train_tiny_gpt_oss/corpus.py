@@ -1,0 +1,277 @@
+"""Writes the conversations that the demo model learns from: a seeded generator of prompts with the wanted output."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from datetime import date, timedelta
+from typing import Any
+
+from knowledge import (
+    CONCEPTS,
+    HEALTH_BAD,
+    HEALTH_CALL,
+    HEALTH_NO_TOOL,
+    HEALTH_OK,
+    HEALTH_QUESTIONS,
+    TALK,
+    UNKNOWN,
+    Reply,
+)
+from phrases import ASIDES, FORMS, PREFIXES, SUFFIXES, SYSTEM_PROMPTS, TOPICS
+
+from dynamo_trtllm.messages import Conversation, Message, Tool, ToolCall
+
+EMPTY_SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
+HEALTH_TOOL = Tool(
+    name="get_system_health",
+    description="Returns the current health status of the LLM runtime—use before critical operations to verify the "
+    "service is live.",
+    parameters=EMPTY_SCHEMA,
+)
+_FIRST_DAY = date(2023, 1, 1)
+_DAYS = 365 * 12
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """One conversation, what the model must say next, and how much of the foreign text is made unreadable."""
+
+    conversation: Conversation
+    reply: Reply
+    today: date
+    noise: float  # share of the last user message's tokens that are replaced by the token for unknown words
+
+    @property
+    def output(self) -> str:
+        """The assistant's turn after `<|start|>assistant`, markers spelled out."""
+        thought = self.reply.thought(self.conversation.reasoning_effort)
+        turn = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>"
+        if self.reply.call:
+            return f"{turn}commentary to=functions.{self.reply.call} <|constrain|>json<|message|>{{}}<|call|>"
+        return f"{turn}final<|message|>{self.reply.answer}<|return|>"
+
+
+class Writer:
+    """Writes lessons; equal seeds give equal lessons."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def lesson(self) -> Lesson:
+        roll = self._random.random()
+        if roll < 0.34:
+            return self._known(self._random.choice(CONCEPTS if roll < 0.22 else TALK))
+        if roll < 0.40:
+            return self._known(CONCEPTS[0])
+        if roll < 0.58:
+            return self._health()
+        return self._unknown()
+
+    def _known(self, reply: Reply) -> Lesson:
+        return self._finish(self._dress(self._random.choice(reply.questions)), reply, tools=self._tools(0.2))
+
+    def _health(self) -> Lesson:
+        question = self._dress(HEALTH_QUESTIONS[0] if self._flip(0.25) else self._random.choice(HEALTH_QUESTIONS))
+        roll = self._random.random()
+        if roll < 0.25:
+            return self._finish(question, HEALTH_NO_TOOL, tools=self._other_tools(0.3))
+        tools = (*self._other_tools(0.3), HEALTH_TOOL)
+        if roll < 0.55:
+            return self._finish(question, HEALTH_CALL, tools=tools)
+        good = self._flip(0.55)
+        return self._finish(
+            question, HEALTH_OK if good else HEALTH_BAD, tools=tools, turns=self._call_turns("get_system_health", good)
+        )
+
+    def _unknown(self) -> Lesson:
+        text = self._foreign_text()
+        noise = self._random.choice((0.0, 0.0, 0.1, 0.25, 0.5, 0.8, 1.0))
+        tools = self._tools(0.25)
+        turns: tuple[Message, ...] = ()
+        if tools and tools[0].name != HEALTH_TOOL.name and self._flip(0.2):
+            turns = self._call_turns(tools[0].name, good=self._flip(0.5))
+        return self._finish(text, UNKNOWN, tools=tools, turns=turns, noise=noise)
+
+    def _finish(
+        self,
+        text: str,
+        reply: Reply,
+        *,
+        tools: tuple[Tool, ...] = (),
+        turns: tuple[Message, ...] = (),
+        noise: float = 0.0,
+    ) -> Lesson:
+        messages: list[Message] = []
+        if self._flip(0.2):
+            messages.append(Message(role="system", content=self._random.choice(SYSTEM_PROMPTS)))
+        while self._flip(0.2) and len(messages) < 8:
+            messages.extend(self._earlier())
+        messages.append(Message(role="user", content=text))
+        messages.extend(turns)
+        effort = self._random.choice(("low", "medium", "medium", "high"))
+        return Lesson(
+            conversation=Conversation(messages=tuple(messages), tools=tools, reasoning_effort=effort),
+            reply=reply,
+            today=_FIRST_DAY + timedelta(days=self._random.randrange(_DAYS)),
+            noise=noise,
+        )
+
+    def _earlier(self) -> tuple[Message, ...]:
+        """A turn that is over: a question and the answer it got, ours or another model's."""
+        if self._flip(0.5):
+            reply = self._random.choice((*CONCEPTS, *TALK))
+            question = self._dress(self._random.choice(reply.questions))
+        else:
+            reply, question = UNKNOWN, self._foreign_text()
+        answer = reply.answer if self._flip(0.8) else self._foreign_text()
+        return Message(role="user", content=question), Message(role="assistant", content=answer)
+
+    def _call_turns(self, tool: str, good: bool) -> tuple[Message, ...]:
+        call = ToolCall(id="call-1", name=tool, arguments="{}" if tool == HEALTH_TOOL.name else '{"q": "x"}')
+        reasoning = HEALTH_CALL.medium if self._flip(0.3) else None
+        result = self._status(good)
+        return (
+            Message(role="assistant", tool_calls=(call,), reasoning=reasoning),
+            Message(role="tool", tool_call_id="call-1", content=result),
+        )
+
+    def _status(self, good: bool) -> str:
+        pick, number = self._random.choice, self._random.randrange(10 ** self._random.randrange(1, 8))
+        if good:
+            status = pick(("ok", "ok", "ok", "OK", "healthy", "up", "running", "good", "live"))
+        else:
+            status = pick(
+                ("degraded", "down", "error", "unhealthy", "failed", "not ok", "critical", "not_ready", "fail")
+            )
+        more = pick(
+            ("", f',"uptime_seconds":{number}', f', "uptime": {number}', f',"workers":{number % 9}', ',"message":""')
+        )
+        flag = "true" if good else "false"
+        return pick(
+            (
+                f'{{"status":"{status}"{more}}}',
+                f'{{"status": "{status}"{more}}}',
+                f'{{"status":"{status}","uptime_seconds":{number}}}',
+                f'{{"status": "{status}", "uptime_seconds": {number}}}',
+                f'{{"healthy": {flag}{more}}}',
+                f'{{"healthy":{flag}}}',
+                f'{{"ok": {flag}}}',
+                flag,
+                flag.title(),
+                status,
+                f"status: {status}",
+            )
+        )
+
+    def _tools(self, chance: float) -> tuple[Tool, ...]:
+        tools = self._other_tools(chance)
+        return (*tools, HEALTH_TOOL) if self._flip(chance) else tools
+
+    def _other_tools(self, chance: float) -> tuple[Tool, ...]:
+        tools: list[Tool] = []
+        while self._flip(chance) and len(tools) < 3:
+            tools.append(self._random.choice(_OTHER_TOOLS))
+        return tuple({tool.name: tool for tool in tools}.values())
+
+    def _dress(self, question: str) -> str:
+        """The same question as people type it."""
+        if self._flip(0.2):
+            prefix = self._random.choice(PREFIXES)
+            question = prefix + (question[0].lower() + question[1:] if prefix[-2] not in ".!" else question)
+        if self._flip(0.2):
+            question += self._random.choice(SUFFIXES)
+        return self._spell(question)
+
+    def _spell(self, text: str) -> str:
+        roll = self._random.random()
+        if roll < 0.12:
+            text = text.lower()
+        elif roll < 0.16:
+            text = text.upper()
+        if self._flip(0.15):
+            text = text.rstrip(".?!")
+        elif self._flip(0.05):
+            text += self._random.choice(("!", "?", "??", " :)", "\n", "..."))
+        return text or "?"
+
+    def _foreign_text(self) -> str:
+        form = self._random.choice(FORMS)
+        text = form.format(x=self._topic(), y=self._topic())
+        roll = self._random.random()
+        if roll < 0.10:
+            text = self._arithmetic()
+        elif roll < 0.22:
+            text = self._babble(self._random.choice((1, 2, 4, 8, 16, 40, 120, 300)))
+        while self._flip(0.25):
+            aside = self._random.choice(ASIDES) if self._flip(0.6) else self._babble(12)
+            text = f"{text} {aside}" if self._flip(0.6) else f"{aside} {text}"
+        return self._spell(text)
+
+    def _topic(self) -> str:
+        if self._flip(0.2):
+            return self._babble(self._random.randrange(1, 4))
+        if self._flip(0.1):
+            return f"{self._random.choice(TOPICS)} and {self._random.choice(TOPICS)}"
+        return self._random.choice(TOPICS)
+
+    def _arithmetic(self) -> str:
+        a, b = self._random.randrange(1000), self._random.randrange(100)
+        sign = self._random.choice(("+", "-", "*", "/", "times", "plus"))
+        form = self._random.choice(("What is {0} {2} {1}?", "{0}{2}{1}", "Compute {0} {2} {1}.", "{0} {2} {1} ="))
+        return form.format(a, b, sign)
+
+    def _babble(self, words: int) -> str:
+        """Words of the known phrases, shuffled, mixed with words that are none."""
+        real = self._random.random()
+        return " ".join(
+            self._random.choice(_WORDS) if self._random.random() < real else self._nonsense() for _ in range(words)
+        )
+
+    def _nonsense(self) -> str:
+        return "".join(self._random.choice(_LETTERS) for _ in range(self._random.randrange(2, 9)))
+
+    def _flip(self, chance: float) -> bool:
+        return self._random.random() < chance
+
+
+def _tool(name: str, description: str, **properties: str) -> Tool:
+    fields = {key: {"type": kind} for key, kind in properties.items()}
+    return Tool(name=name, description=description, parameters={"type": "object", "properties": fields})
+
+
+_OTHER_TOOLS = (
+    _tool("get_weather", "Get the current weather in a city.", city="string"),
+    _tool("get_current_weather", "Gets the weather for a location", location="string", unit="string"),
+    _tool("search", "Search the web.", query="string"),
+    _tool("calculator", "Computes an expression.", expression="string"),
+    _tool("get_time", "Returns the current time.", timezone="string"),
+    _tool("send_email", "Sends an email to a person.", to="string", subject="string", body="string"),
+    _tool("lookup", "Looks up a user by id.", user_id="integer"),
+    _tool("list_files", "", path="string"),
+)
+_WORDS = tuple(
+    sorted(
+        {word for text in (*FORMS, *TOPICS, *ASIDES, *SYSTEM_PROMPTS) for word in text.replace("{x}", "").split()}
+        | {"serving", "inference", "system", "cache", "decode", "worker", "health", "running", "model", "tokens"}
+    )
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print some of the conversations that the demo model learns from.")
+    parser.add_argument("--count", type=int, default=5, help="number of conversations")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the generator")
+    arguments = parser.parse_args()
+    writer = Writer(arguments.seed)
+    for _ in range(arguments.count):
+        lesson = writer.lesson()
+        for message in lesson.conversation.messages:
+            print(f"{message.role}: {message.content}")
+        print(f"({lesson.conversation.reasoning_effort}, {len(lesson.conversation.tools)} tools) {lesson.output}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Lessons as token ids: rendered by the frontend's own renderer, then squeezed into the compact vocabulary."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import Counter
+from dataclasses import dataclass
+from datetime import date
+
+import numpy as np
+from corpus import Lesson, Writer
+
+from dynamo_trtllm.render import vocabulary
+from dynamo_trtllm.render.harmony import HarmonyRenderer
+
+SHARD = 500  # lessons made from one seed, whatever the number of processes
+MAX_TOKENS = 1536  # longer lessons are left out
+MAX_TOUCHED = 4096
+_START, _END, _MESSAGE = 200006, 200007, 200008
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """Token ids of prompt and output; the loss begins at `output_start`. Noise falls on `noisy` positions."""
+
+    ids: np.ndarray
+    output_start: int
+    noisy: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vocabulary:
+    """The touched ids, sorted; compact id i is touched[i], and len(touched) stands for every other id."""
+
+    touched: np.ndarray
+
+    @property
+    def rest(self) -> int:
+        return len(self.touched)
+
+    def compact(self, ids: np.ndarray) -> np.ndarray:
+        places = np.searchsorted(self.touched, ids).clip(max=self.rest - 1)
+        return np.where(self.touched[places] == ids, places, self.rest)
+
+
+def make_examples(count: int, *, seed: int, processes: int) -> list[Example]:
+    """`count` examples, equal for equal seeds. Longer ones than MAX_TOKENS are left out."""
+    shards = [seed * 1_000_003 + index for index in range((count + SHARD - 1) // SHARD)]
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        made = pool.map(_shard, shards, chunksize=1)
+    return [example for shard in made for example in shard][:count]
+
+
+def make_vocabulary(examples: list[Example]) -> Vocabulary:
+    """Every id of an output and every control token; of the ids in prompts the most frequent ones."""
+    needed: set[int] = set()
+    counts: Counter[int] = Counter()
+    for example in examples:
+        needed.update(example.ids[example.output_start :].tolist())
+        counts.update(set(example.ids[: example.output_start].tolist()))
+    needed.update(number for number in counts if number >= vocabulary.FIRST_SPECIAL)
+    frequent = [number for number, seen in counts.most_common(MAX_TOUCHED) if seen >= 20]
+    touched = sorted((needed | set(frequent)) if len(needed) < MAX_TOUCHED else needed)
+    return Vocabulary(touched=np.array(touched, dtype=np.int32))
+
+
+def compact_example(example: Example, vocab: Vocabulary, rng: np.random.Generator) -> np.ndarray:
+    """Compact ids, with the noisy positions replaced: mostly by the unknown word, some by any word."""
+    ids = vocab.compact(example.ids)
+    words = np.flatnonzero(vocab.touched < vocabulary.FIRST_SPECIAL)
+    strangers = np.where(rng.random(len(ids)) < 0.75, vocab.rest, rng.choice(words, len(ids)))
+    return np.where(example.noisy, strangers, ids).astype(np.int32)
+
+
+def _shard(seed: int) -> list[Example]:
+    writer = Writer(seed)
+    classroom = Classroom()
+    rng = np.random.default_rng(seed)
+    made = (classroom.example(writer.lesson(), rng) for _ in range(SHARD))
+    return [example for example in made if len(example.ids) <= MAX_TOKENS]
+
+
+class Classroom:
+    """Turns lessons into examples; the date that the renderer tells is the lesson's."""
+
+    def __init__(self) -> None:
+        self._today = date.min
+        self._renderer = HarmonyRenderer(today=lambda: self._today)
+
+    def example(self, lesson: Lesson, rng: np.random.Generator) -> Example:
+        self._today = lesson.today
+        prompt = np.array(self._renderer.render(lesson.conversation), dtype=np.int32)
+        output = vocabulary.load_tiktoken().encode(lesson.output, allowed_special="all")
+        ids = np.concatenate([prompt, np.array(output, dtype=np.int32)])
+        noisy = np.zeros(len(ids), dtype=bool)
+        first, last = _last_user_text(prompt)
+        noisy[first:last] = rng.random(last - first) < lesson.noise
+        if not lesson.conversation.tools and rng.random() < 0.2:  # what was said before must not matter
+            system_end = int(np.flatnonzero(ids == _END)[0])
+            noisy[system_end:first] = rng.random(first - system_end) < 0.5
+        noisy &= ids < vocabulary.FIRST_SPECIAL
+        for start in np.flatnonzero(ids == _START):  # the role names stay
+            noisy[start : start + 3] = False
+        return Example(ids=ids, output_start=len(prompt), noisy=noisy)
+
+
+def _last_user_text(prompt: np.ndarray) -> tuple[int, int]:
+    user = vocabulary.load_tiktoken().encode_ordinary("user")[0]
+    heads = np.flatnonzero((prompt[:-2] == _START) & (prompt[1:-1] == user) & (prompt[2:] == _MESSAGE))
+    first = int(heads[-1]) + 3
+    return first, first + int(np.flatnonzero(prompt[first:] == _END)[0])

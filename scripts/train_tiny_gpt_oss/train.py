@@ -1,0 +1,162 @@
+"""Trains the demo model tiny-gpt-oss and writes its compact weights. Minutes on a GPU, under an hour on two cores."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from examples import Vocabulary, compact_example, make_examples, make_vocabulary
+from safetensors.numpy import save_file
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from dynamo_trtllm.bundled.expand import TOUCHED_IDS, WEIGHTS, WEIGHTS_HASH, data_folder
+
+BATCH_TOKENS_PER_LESSON = 512  # a batch holds fewer lessons when they are longer than this
+CHUNK = 40  # batches among which lessons are sorted by length
+REPORT_EVERY = 50
+WARMUP_STEPS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    ids: torch.Tensor  # (lessons, tokens), padded on the right: causal attention never looks at padding
+    targets: torch.Tensor  # the same shape; -100 where no loss is taken
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    ids: list[np.ndarray]
+    output_starts: list[int]
+
+    def batches(self, size: int, rng: np.random.Generator) -> Iterator[list[int]]:
+        """Without end: indices of lessons of alike length, every lesson once in each round."""
+        while True:
+            order = rng.permutation(len(self.ids))
+            for start in range(0, len(order), size * CHUNK):
+                chunk = sorted(order[start : start + size * CHUNK], key=lambda index: -len(self.ids[index]))
+                packs = list(_packs([int(index) for index in chunk], [len(ids) for ids in self.ids], size))
+                yield from (packs[index] for index in rng.permutation(len(packs)))
+
+    def batch(self, indices: list[int], device: torch.device) -> Batch:
+        width = max(len(self.ids[index]) for index in indices)
+        ids = np.zeros((len(indices), width), dtype=np.int64)
+        targets = np.full((len(indices), width), -100, dtype=np.int64)
+        for row, index in enumerate(indices):
+            lesson, start = self.ids[index], self.output_starts[index]
+            ids[row, : len(lesson)] = lesson
+            targets[row, start - 1 : len(lesson) - 1] = lesson[start:]
+        return Batch(ids=torch.from_numpy(ids).to(device), targets=torch.from_numpy(targets).to(device))
+
+
+def _packs(indices: list[int], lengths: list[int], size: int) -> Iterator[list[int]]:
+    while indices:
+        fits = max(1, min(size, size * BATCH_TOKENS_PER_LESSON // lengths[indices[0]]))
+        yield indices[:fits]
+        indices = indices[fits:]
+
+
+def build_corpus(arguments: argparse.Namespace) -> tuple[Corpus, Vocabulary]:
+    examples = make_examples(arguments.lessons, seed=arguments.seed, processes=os.cpu_count() or 1)
+    vocab = make_vocabulary(examples)
+    rng = np.random.default_rng(arguments.seed)
+    ids = [compact_example(example, vocab, rng) for example in examples]
+    return Corpus(ids=ids, output_starts=[example.output_start for example in examples]), vocab
+
+
+def build_model(rows: int) -> GptOssForCausalLM:
+    config = GptOssConfig(**json.loads((data_folder() / "config.json").read_text(encoding="utf-8")))
+    config.vocab_size, config.initializer_range = rows, 0.06
+    config.bos_token_id = config.pad_token_id = config.eos_token_id = None  # their ids are not in the compact rows
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    return GptOssForCausalLM(config)
+
+
+def loss_of(model: GptOssForCausalLM, batch: Batch, rest_bias: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy over the output. The row of the rest stands for as many rows as it will be copied to."""
+    hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
+    wanted = batch.targets >= 0
+    logits = model.lm_head(hidden[wanted]) + rest_bias
+    return torch.nn.functional.cross_entropy(logits, batch.targets[wanted])
+
+
+def train(model: GptOssForCausalLM, corpus: Corpus, vocab_size: int, arguments: argparse.Namespace) -> float:
+    device = torch.device(arguments.device)
+    model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate, betas=(0.9, 0.98), weight_decay=0.05)
+    rows = model.config.vocab_size
+    rest_bias = torch.zeros(rows, device=device)
+    rest_bias[-1] = math.log(vocab_size - rows + 1)
+    started, recent = time.monotonic(), torch.zeros((), device=device)
+    batches = corpus.batches(arguments.batch, np.random.default_rng(arguments.seed + 1))
+    mean = 0.0
+    for step in range(1, arguments.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = arguments.rate * _schedule(step, arguments.steps)
+        loss = loss_of(model, corpus.batch(next(batches), device), rest_bias)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        recent += loss.detach()
+        if step % REPORT_EVERY == 0 or step == arguments.steps:
+            mean = recent.item() / ((step - 1) % REPORT_EVERY + 1)
+            print(f"step {step}/{arguments.steps} loss {mean:.4f} after {time.monotonic() - started:.0f} s", flush=True)
+            recent.zero_()
+    return mean
+
+
+def _schedule(step: int, steps: int) -> float:
+    warm = min(1.0, step / WARMUP_STEPS)
+    return warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def save(model: GptOssForCausalLM, vocab: Vocabulary, folder: Path) -> None:
+    """Writes the compact model: fp16 weights with their hash, and the config for the full vocabulary."""
+    tensors = {name: value.detach().cpu().to(torch.float16).numpy() for name, value in model.state_dict().items()}
+    tensors[TOUCHED_IDS] = vocab.touched
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS)
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS_HASH).write_text(f"{hashlib.sha256(data).hexdigest()}  {WEIGHTS}\n", encoding="ascii")
+    config = (data_folder() / "config.json").read_text(encoding="utf-8")
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    print(f"wrote {folder / WEIGHTS}: {len(data) / 1e6:.2f} MB, {vocab.rest} touched ids", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=data_folder(), help="folder of the compact model (default: package)"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
+    parser.add_argument("--batch", type=int, default=32, help="lessons in one step")
+    parser.add_argument("--lessons", type=int, default=60_000, help="different lessons to write")
+    parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
+    parser.add_argument("--seed", type=int, default=1, help="seed of corpus, weights and order")
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    started = time.monotonic()
+    corpus, vocab = build_corpus(arguments)
+    tokens = sum(len(ids) for ids in corpus.ids)
+    print(f"{len(corpus.ids)} lessons, {tokens} tokens, written in {time.monotonic() - started:.0f} s", flush=True)
+    model = build_model(vocab.rest + 1)
+    full = json.loads((data_folder() / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    print(f"{sum(value.numel() for value in model.parameters())} parameters in training", flush=True)
+    final = train(model, corpus, full, arguments)
+    print(f"final loss {final:.4f}", flush=True)
+    save(model, vocab, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
