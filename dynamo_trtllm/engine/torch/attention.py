@@ -1,0 +1,150 @@
+"""Paged attention for transformers models: one packed row of tokens per step, keys and values in the engine's pool.
+
+Registered under `NAME` with transformers' attention interface; the step's plan arrives as the keyword `step`. With
+this name transformers builds no masks and holds no cache, so nothing of the vendor's cache classes is involved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+NAME = "dynamo_paged"
+MAX_SCORE_ELEMENTS = 16 << 20  # of one attention matrix: bounds the memory that a long prompt takes (64 MB in float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's part of a step: `count` new tokens from position `start` on, whose KV lies in `blocks`."""
+
+    blocks: Tensor  # block numbers of the sequence, in order
+    start: int
+    count: int
+
+
+class _View(NamedTuple):
+    """Which KV the decode rows read, and what is added to their scores."""
+
+    tables: Tensor  # [sequences, blocks]
+    bias: Tensor  # [sequences, 1, 1, 1, tokens]
+
+
+@dataclass(slots=True)
+class Step:
+    """The plan of one forward pass: first all spans of one token (decode), then the prompt chunks."""
+
+    keys: Tensor  # [layers, blocks, block_tokens, kv_heads, head_dim]
+    values: Tensor
+    decodes: list[Span]
+    chunks: list[Span]
+    slots: Tensor = field(init=False)  # where each row's KV goes: block * block_tokens + offset
+    positions: Tensor = field(init=False)
+    _views: dict[int | None, _View] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        block, device = self.keys.shape[2], self.keys.device
+        positions, slots = [], []
+        for span in (*self.decodes, *self.chunks):
+            rows = torch.arange(span.start, span.start + span.count, device=device)
+            positions.append(rows)
+            slots.append(span.blocks[rows // block] * block + rows % block)
+        self.positions, self.slots = torch.cat(positions), torch.cat(slots)
+
+    def decode_view(self, window: int | None) -> _View:
+        """Tables and bias for the decode rows; the same for all layers with this window."""
+        view = self._views.get(window)
+        if view is None:
+            view = self._views[window] = self._make_view(window)
+        return view
+
+    def _make_view(self, window: int | None) -> _View:
+        block, device = self.keys.shape[2], self.keys.device
+        firsts = [first_block(span.start, window, block) for span in self.decodes]
+        needed = [
+            span.blocks[first : span.start // block + 1] for span, first in zip(self.decodes, firsts, strict=True)
+        ]
+        tables = torch.nn.utils.rnn.pad_sequence(needed, batch_first=True)  # padding reads block 0 and is masked
+        at = torch.arange(tables.shape[1] * block, device=device) + torch.tensor(firsts, device=device)[:, None] * block
+        now = torch.tensor([span.start for span in self.decodes], device=device)[:, None]
+        return _View(tables, _bias(at, now, window, self.keys.dtype)[:, None, None, None, :])
+
+
+def first_block(position: int, window: int | None, block_tokens: int) -> int:
+    """The first block that a query at `position` sees."""
+    return 0 if window is None else max(position - window + 1, 0) // block_tokens
+
+
+def _bias(at: Tensor, now: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where the key at position `at` is seen from `now`, else the least value."""
+    hidden = at > now
+    if window is not None:
+        hidden |= at <= now - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=at.device).masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+def paged_attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """What a transformers attention layer calls; query is [1, heads, rows, head_dim]."""
+    step: Step = kwargs["step"]
+    window: int | None = kwargs.get("sliding_window")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    keys, values = step.keys[layer], step.values[layer]
+    keys.view(-1, *keys.shape[2:])[step.slots] = key[0].transpose(0, 1)
+    values.view(-1, *values.shape[2:])[step.slots] = value[0].transpose(0, 1)
+    groups = query.shape[1] // key.shape[1]
+    rows = query[0].reshape(key.shape[1], groups, -1, query.shape[3])  # [kv_heads, groups, rows, head_dim]
+    attend = _Attend(kwargs["scaling"], kwargs.get("softcap"), kwargs.get("s_aux"))
+    out = []
+    begin = len(step.decodes)
+    if begin:
+        view = step.decode_view(window)
+        mine = rows[:, :, :begin].permute(2, 0, 1, 3).unsqueeze(3)
+        got = attend(mine, keys[view.tables].flatten(1, 2), values[view.tables].flatten(1, 2), view.bias)
+        out.append(got.flatten(1))
+    for span in step.chunks:
+        out += _chunk(attend, rows[:, :, begin : begin + span.count], (keys, values), span, window)
+        begin += span.count
+    return torch.cat(out).view(1, query.shape[2], query.shape[1], -1), None
+
+
+def _chunk(attend: _Attend, rows: Tensor, pool: tuple[Tensor, Tensor], span: Span, window: int | None) -> list[Tensor]:
+    """Attention of one prompt chunk, in pieces of bounded memory; each is [rows, heads * head_dim]."""
+    block, out = pool[0].shape[1], []
+    per_piece = max(1, MAX_SCORE_ELEMENTS // (rows.shape[0] * rows.shape[1] * (span.start + span.count)))
+    for offset in range(0, span.count, per_piece):
+        count = min(per_piece, span.count - offset)
+        begin = span.start + offset
+        first = first_block(begin, window, block)
+        blocks = span.blocks[first : (begin + count - 1) // block + 1]
+        at = torch.arange(first * block, (first + len(blocks)) * block, device=blocks.device)
+        now = torch.arange(begin, begin + count, device=blocks.device)[:, None]
+        keys, values = (half[blocks].flatten(0, 1).unsqueeze(0) for half in pool)
+        got = attend(rows[None, :, :, offset : offset + count], keys, values, _bias(at, now, window, keys.dtype))
+        out.append(got[0].permute(2, 0, 1, 3).flatten(1))
+    return out
+
+
+class _Attend(NamedTuple):
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None
+
+    def __call__(self, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """query [n, kv_heads, groups, rows, dim], keys and values [n, tokens, kv_heads, dim]; shaped as query."""
+        scores = torch.matmul(query.flatten(2, 3), keys.permute(0, 2, 3, 1)).mul_(self.scaling)
+        scores = scores.view(*query.shape[:4], keys.shape[1])
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        scores = scores + bias
+        if self.sinks is None:
+            weights = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        else:
+            sinks = self.sinks.view(1, query.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
+        return torch.matmul(weights.to(values.dtype).flatten(2, 3), values.permute(0, 2, 1, 3)).view(
+            *query.shape[:4], values.shape[3]
+        )

@@ -1,0 +1,347 @@
+"""The scheduler: one thread that owns the model, the KV pool and every job, and runs one forward pass per step.
+
+The event loop's side posts closures (`post`); all that a step made goes back in one call of `deliver`. A job's blocks
+for prompt and answer are reserved before it starts, so a running job never runs out and nothing is preempted.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor
+
+from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.engine.torch.attention import Span, Step
+from dynamo_trtllm.engine.torch.kv import KvPool
+from dynamo_trtllm.engine.torch.sampler import Choice, Row, choose
+from dynamo_trtllm.errors import DynamoError, EngineFailed, Overloaded
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, LegStats, Phase, token_ids
+
+_log = logging.getLogger(__name__)
+
+
+class Reserved(NamedTuple):
+    """A decode job has its blocks: the KV may be fetched into `staging`."""
+
+    staging: Tensor
+
+
+class Gathered(NamedTuple):
+    """A prefill job is done and must be handed off; its blocks stay counted until the job is dropped."""
+
+    staging: Tensor
+    first: Chunk
+
+
+class Retired(NamedTuple):
+    """The job's blocks are free: nothing of it is left here."""
+
+
+Event: TypeAlias = Chunk | DynamoError | Reserved | Gathered
+Delivery: TypeAlias = list[tuple["Job", Event | Retired]]
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request. Its fields below `inbox` belong to the batcher's thread."""
+
+    request: GenerateRequest
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    inbox: Callable[[Event], None]  # called on the event loop
+    seed: int = field(default_factory=lambda: random.getrandbits(64))
+    blocks: Tensor | None = None
+    prefilled: int = 0  # tokens whose KV is in the pool
+    pending: int = -1  # the newest token, whose KV is not in the pool yet
+    made: int = 0  # tokens of the answer
+    submitted_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
+    ready_at: float = 0.0  # decode: KV in place; otherwise: first token chosen
+    stepped_at: float = 0.0  # decode: first own step
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def kv_tokens(self) -> int:
+        """The most tokens whose KV this job keeps: the newest token of an answer never has any."""
+        return self.prompt_tokens + (0 if self.request.phase is Phase.PREFILL else self.max_new_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    max_batch_size: int
+    max_num_tokens: int
+    max_waiting: int
+    prefill_chunk_tokens: int
+    num_threads: int | None
+
+
+class Batcher:
+    """`post` and `stats` from any thread; everything else on its own."""
+
+    def __init__(
+        self,
+        module: Any,
+        pool: KvPool,
+        limits: BatchLimits,
+        *,
+        deliver: Callable[[Delivery], None],
+        on_end: Callable[[EngineFailed], None],
+    ) -> None:
+        """`deliver` gets all events of a step, `on_end` the reason why no step will follow; both on the thread."""
+        self._module = module
+        self._pool = pool
+        self._limits = limits
+        self._deliver = deliver
+        self._on_end = on_end
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._reserved: set[Job] = set()  # decode jobs whose KV is on its way
+        self._prefilling: list[Job] = []
+        self._decoding: list[Job] = []
+        self._held: set[Job] = set()  # handed off, blocks counted
+        self._events: Delivery = []
+        self._stopping = False
+        self._stats = self._take_stats()
+        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
+
+    # --- called from outside ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def post(self, message: Callable[[], None]) -> None:
+        """Runs `message` on the batcher's thread before its next step."""
+        self._posted.put(message)
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    # --- messages: run on the thread -------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        if len(self._waiting) >= self._limits.max_waiting:
+            self._events.append((job, Overloaded(f"{len(self._waiting)} requests wait already; try again later")))
+        else:
+            self._waiting.append(job)
+
+    def install(self, job: Job, staging: Tensor) -> None:
+        """The fetched KV of a reserved job becomes part of the pool and the job goes on."""
+        ticket = job.request.ticket
+        if job not in self._reserved or job.blocks is None or ticket is None:
+            return  # dropped meanwhile
+        self._reserved.remove(job)
+        self._pool.scatter(staging, job.blocks, job.prompt_tokens)
+        job.prefilled = job.prompt_tokens
+        job.pending = ticket.first_token_ids[-1]
+        job.made = len(ticket.first_token_ids)
+        job.ready_at = time.monotonic()
+        first = Chunk(token_ids=ticket.first_token_ids, logprobs=ticket.first_logprobs)
+        if job.made < job.max_new_tokens:
+            self._decoding.append(job)
+        else:  # the decode leg was given less room than the prefill leg
+            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=_stats(job))
+            self._drop(job)
+        self._events.append((job, first))
+
+    def retire(self, job: Job) -> None:
+        """Ends a job wherever it is, frees its blocks and says so; no error when it has ended already."""
+        self._drop(job)
+        self._events.append((job, Retired()))
+
+    def _drop(self, job: Job) -> None:
+        for group in (self._reserved, self._held):
+            group.discard(job)
+        for jobs in (self._waiting, self._prefilling, self._decoding):
+            if job in jobs:
+                jobs.remove(job)
+        if job.blocks is not None:
+            self._pool.free(job.blocks)
+            job.blocks = None
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    # --- the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason = EngineFailed("the engine was closed")
+        try:
+            if self._limits.num_threads is not None:
+                torch.set_num_threads(self._limits.num_threads)  # counts per thread
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._turn()
+        except Exception as exc:  # noqa: BLE001 - the end of the thread: all streams must hear of it, whatever it was
+            _log.exception("the torch engine's step failed")
+            reason = EngineFailed(f"the torch engine's step failed: {exc}")
+        for job in (*self._waiting, *self._reserved, *self._prefilling, *self._decoding, *self._held):
+            self._drop(job)
+        self._publish()
+        self._on_end(reason)
+
+    def _turn(self) -> None:
+        busy = bool(self._prefilling or self._decoding)
+        while True:
+            try:
+                message = self._posted.get(block=not busy)
+            except queue.Empty:
+                break
+            message()
+            busy = True  # wait for one message at most; take the others that are there
+        self._admit()
+        if self._prefilling or self._decoding:
+            self._step()
+        self._publish()
+
+    def _publish(self) -> None:
+        self._stats = self._take_stats()
+        if self._events:
+            events, self._events = self._events, []
+            self._deliver(events)
+
+    def _take_stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self._reserved) + len(self._prefilling) + len(self._decoding),
+            waiting=len(self._waiting),
+            kv_blocks_used=self._pool.used,
+            kv_blocks_total=self._pool.num_blocks,
+            tickets_held=len(self._held),
+        )
+
+    def _admit(self) -> None:
+        """In order of arrival, while there is a place in the batch and blocks for the whole answer."""
+        running = len(self._reserved) + len(self._prefilling) + len(self._decoding)
+        while self._waiting and running < self._limits.max_batch_size:
+            job = self._waiting[0]
+            job.blocks = self._pool.reserve(job.kv_tokens)
+            if job.blocks is None:
+                return
+            self._waiting.popleft()
+            running += 1
+            job.admitted_at = time.monotonic()
+            if job.request.phase is Phase.DECODE:
+                self._reserved.add(job)
+                self._events.append((job, Reserved(self._pool.new_staging(job.prompt_tokens))))
+            else:
+                self._prefilling.append(job)
+
+    def _step(self) -> None:
+        decoding = self._decoding[: self._limits.max_num_tokens]
+        chunks = self._plan_chunks(self._limits.max_num_tokens - len(decoding))
+        ids = [job.pending for job in decoding]
+        for job, count in chunks:
+            ids += job.request.token_ids[job.prefilled : job.prefilled + count]
+        step = Step(
+            self._pool.keys,
+            self._pool.values,
+            [Span(_blocks(job), job.prefilled, 1) for job in decoding],
+            [Span(_blocks(job), job.prefilled, count) for job, count in chunks],
+        )
+        for job, count in [*((job, 1) for job in decoding), *chunks]:
+            job.prefilled += count
+        finished = [job for job, _ in chunks if job.prefilled == job.prompt_tokens]
+        rows = list(range(len(decoding)))
+        at = len(decoding)
+        for job, count in chunks:
+            at += count
+            if job.prefilled == job.prompt_tokens:
+                rows.append(at - 1)
+        logits = self._forward(ids, step, rows)
+        sampled = [*decoding, *finished]
+        if sampled:
+            choices = choose(logits, [Row(job.request.sampling, job.seed, job.made, job.stop_ids) for job in sampled])
+            self._take(decoding, finished, choices)
+
+    def _plan_chunks(self, budget: int) -> list[tuple[Job, int]]:
+        planned = []
+        for job in self._prefilling:
+            count = min(budget, self._limits.prefill_chunk_tokens, job.prompt_tokens - job.prefilled)
+            if count <= 0:
+                break
+            planned.append((job, count))
+            budget -= count
+        return planned
+
+    def _forward(self, ids: list[int], step: Step, rows: list[int]) -> Tensor:
+        """Logits of the given rows only; a chunk in the middle of a prompt needs none."""
+        device = step.keys.device
+        output = self._module(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=step.positions[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor(rows, dtype=torch.long, device=device),
+            step=step,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def _take(self, decoding: list[Job], finished: list[Job], choices: list[Choice]) -> None:
+        now = time.monotonic()
+        for job, choice in zip(decoding, choices, strict=False):
+            job.stepped_at = job.stepped_at or now
+            self._emit(job, choice)
+        for job, choice in zip(finished, choices[len(decoding) :], strict=True):
+            job.ready_at = now
+            self._prefilling.remove(job)
+            self._decoding.append(job)
+            self._emit(job, choice)
+
+    def _emit(self, job: Job, choice: Choice) -> None:
+        job.pending = choice.token_id
+        job.made += 1
+        ids = token_ids([choice.token_id])
+        logprobs = (choice.logprob,) if choice.logprob is not None else ()
+        if choice.token_id in job.stop_ids:
+            reason: FinishReason | None = FinishReason.STOP
+        else:
+            reason = FinishReason.LENGTH if job.made >= job.max_new_tokens else None
+        if reason is None and job.request.phase is Phase.PREFILL:
+            self._decoding.remove(job)
+            self._held.add(job)
+            staging = self._pool.gather(_blocks(job), job.prompt_tokens)
+            self._events.append((job, Gathered(staging, Chunk(token_ids=ids, logprobs=logprobs, stats=_stats(job)))))
+            return
+        stats = _stats(job) if reason is not None else None
+        self._events.append((job, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
+        if reason is not None:
+            self._drop(job)
+
+
+def _blocks(job: Job) -> Tensor:
+    if job.blocks is None:
+        raise RuntimeError(f"request {job.request.request_id} runs without KV blocks")
+    return job.blocks
+
+
+def _stats(job: Job) -> LegStats:
+    queue_s = job.admitted_at - job.submitted_at
+    if job.request.phase is not Phase.DECODE:
+        return LegStats(queue_s=queue_s, prefill_s=job.ready_at - job.admitted_at)
+    ticket = job.request.ticket
+    return LegStats(
+        queue_s=queue_s,
+        handoff_s=job.ready_at - job.admitted_at,
+        decode_wait_s=max(0.0, job.stepped_at - job.ready_at),
+        kv_bytes=ticket.kv_bytes if ticket else 0,
+        transport=ticket.transport if ticket else "",
+    )

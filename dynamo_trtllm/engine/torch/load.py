@@ -1,0 +1,172 @@
+"""A model folder becomes a model that the batcher can run. The only module that names transformers' loaders.
+
+A folder that holds nothing but a GGUF file is converted once into the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_utils import AttentionInterface
+from transformers.utils import logging as vendor_logging
+
+from dynamo_trtllm.engine.torch.args import TorchArgs
+from dynamo_trtllm.engine.torch.attention import NAME, paged_attention
+from dynamo_trtllm.errors import ConfigError, EngineFailed
+
+_log = logging.getLogger(__name__)
+_SERVED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    module: torch.nn.Module
+    device: torch.device
+    dtype: str
+    context_length: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]  # per layer; None: sees everything
+    renderer: str
+    files: Mapping[str, Path]
+
+
+def load(model_path: str, args: TorchArgs) -> LoadedModel:
+    """Blocking. Raises ConfigError for a folder or device that can't work, EngineFailed when loading it fails."""
+    vendor_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    vendor_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    device = _device(args.device)
+    if device.type == "cpu" and args.free_gpu_memory_fraction is not None:
+        raise ConfigError(
+            "free_gpu_memory_fraction has no meaning on CPU: leave it out or use kv_cache_gib",
+            field="free_gpu_memory_fraction",
+        )
+    dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
+    folder = _folder(Path(model_path))
+    AttentionInterface.register(NAME, paged_attention)
+    began = time.monotonic()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        _require_supported(config, folder)
+        module: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=getattr(torch, dtype), attn_implementation=NAME, local_files_only=True
+        )
+        module = module.eval().requires_grad_(False).to(device)
+    except (OSError, ValueError, KeyError, ImportError) as exc:
+        raise ConfigError(f"model folder {folder} does not load: {exc}", field="model_path") from exc
+    except RuntimeError as exc:
+        raise EngineFailed(f"loading {folder} failed: {exc}") from exc
+    _log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
+    return _describe(module, config, folder, device=device, dtype=dtype)
+
+
+def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, dtype: str) -> LoadedModel:
+    text = config.get_text_config()
+    harmony = config.model_type == "gpt_oss"
+    return LoadedModel(
+        module=module,
+        device=device,
+        dtype=dtype,
+        context_length=text.max_position_embeddings,
+        vocab_size=text.vocab_size,
+        eos_token_ids=_eos(folder, text),
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        windows=_windows(text),
+        renderer="harmony" if harmony else "chat_template",
+        files={} if harmony else {name: folder / name for name in _SERVED_FILES if (folder / name).is_file()},
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(wanted)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device {wanted} does not exist: {torch.cuda.device_count()} GPUs are visible", field="device"
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ConfigError(f"model folder {path} does not exist", field="model_path")
+    if (path / "config.json").is_file():
+        return path
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) != 1:
+        raise ConfigError(f"model folder {path} holds neither config.json nor one .gguf file", field="model_path")
+    return _converted(ggufs[0])
+
+
+def _converted(gguf: Path) -> Path:
+    """The folder in the cache that holds this GGUF file as safetensors; made at first use, put in place at once."""
+    stat = gguf.stat()
+    key = hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
+    target = Path.home() / ".cache" / "dynamo_trtllm" / "models" / f"{gguf.stem}-{key}"
+    if (target / "config.json").is_file():
+        return target
+    _log.info("converting %s (%d MB) into %s, once", gguf.name, stat.st_size >> 20, target)
+    began = time.monotonic()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
+        made = Path(scratch) / "model"
+        source = {"gguf_file": gguf.name, "local_files_only": True}
+        try:
+            AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source).save_pretrained(made)
+            AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(made)
+        except ImportError as exc:
+            raise ConfigError(
+                "reading .gguf files needs the package gguf: pip install gguf", field="model_path"
+            ) from exc
+        except (OSError, ValueError, KeyError, RuntimeError) as exc:
+            raise ConfigError(f"{gguf} can't be converted: {exc}", field="model_path") from exc
+        try:
+            made.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():  # another worker was first, or the move failed
+                shutil.rmtree(target, ignore_errors=True)
+                made.rename(target)
+    _log.info("converted %s in %.1f s", gguf.name, time.monotonic() - began)
+    return target
+
+
+def _require_supported(config: Any, folder: Path) -> None:
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if odd := sorted(kinds - _LAYER_TYPES):
+        raise ConfigError(f"{folder}: layers of kind {', '.join(odd)} have no KV that can move", field="model_path")
+
+
+def _windows(text: Any) -> tuple[int | None, ...]:
+    """Which layers see only a window. Without `layer_types` every layer counts as full: more moves, nothing is lost."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    return tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _eos(folder: Path, text: Any) -> tuple[int, ...]:
+    found: int | list[int] | None = None
+    if (folder / "generation_config.json").is_file():
+        try:
+            found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        except (OSError, ValueError, json.JSONDecodeError) as exc:
+            raise ConfigError(f"{folder}/generation_config.json: {exc}", field="model_path") from exc
+    if found is None:
+        found = text.eos_token_id
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)

@@ -1,0 +1,95 @@
+"""Chooses the next token of every row of a step. Pure functions on logits; holds no state.
+
+Randomness is a function of (seed, index of the token in the answer), so a decode worker continues the stream that a
+prefill worker began with nothing but the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynamo_trtllm.messages import Sampling, TokenLogprob
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the choice for one sequence depends on besides its logits."""
+
+    sampling: Sampling
+    seed: int
+    index: int  # tokens of the answer that exist already
+    stop_ids: tuple[int, ...]
+
+
+class Choice(NamedTuple):
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+def uniform(seed: int, index: int) -> float:
+    """The draw in [0, 1) for token `index` under `seed` (splitmix64 over a mixed seed)."""
+    return (_mix(_mix(seed & _MASK) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
+
+
+def _mix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
+    """One token per row of `logits` [rows, vocabulary]. Log-probabilities are those of the raw logits."""
+    logits = logits.float()
+    raw = logits
+    held_back = [(n, row.stop_ids) for n, row in enumerate(rows) if row.index < row.sampling.min_tokens]
+    if held_back:
+        logits = logits.clone()
+        for n, stop_ids in held_back:
+            logits[n, list(stop_ids)] = -torch.inf
+    picked = logits.argmax(dim=-1)
+    drawn = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
+    if drawn:
+        picked[drawn] = _draw(logits[drawn], [rows[n] for n in drawn])
+    ids = picked.tolist()
+    logprobs = _logprobs(raw, ids, rows)
+    return [Choice(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    device = logits.device
+    logits = logits / torch.tensor([row.sampling.temperature for row in rows], device=device)[:, None]
+    order: Tensor | None = None
+    if any(row.sampling.top_k > 0 or row.sampling.top_p < 1 for row in rows):
+        logits, order = logits.sort(dim=-1, descending=True, stable=True)
+        size = logits.shape[-1]
+        ranks = torch.arange(size, device=device)
+        top_k = torch.tensor([row.sampling.top_k or size for row in rows], device=device)[:, None]
+        logits = logits.masked_fill(ranks >= top_k, -torch.inf)
+        top_p = torch.tensor([row.sampling.top_p for row in rows], device=device)[:, None]
+        weights = torch.softmax(logits, dim=-1)
+        before = weights.cumsum(dim=-1) - weights
+        logits = logits.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
+    cumulated = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    draws = torch.tensor([uniform(row.seed, row.index) for row in rows], dtype=torch.float64, device=device)[:, None]
+    found = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    return (found if order is None else order.gather(1, found)).squeeze(1)
+
+
+def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprob | None]:
+    wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None]
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    if wanted:
+        logs = torch.log_softmax(logits[wanted], dim=-1)
+        for log, n in zip(logs, wanted, strict=True):
+            top = log.topk(min(rows[n].sampling.logprobs or 0, log.shape[0]))
+            pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            found[n] = TokenLogprob(ids[n], float(log[ids[n]]), pairs)
+    return found

@@ -1,0 +1,68 @@
+"""How much KV memory an engine takes and how long a request may be: pure arithmetic on a model and its arguments."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from dynamo_trtllm.engine.torch.args import TorchArgs
+from dynamo_trtllm.engine.torch.load import LoadedModel
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import KvLayout
+
+_log = logging.getLogger(__name__)
+_CPU_KV_BYTES = 512 << 20
+_GPU_KV_FRACTION = 0.5
+
+
+def kv_layout(model: LoadedModel, args: TorchArgs) -> KvLayout:
+    return KvLayout(
+        dtype=model.dtype,
+        block_tokens=args.kv_block_size,
+        num_layers=len(model.windows),
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+    )
+
+
+def block_bytes(layout: KvLayout) -> int:
+    """Keys and values of one block in all layers."""
+    per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
+    item_bytes: int = getattr(torch, layout.dtype).itemsize
+    return per_token * layout.block_tokens * item_bytes
+
+
+def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout) -> int:
+    """Raises ConfigError when not one block fits."""
+    if args.kv_cache_blocks is not None:
+        return args.kv_cache_blocks
+    longest = min(model.context_length, args.max_seq_len or model.context_length)
+    useful = args.max_batch_size * -(-longest // layout.block_tokens)
+    if args.kv_cache_gib is not None:
+        room_bytes = int(args.kv_cache_gib * (1 << 30))
+    elif model.device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(model.device)
+        room_bytes = int(free_bytes * (args.free_gpu_memory_fraction or _GPU_KV_FRACTION))
+    else:
+        room_bytes = _CPU_KV_BYTES
+    blocks = min(room_bytes // block_bytes(layout), useful)
+    if blocks < 1:
+        raise ConfigError(
+            f"{room_bytes >> 20} MiB hold no KV block of {block_bytes(layout) >> 20} MiB: raise kv_cache_gib",
+            field="kv_cache_gib",
+        )
+    return blocks
+
+
+def context_length(model: LoadedModel, args: TorchArgs, pool_tokens: int) -> int:
+    """The longest request: what the model, max_seq_len and the whole KV memory allow."""
+    wanted = min(model.context_length, args.max_seq_len or model.context_length)
+    if pool_tokens < wanted:
+        _log.warning("KV memory holds %d tokens, so the context is that and not %d", pool_tokens, wanted)
+    return min(wanted, pool_tokens)
+
+
+def num_threads(model: LoadedModel, args: TorchArgs) -> int | None:
+    """None: leave the vendor's choice."""
+    return args.num_threads or (1 if model.device.type == "cpu" else None)
