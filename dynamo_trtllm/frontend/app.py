@@ -1,0 +1,79 @@
+"""The ASGI app: routes, request ids, and OpenAI-shaped answers for paths and methods that are none."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.base import Catalog, Generates
+from dynamo_trtllm.frontend.exchange import CHAT, TEXT, Edge, Generation, Permits
+from dynamo_trtllm.frontend.http import header
+from dynamo_trtllm.frontend.routes import Answers, error_response
+from dynamo_trtllm.observe.metrics import FrontendMetrics
+
+ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
+ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
+
+
+def build_app(config: FrontendConfig, models: Catalog, pipeline: Generates, metrics: FrontendMetrics) -> Starlette:
+    """The whole HTTP surface of a frontend. Starts and closes nothing of what it is given."""
+    edge = Edge(config=config, models=models, pipeline=pipeline, metrics=metrics, permits=Permits(config.max_inflight))
+    answers = Answers(models, metrics)
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", Generation(CHAT, edge), methods=["POST"]),
+            Route("/v1/completions", Generation(TEXT, edge), methods=["POST"]),
+            Route("/v1/models", answers.models, methods=["GET"]),
+            Route("/v1/models/{name:path}/ready", answers.ready, methods=["GET"]),
+            Route("/v1/models/{name:path}", answers.model, methods=["GET"]),
+            Route("/health", answers.health, methods=["GET"]),
+            Route("/live", answers.live, methods=["GET"]),
+            Route("/metrics", answers.metrics, methods=["GET"]),
+        ],
+        middleware=[Middleware(RequestIds)],
+        exception_handlers={HTTPException: _no_such_thing},
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+class RequestIds:
+    """Takes or makes `X-Request-Id` and puts it on every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, b"x-request-id") or ""
+        request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id if ENGINE_ID.fullmatch(request_id) else ""
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+async def _no_such_thing(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)
+    path, method = request.url.path, request.method
+    if exc.status_code == 405:
+        return error_response(
+            405, f"{method} is not allowed on {path}", code="method_not_allowed", headers=dict(exc.headers or {})
+        )
+    return error_response(404, f"{method} {path} is no path of this server", code="unknown_url")

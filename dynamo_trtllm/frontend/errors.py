@@ -1,0 +1,67 @@
+"""The one table from error class to HTTP status and OpenAI error type, and the answer built from it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamo_trtllm import errors
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.openai.errors import ErrorBody, error_body
+
+INVALID = "invalid_request_error"
+LIMITED = "rate_limit_error"
+UNAVAILABLE = "service_unavailable_error"
+SERVER = "server_error"
+RETRY_AFTER_S = 1
+
+
+class Row(NamedTuple):
+    status: int
+    type: str
+
+
+TABLE: dict[type[DynamoError], Row] = {
+    DynamoError: Row(500, SERVER),
+    errors.ConfigError: Row(500, SERVER),
+    errors.InternalError: Row(500, SERVER),
+    errors.RequestError: Row(400, INVALID),
+    errors.InvalidRequest: Row(400, INVALID),
+    errors.UnsupportedParameter: Row(400, INVALID),
+    errors.ContextTooLong: Row(400, INVALID),
+    errors.PayloadTooLarge: Row(413, INVALID),
+    errors.UnsupportedMedia: Row(415, INVALID),
+    errors.ModelNotFound: Row(404, INVALID),
+    errors.CapacityError: Row(503, UNAVAILABLE),
+    errors.Overloaded: Row(429, LIMITED),
+    errors.Draining: Row(503, UNAVAILABLE),
+    errors.NoInstances: Row(503, UNAVAILABLE),
+    errors.PlaneError: Row(502, SERVER),
+    errors.Unreachable: Row(503, UNAVAILABLE),
+    errors.Disconnected: Row(503, UNAVAILABLE),
+    errors.DeadlineExceeded: Row(504, SERVER),
+    errors.StreamIncomplete: Row(502, SERVER),
+    errors.BadFrame: Row(502, SERVER),
+    errors.HandoffError: Row(502, SERVER),
+    errors.TicketExpired: Row(502, SERVER),
+    errors.TicketMismatch: Row(502, SERVER),
+    errors.HandoffTimeout: Row(504, SERVER),
+    errors.TransferFailed: Row(502, SERVER),
+    errors.EngineError: Row(500, SERVER),
+    errors.EngineNotReady: Row(503, UNAVAILABLE),
+    errors.EngineRefused: Row(400, INVALID),
+    errors.NotMigratable: Row(502, SERVER),
+    errors.EngineFailed: Row(500, SERVER),
+}
+
+
+class Answer(NamedTuple):
+    status: int
+    body: ErrorBody
+    headers: dict[str, str]
+
+
+def answer(error: DynamoError) -> Answer:
+    """What a client is told. A class without a row of its own takes its parent's."""
+    row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if row.status in (429, 503) else {}
+    return Answer(row.status, error_body(error.message, type=row.type, param=error.field, code=error.code), headers)

@@ -1,0 +1,114 @@
+"""Raw ASGI in small pieces: reading a body, answering once, noticing that the client left. Knows no OpenAI object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import orjson
+from starlette.types import Message, Receive, Scope, Send
+
+from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, UnsupportedMedia
+from dynamo_trtllm.frontend.errors import answer
+from dynamo_trtllm.frontend.sse import error_events
+
+
+class ClientGone(Exception):
+    """The client closed its connection: there is nobody to answer."""
+
+
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first value of a request header; `name` in lower case."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+def check_json(scope: Scope) -> None:
+    """Raises UnsupportedMedia for a body that says it is something else. No word of it: taken as JSON."""
+    given = header(scope, b"content-type")
+    kind = (given or "application/json").split(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise UnsupportedMedia(f"the body is of type {kind!r}; send Content-Type: application/json")
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """Raises PayloadTooLarge as soon as it is known, ClientGone when the client left before the end."""
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    pieces, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        piece = message.get("body", b"")
+        size += len(piece)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        pieces.append(piece)
+        more = message.get("more_body", False)
+    return b"".join(pieces)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body is larger than {max_bytes} bytes, the most this server takes")
+
+
+async def until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Runs `work`. When the client leaves first, cancels it once, waits for its end and raises ClientGone."""
+    tasks = (asyncio.create_task(work), asyncio.create_task(_gone(receive)))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ClientGone
+        await tasks[0]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    message: Message = {"type": ""}
+    while message["type"] != "http.disconnect":
+        message = await receive()
+
+
+class Reply:
+    """The one answer of an exchange: whole JSON, or a stream of events."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.started = False
+
+    async def json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+        body = orjson.dumps(value)
+        await self._start(status, {"Content-Type": "application/json", "Content-Length": str(len(body))}, headers)
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def start_events(self, headers: Mapping[str, str]) -> None:
+        await self._start(
+            200, {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}, headers
+        )
+
+    async def events(self, data: bytes, *, last: bool = False) -> None:
+        """Waits while the client reads slowly: this stream only."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+    async def fail(self, error: DynamoError) -> None:
+        """A proper status while there is none yet; else an error event that ends the stream."""
+        if self.started:
+            await self.events(error_events(error), last=True)
+        else:
+            told = answer(error)
+            await self.json(told.status, told.body, told.headers)
+
+    async def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
+        self.started = True
+        pairs = [*first.items(), *(more or {}).items()]
+        headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def internal() -> InternalError:
+    return InternalError("an internal error occurred; the server's log has the details under this request's id")

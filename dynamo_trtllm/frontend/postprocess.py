@@ -1,0 +1,187 @@
+"""Engine chunks → what the client sees: text by channel, stop strings, log-probabilities, why it ended, usage.
+
+One `Output` per request. Knows neither HTTP nor JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from dynamo_trtllm.errors import StreamIncomplete
+from dynamo_trtllm.frontend.preprocess import Prepared
+from dynamo_trtllm.messages import Chunk, FinishReason, TokenIds, TokenLogprob, token_ids
+from dynamo_trtllm.render.base import Delta, ToolCallDelta
+
+NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one engine step adds to the answer. The last one, and only it, has `finish`."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish: str | None = None  # "stop", "length", "tool_calls"
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.content or self.reasoning or self.tool_calls or self.logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+
+
+class StopStrings:
+    """Finds the first stop string in text that comes in pieces; holds back what could be the start of one."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that may be shown now, and whether a stop string came right after it."""
+        text = self._held + text
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self._held = ""
+            return text[: min(starts)], True
+        keep = max(self._overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """Length of the longest end of `text` that begins `stop`."""
+        for size in range(min(len(stop) - 1, len(text)), 0, -1):
+            if text.endswith(stop[:size]):
+                return size
+        return 0
+
+
+class Output:
+    """The client's view of one request's stream."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._stops = StopStrings(prepared.stop) if prepared.stop else None
+        self.completion_tokens = 0
+        self._reasoning_tokens = 0
+        self._saw_tool_call = False
+        self._in_content = False
+
+    def push(self, chunk: Chunk) -> Piece:
+        self.completion_tokens += len(chunk.token_ids)
+        shown = self._shown(chunk)
+        if self._prepared.request.sampling.logprobs is None:
+            delta, logprobs = self._prepared.parser.push(shown), NO_LOGPROBS
+        else:
+            delta, logprobs = self._push_each(shown, chunk.logprobs)
+        if chunk.finish_reason is not None:
+            delta = merged(delta, self._prepared.parser.finish())
+        self._reasoning_tokens += delta.reasoning_tokens
+        self._saw_tool_call = self._saw_tool_call or bool(delta.tool_calls)
+        return self._piece(delta, logprobs, chunk.finish_reason)
+
+    def usage(self, cached_tokens: int) -> Usage:
+        """So far. `cached_tokens`: of the prompt; the engines tell it apart from the tokens."""
+        return Usage(
+            prompt_tokens=len(self._prepared.request.token_ids),
+            completion_tokens=self.completion_tokens,
+            cached_tokens=cached_tokens,
+            reasoning_tokens=self._reasoning_tokens,
+        )
+
+    def _shown(self, chunk: Chunk) -> TokenIds:
+        ids = chunk.token_ids
+        stopped = chunk.finish_reason is FinishReason.STOP
+        return ids[:-1] if stopped and ids and ids[-1] in self._prepared.hidden_token_ids else ids
+
+    def _piece(self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Piece:
+        content, hit = delta.content, False
+        if self._stops is not None:
+            content, hit = self._stops.push(content)
+            if hit:
+                return Piece(content=content, reasoning=delta.reasoning, logprobs=logprobs, finish="stop")
+            if finish is not None:
+                content += self._stops.flush()
+        return Piece(
+            content=content,
+            reasoning=delta.reasoning,
+            tool_calls=delta.tool_calls,
+            logprobs=logprobs,
+            finish=self._finish(finish),
+        )
+
+    def _finish(self, finish: FinishReason | None) -> str | None:
+        if finish is None:
+            return None
+        if finish is FinishReason.STOP:
+            return "tool_calls" if self._saw_tool_call else "stop"
+        if finish is FinishReason.LENGTH:
+            return "length"
+        raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode leg followed")
+
+    def _push_each(
+        self, ids: TokenIds, all_logprobs: tuple[TokenLogprob, ...]
+    ) -> tuple[Delta, tuple[TokenLogprob, ...]]:
+        """One token at a time, so that each log-probability is known to belong to content or not."""
+        total, kept = Delta(), []
+        for index in range(len(ids)):
+            delta = self._prepared.parser.push(ids[index : index + 1])
+            total = merged(total, delta)
+            if index < len(all_logprobs) and self._counts(delta, all_logprobs[index].token_id):
+                kept.append(all_logprobs[index])
+        return total, tuple(kept)
+
+    def _counts(self, delta: Delta, token_id: int) -> bool:
+        if not self._prepared.content_logprobs_only:
+            return True
+        if delta.content or delta.reasoning or delta.tool_calls or delta.reasoning_tokens:
+            self._in_content = bool(delta.content)
+            return self._in_content
+        # No text yet: part of a character inside content counts, a marker does not.
+        return self._in_content and "\ufffd" in self._prepared.renderer.decode(_single(token_id))
+
+
+def _single(token_id: int) -> TokenIds:
+    return token_ids((token_id,))
+
+
+def merged(first: Delta, second: Delta) -> Delta:
+    """Two deltas as one."""
+    return Delta(
+        content=first.content + second.content,
+        reasoning=first.reasoning + second.reasoning,
+        tool_calls=first.tool_calls + second.tool_calls,
+        reasoning_tokens=first.reasoning_tokens + second.reasoning_tokens,
+    )
+
+
+async def pieces(chunks: AsyncGenerator[Chunk, None], output: Output) -> AsyncGenerator[Piece, None]:
+    """The answer of one request. Closes `chunks` at a stop string, and when it is closed itself.
+
+    Raises StreamIncomplete for chunks that end without a reason, and what `chunks` raises.
+    """
+    ended = False
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            piece = output.push(chunk)
+            yield piece
+            ended = chunk.finish_reason is not None
+            if piece.finish is not None and not ended:
+                return
+    if not ended:
+        raise StreamIncomplete("the stream ended with no terminal chunk")

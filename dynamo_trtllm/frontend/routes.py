@@ -1,0 +1,106 @@
+"""The endpoints that answer at once: models, readiness, health, metrics."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dynamo_trtllm.discovery.keys import endpoint_of
+from dynamo_trtllm.errors import ModelNotFound
+from dynamo_trtllm.frontend.base import Catalog
+from dynamo_trtllm.frontend.errors import INVALID, answer
+from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.observe.metrics import CONTENT_TYPE, FrontendMetrics
+from dynamo_trtllm.openai.errors import error_body
+from dynamo_trtllm.openai.models import model_list, model_object
+
+NO_WORKER = "no worker has registered yet"
+WANTED = {
+    Role.PREFILL: "prefill worker",
+    Role.DECODE: "decode worker",
+    Role.AGGREGATED: "worker",
+}
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status_code=status, headers=headers, media_type="application/json")
+
+
+def error_response(status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None) -> Response:
+    return json_response(error_body(message, type=INVALID, code=code), status, headers)
+
+
+class Answers:
+    """One method per path."""
+
+    def __init__(self, models: Catalog, metrics: FrontendMetrics) -> None:
+        self._models = models
+        self._metrics = metrics
+        self._created = int(time.time())  # models have no age here: that of the frontend stands for it
+
+    async def models(self, _: Request) -> Response:
+        cards = [self._models.get(name).card for name in self._models.names()]
+        return json_response(model_list([model_object(card, self._created) for card in cards]))
+
+    async def model(self, request: Request) -> Response:
+        try:
+            served = self._models.get(request.path_params["name"])
+        except ModelNotFound as error:
+            return _told(error)
+        return json_response(model_object(served.card, self._created))
+
+    async def ready(self, request: Request) -> Response:
+        """200 when the model can be served now, 503 with what is missing when not, unknown models included."""
+        name = request.path_params["name"]
+        try:
+            self._models.get(name)
+            missing = self._models.missing_roles(name)
+        except ModelNotFound as error:
+            return json_response({"model": name, "status": "not_ready", "message": error.message}, 503)
+        if missing:
+            return json_response({"model": name, "status": "not_ready", "message": _missing(name, missing)}, 503)
+        return json_response({"model": name, "status": "ready"})
+
+    async def health(self, _: Request) -> Response:
+        """Always 200: this process is fine. `status` tells about the deployment."""
+        instances = sorted(self._models.instances(), key=lambda instance: (instance.component, instance.id))
+        names = self._models.names()
+        lacking = [_missing(name, missing) for name in names if (missing := self._models.missing_roles(name))]
+        if not names:
+            lacking = [NO_WORKER]
+        body: dict[str, Any] = {
+            "status": "not_ready" if lacking else "healthy",
+            "endpoints": sorted({str(endpoint_of(instance)) for instance in instances}),
+            "instances": [_instance(instance) for instance in instances],
+        }
+        return json_response(body | {"message": "; ".join(lacking)} if lacking else body)
+
+    async def live(self, _: Request) -> Response:
+        return json_response({"status": "live"})
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _told(error: ModelNotFound) -> Response:
+    told = answer(error)
+    return json_response(told.body, told.status, told.headers)
+
+
+def _missing(name: str, roles: list[Role]) -> str:
+    return f"model {name} has no {' and no '.join(WANTED[role] for role in roles)}"
+
+
+def _instance(instance: Instance) -> dict[str, Any]:
+    return {
+        "component": instance.component,
+        "endpoint": instance.endpoint,
+        "namespace": instance.namespace,
+        "instance_id": instance.id,
+        "transport": {"nats_tcp": instance.subject},
+    }
