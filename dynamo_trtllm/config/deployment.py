@@ -49,7 +49,7 @@ class WorkerSpec(Config):
     name: str = Field(description="shown before its log lines; NAME-2 and so on when count is above 1")
     disaggregation_mode: Role = Field(description="prefill, decode or prefill_and_decode")
     count: PositiveInt = Field(default=1, description="how many of it")
-    devices: Literal["cpu"] | list[Annotated[int, Field(ge=0)]] = Field(
+    devices: list[Annotated[int, Field(ge=0)]] | Literal["cpu"] = Field(
         default="cpu", description="cpu, or GPU numbers; with count N they are dealt out in N equal parts"
     )
     flags: dict[str, Any] = Field(

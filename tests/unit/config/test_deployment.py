@@ -1,0 +1,92 @@
+import pytest
+
+from dynamo_trtllm.config.deployment import load_deployment
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Role
+
+GOOD = """\
+services: {etcd: start, nats: "nats://n:4222"}
+frontend: {http-port: 8000}
+workers:
+  - name: prefill
+    disaggregation_mode: prefill
+    flags: {model: /m, engine: mock, --max-num-tokens: 100}
+  - name: decode
+    disaggregation_mode: decode
+    devices: [0, 1]
+    count: 2
+    flags: {model_path: /m}
+    env: {OMP_NUM_THREADS: "1"}
+restart: {max_restarts: 1}
+"""
+
+
+@pytest.fixture
+def deployment_file(tmp_path):
+    def write(text):
+        path = tmp_path / "d.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_load_deployment_when_it_is_good_then_flags_come_by_field_name(deployment_file):
+    deployment = load_deployment(deployment_file(GOOD))
+    assert deployment.services.etcd == "start"
+    assert deployment.frontend == {"http_port": 8000}
+    prefill, decode = deployment.workers
+    assert prefill.flags == {"model_path": "/m", "engine": "mock", "max_num_tokens": 100}
+    assert (prefill.disaggregation_mode, prefill.count, prefill.devices) == (Role.PREFILL, 1, "cpu")
+    assert (decode.devices, decode.count, decode.env) == ([0, 1], 2, {"OMP_NUM_THREADS": "1"})
+    assert (deployment.restart.max_restarts, deployment.restart.window_s) == (1, 60.0)
+
+
+def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(deployment_file):
+    deployment = load_deployment(
+        deployment_file("workers: [{name: w, disaggregation_mode: prefill_and_decode, flags: {model: m}}]")
+    )
+    assert (deployment.services.etcd, deployment.services.nats) == ("start", "start")
+    assert deployment.frontend == {}
+    assert deployment.restart.max_restarts == 3
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "wanted"),
+    [
+        ("services:", "servces:", "unknown key 'servces'; did you mean 'services'?"),
+        ("etcd: start", "etdc: start", "services: unknown key 'etdc'; did you mean 'etcd'?"),
+        ("--max-num-tokens", "max-num-token", "workers[0].flags: unknown key 'max_num_token'; did you mean"),
+        ("100}", "abc}", "workers[0].flags.max_num_tokens is 'abc'"),
+        ("engine: mock", "engine: vllm", "workers[0].flags.engine: the vllm engine is not in this version"),
+        ("name: decode", "name: prefill", "two workers are named 'prefill'"),
+        ("name: decode", "name: De code", "workers[1].name: expected lower-case letters"),
+        ("count: 2", "count: 3", "workers[1]: 2 devices can't be dealt out to 3 workers"),
+        ("count: 2", "cuont: 2", "workers[1]: unknown key 'cuont'; did you mean 'count'?"),
+        ("{model_path: /m}", "{engine: mock}", "workers[1].flags.model_path is missing"),
+        ("{model_path: /m}", "{model_path: /m, model: /n}", "model_path is given twice"),
+        ("{model_path: /m}", "{model: /m, nats-server: x}", "nats-server: write it as services.nats"),
+        ("http-port: 8000", "http-port: 99999", "frontend.http_port is 99999"),
+        ("http-port", "htp-port", "frontend: unknown key 'htp_port'; did you mean 'http_port'?"),
+        ("nats://n:4222", "a b", "services.nats as nats_server: expected an address like"),
+        ("[0, 1]", "gpu", "workers[1].devices: expected cpu or a list of GPU numbers"),
+        ("[0, 1]", "[0, a]", "workers[1].devices[1] is 'a'"),
+        ("{max_restarts: 1}", "{max_restarts: -1}", "restart.max_restarts is -1"),
+        ("disaggregation_mode: decode", "disaggregation_mode: d", "workers[1].disaggregation_mode is 'd'"),
+        ('"1"}', "1}", "workers[1].env.OMP_NUM_THREADS is 1: should be a valid string"),
+    ],
+)
+def test_load_deployment_when_something_is_wrong_then_its_path_is_named(deployment_file, old, new, wanted):
+    assert old in GOOD
+    path = deployment_file(GOOD.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        load_deployment(path)
+    assert caught.value.message.startswith(f"{path}: ")
+    assert wanted in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["", "workers: []", "workers: 3", "workers: [3]", "services: 1\nworkers: []"])
+def test_load_deployment_when_there_is_no_worker_then_it_is_refused(deployment_file, text):
+    with pytest.raises(ConfigError, match=r"workers|services"):
+        load_deployment(deployment_file(text))

@@ -1,0 +1,211 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dynamo_trtllm.config.load import Loaded, config_table, exit_with, load, to_argv
+from dynamo_trtllm.config.models import FrontendConfig, LaunchConfig, WorkerConfig
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Role
+
+# Launch lines of the guides, after the module name.
+GUIDE_PREFILL = """--model-path /model --served-model-name openai/gpt-oss-120b
+  --extra-engine-args engine_configs/gpt_oss/prefill.yaml --dyn-reasoning-parser gpt_oss
+  --dyn-tool-call-parser harmony --disaggregation-mode prefill --disaggregation-strategy prefill_first
+  --max-num-tokens 20000 --max-batch-size 32 --free-gpu-memory-fraction 0.9 --tensor-parallel-size 4
+  --expert-parallel-size 4"""
+GUIDE_DECODE = """--model-path /model --served-model-name openai/gpt-oss-120b
+  --extra-engine-args engine_configs/gpt_oss/decode.yaml --disaggregation-mode decode
+  --disaggregation-strategy prefill_first --max-num-tokens 16384 --free-gpu-memory-fraction 0.9
+  --tensor-parallel-size 4 --expert-parallel-size 4"""
+
+
+def load_worker(line: str = "", environ: dict[str, str] | None = None) -> Loaded[WorkerConfig]:
+    return load(WorkerConfig, prog="worker", description="d", argv=line.split(), environ=environ or {})
+
+
+def error_of(line: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_worker(line, environ)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_load_when_nothing_but_the_model_is_given_then_defaults_are_named_as_source():
+    loaded = load_worker("--model-path /m")
+    assert loaded.config.nats_server == "nats://localhost:4222"
+    assert loaded.sources["nats_server"] == "default"
+    assert loaded.sources["model_path"] == "flag --model-path"
+    assert set(loaded.sources) == set(WorkerConfig.model_fields)
+
+
+def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
+    env = {"DYN_TRTLLM_MAX_NUM_TOKENS": "5", "DYN_TRTLLM_MAX_BATCH_SIZE": "6"}
+    loaded = load_worker("--model-path /m --max-num-tokens 7", env)
+    assert (loaded.config.max_num_tokens, loaded.sources["max_num_tokens"]) == (7, "flag --max-num-tokens")
+    assert loaded.config.max_batch_size == 6
+    assert loaded.sources["max_batch_size"] == "environment DYN_TRTLLM_MAX_BATCH_SIZE"
+
+
+@pytest.mark.parametrize(
+    ("name", "twin", "field", "value"),
+    [
+        ("ETCD_ENDPOINTS", "DYN_TRTLLM_ETCD_ENDPOINTS", "etcd_endpoints", "http://etcd:2379"),
+        ("NATS_SERVER", "DYN_TRTLLM_NATS_SERVER", "nats_server", "nats://nats:4222"),
+        ("DYN_NAMESPACE", "DYN_TRTLLM_NAMESPACE", "namespace", "blue"),
+        ("DYN_SYSTEM_PORT", "DYN_TRTLLM_SYSTEM_PORT", "system_port", "9090"),
+    ],
+)
+def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_its_twin_beats_it(name, twin, field, value):
+    loaded = load_worker("--model m", {name: value})
+    assert str(getattr(loaded.config, field)) == value
+    assert loaded.sources[field] == f"environment {name}"
+    other = value.replace("9", "8").replace("4222", "4223").replace("2379", "2380").replace("blue", "red")
+    loaded = load_worker("--model m", {name: value, twin: other})
+    assert str(getattr(loaded.config, field)) == other
+    assert loaded.sources[field] == f"environment {twin}"
+
+
+@pytest.mark.parametrize(("line", "role"), [(GUIDE_PREFILL, Role.PREFILL), (GUIDE_DECODE, Role.DECODE)])
+def test_load_when_a_line_of_the_guides_is_given_then_it_parses(line, role):
+    config = load_worker(line).config
+    assert config.disaggregation_mode is role
+    assert config.served_model_name == "openai/gpt-oss-120b"
+    assert (config.tensor_parallel_size, config.expert_parallel_size) == (4, 4)
+    assert config.free_gpu_memory_fraction == 0.9
+
+
+def test_load_when_the_frontend_line_of_the_guides_is_given_then_it_parses():
+    argv = "--router-mode round-robin --http-port 8000".split()
+    assert load(FrontendConfig, prog="f", description="d", argv=argv, environ={}).config.http_port == 8000
+
+
+def test_load_when_a_variable_of_another_process_is_set_then_it_is_left_alone():
+    load_worker("--model m", {"DYN_TRTLLM_HTTP_PORT": "1", "UNRELATED": "x"})
+
+
+def test_load_when_the_flag_has_a_second_spelling_then_both_work():
+    assert load_worker("--model a").config.model_path == load_worker("--model-path a").config.model_path
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("--model-pth x", ["--model-pth", "--model-path"]),
+        ("--model m --max-num-token=4", ["--max-num-token", "--max-num-tokens"]),
+        ("--model m -x", ["unknown flag -x", "--help"]),
+        ("--model m stray", ["'stray'"]),
+        ("--model m --max-batch-size", ["--max-batch-size", "expected one argument"]),
+        ("", ["--model-path is missing", "DYN_TRTLLM_MODEL_PATH"]),
+        ("--model=", ["flag --model-path is empty"]),
+        ("--model m --max-num-tokens abc", ["--max-num-tokens", "'abc'", "integer"]),
+        ("--model m --max-num-tokens 0", ["--max-num-tokens", "'0'", "greater than 0"]),
+        ("--model m --lease-ttl-s inf", ["--lease-ttl-s", "'inf'", "finite"]),
+        ("--model m --disaggregation-mode both", ["'both'", "'prefill', 'decode' or 'prefill_and_decode'"]),
+        ("--model m --disaggregation-strategy decode_first", ["decode_first", "prefill_first"]),
+        ("--model m --engine vllm", ["the vllm engine is not in this version", "torch"]),
+        ("--model m --engine trtllm", ["the trtllm engine is not in this version", "torch"]),
+        ("--model m --is-prefill-worker", ["--is-prefill-worker", "--disaggregation-mode prefill"]),
+        ("--model m --publish-kv-events", ["--publish-kv-events", "KV events"]),
+        ("--model m --override-engine-args [1]", ["--override-engine-args", "JSON object"]),
+        ("--model m --override-engine-args {", ["--override-engine-args", "JSON object", "column 2"]),
+        ("--model m --endpoint backend.generate", ["dyn://NAMESPACE.COMPONENT.ENDPOINT"]),
+        ("--model m --namespace a.b", ["--namespace", "'a.b'"]),
+        ("--model m --etcd-endpoints http://a:1,,", ["--etcd-endpoints", "http://localhost:2379"]),
+        ("--model m --nats-server http://a:1", ["--nats-server", "nats://localhost:4222"]),
+    ],
+)
+def test_load_when_a_flag_is_wrong_then_one_line_says_which_and_what_is_expected(line, wanted):
+    message = error_of(line)
+    for part in wanted:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("DYN_TRTLLM_MAX_NUM_TOKNES", "1", "did you mean DYN_TRTLLM_MAX_NUM_TOKENS?"),
+        ("DYN_TRTLLM_MAX_NUM_TOKENS", "", "environment DYN_TRTLLM_MAX_NUM_TOKENS is empty"),
+        ("DYN_TRTLLM_MAX_NUM_TOKENS", "x", "environment DYN_TRTLLM_MAX_NUM_TOKENS is 'x'"),
+        ("DYN_TRTLLM_PUBLISH_KV_EVENTS", "maybe", "expected true or false"),
+        ("DYN_SYSTEM_PORT", "70000", "environment DYN_SYSTEM_PORT is '70000'"),
+    ],
+)
+def test_load_when_a_variable_is_wrong_then_one_line_names_it(name, value, wanted):
+    assert wanted in error_of("--model m", {name: value})
+
+
+def test_load_when_two_fields_are_wrong_then_the_rest_is_counted():
+    assert error_of("--model m --max-num-tokens 0 --max-batch-size 0").endswith("(and 1 more)")
+
+
+@pytest.mark.parametrize("text", ["true", "1", "ON", "Yes"])
+def test_load_when_a_boolean_variable_is_beaten_by_its_negative_flag_then_it_is_false(text):
+    loaded = load_worker("--model m --no-publish-kv-events", {"DYN_TRTLLM_PUBLISH_KV_EVENTS": text})
+    assert loaded.config.publish_kv_events is False
+
+
+def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_source(capsys):
+    with pytest.raises(SystemExit) as stop:
+        load_worker("--model m --print-config", {"NATS_SERVER": "nats://n:1"})
+    assert stop.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(WorkerConfig.model_fields) + 1
+    assert ["nats_server", "nats://n:1", "environment", "NATS_SERVER"] in [line.split() for line in lines]
+
+
+def test_config_table_when_a_value_is_an_enum_then_its_flag_spelling_is_shown():
+    table = config_table(load_worker("--model m --disaggregation-mode prefill"))
+    assert ["disaggregation_mode", "prefill", "flag", "--disaggregation-mode"] in [
+        s.split() for s in table.splitlines()
+    ]
+
+
+def test_to_argv_when_read_back_then_the_config_is_the_same():
+    values = {
+        "model_path": "-odd name",
+        "disaggregation_mode": Role.PREFILL,
+        "override_engine_args": {"a": {"b": [1, None]}},
+        "max_num_tokens": 5,
+        "publish_kv_events": False,
+        "engine": None,
+        "lease_ttl_s": 0.5,
+    }
+    argv = to_argv(WorkerConfig, values)
+    assert load(WorkerConfig, prog="w", description="d", argv=argv, environ={}).config == WorkerConfig(**values)
+
+
+def test_to_argv_when_a_field_is_positional_then_it_comes_last_and_reads_back():
+    argv = to_argv(LaunchConfig, {"deployment": "d.yaml", "log_level": "debug"})
+    assert argv == ["--log-level=debug", "d.yaml"]
+    assert load(LaunchConfig, prog="l", description="d", argv=argv, environ={}).config.log_level == "debug"
+
+
+def test_exit_with_when_called_then_one_line_and_status_two(capsys):
+    with pytest.raises(SystemExit) as stop:
+        exit_with("worker", ConfigError("wrong\nvalue"))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == "worker: wrong value\n"
+
+
+@pytest.mark.parametrize("model", ["WorkerConfig", "FrontendConfig", "LaunchConfig"])
+def test_help_when_asked_then_every_flag_is_explained_and_no_engine_library_is_imported(model):
+    code = f"""
+import json, sys
+for name in ("torch", "transformers", "vllm", "tensorrt_llm", "nixl", "nats", "starlette"):
+    sys.modules[name] = None  # an import of it fails
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import {model}
+try:
+    load({model}, prog="p", description="d", argv=["--help"], environ={{}})
+except SystemExit as stop:
+    print(json.dumps([stop.code, list({model}.model_fields)]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *text, last = done.stdout.splitlines()
+    status, fields = json.loads(last)
+    assert status == 0
+    for name in fields:
+        assert f"--{name.replace('_', '-')}" in done.stdout or name.upper() in done.stdout
+    assert "DYN_TRTLLM_" in "\n".join(text)
