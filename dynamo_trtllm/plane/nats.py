@@ -14,6 +14,7 @@ from nats import errors as nats_errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
 from dynamo_trtllm.plane.link import Lost, Receive
@@ -37,6 +38,7 @@ class NatsLink:
         self._lost: list[Lost] = []
         self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
         self._writer: asyncio.Task[None] | None = None
+        self._writing = True
         self._closing = False
 
     async def connect(self, timeout_s: float) -> None:
@@ -53,6 +55,7 @@ class NatsLink:
                     max_reconnect_attempts=-1,
                     ping_interval=2,
                     max_outstanding_pings=2,
+                    flush_timeout=_FLUSH_TIMEOUT_S,  # else a publish to a frozen server waits, deaf to cancels
                 )
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             self._closing = True
@@ -111,12 +114,16 @@ class NatsLink:
         except TimeoutError:
             logger.warning("closing the connection to NATS with %d messages unsent", self._outgoing.qsize())
         if self._writer is not None:
+            self._writing = False  # `publish` may swallow the cancel
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
         if not await self._close_client():
             # nats-py 2.16 first writes what is pending, to a lost or frozen connection too, and stops there halfway.
             self._client._pending_data_size = 0
             self._client._status = Client.DISCONNECTED
+            transport = self._client._transport
+            if isinstance(transport, TcpTransport) and transport._io_writer is not None:
+                transport._io_writer.transport.abort()
             await self._close_client()
 
     async def _close_client(self) -> bool:
@@ -129,7 +136,7 @@ class NatsLink:
         return True
 
     async def _write(self) -> None:
-        while True:
+        while self._writing:
             subject, data = await self._outgoing.get()
             try:
                 await self._client.publish(subject, data)
