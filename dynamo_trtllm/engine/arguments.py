@@ -1,10 +1,11 @@
-"""An engine's own arguments from a worker's configuration: YAML < flags < override JSON, checked by its schema. Pure but
-for reading the YAML; each engine brings its schema and the flags that have a counterpart in it.
+"""An engine's own arguments from a worker's configuration: YAML < flags < override JSON, checked by its schema.
+
+Pure but for reading the YAML. Each engine brings its schema; a flag without a counterpart in it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -56,7 +57,7 @@ def _given(config: WorkerConfig, name: str) -> float | int | None:
     return None if name.endswith("_parallel_size") and value == 1 else value
 
 
-def _refuse_foreign(flags: Sequence[str] | dict[str, object], schema: type[BaseModel], engine: str) -> None:
+def _refuse_foreign(flags: Iterable[str], schema: type[BaseModel], engine: str) -> None:
     for name in flags:
         if name not in schema.model_fields:
             why = "runs on one device" if name.endswith("_parallel_size") else "has no such setting"

@@ -103,7 +103,7 @@ class Models:
             del self._loading[name]
 
     async def _fetch(self, name: str, sha256: str) -> bytes:
-        """A file of the card from any of the model's workers, in pieces. Raises BadFrame if it is not what was named."""
+        """A file of the card from any of the model's workers, in pieces. Raises BadFrame for another content."""
         holder = next(i for i in self._view.instances() if i.card.name == name and sha256 in i.card.files.values())
         data = bytearray()
         while True:

@@ -92,7 +92,7 @@ class Pipeline:
 
     async def _pair(self, placement: Placement, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
         prefill, decode = placement.prefill, placement.decode
-        assert prefill is not None  # noqa: S101 — `generate` asked
+        assert prefill is not None
         last = await self._prefill(prefill, request, trace)
         if last.ticket is None:
             yield last

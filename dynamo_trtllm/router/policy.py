@@ -33,9 +33,8 @@ def place(view: ModelView, model: str, turn: int) -> Placement:
         raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
     decodes = [d for d in view.decode if any(pairing_key(p) == pairing_key(d) for p in view.prefill)]
     if not decodes:
-        raise TicketMismatch(
-            f"no prefill worker of model {model!r} matches a decode worker: {differences(view.prefill[0], view.decode[0])}"
-        )
+        why = differences(view.prefill[0], view.decode[0])
+        raise TicketMismatch(f"no prefill worker of model {model!r} matches a decode worker: {why}")
     decode = decodes[turn % len(decodes)]
     prefills = [p for p in view.prefill if pairing_key(p) == pairing_key(decode)]
     return Placement(prefills[turn % len(prefills)], decode)

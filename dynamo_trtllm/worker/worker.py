@@ -55,7 +55,7 @@ class Worker:
     async def _run_with_signals(self) -> None:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
-        assert task is not None  # noqa: S101 — a coroutine always runs in one
+        assert task is not None
 
         def on_signal() -> None:
             if self._stop.is_set():

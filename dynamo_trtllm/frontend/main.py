@@ -1,0 +1,106 @@
+"""`python -m dynamo_trtllm.frontend`: configuration to a serving frontend. Wires the rooms together and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import AsyncExitStack
+
+import uvicorn
+import uvloop
+
+from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.errors import ConfigError, DynamoError, InternalError
+from dynamo_trtllm.frontend.app import build_app
+from dynamo_trtllm.frontend.models import Models
+from dynamo_trtllm.frontend.pipeline import Pipeline
+from dynamo_trtllm.observe import logging as observe_logging
+from dynamo_trtllm.observe.metrics import FrontendMetrics
+from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.router.view import ClusterView
+
+PROG = "python -m dynamo_trtllm.frontend"
+_DESCRIPTION = "The OpenAI-compatible HTTP frontend: renders, routes to prefill and decode workers, parses, streams."
+_BACKLOG = 2048
+_SHUTDOWN_S = 30  # longest wait for running requests after the first signal
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Exit status: 0 after a signal, 2 for a bad configuration, 1 for anything that failed later."""
+    try:
+        config = load(FrontendConfig, prog=PROG, description=_DESCRIPTION).config
+        observe_logging.setup(config.log_level, "frontend")
+        uvloop.run(serve(config))
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    except DynamoError as exc:
+        _log.error("%s: %s", exc.code, exc.message)
+        raise SystemExit(1) from exc
+
+
+async def serve(config: FrontendConfig) -> None:
+    """Serves until SIGTERM or SIGINT. Raises ConfigError when the port is taken, Unreachable with no etcd or NATS."""
+    async with AsyncExitStack() as stack:
+        sock = stack.enter_context(_listen(config.http_host, config.http_port))
+        plane = await NatsPlane.connect(config.nats_server)
+        stack.push_async_callback(plane.aclose)
+        discovery = EtcdDiscovery(config.etcd_endpoints)
+        stack.push_async_callback(discovery.aclose)
+        view = ClusterView()
+        models = Models(view, discovery, plane, config.namespace)
+        stack.push_async_callback(models.aclose)
+        pipeline = Pipeline(view, plane)
+        stack.push_async_callback(pipeline.aclose)
+        app = build_app(config, models, pipeline, FrontendMetrics())
+        await _until_stopped(_http_server(app), sock, models)
+
+
+async def _until_stopped(server: uvicorn.Server, sock: socket.socket, models: Models) -> None:
+    """The HTTP server and the watch: the end of either ends both."""
+    watch = asyncio.create_task(models.watch(), name="frontend-watch")
+    watch.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        _log.info("listening on http://%s:%d", *sock.getsockname()[:2])
+        await server.serve([sock])
+        if watch.done():
+            watch.result()  # raises what ended it
+            raise InternalError("the watch on discovery ended; restart the frontend")
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+def _http_server(app: object) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=_SHUTDOWN_S,
+            backlog=_BACKLOG,
+        )
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Bound before anything is started, so that a taken port is the first thing that is said."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except OSError as exc:
+        sock.close()
+        raise ConfigError(
+            f"--http-port {port} on {host} can't be used ({exc.strerror}); stop what uses it or choose another",
+            field="http_port",
+        ) from exc
+    return sock
