@@ -250,6 +250,21 @@ class LaunchConfig(Config):
         description="YAML file that lists services, frontend and workers",
         json_schema_extra=setting(PROCESS, positional=True),
     )
+    model: str | None = Field(
+        default=None,
+        description="serve this model instead of the one in the file, with every worker",
+        json_schema_extra=setting(MODEL),
+    )
+    demo: bool = Field(
+        default=False,
+        description="once all serves, ask one question and say who did what",
+        json_schema_extra=setting(PROCESS),
+    )
+    once: bool = Field(
+        default=False,
+        description="stop everything once all serves and the demo is done",
+        json_schema_extra=setting(PROCESS),
+    )
     log_level: LogLevel = Field(
         default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
     )

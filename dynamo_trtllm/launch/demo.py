@@ -1,0 +1,93 @@
+"""One question to a deployment that serves, and what is told of the answer: who did what, and how fast."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
+MAX_TOKENS = 200
+_PATH = "/v1/chat/completions"
+_ANSWER_TIMEOUT_S = 120.0
+_KNOWN_WITHIN_S = 30.0  # the frontend fetches the model's files after the workers are up
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+_NOT_YET = (404, 503)
+
+
+class DemoFailed(Exception):
+    """No answer. The message says what the frontend said."""
+
+
+def body(model: str) -> dict[str, Any]:
+    """The request of the guides."""
+    message = {"role": "user", "content": PROMPT}
+    return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS}
+
+
+def ask(port: int, model: str) -> dict[str, Any]:
+    """The answer's JSON, with the frontend's own account of it. Blocks. Raises DemoFailed."""
+    deadline, wait_s = time.monotonic() + _KNOWN_WITHIN_S, _FIRST_WAIT_S
+    while True:
+        try:
+            status, text = _post(port, json.dumps(body(model)))
+        except (OSError, http.client.HTTPException) as exc:
+            raise DemoFailed(f"the demo's request failed: {exc}") from exc
+        if status in _NOT_YET and time.monotonic() < deadline:
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            continue
+        if status != 200:
+            raise DemoFailed(f"the demo's request was answered {status}: {text.strip()}")
+        answer: dict[str, Any] = json.loads(text)
+        return answer
+
+
+def _post(port: int, text: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("localhost", port, timeout=_ANSWER_TIMEOUT_S)
+    try:
+        headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
+        connection.request("POST", _PATH, body=text.encode(), headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read().decode(errors="replace")
+    finally:
+        connection.close()
+
+
+def report(answer: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """Lines for people. `names`: instance ids in hexadecimal to the names of the launcher."""
+    message = answer["choices"][0]["message"]
+    stats = answer["dynamo_trtllm"]
+    lines = ["", f"question:   {PROMPT}"]
+    if message.get("reasoning_content"):
+        lines.append(f"reasoning:  {_one_line(message['reasoning_content'])}")
+    lines.append(f"answer:     {_one_line(message.get('content') or '(none)')}")
+    lines.append(f"prefill by: {_who(stats['prefill_instance'], names)}")
+    lines.append(f"decode by:  {_who(stats['decode_instance'], names)}")
+    lines.append(f"KV moved:   {stats['kv_bytes']:,} bytes over {stats['transport'] or 'nothing'}")
+    lines.append(f"TTFT:       {stats['ttft_s'] * 1e3:.0f} ms")
+    if stats["tokens_per_s"] is not None:
+        lines.append(f"speed:      {stats['tokens_per_s']:.0f} tokens/s")
+    lines.append("phases:     " + ", ".join(f"{name} {s * 1e3:.0f} ms" for name, s in stats["phase_s"].items()))
+    return "\n".join(lines)
+
+
+def next_step(port: int, model: str) -> str:
+    """What to try next, ready to be pasted."""
+    request = body(model) | {"stream": True}
+    return (
+        "\ntry it yourself, streaming:\n"
+        f"curl -N localhost:{port}{_PATH} -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
+    )
+
+
+def _who(instance: str | None, names: Mapping[str, str]) -> str:
+    if instance is None:
+        return "nobody"
+    return f"{names.get(instance, 'a worker of another launcher')} (instance {instance})"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,61 @@
+"""`python -m dynamo_trtllm.launch`: configuration and signals to a supervised deployment. Nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
+from dynamo_trtllm.config.load import exit_with, load, process_environment
+from dynamo_trtllm.config.models import LaunchConfig
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.launch import demo
+from dynamo_trtllm.launch.console import Console
+from dynamo_trtllm.launch.plan import Addresses, model_names, processes, with_model
+from dynamo_trtllm.launch.supervisor import GivenUp, Serving, Supervisor
+from dynamo_trtllm.observe import logging as observe_logging
+
+PROG = "python -m dynamo_trtllm.launch"
+_DESCRIPTION = "Starts etcd, NATS, a frontend and workers on this machine from a YAML file, and keeps them running."
+
+
+def main() -> None:
+    """Exit status: 0 when asked to stop, 2 for a bad configuration, 1 when the deployment was given up."""
+    try:
+        config = load(LaunchConfig, prog=PROG, description=_DESCRIPTION).config
+        observe_logging.setup(config.log_level, "launch")
+        deployment = load_deployment(config.deployment)
+        if config.model is not None:
+            deployment = with_model(deployment, config.model)
+        if config.demo and deployment.frontend is None:
+            raise ConfigError(f"{config.deployment}: frontend is null: --demo needs one to ask")
+        asyncio.run(_run(config, deployment))
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    except GivenUp as exc:
+        sys.stderr.write(f"{PROG}: {exc}\n")
+        raise SystemExit(exc.exit_status) from exc
+
+
+async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
+    # found out now, not after the servers were started
+    names = [spec.name for spec in processes(deployment, Addresses(etcd="localhost", nats="localhost"))]
+    console = Console(sys.stdout, names)
+    supervisor = Supervisor(deployment, console, process_environment())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
+
+    async def on_ready(serving: Serving) -> bool:
+        where = "" if serving.port is None else f" at http://localhost:{serving.port}"
+        console.say(f"all is ready{where}; Ctrl-C stops it")
+        if config.demo and serving.port is not None:
+            model = model_names(deployment)[0]
+            try:
+                answer = await asyncio.to_thread(demo.ask, serving.port, model)
+            except demo.DemoFailed as exc:
+                raise GivenUp(str(exc)) from exc
+            console.say(demo.report(answer, serving.names) + "\n" + demo.next_step(serving.port, model))
+        return config.once
+
+    await supervisor.run(on_ready)

@@ -1,0 +1,187 @@
+"""Starts a deployment in order, keeps its processes running, and leaves none behind. Knows nothing of requests."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dynamo_trtllm.config.deployment import START, DeploymentConfig
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.launch.console import Console
+from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes
+from dynamo_trtllm.launch.restart import decide, describe
+from dynamo_trtllm.launch.running import Running, end_of
+from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+
+
+class GivenUp(Exception):
+    """The deployment can't go on. `exit_status` is the launcher's."""
+
+    def __init__(self, text: str, exit_status: int = 1) -> None:
+        super().__init__(text)
+        self.exit_status = exit_status
+
+
+class _Stopped(Exception):
+    """Asked to stop, and all processes have ended."""
+
+
+@dataclass(slots=True)
+class Serving:
+    """What is known once all processes serve; kept up to date by restarts."""
+
+    port: int | None = None  # of the frontend
+    names: dict[str, str] = field(default_factory=dict)  # instance id in hexadecimal -> name of its process
+
+
+OnReady = Callable[[Serving], Awaitable[bool]]
+
+
+class Supervisor:
+    """Made and run once, in the main thread. `environ` is what children inherit."""
+
+    def __init__(self, deployment: DeploymentConfig, console: Console, environ: Mapping[str, str]) -> None:
+        self._deployment = deployment
+        self._console = console
+        self._environ = environ
+        self._stopping = asyncio.Event()
+        self._all_ready = asyncio.Event()
+        self._not_ready: set[str] = set()
+        self._running: dict[str, Running] = {}
+        self._servers: list[LocalServer] = []
+        self.serving = Serving()
+
+    def stop(self) -> None:
+        """Called once: stop in order. Called again: kill at once."""
+        if self._stopping.is_set():
+            for running in self._running.values():
+                running.kill()
+        self._stopping.set()
+
+    async def run(self, on_ready: OnReady) -> None:
+        """Until `stop`, or until `on_ready`, awaited once all serve, says that it was enough.
+
+        Raises GivenUp and ConfigError, after all was stopped.
+        """
+        failure: GivenUp | ConfigError | None = None
+        with tempfile.TemporaryDirectory(prefix="dynamo-launch-", ignore_cleanup_errors=True) as folder:
+            try:
+                addresses = self._start_servers(Path(folder))
+                await self._keep_all(processes(self._deployment, addresses), on_ready)
+            except* (GivenUp, ConfigError) as group:
+                failure = _first(group)
+            except* _Stopped:
+                self._console.say("stopped")
+            finally:
+                await self._stop_processes()
+                for server in reversed(self._servers):
+                    server.stop()
+        if failure is not None:
+            raise failure
+
+    def _start_servers(self, folder: Path) -> Addresses:
+        services = self._deployment.services
+        etcd, nats = services.etcd, services.nats
+        if etcd == START:
+            etcd = self._start_server("etcd", start_etcd, folder / "etcd")
+        if nats == START:
+            nats = self._start_server("nats", start_nats, folder / "nats")
+        return Addresses(etcd=etcd, nats=nats)
+
+    def _start_server(self, name: str, start: Callable[[Path], LocalServer], folder: Path) -> str:
+        began = time.monotonic()
+        server = start(folder)  # blocks for tens of milliseconds; must not leave this thread
+        self._servers.append(server)
+        self._say_ready(name, began, f"at {server.address}")
+        return server.address
+
+    async def _keep_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
+        self._not_ready = {spec.name for spec in specs}
+        async with asyncio.TaskGroup() as group:
+            for server in self._servers:
+                group.create_task(self._watch_server(server))
+            for spec in specs:
+                group.create_task(self._keep(spec))
+            group.create_task(self._when_ready(on_ready))
+            await self._stopping.wait()
+            await self._stop_processes()
+            raise _Stopped  # ends the rest of the group
+
+    async def _when_ready(self, on_ready: OnReady) -> None:
+        await self._all_ready.wait()
+        if await on_ready(self.serving):
+            self._stopping.set()
+
+    async def _watch_server(self, server: LocalServer) -> None:
+        status = await end_of(server.process)
+        raise GivenUp(f"{server.log_path.stem} {describe(status)}: what it held is lost, so all is stopped")
+
+    async def _keep(self, spec: ProcessSpec) -> None:
+        restarts: list[float] = []
+        while not self._stopping.is_set():
+            status, last_line = await self._run_once(spec)
+            if self._stopping.is_set():
+                return
+            verdict = decide(self._deployment.restart, status, restarts, time.monotonic())
+            if not verdict.is_restart:
+                raise GivenUp(f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status)
+            self._console.say(f"{spec.name} {verdict.text}")
+            restarts.append(time.monotonic())
+
+    async def _run_once(self, spec: ProcessSpec) -> tuple[int, str]:
+        """One life of a process: its exit status and the last thing it said."""
+        began = time.monotonic()
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        last_line = ""
+
+        def on_line(line: str) -> None:
+            nonlocal last_line
+            last_line = line or last_line
+            self._console.line(spec.name, line)
+            if not ready.done() and (found := re.search(spec.ready_sign, line)):
+                ready.set_result(found[1])
+
+        running = Running(spec, self._environ, on_line)
+        self._running[spec.name] = running
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(self._await_ready(spec, began, ready))
+            status = await running.ended()
+            waiting.cancel()
+        return status, last_line
+
+    async def _await_ready(self, spec: ProcessSpec, began: float, ready: asyncio.Future[str]) -> None:
+        limit_s = self._deployment.ready_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                value = await ready
+        except TimeoutError:
+            raise GivenUp(f"{spec.name} did not serve within {limit_s:g} s; raise ready_timeout_s") from None
+        if spec.is_frontend:
+            self.serving.port = int(value)
+            self._say_ready(spec.name, began, f"at http://localhost:{value}")
+        else:
+            self.serving.names[value] = spec.name
+            self._say_ready(spec.name, began, f"as instance {value}")
+        self._not_ready.discard(spec.name)
+        if not self._not_ready:
+            self._all_ready.set()
+
+    def _say_ready(self, name: str, began: float, where: str) -> None:
+        self._console.say(f"{name} is ready after {time.monotonic() - began:.2f} s {where}")
+
+    async def _stop_processes(self) -> None:
+        """Workers first: they drain while the frontend still carries their answers out."""
+        for is_frontend in (False, True):
+            group = [running for running in self._running.values() if running.spec.is_frontend is is_frontend]
+            await asyncio.gather(*(running.stop() for running in group))
+
+
+def _first(group: BaseExceptionGroup[GivenUp | ConfigError]) -> GivenUp | ConfigError:
+    """The first of possibly several processes that failed at once."""
+    found = group.exceptions[0]
+    return _first(found) if isinstance(found, BaseExceptionGroup) else found
