@@ -1,4 +1,4 @@
-"""`python -m dynamo_trtllm.frontend`: configuration to a serving frontend. Wires the rooms together and nothing else."""
+"""`python -m dynamo_trtllm.frontend`: configuration to a serving frontend. Wires the rooms together, nothing else."""
 
 from __future__ import annotations
 
