@@ -30,7 +30,7 @@ class TorchArgs(BaseModel):
     max_num_tokens: _Count | None = Field(None, description="tokens in one step; default chunk plus batch size")
     max_batch_size: _Count = Field(16, description="requests in one step")
     max_seq_len: _Count | None = Field(None, description="prompt and output tokens of one request")
-    max_waiting: _Count = Field(256, description="requests that wait for a place; one more is refused")
+    max_queue: _Count = Field(256, description="requests that wait for a place; one more is refused")
     prefill_chunk_tokens: _Count = Field(512, description="tokens of one prompt in one step")
     kv_block_size: _Count = Field(32, description="tokens in one KV block")
     kv_cache_blocks: _Count | None = Field(None, description="KV blocks; beats kv_cache_gib")

@@ -83,7 +83,7 @@ class Job:
 class BatchLimits:
     max_batch_size: int
     max_num_tokens: int
-    max_waiting: int
+    max_queue: int
     prefill_chunk_tokens: int
     num_threads: int | None
 
@@ -139,7 +139,7 @@ class Batcher:
     # --- messages: run on the thread -------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        if len(self._waiting) >= self._limits.max_waiting:
+        if len(self._waiting) >= self._limits.max_queue:
             self._events.append((job, Overloaded(f"{len(self._waiting)} requests wait already; try again later")))
         else:
             self._waiting.append(job)

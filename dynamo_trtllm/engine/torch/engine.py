@@ -101,7 +101,7 @@ class TorchEngine:
         limits = BatchLimits(
             max_batch_size=args.max_batch_size,
             max_num_tokens=args.max_num_tokens or args.prefill_chunk_tokens + args.max_batch_size,
-            max_waiting=args.max_waiting,
+            max_queue=args.max_queue,
             prefill_chunk_tokens=args.prefill_chunk_tokens,
             num_threads=sizing.num_threads(model, args),
         )
