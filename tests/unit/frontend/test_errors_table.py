@@ -1,0 +1,35 @@
+"""Every error class has its own row, and the row decides the answer."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_trtllm.errors import DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.frontend.errors import TABLE, answer
+
+
+def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in walk(child))]
+
+
+@pytest.mark.parametrize("cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.errors"])
+def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
+    assert cls in TABLE
+    told = answer(cls("change this"))
+    assert told.status == TABLE[cls].status
+    assert told.body["error"]["code"] == cls.code
+    assert ("Retry-After" in told.headers) == (told.status in (429, 503))
+
+
+def test_retryable_classes_then_no_client_error_but_429() -> None:
+    for cls in TABLE:
+        if cls.retryable:
+            assert TABLE[cls].status >= 500 or cls is Overloaded
+
+
+def test_subclass_without_a_row_then_its_parents() -> None:
+    class Narrower(InvalidRequest):
+        pass
+
+    assert answer(Narrower("x", field="n")).status == 400
+    assert answer(Narrower("x", field="n")).body["error"]["param"] == "n"

@@ -1,0 +1,38 @@
+"""Stop strings, however the text is cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_trtllm.frontend.postprocess import StopStrings
+
+
+def shown(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:
+    finder, text = StopStrings(stops), ""
+    for part in parts:
+        more, hit = finder.push(part)
+        text += more
+        if hit:
+            return text, True
+    return text + finder.flush(), False
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "expected", "hit"),
+    [
+        (("STOP",), "one STOP two", "one ", True),
+        (("STOP",), "one STO two", "one STO two", False),
+        (("aab",), "aaab", "a", True),
+        (("END", "\n\n"), "a\n\nEND", "a", True),
+        (("x",), "x", "", True),
+        (("STOP",), "tail ST", "tail ST", False),
+    ],
+)
+def test_text_in_any_cut_then_the_same_answer(stops: tuple[str, ...], text: str, expected: str, hit: bool) -> None:
+    for size in range(1, len(text) + 1):
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        assert shown(stops, parts) == (expected, hit)
+
+
+def test_text_that_can_be_no_stop_then_it_is_not_held_back() -> None:
+    assert StopStrings(("STOP",)).push("hello S") == ("hello ", False)

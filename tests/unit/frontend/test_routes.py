@@ -1,0 +1,97 @@
+"""Models, readiness, health, metrics, and what is no path."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from dynamo_trtllm.messages import Role
+from tests.instances import make_instance
+from tests.unit.frontend.scripted import MODEL, Front, front
+
+
+async def ask(served: Front, method: str, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend") as client:
+        return await client.request(method, path)
+
+
+async def test_models_then_list_with_ids_and_context() -> None:
+    body = (await ask(front(), "GET", "/v1/models")).json()
+    assert body["object"] == "list"
+    assert [(model["id"], model["max_model_len"]) for model in body["data"]] == [(MODEL, 100)]
+
+
+async def test_one_model_whose_id_has_a_slash_then_it_is_found() -> None:
+    assert (await ask(front(), "GET", f"/v1/models/{MODEL}")).json()["id"] == MODEL
+
+
+async def test_one_model_that_is_unknown_then_404() -> None:
+    response = await ask(front(), "GET", "/v1/models/no/such")
+    assert response.status_code == 404
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+async def test_ready_when_a_role_is_missing_then_503_naming_it() -> None:
+    served = front()
+    assert (await ask(served, "GET", f"/v1/models/{MODEL}/ready")).status_code == 200
+    served.catalog.missing = [Role.DECODE]
+    response = await ask(served, "GET", f"/v1/models/{MODEL}/ready")
+    assert response.status_code == 503
+    assert "decode worker" in response.json()["message"]
+
+
+async def test_ready_of_an_unknown_model_then_503() -> None:
+    assert (await ask(front(), "GET", "/v1/models/other/ready")).status_code == 503
+
+
+async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() -> None:
+    served = front()
+    served.catalog.up = [make_instance(2), make_instance(1, role=Role.PREFILL), make_instance(3)]
+    body = (await ask(served, "GET", "/health")).json()
+    assert body["status"] == "healthy"
+    assert body["endpoints"] == ["dyn://dynamo.prefill.generate", "dyn://dynamo.tensorrt_llm.generate"]
+    assert body["instances"][0] == {
+        "component": "prefill",
+        "endpoint": "generate",
+        "namespace": "dynamo",
+        "instance_id": 1,
+        "transport": {"nats_tcp": "dynamo_prefill.generate-1"},
+    }
+    assert "message" not in body
+
+
+async def test_health_when_a_role_is_missing_then_200_and_not_ready_with_its_name() -> None:
+    served = front()
+    served.catalog.missing = [Role.PREFILL, Role.DECODE]
+    response = await ask(served, "GET", "/health")
+    assert response.status_code == 200
+    assert response.json()["status"] == "not_ready"
+    assert response.json()["message"] == f"model {MODEL} has no prefill worker and no decode worker"
+
+
+async def test_health_when_nobody_registered_then_not_ready() -> None:
+    served = front()
+    served.catalog.served.clear()
+    assert (await ask(served, "GET", "/health")).json()["status"] == "not_ready"
+
+
+async def test_live_and_metrics_then_200() -> None:
+    assert (await ask(front(), "GET", "/live")).json() == {"status": "live"}
+    assert "dynamo_trtllm_inflight" in (await ask(front(), "GET", "/metrics")).text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/v1/nothing", 404, "unknown_url"),
+        ("POST", "/v1/chat/completions/", 404, "unknown_url"),
+        ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
+        ("DELETE", "/health", 405, "method_not_allowed"),
+    ],
+)
+async def test_no_such_path_or_method_then_openai_shape(method: str, path: str, status: int, code: str) -> None:
+    response = await ask(front(), method, path)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert response.headers["x-request-id"]
+    assert ("allow" in response.headers) == (status == 405)
