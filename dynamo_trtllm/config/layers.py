@@ -104,6 +104,12 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def located(path: Path) -> Path:
+    """`path` in the working directory, else the file of that name that came with the package, else `path` as it is."""
+    shipped = Path(__file__).parent.parent / path
+    return shipped if not path.exists() and shipped.exists() else path
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file; empty for an empty file. Raises ConfigError naming file and line."""
     try:

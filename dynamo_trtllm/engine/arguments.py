@@ -45,7 +45,7 @@ def layered_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str
     """Every argument that was set, with the place that won."""
     flags = {name: value for name in ENGINE_FLAGS if (value := _given(config, name)) is not None}
     _refuse_foreign(flags, schema, engine)
-    yaml = layers.read_yaml(config.extra_engine_args) if config.extra_engine_args else {}
+    yaml = layers.read_yaml(layers.located(config.extra_engine_args)) if config.extra_engine_args else {}
     override = config.override_engine_args or {}
     layers.check_keys(yaml, schema.model_fields, f"--extra-engine-args {config.extra_engine_args}")
     layers.check_keys(override, schema.model_fields, layers.OVERRIDE_SOURCE)
