@@ -1,0 +1,71 @@
+"""Choosing tokens: greedy, filters, seeds, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dynamo_trtllm.engine.torch.sampler import Row, choose, uniform
+from dynamo_trtllm.messages import Sampling
+
+
+def row(index: int = 0, seed: int = 1, stop_ids: tuple[int, ...] = (), **sampling: Any) -> Row:
+    return Row(Sampling(**{"max_tokens": 100, **sampling}), seed, index, stop_ids)
+
+
+def draw(logits: list[float], count: int, **sampling: Any) -> list[int]:
+    rows = [row(index=n, **sampling) for n in range(count)]
+    return [choice.token_id for choice in choose(torch.tensor([logits] * count), rows)]
+
+
+def test_uniform_when_drawn_often_then_spread_evenly_and_repeatable() -> None:
+    draws = [uniform(7, n) for n in range(20_000)]
+    assert all(0 <= value < 1 for value in draws)
+    assert abs(sum(draws) / len(draws) - 0.5) < 0.01
+    assert sum(value < 0.1 for value in draws) / len(draws) == pytest.approx(0.1, abs=0.01)
+    assert draws[:5] == [uniform(7, n) for n in range(5)]
+    assert uniform(8, 0) != draws[0]
+
+
+def test_choose_when_temperature_is_zero_then_the_likeliest() -> None:
+    assert draw([0.0, 3.0, 1.0], 3, temperature=0.0) == [1, 1, 1]
+
+
+def test_choose_when_sampled_then_frequencies_follow_the_softmax() -> None:
+    picked = draw([0.0, math.log(3.0), -torch.inf], 8000, temperature=1.0)
+    assert picked.count(1) / 8000 == pytest.approx(0.75, abs=0.02)
+    assert 2 not in picked
+
+
+def test_choose_when_top_k_then_only_the_k_likeliest() -> None:
+    assert set(draw([0.0, 0.2, 0.1, -0.1], 400, temperature=5.0, top_k=2)) == {1, 2}
+
+
+def test_choose_when_top_p_then_the_smallest_set_that_reaches_it() -> None:
+    logits = [math.log(value) for value in (0.1, 0.5, 0.3, 0.1)]
+    assert set(draw(logits, 400, temperature=1.0, top_p=0.6)) == {1, 2}
+    assert set(draw(logits, 50, temperature=1.0, top_p=0.01)) == {1}
+
+
+def test_choose_when_rows_differ_then_each_has_its_own_rules() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
+    rows = [row(temperature=0.0), row(temperature=1.0, top_k=1), row(temperature=0.0, min_tokens=1, stop_ids=(2,))]
+    assert [choice.token_id for choice in choose(logits, rows)] == [2, 2, 1]
+
+
+def test_choose_when_min_tokens_is_reached_then_stop_ids_are_free_again() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    assert choose(logits, [row(index=1, temperature=0.0, min_tokens=1, stop_ids=(2,))])[0].token_id == 2
+
+
+def test_choose_when_logprobs_are_wanted_then_they_are_of_the_raw_logits() -> None:
+    logits = [math.log(value) for value in (0.1, 0.5, 0.4)]
+    (choice,) = choose(torch.tensor([logits]), [row(temperature=0.1, top_k=1, logprobs=2)])
+    assert choice.logprob is not None
+    assert choice.logprob.logprob == pytest.approx(math.log(0.5))
+    assert [token for token, _ in choice.logprob.top] == [1, 2]
+    assert choice.logprob.top[1][1] == pytest.approx(math.log(0.4))
+    assert choose(torch.tensor([logits]), [row()])[0].logprob is None
