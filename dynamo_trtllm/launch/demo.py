@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import time
+import urllib.parse
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,8 @@ PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sen
 MAX_TOKENS = 200
 _PATH = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 120.0
-_KNOWN_WITHIN_S = 30.0  # the frontend fetches the model's files after the workers are up
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
-_NOT_YET = (404, 503)
+_KNOWN_WITHIN_S = 30.0
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 0.5
 
 
 class DemoFailed(Exception):
@@ -27,29 +27,37 @@ def body(model: str) -> dict[str, Any]:
     return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS}
 
 
-def ask(port: int, model: str) -> dict[str, Any]:
-    """The answer's JSON, with the frontend's own account of it. Blocks. Raises DemoFailed."""
+def ask(frontend: str, model: str) -> dict[str, Any]:
+    """The answer's JSON, with the frontend's own account of it. `frontend` is HOST:PORT. Blocks. Raises DemoFailed."""
+    try:
+        _await_model(frontend, model)
+        status, text = _request(frontend, "POST", _PATH, json.dumps(body(model)).encode())
+    except (OSError, http.client.HTTPException) as exc:
+        raise DemoFailed(f"the demo's request failed: {exc}") from exc
+    if status != 200:
+        raise DemoFailed(f"the demo's request was answered {status}: {text.strip()}")
+    answer: dict[str, Any] = json.loads(text)
+    return answer
+
+
+def _await_model(frontend: str, model: str) -> None:
+    """The frontend fetches the model's files after the workers are up."""
     deadline, wait_s = time.monotonic() + _KNOWN_WITHIN_S, _FIRST_WAIT_S
     while True:
-        try:
-            status, text = _post(port, json.dumps(body(model)))
-        except (OSError, http.client.HTTPException) as exc:
-            raise DemoFailed(f"the demo's request failed: {exc}") from exc
-        if status in _NOT_YET and time.monotonic() < deadline:
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
-            continue
-        if status != 200:
-            raise DemoFailed(f"the demo's request was answered {status}: {text.strip()}")
-        answer: dict[str, Any] = json.loads(text)
-        return answer
+        status, text = _request(frontend, "GET", f"/v1/models/{urllib.parse.quote(model)}/ready", None)
+        if status == 200:
+            return
+        if time.monotonic() >= deadline:
+            raise DemoFailed(f"model {model} was not ready within {_KNOWN_WITHIN_S:g} s: {text.strip()}")
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
-def _post(port: int, text: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("localhost", port, timeout=_ANSWER_TIMEOUT_S)
+def _request(frontend: str, method: str, path: str, content: bytes | None) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(frontend, timeout=_ANSWER_TIMEOUT_S)
     try:
         headers = {"Content-Type": "application/json", "x-dynamo-stats": "1"}
-        connection.request("POST", _PATH, body=text.encode(), headers=headers)
+        connection.request(method, path, body=content, headers=headers)
         response = connection.getresponse()
         return response.status, response.read().decode(errors="replace")
     finally:
@@ -74,12 +82,12 @@ def report(answer: Mapping[str, Any], names: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def next_step(port: int, model: str) -> str:
+def next_step(frontend: str, model: str) -> str:
     """What to try next, ready to be pasted."""
     request = body(model) | {"stream": True}
     return (
         "\ntry it yourself, streaming:\n"
-        f"curl -N localhost:{port}{_PATH} -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
+        f"curl -N {frontend}{_PATH} -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Mapping
 
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
 from dynamo_trtllm.config.load import exit_with, load, process_environment
@@ -47,15 +48,18 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
 
     async def on_ready(serving: Serving) -> bool:
-        where = "" if serving.port is None else f" at http://localhost:{serving.port}"
-        console.say(f"all is ready{where}; Ctrl-C stops it")
-        if config.demo and serving.port is not None:
-            model = model_names(deployment)[0]
-            try:
-                answer = await asyncio.to_thread(demo.ask, serving.port, model)
-            except demo.DemoFailed as exc:
-                raise GivenUp(str(exc)) from exc
-            console.say(demo.report(answer, serving.names) + "\n" + demo.next_step(serving.port, model))
+        where = "" if serving.frontend is None else f" at http://{serving.frontend}"
+        console.say(f"all processes serve{where}; Ctrl-C stops them")
+        if config.demo and serving.frontend is not None:
+            console.say(await _demonstrate(serving.frontend, model_names(deployment)[0], serving.names))
         return config.once
 
     await supervisor.run(on_ready)
+
+
+async def _demonstrate(frontend: str, model: str, names: Mapping[str, str]) -> str:
+    try:
+        answer = await asyncio.to_thread(demo.ask, frontend, model)
+    except demo.DemoFailed as exc:
+        raise GivenUp(str(exc)) from exc
+    return demo.report(answer, names) + "\n" + demo.next_step(frontend, model)

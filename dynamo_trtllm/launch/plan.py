@@ -13,9 +13,10 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 
 FRONTEND = "frontend"
+_ANY_HOST = ("0.0.0.0", "::", "127.0.0.1")
 _READ_LEVELS = ("debug", "info")  # readiness is a line of level info
 _STOP_MARGIN_S = 5.0
-_FRONTEND_STOP_S = 10.0
+_FRONTEND_STOP_S = 35.0  # it gives running requests 30 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,12 @@ def model_names(deployment: DeploymentConfig) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def reachable(listening: str) -> str:
+    """HOST:PORT for a client on this machine, of the HOST:PORT that a server listens on."""
+    host, _, port = listening.rpartition(":")
+    return f"localhost:{port}" if host in _ANY_HOST else listening
+
+
 def _model_name(flags: Mapping[str, Any]) -> str:
     return str(flags.get("served_model_name") or Path(str(flags["model_path"])).name)
 
@@ -88,7 +95,7 @@ def _frontend(flags: Mapping[str, Any]) -> ProcessSpec:
         module="dynamo_trtllm.frontend",
         argv=tuple(to_argv(FrontendConfig, flags)),
         env={},
-        ready_sign=r"listening on http://\S+:(\d+)",
+        ready_sign=r"listening on http://(\S+:\d+)",
         stop_timeout_s=_FRONTEND_STOP_S,
     )
 

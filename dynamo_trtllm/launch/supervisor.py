@@ -13,7 +13,7 @@ from pathlib import Path
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console
-from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes
+from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
 from dynamo_trtllm.launch.restart import decide, describe
 from dynamo_trtllm.launch.running import Running, end_of
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
@@ -35,7 +35,7 @@ class _Stopped(Exception):
 class Serving:
     """What is known once all processes serve; kept up to date by restarts."""
 
-    port: int | None = None  # of the frontend
+    frontend: str | None = None  # HOST:PORT
     names: dict[str, str] = field(default_factory=dict)  # instance id in hexadecimal -> name of its process
 
 
@@ -57,7 +57,7 @@ class Supervisor:
         self.serving = Serving()
 
     def stop(self) -> None:
-        """Called once: stop in order. Called again: kill at once."""
+        """Called once: stop in order. Called again: kill the processes at once, which ends the waiting for them."""
         if self._stopping.is_set():
             for running in self._running.values():
                 running.kill()
@@ -162,8 +162,8 @@ class Supervisor:
         except TimeoutError:
             raise GivenUp(f"{spec.name} did not serve within {limit_s:g} s; raise ready_timeout_s") from None
         if spec.is_frontend:
-            self.serving.port = int(value)
-            self._say_ready(spec.name, began, f"at http://localhost:{value}")
+            self.serving.frontend = reachable(value)
+            self._say_ready(spec.name, began, f"at http://{self.serving.frontend}")
         else:
             self.serving.names[value] = spec.name
             self._say_ready(spec.name, began, f"as instance {value}")
