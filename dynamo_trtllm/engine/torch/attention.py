@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 NAME = "dynamo_paged"
-MAX_SCORE_ELEMENTS = 16 << 20  # of one attention matrix: bounds the memory that a long prompt takes (64 MB in float32)
+MAX_SCORE_ELEMENTS = 2 << 20  # of one attention matrix: bounds the memory that a long prompt takes (8 MB in float32)
 
 
 @dataclass(frozen=True, slots=True)

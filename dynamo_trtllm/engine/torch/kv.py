@@ -7,6 +7,7 @@ the blocks of that window travel.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -24,8 +25,8 @@ class KvPool:
     ) -> None:
         shape = (layout.num_layers, num_blocks, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.keys = torch.zeros(shape, dtype=self.dtype, device=device)  # zeros: padding is read, masked, never NaN
-        self.values = torch.zeros(shape, dtype=self.dtype, device=device)
+        self.keys = _zeros(shape, self.dtype, device)  # padding is read and masked, so it may never be NaN
+        self.values = _zeros(shape, self.dtype, device)
         self.num_blocks = num_blocks
         self.block_tokens = layout.block_tokens
         self._windows = tuple(windows)
@@ -86,3 +87,11 @@ class KvPool:
             self.keys[layer, chosen] = staging[at : at + len(chosen), 0]
             self.values[layer, chosen] = staging[at : at + len(chosen), 1]
             at += len(chosen)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that on CPU take no memory until they are written: torch.zeros writes them all (torch 2.13)."""
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
