@@ -6,7 +6,6 @@ import importlib.metadata
 from pathlib import Path
 from typing import Final
 
-from dynamo_trtllm.bundled import expand
 from dynamo_trtllm.errors import ConfigError
 
 _TINY: Final = "tiny-gpt-oss"
@@ -23,6 +22,8 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> Path:
     existing folder. Raises ConfigError.
     """
     if model == _TINY:
+        from dynamo_trtllm.bundled import expand  # needs numpy, which comes with the torch engine
+
         return expand.tiny_gpt_oss(cache_dir=cache_dir)
     if model == _SMOLLM2:
         return _smollm2_folder()
