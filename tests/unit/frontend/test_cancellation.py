@@ -1,0 +1,141 @@
+"""A client that leaves, at every phase, over a real socket: the pipeline's stream is closed and no permit is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+
+from dynamo_trtllm.messages import Chunk
+from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
+
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def serving(served: Front) -> AsyncGenerator[int, None]:
+    config = uvicorn.Config(served.app, host="127.0.0.1", port=0, log_config=None, lifespan="off", loop="none")
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None
+    sockets = [config.bind_socket()]
+    sockets[0].listen()
+    task = asyncio.create_task(server._serve(sockets))
+    try:
+        yield sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+async def request(port: int, *, stream: bool) -> Connection:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
+    reader, writer = await asyncio.open_connection(sock=sock)
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    return reader, writer
+
+
+def flood() -> list[Chunk]:
+    """More than the socket buffers of both sides hold: 10 MB."""
+    return [chunk("x" * 10_000)] * 1000
+
+
+def check_nothing_left(served: Front) -> None:
+    assert served.pipeline.running == 0
+    metrics = served.metrics.render().decode()
+    assert "dynamo_trtllm_inflight 0.0" in metrics
+    assert 'code="cancelled"' in metrics
+
+
+async def finished(served: Front) -> None:
+    await asyncio.wait_for(served.pipeline.closed.wait(), 5)
+    for _ in range(10):  # the log line and the metrics follow the close in the same few turns of the loop
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_leaves_before_the_first_chunk_then_the_pipeline_is_closed(stream: bool) -> None:
+    served = front(asyncio.Event())
+    async with serving(served) as port:
+        _, writer = await request(port, stream=stream)
+        await asyncio.wait_for(served.pipeline.begun.wait(), 5)
+        writer.close()
+        await finished(served)
+        check_nothing_left(served)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_leaves_between_chunks_then_the_pipeline_is_closed(stream: bool) -> None:
+    reached = asyncio.Event()
+
+    class Reached(asyncio.Event):
+        async def wait(self) -> bool:  # type: ignore[override]
+            reached.set()
+            return await super().wait()
+
+    served = front(chunk("first"), Reached())
+    async with serving(served) as port:
+        reader, writer = await request(port, stream=stream)
+        if stream:
+            await asyncio.wait_for(reader.readuntil(b"first"), 5)
+        await asyncio.wait_for(reached.wait(), 5)
+        writer.close()
+        await finished(served)
+        check_nothing_left(served)
+
+
+async def test_client_leaves_while_its_reader_is_full_then_the_pipeline_is_closed() -> None:
+    many = flood()
+    served = front(*many, asyncio.Event())
+    async with serving(served) as port:
+        _, writer = await request(port, stream=True)
+        await asyncio.wait_for(served.pipeline.begun.wait(), 5)
+        await asyncio.sleep(0.3)  # the socket buffers fill; nobody reads
+        assert 0 < served.pipeline.yielded < len(many)
+        writer.transport.abort()
+        await finished(served)
+        check_nothing_left(served)
+
+
+async def test_slow_reader_then_only_its_own_stream_waits() -> None:
+    many = flood()
+    served = front(*many, asyncio.Event())
+    async with serving(served) as port:
+        _, slow = await request(port, stream=True)
+        await asyncio.sleep(0.3)
+        stuck_at = served.pipeline.yielded
+        assert stuck_at < len(many)
+        served.pipeline.script = [chunk("quick"), stop()]
+        reader, quick = await request(port, stream=True)
+        await asyncio.wait_for(reader.readuntil(b"[DONE]"), 5)
+        quick.close()
+        slow.transport.abort()
+        await finished(served)
+
+
+async def test_server_cancels_the_exchange_then_the_pipeline_is_closed() -> None:
+    served = front(asyncio.Event())
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
+    inbox: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+    inbox.put_nowait({"type": "http.request", "body": body})
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
+
+    async def send(_: object) -> None:
+        raise AssertionError("nothing to send")
+
+    exchange = asyncio.create_task(served.app(scope, inbox.get, send))  # type: ignore[arg-type]
+    await served.pipeline.begun.wait()
+    exchange.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await exchange
+    check_nothing_left(served)
