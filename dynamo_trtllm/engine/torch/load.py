@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as vendor_logging
 
@@ -126,10 +127,9 @@ def _converted(gguf: Path) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         made = Path(scratch) / "model"
-        source = {"gguf_file": gguf.name, "local_files_only": True}
         try:
-            AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source).save_pretrained(made)
-            AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(made)
+            _read_gguf(gguf).save_pretrained(made)
+            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(made)
         except ImportError as exc:
             raise ConfigError(
                 "reading .gguf files needs the package gguf: pip install gguf", field="model_path"
@@ -144,6 +144,19 @@ def _converted(gguf: Path) -> Path:
                 made.rename(target)
     _log.info("converted %s in %.1f s", gguf.name, time.monotonic() - began)
     return target
+
+
+def _read_gguf(gguf: Path) -> Any:
+    """What from_pretrained(gguf_file=...) does, which refuses to without the package accelerate (transformers 5.23)."""
+    config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    weights = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
+    found = model.load_state_dict(weights["tensors"], strict=False)
+    tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    if missing := set(found.missing_keys) - tied:
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    model.tie_weights()
+    return model
 
 
 def _require_supported(config: Any, folder: Path) -> None:
