@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+import shlex
+
+from dynamo_trtllm.launch import demo
+
+STATS = {
+    "prefill_instance": "a1",
+    "decode_instance": "b2",
+    "kv_bytes": 12345,
+    "transport": "tcp",
+    "ttft_s": 0.25,
+    "tokens_per_s": 80.4,
+    "phase_s": {"queue": 0.001, "prefill": 0.2},
+}
+
+
+def answer(**stats):
+    message = {"role": "assistant", "content": "Two\nlines.", "reasoning_content": "Think."}
+    return {"choices": [{"message": message}], "dynamo_trtllm": STATS | stats}
+
+
+def test_report_when_answer_came_then_all_that_happened_is_named():
+    text = demo.report(answer(), {"a1": "prefill", "b2": "decode-2"})
+    for part in ("Think.", "Two lines.", "prefill (instance a1)", "decode-2 (instance b2)", "12,345 bytes over tcp"):
+        assert part in text
+    assert "250 ms" in text
+    assert "80 tokens/s" in text
+    assert "prefill 200 ms" in text
+
+
+def test_report_when_nobody_prefilled_and_no_rate_is_known_then_it_says_so():
+    text = demo.report(answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), {})
+    assert "prefill by: nobody" in text
+    assert "tokens/s" not in text
+    assert "a worker of another launcher (instance c3)" in text
+
+
+def test_next_step_when_pasted_then_it_is_the_request_of_the_guides_streaming():
+    words = shlex.split(demo.next_step("localhost:8000", "tiny-gpt-oss").splitlines()[-1])
+    assert words[:3] == ["curl", "-N", "localhost:8000/v1/chat/completions"]
+    sent = json.loads(words[-1])
+    assert sent == demo.body("tiny-gpt-oss") | {"stream": True}
+    assert sent["max_tokens"] == 200
