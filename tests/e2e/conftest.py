@@ -1,0 +1,73 @@
+"""Clusters that the tests of a session share: one without weights, one with the demo model."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import TINY, Cluster, Process
+
+AGGREGATED = f"{TINY}-aggregated"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchCluster:
+    cluster: Cluster
+    prefill: Process
+    decode: Process
+    aggregated: Process
+
+
+@pytest.fixture(scope="session")
+def torch_cluster(etcd_server: str, nats_server: str) -> Iterator[TorchCluster]:
+    """The demo model twice: by a prefill and a decode worker, and by one worker under another name."""
+    cluster = Cluster(etcd_server, nats_server, f"torch-{secrets.token_hex(4)}")
+    try:
+        workers = TorchCluster(
+            cluster=cluster,
+            prefill=cluster.torch("prefill"),
+            decode=cluster.torch("decode"),
+            aggregated=cluster.torch("prefill_and_decode", AGGREGATED),
+        )
+        cluster.until_ready(TINY, AGGREGATED)
+        yield workers
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def tiny(torch_cluster: TorchCluster) -> Iterator[httpx.Client]:
+    """A client of the frontend that serves the demo model."""
+    with torch_cluster.cluster.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def mock_cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
+    """`mock` by a prefill and a decode worker of 5 ms steps: for tests that break nothing."""
+    cluster = Cluster(etcd_server, nats_server, f"mock-{secrets.token_hex(4)}")
+    try:
+        cluster.mock("prefill", "mock")
+        cluster.mock("decode", "mock")
+        cluster.until_ready("mock")
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def make_cluster(etcd_server: str, nats_server: str) -> Iterator[Callable[..., Cluster]]:
+    """Makes a cluster with a frontend alone, for a test that breaks it."""
+    made: list[Cluster] = []
+
+    def make(etcd: str = etcd_server, nats: str = nats_server) -> Cluster:
+        made.append(Cluster(etcd, nats, f"broken-{secrets.token_hex(4)}"))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.stop()

@@ -1,0 +1,81 @@
+"""Greedy tokens after a hand-off between two processes equal those of one process.
+
+Through `/v1/completions`, fp32, the demo model. Compared by text, token texts and the log-probability of every token.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import TINY
+from tests.e2e.conftest import AGGREGATED
+
+pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+
+OUTPUT_TOKENS = 32
+TOLERANCE = 1e-3  # of a log-probability: sums in another order
+
+
+class Answer(NamedTuple):
+    text: str
+    tokens: tuple[str, ...]
+    logprobs: tuple[float, ...]
+
+
+def prompt_ids(length: int, seed: int = 0) -> list[int]:
+    chosen = random.Random(1000 * length + seed)
+    return [chosen.randrange(200, 199_000) for _ in range(length)]
+
+
+def complete(client: httpx.Client, model: str, prompt: Sequence[int]) -> Answer:
+    body: dict[str, Any] = {"model": model, "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0}
+    answer = client.post("/v1/completions", json=body | {"ignore_eos": True, "logprobs": 0})
+    assert answer.status_code == 200, answer.text
+    assert ("x-prefill-instance" in answer.headers) == (model == TINY)  # two legs, or one
+    told = answer.json()
+    assert told["usage"]["prompt_tokens"] == len(prompt)
+    assert told["usage"]["completion_tokens"] == OUTPUT_TOKENS
+    (choice,) = told["choices"]
+    logprobs = choice["logprobs"]
+    return Answer(choice["text"], tuple(logprobs["tokens"]), tuple(logprobs["token_logprobs"]))
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 1000, 5000])
+def test_tokens_when_prefilled_elsewhere_then_equal_to_one_process(tiny: httpx.Client, length: int) -> None:
+    prompt = prompt_ids(length)
+    handed = complete(tiny, TINY, prompt)
+    single = complete(tiny, AGGREGATED, prompt)
+    assert handed.tokens == single.tokens
+    assert handed.text == single.text
+    assert handed.logprobs == pytest.approx(single.logprobs, abs=TOLERANCE)
+
+
+def test_tokens_when_prompts_differ_then_answers_differ(tiny: httpx.Client) -> None:
+    """Or the comparison above would say nothing."""
+    answers = {complete(tiny, TINY, prompt_ids(length, seed)).logprobs for length in (1, 32, 129) for seed in range(3)}
+    assert len(answers) > 6
+
+
+def test_tokens_when_16_at_once_then_no_fewer_equal_than_one_process_against_itself(tiny: httpx.Client) -> None:
+    prompts = [prompt_ids(20 + 17 * number, seed=7) for number in range(16)]
+    begun = time.monotonic()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+
+        def at_once(model: str) -> list[Answer]:
+            return list(pool.map(lambda prompt: complete(tiny, model, prompt), prompts))
+
+        handed, single, again = at_once(TINY), at_once(AGGREGATED), at_once(AGGREGATED)
+    share = sum(a.tokens == b.tokens for a, b in zip(handed, single, strict=True)) / len(prompts)
+    itself = sum(a.tokens == b.tokens for a, b in zip(again, single, strict=True)) / len(prompts)
+    took_s = time.monotonic() - begun
+    print(
+        f"\n16 at once: {share:.0%} equal after a hand-off, {itself:.0%} of one process against itself, {took_s:.1f} s"
+    )
+    assert share >= itself
