@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Discovery, Down, Synced, Up
-from dynamo_trtllm.errors import BadFrame, DynamoError, ModelNotFound
+from dynamo_trtllm.errors import BadFrame, DynamoError, ModelNotFound, NoInstances
 from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard, Role
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.render.base import Renderer
@@ -77,34 +77,54 @@ class Models:
         name = instance.card.name
         _log.info("instance %x is up: %s of model %s", instance.id, instance.role, name)
         self._view.add(instance)
-        served = self._served.get(name)
-        if (served is None or served.card != self._view.models()[name]) and name not in self._loading:
-            self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
+        self._load_changed()
 
     def _remove(self, instance_id: int) -> None:
         _log.info("instance %x is gone", instance_id)
         self._view.remove(instance_id)
         # A model stays known while its workers are away: its requests are answered 503, not 404.
+        self._load_changed()  # the card that counts may have been this instance's
+
+    def _load_changed(self) -> None:
+        for name in self._view.models():
+            if name not in self._loading and self._card_to_load(name) is not None:
+                self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
+
+    def _card_to_load(self, name: str) -> ModelCard | None:
+        """The card of this model's instances, unless it is served already or there is none."""
+        card, served = self._view.models().get(name), self._served.get(name)
+        return None if served is not None and served.card == card else card
 
     async def _load(self, name: str) -> None:
-        """Puts the model's renderer in place, trying while the model has instances."""
+        """Puts the renderer of the model's newest card in place, trying while the model has instances."""
+        said = ""
         try:
-            while (card := self._view.models().get(name)) is not None:
+            while (card := self._card_to_load(name)) is not None:
                 try:
                     files = {file: await self._fetch(name, sha256) for file, sha256 in card.files.items()}
                     self._served[name] = ServedModel(card, await asyncio.to_thread(renderer_for, card, files))
+                    _log.info("model %s is served", name)
                 except DynamoError as exc:
-                    _log.error("model %s can't be served yet (%s): %s", name, exc.code, exc.message)
+                    if exc.message != said:  # the same fault is said once, not at each attempt
+                        said = exc.message
+                        _log.error("model %s can't be served yet (%s): %s", name, exc.code, exc.message)
                     await asyncio.sleep(_RETRY_S)
-                    continue
-                _log.info("model %s is served", name)
-                return
         finally:
             del self._loading[name]
 
     async def _fetch(self, name: str, sha256: str) -> bytes:
-        """A file of the card from any of the model's workers, in pieces. Raises BadFrame for another content."""
-        holder = next(i for i in self._view.instances() if i.card.name == name and sha256 in i.card.files.values())
+        """A file of the card from the first of the model's workers that gives it. Raises the last one's error."""
+        error: DynamoError = NoInstances(f"no worker of model {name!r} has file {sha256} now")
+        for holder in self._view.instances():
+            if holder.card.name == name and sha256 in holder.card.files.values():
+                try:
+                    return await self._fetch_from(holder, sha256)
+                except DynamoError as exc:
+                    error = exc
+        raise error
+
+    async def _fetch_from(self, holder: Instance, sha256: str) -> bytes:
+        """The file in pieces. Raises BadFrame for another content, or as `Plane.control`."""
         data = bytearray()
         while True:
             reply = await self._plane.control(holder.subject, FileRequest(sha256, len(data)))

@@ -60,28 +60,32 @@ class Pipeline:
         """The chunks of the whole request, exactly one of them terminal. Consume with `aclosing`.
 
         Raises NoInstances, TicketMismatch and whatever a leg raises. A hand-off that fails before a token left is
-        tried once more from the prefill leg on, because its KV is gone but the request is not.
+        tried once more from the prefill leg on, elsewhere if there is an elsewhere: its KV is gone, the request is not.
         """
-        placement = place(self._view.model(request.model), request.model, next(self._turns[request.model]))
-        if placement.prefill is None:
-            async with aclosing(self._whole(placement.decode, request, trace)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-            return
+        placement = self._place(request.model)
         started = False
         try:
-            async with aclosing(self._pair(placement, request, trace)) as chunks:
+            async with aclosing(self._legs(placement, request, trace)) as chunks:
                 async for chunk in chunks:
                     started = True
                     yield chunk
                 return
         except HandoffError as exc:
-            if started:
+            if started or placement.prefill is None:
                 raise
             _log.warning("hand-off failed (%s), prefilling once more: %s", exc.code, exc.message)
-        async with aclosing(self._pair(placement, request, trace)) as chunks:
+        placement = self._place(request.model, avoid=placement.prefill.id)
+        async with aclosing(self._legs(placement, request, trace)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    def _place(self, model: str, avoid: int | None = None) -> Placement:
+        return place(self._view.model(model), model, next(self._turns[model]), avoid=avoid)
+
+    def _legs(self, placement: Placement, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+        if placement.prefill is None:
+            return self._whole(placement.decode, request, trace)
+        return self._pair(placement.prefill, placement.decode, request, trace)
 
     async def _whole(self, instance: Instance, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
         trace.decode_instance = instance.id
@@ -90,9 +94,9 @@ class Pipeline:
                 trace.decode_stats = chunk.stats or trace.decode_stats
                 yield chunk
 
-    async def _pair(self, placement: Placement, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
-        prefill, decode = placement.prefill, placement.decode
-        assert prefill is not None
+    async def _pair(
+        self, prefill: Instance, decode: Instance, request: GenerateRequest, trace: Trace
+    ) -> AsyncGenerator[Chunk, None]:
         last = await self._prefill(prefill, request, trace)
         if last.ticket is None:
             yield last

@@ -1,4 +1,4 @@
-"""Decides which instances serve a request. Pure: the same view, turn and exclusions give the same placement."""
+"""Decides which instances serve a request. Pure: the same arguments give the same placement."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Placement:
     decode: Instance
 
 
-def place(view: ModelView, model: str, turn: int) -> Placement:
+def place(view: ModelView, model: str, turn: int, *, avoid: int | None = None) -> Placement:
     """Round robin per role. Prefill and decode are paired only when engine kind, strategy and KV layout are equal.
 
-    `turn` counts the requests of this model. Disaggregated pairs are preferred to aggregated instances, because a
+    `turn` counts the requests of this model; `avoid` is a prefill instance to leave out as long as there is another
+    for the same decode instance. Disaggregated pairs are preferred to aggregated instances, because a
     cluster that has pairs was built for them. Raises NoInstances naming the missing roles, or TicketMismatch naming
     the fields when there are both roles and no pair matches.
     """
@@ -37,7 +38,11 @@ def place(view: ModelView, model: str, turn: int) -> Placement:
         raise TicketMismatch(f"no prefill worker of model {model!r} matches a decode worker: {why}")
     decode = decodes[turn % len(decodes)]
     prefills = [p for p in view.prefill if pairing_key(p) == pairing_key(decode)]
-    return Placement(prefills[turn % len(prefills)], decode)
+    prefills = [p for p in prefills if p.id != avoid] or prefills
+    # Turns are counted among the decodes of one key: counted over all, they would skip prefills of the same key.
+    peers = [d for d in decodes if pairing_key(d) == pairing_key(decode)]
+    turn_in_key = turn // len(decodes) * len(peers) + peers.index(decode)
+    return Placement(prefills[turn_in_key % len(prefills)], decode)
 
 
 def pairing_key(instance: Instance) -> _Key:

@@ -69,6 +69,8 @@ class WorkerService:
             raise ModelNotFound(f"this worker serves {self._model!r}, not {request.model!r}", field="model")
         if request.phase not in _PHASES[self._role]:
             raise InvalidRequest(f"a {self._role} worker does not serve the {request.phase} leg", field="phase")
+        if (request.phase is Phase.DECODE) != (request.ticket is not None):
+            raise InvalidRequest(f"the {request.phase} leg came with{'out' if request.ticket is None else ''} a ticket")
 
     async def control(self, verb: Control) -> bytes:
         match verb:
@@ -81,6 +83,8 @@ class WorkerService:
 
     def _piece(self, sha256: str, offset: int) -> FilePiece:
         path = self._files.get(sha256)
+        if offset < 0:
+            raise InvalidRequest(f"offset {offset} is negative", field="offset")
         if path is None:
             raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
         with path.open("rb") as file:

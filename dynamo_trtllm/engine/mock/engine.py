@@ -11,6 +11,7 @@ import time
 import zlib
 from array import array
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from typing import NamedTuple
 
 from dynamo_trtllm.config.models import WorkerConfig
@@ -18,7 +19,7 @@ from dynamo_trtllm.engine.arguments import engine_arguments
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats
 from dynamo_trtllm.engine.mock.args import MockArgs
 from dynamo_trtllm.engine.mock.steps import Sequence, Steps
-from dynamo_trtllm.errors import EngineFailed, TicketExpired
+from dynamo_trtllm.errors import EngineFailed, EngineRefused, TicketExpired
 from dynamo_trtllm.handoff import tickets
 from dynamo_trtllm.handoff.base import Carrier, Piece
 from dynamo_trtllm.handoff.select import select_carrier
@@ -49,7 +50,7 @@ class MockEngine:
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: Carrier | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
-        self._model = config.served_model_name or config.model_path
+        self._model = config.served_model_name or Path(config.model_path).name
         self._instance_id = instance_id
         self._carrier = carrier or select_carrier(args.carrier)
         self._ticket_ttl_s = config.ticket_ttl_s
@@ -86,15 +87,15 @@ class MockEngine:
             request, self._blocks(request), zlib.crc32(request.token_ids) & 0xFFFF, len(request.token_ids)
         )
         try:
+            self._steps.add(sequence)  # before anything leaves: what is refused is refused before the first token
             if request.ticket is not None:
                 yield await self._redeem(sequence, request.ticket)
-            sequence.wanted = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.produced
-            self._steps.add(sequence)
-            left = sequence.wanted
+            left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.produced
+            self._steps.want(sequence, left)
             while left > 1:
-                yield Chunk(token_ids=token_ids([await sequence.tokens.get()]))
+                yield Chunk(token_ids=token_ids([await sequence.token()]))
                 left -= 1
-            yield await self._last(sequence, await sequence.tokens.get())
+            yield await self._last(sequence, await sequence.token())
         finally:
             self._steps.remove(sequence)
             self._streams -= 1
@@ -108,6 +109,8 @@ class MockEngine:
         """Fetches the seed and replays the first tokens."""
         now = time.time()
         tickets.check(ticket, engine="mock", model=self._model, layout=self._layout, now=now)
+        if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
+            raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
         left_s = min(ticket.expires_at, sequence.request.deadline) - now
         if left_s <= 0:
             raise TicketExpired(f"ticket {ticket.ticket_id} can't be fetched before the request's deadline")
@@ -138,11 +141,16 @@ class MockEngine:
         kv_bytes = len(kv) * kv.itemsize
         self._num_tickets += 1
         ticket_id = f"{self._instance_id:x}-{self._num_tickets}"
-        opaque = await self._carrier.offer(ticket_id, [Piece(kv.buffer_info()[0], kv_bytes)])
         loop = asyncio.get_running_loop()
+        expires_at = time.time() + self._ticket_ttl_s
         expiry = loop.call_later(self._ticket_ttl_s, self.release, ticket_id, ReleaseOutcome.REFUSED)
         self._held[ticket_id] = _Held(blocks, kv, expiry)
-        self._steps.take(blocks)
+        self._steps.keep(sequence, blocks)
+        try:
+            opaque = await self._carrier.offer(ticket_id, [Piece(kv.buffer_info()[0], kv_bytes)])
+        except BaseException:  # cancelled too: the carrier may have begun to offer this memory
+            self.release(ticket_id, ReleaseOutcome.REFUSED)
+            raise
         return HandoffTicket(
             version=tickets.TICKET_VERSION,
             ticket_id=ticket_id,
@@ -150,7 +158,7 @@ class MockEngine:
             model=self._model,
             layout=self._layout,
             holder=self._instance_id,
-            expires_at=time.time() + self._ticket_ttl_s,
+            expires_at=expires_at,
             prompt_tokens=prompt,
             first_token_ids=token_ids([first]),
             transport=self._carrier.name,
@@ -165,16 +173,19 @@ class MockEngine:
         held.expiry.cancel()
         task = asyncio.get_running_loop().create_task(self._withdraw(ticket_id, held))
         self._withdrawals.add(task)
-        task.add_done_callback(self._withdrawals.discard)
+        task.add_done_callback(self._withdrawn)
 
     async def _withdraw(self, ticket_id: str, held: _Held) -> None:
         """`held` keeps the memory until the carrier is done with it."""
         await self._carrier.withdraw(ticket_id)
         self._steps.give_back(held.blocks)
+
+    def _withdrawn(self, task: asyncio.Task[None]) -> None:
+        self._withdrawals.discard(task)
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._streams and not self._held:
+        if not self._streams and not self._held and not self._withdrawals:
             self._idle.set()
         else:
             self._idle.clear()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from dynamo_trtllm.engine.base import EngineStats
 from dynamo_trtllm.engine.mock.args import MockArgs
-from dynamo_trtllm.errors import ContextTooLong, EngineRefused, Overloaded
+from dynamo_trtllm.errors import ContextTooLong, EngineFailed, EngineRefused, Overloaded
 from dynamo_trtllm.messages import GenerateRequest
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|>, so that a harmony frontend shows the rest
@@ -27,7 +27,14 @@ class Sequence:
     wanted: int = 0
     born: float = field(default_factory=time.monotonic)
     started: float | None = None
-    tokens: asyncio.Queue[int] = field(default_factory=asyncio.Queue)
+    tokens: asyncio.Queue[int | None] = field(default_factory=asyncio.Queue)  # None: the clock stopped
+
+    async def token(self) -> int:
+        """The token of the next step. Raises EngineFailed when no step comes any more."""
+        token = await self.tokens.get()
+        if token is None:
+            raise EngineFailed("the mock engine stopped while the request ran")
+        return token
 
     def next_token(self) -> int:
         at = self.produced
@@ -57,6 +64,11 @@ class Steps:
         self._waiting.append(sequence)
         self._work.set()
 
+    def want(self, sequence: Sequence, num_tokens: int) -> None:
+        """From the next step on a sequence gets a token per step, this many."""
+        sequence.wanted = num_tokens
+        self._work.set()
+
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out wherever it is; its blocks are free again."""
         if sequence.started is not None:
@@ -65,9 +77,9 @@ class Steps:
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def take(self, blocks: int) -> None:
-        """Keeps blocks for a ticket after its sequence is gone."""
-        self._free_blocks -= blocks
+    def keep(self, sequence: Sequence, blocks: int) -> None:
+        """Leaves blocks of a running sequence to a ticket, until they are given back."""
+        sequence.blocks -= blocks
 
     def give_back(self, blocks: int) -> None:
         self._free_blocks += blocks
@@ -84,15 +96,19 @@ class Steps:
         )
 
     async def run(self) -> None:
-        """Steps for ever; sleeps when there is nothing to do."""
-        while True:
-            self._admit()
-            if not self._running:
-                self._work.clear()
-                await self._work.wait()
-                continue
-            await asyncio.sleep(self._args.step_s)
-            self._step()
+        """Steps for ever; sleeps when there is nothing to do. Its end fails whoever waits for a token."""
+        try:
+            while True:
+                self._admit()
+                if not any(sequence.wanted for sequence in self._running):
+                    self._work.clear()
+                    await self._work.wait()
+                    continue
+                await asyncio.sleep(self._args.step_s)
+                self._step()
+        finally:
+            for sequence in (*self._waiting, *self._running):
+                sequence.tokens.put_nowait(None)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self._args.max_batch_size:
