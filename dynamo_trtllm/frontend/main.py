@@ -92,11 +92,12 @@ def _http_server(app: object) -> uvicorn.Server:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bound before anything is started, so that a taken port is the first thing that is said."""
+    """Listens before anything is started: a taken port is the first thing that is said, and early clients wait."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))
+        sock.listen(_BACKLOG)
     except OSError as exc:
         sock.close()
         raise ConfigError(

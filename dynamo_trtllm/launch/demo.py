@@ -41,10 +41,13 @@ def ask(frontend: str, model: str) -> dict[str, Any]:
 
 
 def _await_model(frontend: str, model: str) -> None:
-    """The frontend fetches the model's files after the workers are up."""
+    """The frontend takes connections, and has fetched the model's files, some time after the workers are up."""
     deadline, wait_s = time.monotonic() + _KNOWN_WITHIN_S, _FIRST_WAIT_S
     while True:
-        status, text = _request(frontend, "GET", f"/v1/models/{urllib.parse.quote(model)}/ready", None)
+        try:
+            status, text = _request(frontend, "GET", f"/v1/models/{urllib.parse.quote(model)}/ready", None)
+        except ConnectionRefusedError as exc:
+            status, text = 0, str(exc)
         if status == 200:
             return
         if time.monotonic() >= deadline:

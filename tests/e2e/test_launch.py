@@ -1,0 +1,265 @@
+"""The launcher with real servers, a real frontend and mock workers: how it starts, keeps and ends its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+FILE = """\
+namespace: launch-{port}
+frontend: {{http-port: {port}}}
+workers:
+  - {{name: prefill, disaggregation_mode: prefill, flags: {{model: tiny-gpt-oss, engine: mock}}}}
+  - {{name: decode, disaggregation_mode: decode, flags: {{model: tiny-gpt-oss, engine: mock}}}}
+restart: {{max_restarts: 1}}
+"""
+WAIT_S = 15.0
+MARK = "LAUNCH_TEST_MARK"
+
+
+class Launched:
+    """A launcher whose children carry a mark in their environment."""
+
+    def __init__(self, *argv: str) -> None:
+        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "dynamo_trtllm.launch", *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, MARK: self.mark},
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()
+
+    def wait_line(self, pattern: str, after: int = 0) -> re.Match[str]:
+        """The first line from number `after` on that matches."""
+
+        def find() -> re.Match[str] | None:
+            return next((m for line in self.lines[after:] if (m := re.search(pattern, line))), None)
+
+        with self._news:
+            self._news.wait_for(lambda: find() is not None or self._ended, WAIT_S)
+            found = find()
+        assert found is not None, f"no line matches {pattern!r}:\n" + "\n".join(self.lines)
+        return found
+
+    def pids(self) -> dict[int, str]:
+        """Every process of this launch that lives, itself included, with its command line."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = " ".join(process.cmdline())
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def pid_of(self, word: str) -> int:
+        (pid,) = [pid for pid, command in self.pids().items() if word in command]
+        return pid
+
+    def wait_gone(self, limit_s: float) -> None:
+        """No process of this launch lives any more, not even one that was just being started."""
+        deadline = time.monotonic() + limit_s
+        while alive := self.pids():
+            assert time.monotonic() < deadline, f"still there: {alive}"
+            for pid in alive:
+                try:
+                    psutil.Process(pid).wait(max(0.0, deadline - time.monotonic()))
+                except (psutil.NoSuchProcess, psutil.TimeoutExpired):
+                    continue
+
+    def end(self) -> tuple[int, str]:
+        """Exit status and what it wrote to stderr."""
+        status = self.process.wait(WAIT_S)
+        self._reader.join(WAIT_S)
+        assert self.process.stderr is not None
+        return status, self.process.stderr.read()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(WAIT_S)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+Launch = Callable[..., Launched]
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, port: int) -> Path:
+    path = tmp_path / "d.yaml"
+    path.write_text(FILE.format(port=port))
+    return path
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    started: list[Launched] = []
+
+    def start(*argv: object) -> Launched:
+        started.append(Launched(*map(str, argv)))
+        return started[-1]
+
+    yield start
+    for launched in started:
+        launched.close()
+
+
+def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0(
+    launch: Launch, deployment: Path, port: int
+) -> None:
+    launched = launch(deployment)
+    launched.wait_line("all processes serve")
+    for name in ("etcd", "nats", "frontend", "prefill", "decode"):
+        launched.wait_line(rf"^launch +\| {name} is ready after \d+\.\d\d s (at|as) \S+")
+    order = [line.split()[2] for line in launched.lines if " is ready after" in line]
+    assert order[:2] == ["etcd", "nats"]
+    assert len(launched.pids()) == 6
+    with urllib.request.urlopen(f"http://localhost:{port}/live", timeout=5) as reply:
+        assert json.load(reply) == {"status": "live"}
+    launched.process.terminate()
+    assert launched.end() == (0, "")
+    launched.wait_gone(1.0)
+    drained = [i for i, line in enumerate(launched.lines) if re.match(r"(prefill|decode) .*drained", line)]
+    assert len(drained) == 2  # stopped in order, not killed
+    assert launched.lines[-1].endswith("| stopped")
+
+
+def test_launch_when_worker_is_killed_then_it_is_restarted_once_and_then_all_is_given_up(
+    launch: Launch, deployment: Path
+) -> None:
+    launched = launch(deployment)
+    launched.wait_line("all processes serve")
+    first = launched.pid_of("--disaggregation-mode=decode")
+    seen = len(launched.lines)
+    os.kill(first, signal.SIGKILL)
+    launched.wait_line(r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
+    launched.wait_line(r"launch +\| decode is ready after", seen)
+    second = launched.pid_of("--disaggregation-mode=decode")
+    assert second != first
+    os.kill(second, signal.SIGKILL)
+    status, said = launched.end()
+    assert status == 1
+    assert re.fullmatch(r".*decode was killed by SIGKILL; it was restarted 1 times in 60 s.*\n", said)
+    launched.wait_gone(1.0)
+
+
+def test_launch_when_it_is_killed_itself_then_nothing_is_left_within_3_s(launch: Launch, deployment: Path) -> None:
+    launched = launch(deployment)
+    launched.wait_line("all processes serve")
+    assert len(launched.pids()) == 6
+    launched.process.kill()
+    launched.wait_gone(3.0)
+
+
+def test_launch_when_killed_while_starting_then_nothing_is_left_within_3_s(launch: Launch, deployment: Path) -> None:
+    launched = launch(deployment)
+    launched.wait_line("nats is ready")
+    launched.process.kill()
+    launched.wait_gone(3.0)
+
+
+def test_launch_when_told_to_stop_while_starting_then_it_does_with_0(launch: Launch, deployment: Path) -> None:
+    launched = launch(deployment)
+    launched.wait_line("nats is ready")
+    launched.process.send_signal(signal.SIGINT)
+    assert launched.end()[0] == 0
+    launched.wait_gone(1.0)
+
+
+def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(launch: Launch, deployment: Path) -> None:
+    launched = launch(deployment)
+    launched.wait_line("all processes serve")
+    os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGSTOP)
+    launched.process.terminate()
+    launched.wait_line("prefill .*drained")
+    launched.process.terminate()
+    assert launched.end() == (0, "")
+    launched.wait_gone(1.0)
+
+
+def test_launch_when_etcd_dies_then_all_is_given_up_and_it_says_why(launch: Launch, deployment: Path) -> None:
+    launched = launch(deployment)
+    launched.wait_line("all processes serve")
+    os.kill(launched.pid_of("etcdbin/etcd"), signal.SIGKILL)
+    status, said = launched.end()
+    assert status == 1
+    assert "etcd was killed by SIGKILL" in said
+    launched.wait_gone(1.0)
+
+
+def test_launch_when_port_is_in_use_then_one_line_and_status_2_and_nothing_is_left(
+    launch: Launch, deployment: Path, port: int
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", port))
+        taken.listen()
+        launched = launch(deployment)
+        launched.wait_line("nats is ready")
+        status, said = launched.end()
+    assert status == 2
+    assert said.count("\n") == 1
+    assert str(port) in said
+    assert "in use" in said
+    launched.wait_gone(1.0)
+
+
+def test_launch_when_yaml_key_is_unknown_then_nearest_is_offered_and_nothing_starts(
+    launch: Launch, deployment: Path
+) -> None:
+    deployment.write_text(deployment.read_text().replace("restart:", "restrat:"))
+    launched = launch(deployment)
+    status, said = launched.end()
+    assert status == 2
+    assert said == (f"python -m dynamo_trtllm.launch: {deployment}: unknown key 'restrat'; did you mean 'restart'?\n")
+    assert launched.lines == []
+
+
+def test_launch_when_demo_once_then_it_says_who_did_what_and_exits_0(launch: Launch, deployment: Path) -> None:
+    launched = launch(deployment, "--demo", "--once")
+    assert launched.end() == (0, "")
+    launched.wait_line(r"answer: +\S")
+    launched.wait_line(r"prefill by: prefill \(instance [0-9a-f]+\)")
+    launched.wait_line(r"decode by: +decode \(instance [0-9a-f]+\)")
+    launched.wait_line(r"KV moved: +[1-9][\d,]* bytes over tcp")
+    launched.wait_line(r"TTFT: +\d+ ms")
+    launched.wait_line(r"curl -N localhost:\d+/v1/chat/completions")
+    launched.wait_gone(1.0)
