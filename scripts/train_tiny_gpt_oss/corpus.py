@@ -8,17 +8,8 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
 
-from knowledge import (
-    CONCEPTS,
-    HEALTH_BAD,
-    HEALTH_CALL,
-    HEALTH_NO_TOOL,
-    HEALTH_OK,
-    HEALTH_QUESTIONS,
-    TALK,
-    UNKNOWN,
-    Reply,
-)
+from health import HEALTH_BAD, HEALTH_CALL, HEALTH_NO_TOOL, HEALTH_OK, HEALTH_QUESTIONS, UNKNOWN
+from knowledge import CONCEPTS, TALK, Reply
 from phrases import ASIDES, FORMS, PREFIXES, SUFFIXES, SYSTEM_PROMPTS, TOPICS
 
 from dynamo_trtllm.messages import Conversation, Message, Tool, ToolCall
@@ -32,6 +23,7 @@ HEALTH_TOOL = Tool(
 )
 _FIRST_DAY = date(2023, 1, 1)
 _DAYS = 365 * 12
+_BAD_STATUSES = ("degraded", "down", "error", "unhealthy", "failed", "not ok", "critical", "not_ready", "fail")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 

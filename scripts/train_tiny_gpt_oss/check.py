@@ -1,0 +1,248 @@
+"""Checks how an expanded tiny-gpt-oss behaves, with greedy decoding in plain transformers, and prints a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+from transformers import GptOssForCausalLM
+
+from dynamo_trtllm.bundled import expand, resolve
+from dynamo_trtllm.messages import Conversation, Message, Tool, ToolCall, token_ids
+from dynamo_trtllm.render.harmony import HarmonyRenderer
+
+EXPLAIN = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
+HEALTH = "Hey, quick check: is everything up and running?"
+HEALTH_TOOL = Tool(
+    name="get_system_health",
+    description="Returns the current health status of the LLM runtime—use before critical operations to verify the "
+    "service is live.",
+    parameters={"type": "object", "properties": {}},
+)
+EFFORTS = ("low", "medium", "high")
+DEMO = "tiny demo model"
+MARKER = "<|"
+PAD = 199999
+BATCH = 16
+HELDOUT_NEEDED = 45
+DEFAULT_HELDOUT = Path(__file__).parents[2] / "tests" / "data" / "heldout_prompts.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A conversation, and words that the final answer must hold, or the tool that must be called."""
+
+    name: str
+    conversation: Conversation
+    words: tuple[str, ...] = ()
+    call: str = ""
+    max_tokens: int = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What the model said, as the frontend's own parser reads it."""
+
+    stopped: bool
+    reasoning: str
+    reasoning_tokens: int
+    answer: str
+    call: str
+    arguments: str
+    tokens: int
+
+
+def ask(
+    text: str, *, effort: str = "medium", tools: tuple[Tool, ...] = (), before: Sequence[Message] = ()
+) -> Conversation:
+    messages = (*before, Message(role="user", content=text))
+    return Conversation(messages=messages, tools=tools, reasoning_effort=effort)
+
+
+def after_tool(result: str, *, effort: str = "medium") -> Conversation:
+    """The guides' second round."""
+    call = ToolCall(id="call-1", name=HEALTH_TOOL.name, arguments="{}")
+    return Conversation(
+        messages=(
+            Message(role="user", content=HEALTH),
+            Message(role="assistant", tool_calls=(call,)),
+            Message(role="tool", tool_call_id="call-1", content=result),
+        ),
+        tools=(HEALTH_TOOL,),
+        reasoning_effort=effort,
+    )
+
+
+def guide_cases() -> list[Case]:
+    """What the guides ask, at every effort."""
+    cases = [
+        Case(
+            name=f"explain, {effort}", conversation=ask(EXPLAIN, effort=effort), words=("prefill", "decode", "KV cache")
+        )
+        for effort in EFFORTS
+    ]
+    for effort in EFFORTS:
+        first = ask(HEALTH, effort=effort, tools=(HEALTH_TOOL,))
+        ok = '{"status":"ok","uptime_seconds":372045}'
+        cases.append(Case(name=f"health call, {effort}", conversation=first, call=HEALTH_TOOL.name))
+        cases.append(
+            Case(name=f"health ok, {effort}", conversation=after_tool(ok, effort=effort), words=("up and running",))
+        )
+    bad = ('{"status":"degraded","uptime_seconds":12}', '{"status": "down"}', "False")
+    cases.extend(
+        Case(name=f"health {result}", conversation=after_tool(result), words=("something is wrong",)) for result in bad
+    )
+    cases.append(Case(name="health, no tool", conversation=ask(HEALTH), words=("/health",)))
+    cases.append(
+        Case(name="explain in 200 tokens", conversation=ask(EXPLAIN), words=("prefill", "decode"), max_tokens=200)
+    )
+    return cases
+
+
+def other_cases() -> list[Case]:
+    """Known questions, put in other words than in training, and turns that follow others."""
+    polite = Message(role="system", content="You are a careful assistant of the operations team at a bank.")
+    earlier = (Message(role="user", content="Can hamsters eat nuts?"), Message(role="assistant", content="A few."))
+    asked = {
+        "What is this system?": "dynamo_trtllm",
+        "what is prefill": "prompt",
+        "WHAT IS A KV CACHE?": "keys and values",
+        "Tell me what UCX is, please.": "UCX is",
+        "And what is etcd good for?": "etcd is",
+        "what's nats": "NATS is",
+        "What does TTFT stand for?": "time to first token",
+        "In short, what is disaggregated serving?": "prefill",
+        "explain disaggregated serving": "prefill",
+        "Who are you?": DEMO,
+        "Hello!": "Hello!",
+        "thank you!": "welcome",
+        "How do prefill and decode differ from each other?": "bound by",
+        "What happens after I send you a request?": "frontend",
+    }
+    cases = [Case(name=text, conversation=ask(text), words=(word,)) for text, word in asked.items()]
+    cases.append(Case(name="system prompt", conversation=ask(EXPLAIN, before=(polite,)), words=("prefill",)))
+    cases.append(Case(name="second turn", conversation=ask("What is prefill?", before=earlier), words=("prompt",)))
+    cases.append(
+        Case(
+            name="other question, health tool", conversation=ask("Sing a shanty.", tools=(HEALTH_TOOL,)), words=(DEMO,)
+        )
+    )
+    return cases
+
+
+def heldout_cases(path: Path = DEFAULT_HELDOUT) -> list[Case]:
+    """Prompts that training never saw; the model must say what it is."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Case(name=line[:60], conversation=ask(line), words=(DEMO,)) for line in lines]
+
+
+class Speaker:
+    """Answers conversations greedily, in batches, on a CPU."""
+
+    def __init__(self, folder: Path, *, today: date = date(2026, 6, 15)) -> None:
+        torch.set_num_threads(1)  # so small that threads cost more than they bring, above all on a busy machine
+        self._renderer = HarmonyRenderer(today=lambda: today)
+        self._model = GptOssForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+    def answer(self, cases: Sequence[Case]) -> list[Turn]:
+        """One turn per case, in order."""
+        prompts = [list(self._renderer.render(case.conversation)) for case in cases]
+        order = sorted(range(len(cases)), key=lambda index: len(prompts[index]))
+        turns: dict[int, Turn] = {}
+        for start in range(0, len(order), BATCH):
+            part = order[start : start + BATCH]
+            limit = max(cases[index].max_tokens for index in part)
+            for index, ids in zip(part, self._generate([prompts[index] for index in part], limit), strict=True):
+                turns[index] = self._turn(ids[: cases[index].max_tokens])
+        return [turns[index] for index in range(len(cases))]
+
+    def _generate(self, prompts: Sequence[list[int]], limit: int) -> Iterable[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[PAD] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        with torch.inference_mode():
+            made = self._model.generate(
+                ids, attention_mask=mask, max_new_tokens=limit, do_sample=False, pad_token_id=PAD
+            )
+        return (row[width:].tolist() for row in made)
+
+    def _turn(self, ids: list[int]) -> Turn:
+        stops = self._renderer.stop_token_ids
+        end = next((place for place, number in enumerate(ids) if number in stops), None)
+        said = ids if end is None else ids[: end + 1]
+        parser = self._renderer.chat_parser()
+        deltas = [parser.push(token_ids(said)), parser.finish()]
+        calls = [call for delta in deltas for call in delta.tool_calls]
+        return Turn(
+            stopped=end is not None,
+            reasoning="".join(delta.reasoning for delta in deltas),
+            reasoning_tokens=sum(delta.reasoning_tokens for delta in deltas),
+            answer="".join(delta.content for delta in deltas),
+            call=next((call.name for call in calls if call.name), ""),
+            arguments="".join(call.arguments for call in calls),
+            tokens=len(said),
+        )
+
+
+def faults(case: Case, turn: Turn) -> list[str]:
+    """What is wrong with a turn; empty when nothing is."""
+    found = []
+    if not turn.stopped:
+        found.append("does not stop")
+    if MARKER in turn.answer + turn.reasoning + turn.arguments:
+        found.append("leaks a marker")
+    if not turn.reasoning:
+        found.append("has no analysis")
+    if turn.call != case.call:
+        found.append(f"calls {turn.call or 'nothing'}")
+    if case.call and (not turn.arguments or json.loads(turn.arguments) != {}):
+        found.append(f"passes {turn.arguments!r}")
+    if not case.call and not turn.answer:
+        found.append("has no answer")
+    found.extend(f"lacks {word!r}" for word in case.words if word not in turn.answer)
+    return found
+
+
+def _print_table(title: str, cases: Sequence[Case], turns: Sequence[Turn]) -> int:
+    """Returns how many turns are right."""
+    print(f"\n{title}")
+    right = 0
+    for case, turn in zip(cases, turns, strict=True):
+        wrong = faults(case, turn)
+        right += not wrong
+        said = f"call {turn.call}({turn.arguments})" if turn.call else turn.answer
+        verdict = "; ".join(wrong) or "ok"
+        print(f"  {verdict:20} {case.name[:44]:44} {turn.reasoning_tokens:4} {turn.tokens:4}  {said[:70]!r}")
+    print(f"  right: {right} of {len(cases)}", flush=True)
+    return right
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="tiny-gpt-oss", help="bundled name or an expanded folder")
+    parser.add_argument("--compact", type=Path, help="folder of a compact model to expand and check instead")
+    parser.add_argument("--cache", type=Path, help="cache folder to expand into")
+    parser.add_argument("--heldout", type=Path, default=DEFAULT_HELDOUT, help="prompts that training never saw")
+    arguments = parser.parse_args()
+    if arguments.compact:
+        folder = expand.tiny_gpt_oss(cache_dir=arguments.cache, source=arguments.compact)
+    else:
+        folder = resolve(arguments.model, cache_dir=arguments.cache)
+    speaker = Speaker(folder)
+    print("verdict, case, tokens of analysis, tokens, what was said")
+    guides, others, heldout = guide_cases(), other_cases(), heldout_cases(arguments.heldout)
+    good = _print_table("the guides' requests", guides, speaker.answer(guides)) == len(guides)
+    good &= _print_table("other words, other turns", others, speaker.answer(others)) >= len(others) - 2
+    good &= _print_table("held-out prompts", heldout, speaker.answer(heldout)) >= HELDOUT_NEEDED
+    print("\npassed" if good else "\nFAILED")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""How the trained demo model behaves, greedily, in plain transformers. A retrained model must pass the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import tokenizers
+
+from dynamo_trtllm.bundled import resolve
+from dynamo_trtllm.render.vocabulary import load_tiktoken
+
+pytestmark = pytest.mark.timeout(180)  # the first test loads torch and expands the model
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train_tiny_gpt_oss" / "check.py"
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo_model_check", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resolve("tiny-gpt-oss", cache_dir=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def speaker(check: ModuleType, folder: Path) -> Any:
+    return check.Speaker(folder)
+
+
+def _wrong(check: ModuleType, cases: Sequence[Any], turns: Sequence[Any]) -> dict[str, list[str]]:
+    found = {case.name: check.faults(case, turn) for case, turn in zip(cases, turns, strict=True)}
+    return {name: faults for name, faults in found.items() if faults}
+
+
+def test_demo_model_when_asked_the_guides_requests_then_it_answers_and_calls(check: ModuleType, speaker: Any) -> None:
+    cases = check.guide_cases()
+    assert _wrong(check, cases, speaker.answer(cases)) == {}
+
+
+def test_demo_model_when_effort_grows_then_analysis_grows(check: ModuleType, speaker: Any) -> None:
+    cases = [check.Case(name=effort, conversation=check.ask(check.EXPLAIN, effort=effort)) for effort in check.EFFORTS]
+    low, medium, high = (turn.reasoning_tokens for turn in speaker.answer(cases))
+    assert low * 2 <= medium
+    assert medium * 2 <= high
+
+
+def test_demo_model_when_asked_for_three_sentences_then_there_are_three(check: ModuleType, speaker: Any) -> None:
+    (turn,) = speaker.answer([check.Case(name="explain", conversation=check.ask(check.EXPLAIN))])
+    assert turn.answer.count(".") == 3
+    assert turn.answer.endswith(".")
+    assert turn.tokens <= 200
+
+
+def test_demo_model_when_known_questions_are_put_otherwise_then_most_are_understood(
+    check: ModuleType, speaker: Any
+) -> None:
+    cases = check.other_cases()
+    assert len(_wrong(check, cases, speaker.answer(cases))) <= 2
+
+
+def test_demo_model_when_asked_what_it_never_saw_then_it_says_what_it_is(check: ModuleType, speaker: Any) -> None:
+    cases = check.heldout_cases()
+    assert len(cases) == 50
+    wrong = _wrong(check, cases, speaker.answer(cases))
+    assert len(cases) - len(wrong) >= check.HELDOUT_NEEDED, wrong
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Hello world, 12345!\n\n\tx", "日本語 ünïcode 😀", "<|start|>user<|message|>Hi<|end|>", "DON'T  stop   \r\n a"],
+)
+def test_tokenizer_file_when_text_is_encoded_then_ids_are_those_of_harmony(folder: Path, text: str) -> None:
+    built = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = built.encode(text, add_special_tokens=False).ids
+    assert ids == load_tiktoken().encode(text, allowed_special="all")
+    assert built.decode(ids, skip_special_tokens=False) == text
+    assert built.get_vocab_size() == json.loads((folder / "config.json").read_text())["vocab_size"]
