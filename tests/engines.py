@@ -1,0 +1,118 @@
+"""Makes engines for tests and asks them: one request, two legs, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets
+from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.handoff.loopback import LoopbackCarrier
+from dynamo_trtllm.handoff.select import select_carrier
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    HandoffTicket,
+    Phase,
+    ReleaseOutcome,
+    Role,
+    Sampling,
+    token_ids,
+)
+
+
+def make(kind: str, folder: Path, role: Role, *, carrier: str = "loopback", ttl_s: float = 60.0, **args: Any) -> Engine:
+    config = WorkerConfig(
+        model_path=str(folder),
+        served_model_name="tiny",
+        disaggregation_mode=role,
+        ticket_ttl_s=ttl_s,
+        override_engine_args=args,
+    )
+    chosen = LoopbackCarrier() if carrier == "loopback" else select_carrier(carrier)
+    number = list(Role).index(role) + 1
+    if kind == "mock":
+        return MockEngine(config, instance_id=number, carrier=chosen)
+    from dynamo_trtllm.engine.torch.engine import TorchEngine
+
+    return TorchEngine(config, instance_id=number, carrier=chosen)
+
+
+@asynccontextmanager
+async def started(*engines: Engine) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            stack.push_async_callback(engine.aclose)
+            await engine.start()
+        yield
+
+
+def prompt_of(length: int, seed: int = 1) -> array[int]:
+    return token_ids((i * i * 31 + i * 7 + seed * 101) % 2000 + 10 for i in range(length))
+
+
+def ask(
+    prompt: array[int], *, phase: Phase = Phase.WHOLE, ticket: HandoffTicket | None = None, **sampling: Any
+) -> GenerateRequest:
+    chosen = Sampling(**{"max_tokens": 8, "temperature": 0.0, **sampling})
+    return GenerateRequest(
+        request_id="r",
+        model="tiny",
+        token_ids=prompt,
+        sampling=chosen,
+        deadline=time.time() + 60,
+        phase=phase,
+        ticket=ticket,
+    )
+
+
+async def collect(engine: Engine, request: GenerateRequest) -> list[Chunk]:
+    async with aclosing(engine.generate(request)) as stream:
+        chunks = [chunk async for chunk in stream]
+    assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    return chunks
+
+
+def tokens(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def answer(engine: Engine, prompt: array[int], **sampling: Any) -> list[int]:
+    return tokens(await collect(engine, ask(prompt, **sampling)))
+
+
+async def ticket_from(engine: Engine, prompt: array[int], **sampling: Any) -> HandoffTicket:
+    last = (await collect(engine, ask(prompt, phase=Phase.PREFILL, **sampling)))[-1]
+    assert last.finish_reason is FinishReason.HANDOFF
+    assert last.ticket is not None
+    assert list(last.token_ids) == []
+    return last.ticket
+
+
+async def two_legs(prefill: Engine, decode: Engine, prompt: array[int], **sampling: Any) -> list[Chunk]:
+    ticket = await ticket_from(prefill, prompt, **sampling)
+    return await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling))
+
+
+def stats(engine: Engine) -> EngineStats:
+    assert isinstance(engine, HasStats)
+    return engine.stats()
+
+
+def release(engine: Engine, ticket: HandoffTicket, outcome: ReleaseOutcome = ReleaseOutcome.REFUSED) -> None:
+    assert isinstance(engine, HasTickets)
+    engine.release(ticket.ticket_id, outcome)
+
+
+async def check_nothing_left(engine: Engine) -> None:
+    async with asyncio.timeout(5):
+        await engine.drain()
+    left = stats(engine)
+    assert (left.running, left.waiting, left.kv_blocks_used, left.tickets_held) == (0, 0, 0, 0)
