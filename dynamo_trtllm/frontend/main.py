@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 from contextlib import AsyncExitStack
 
@@ -66,7 +67,11 @@ async def _until_stopped(server: uvicorn.Server, sock: socket.socket, models: Mo
     watch.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         _log.info("listening on http://%s:%d", *sock.getsockname()[:2])
-        await server.serve([sock])
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.handle_exit, number, None)
+        # `serve` would raise the signal once more at its end, which kills the process before it has closed anything
+        await server._serve([sock])
         if watch.done():
             watch.result()  # raises what ended it
             raise InternalError("the watch on discovery ended; restart the frontend")

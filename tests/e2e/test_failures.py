@@ -1,0 +1,244 @@
+"""What a client sees when something dies or leaves: an answer or a named error within a bound, and nothing kept.
+
+Mock engines: their scheduling, tickets and KV transfer are real, only the computing is not.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import Cluster, Process, events, gauges, until
+from tests.servers import TestServer
+
+pytestmark = pytest.mark.timeout(60)
+
+CHAT = "/v1/chat/completions"
+STEP_S = 0.02
+LOST_WITHIN_S = 11.0  # the plane pings the peers of running streams every 5 s and waits as long for an answer
+GOOD: dict[str, Any] = {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+LONG = GOOD | {"stream": True, "max_tokens": 1000}  # 20 s of steps
+SHORT = LONG | {"max_tokens": 60}
+
+Make = Callable[..., Cluster]
+
+
+class Pair(NamedTuple):
+    cluster: Cluster
+    prefill: Process
+    decode: Process
+
+    def until_idle(self, timeout_s: float = 2.0) -> None:
+        for worker in (self.prefill, self.decode):
+            until(lambda worker=worker: is_idle(worker), timeout_s)  # type: ignore[misc]
+
+
+def is_idle(worker: Process) -> bool:
+    now = gauges(worker)
+    return not any(now[name] for name in ("running", "waiting", "kv_blocks_used", "tickets_held"))
+
+
+def start_pair(cluster: Cluster, **engine_args: Any) -> Pair:
+    args = {"step_s": STEP_S} | engine_args
+    pair = Pair(cluster, cluster.mock("prefill", "mock", **args), cluster.mock("decode", "mock", **args))
+    cluster.until_ready("mock")
+    return pair
+
+
+@pytest.fixture(scope="module")
+def lasting(etcd_server: str, nats_server: str) -> Iterator[Pair]:
+    """For tests in which only clients leave."""
+    cluster = Cluster(etcd_server, nats_server, "clients-leave")
+    try:
+        yield start_pair(cluster)
+    finally:
+        cluster.stop()
+
+
+class Running(NamedTuple):
+    """A stream that has begun."""
+
+    answer: httpx.Response
+    events: Iterator[Any]
+
+
+@contextmanager
+def running(cluster: Cluster, body: dict[str, Any] = LONG) -> Iterator[Running]:
+    """Entered when the first text has come."""
+    with cluster.client() as client, client.stream("POST", CHAT, json=body) as answer:
+        assert answer.status_code == 200
+        told = events(answer.iter_lines())
+        while not next(told)["choices"][0]["delta"].get("content"):
+            pass
+        yield Running(answer, told)
+
+
+def check_good(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        answer = client.post(CHAT, json=GOOD)
+    assert answer.status_code == 200, answer.text
+
+
+def check_ends_with_error(stream: Running, codes: set[str], within_s: float) -> None:
+    """The last event is an error with one of these codes, then `[DONE]`."""
+    begun = time.monotonic()
+    *_, last = stream.events
+    assert time.monotonic() - begun < within_s
+    assert last["error"]["code"] in codes, last
+    assert last["error"]["message"]
+
+
+# --- clients leave -------------------------------------------------------------------------------------
+
+
+def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides_within_2_s(lasting: Pair) -> None:
+    with running(lasting.cluster):
+        assert gauges(lasting.decode)["kv_blocks_used"] > 0
+    lasting.until_idle()
+    check_good(lasting.cluster)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_kv_when_a_client_leaves_before_the_first_token_then_free_on_both_sides_within_2_s(
+    etcd_server: str, nats_server: str, lasting: Pair, stream: bool
+) -> None:
+    """A worker with one step of 5 s: the request is in it when the client leaves."""
+    name = f"slow-{stream}"
+    slow = lasting.cluster.mock("prefill", name, step_s=5.0)
+    decode = lasting.cluster.mock("decode", name)
+    lasting.cluster.until_ready(name)
+    with lasting.cluster.client(timeout_s=1.0) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(CHAT, json=GOOD | {"model": name, "stream": stream})
+    Pair(lasting.cluster, slow, decode).until_idle()
+    check_good(lasting.cluster)
+    for worker in (slow, decode):
+        worker.send(signal.SIGKILL)
+
+
+def test_kv_when_16_clients_leave_at_once_then_all_of_it_is_free(lasting: Pair) -> None:
+    leave = threading.Barrier(17)
+
+    def client() -> None:
+        with running(lasting.cluster):
+            leave.wait(15)
+
+    threads = [threading.Thread(target=client) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    leave.wait(15)
+    for thread in threads:
+        thread.join(15)
+    lasting.until_idle()
+    check_good(lasting.cluster)
+
+
+# --- processes die -------------------------------------------------------------------------------------
+
+
+def test_stream_when_its_decode_worker_is_killed_then_it_ends_with_an_error_and_another_serves(
+    make_cluster: Make,
+) -> None:
+    pair = start_pair(make_cluster())
+    with running(pair.cluster) as stream:
+        pair.decode.send(signal.SIGKILL)
+        with pair.cluster.client() as client:
+            refused = client.post(CHAT, json=GOOD)
+            assert refused.status_code == 503, refused.text
+            assert refused.json()["error"]["code"] in ("unreachable", "no_instances")
+            assert refused.headers["Retry-After"]
+        check_ends_with_error(stream, {"unreachable", "disconnected", "incomplete"}, LOST_WITHIN_S)
+    until(lambda: is_idle(pair.prefill), 2.0)
+    pair.cluster.until_status("mock", 503)
+    pair.cluster.mock("decode", "mock").instance()
+    pair.cluster.until_status("mock", 200)
+    check_good(pair.cluster)
+
+
+def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_get_503(make_cluster: Make) -> None:
+    pair = start_pair(make_cluster())
+    with running(pair.cluster, SHORT) as stream:
+        pair.prefill.send(signal.SIGKILL)
+        *_, last = stream.events
+    assert last["choices"][0]["finish_reason"] == "length"
+    with pair.cluster.client() as client:
+        refused = client.post(CHAT, json=GOOD)
+    assert refused.status_code == 503, refused.text
+    pair.cluster.until_status("mock", 503)
+    until(lambda: is_idle(pair.decode), 2.0)
+    pair.cluster.mock("prefill", "mock").instance()
+    pair.cluster.until_status("mock", 200)
+    check_good(pair.cluster)
+
+
+def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error(make_cluster: Make) -> None:
+    cluster = make_cluster()
+    prefill, decode = cluster.mock("prefill", "mock", step_s=30.0), cluster.mock("decode", "mock")
+    cluster.until_ready("mock")
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        with cluster.client() as client:
+            answers.append(client.post(CHAT, json=GOOD))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: gauges(prefill)["running"] == 1, 5.0)
+    prefill.send(signal.SIGKILL)
+    asking.join(LOST_WITHIN_S)
+    assert answers, "no answer in time"
+    assert answers[0].status_code in (502, 503), answers[0].text
+    assert answers[0].json()["error"]["code"] in ("unreachable", "disconnected", "incomplete")
+    assert is_idle(decode)
+
+
+# --- processes are asked to stop -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(make_cluster: Make, role: str) -> None:
+    pair = start_pair(make_cluster())
+    worker = pair.prefill if role == "prefill" else pair.decode
+    with running(pair.cluster, SHORT) as stream:
+        worker.send(signal.SIGTERM)
+        *_, last = stream.events
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert worker.wait() == 0
+    with pair.cluster.client() as client:
+        assert client.post(CHAT, json=GOOD).status_code == 503
+
+
+def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(make_cluster: Make) -> None:
+    pair = start_pair(make_cluster())
+    with running(pair.cluster, SHORT) as stream:
+        pair.cluster.frontend.send(signal.SIGTERM)
+        *_, last = stream.events
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert pair.cluster.frontend.wait() == 0
+    pair.until_idle()
+
+
+# --- NATS --------------------------------------------------------------------------------------------
+
+
+def test_streams_when_nats_restarts_then_they_end_with_an_error_and_later_requests_are_served(
+    make_cluster: Make, own_nats: Callable[[], TestServer]
+) -> None:
+    nats = own_nats()
+    pair = start_pair(make_cluster(nats=nats.address))
+    with running(pair.cluster) as stream:
+        nats.restart()
+        check_ends_with_error(stream, {"disconnected", "unreachable", "incomplete"}, LOST_WITHIN_S)
+    pair.until_idle(LOST_WITHIN_S)
+
+    def is_served() -> bool:
+        with pair.cluster.client() as client:
+            return client.post(CHAT, json=GOOD).status_code == 200
+
+    until(is_served, 10.0)
