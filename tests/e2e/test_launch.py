@@ -33,14 +33,14 @@ MARK = "LAUNCH_TEST_MARK"
 class Launched:
     """A launcher whose children carry a mark in their environment."""
 
-    def __init__(self, *argv: str) -> None:
+    def __init__(self, folder: Path, *argv: str) -> None:
         self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "dynamo_trtllm.launch", *argv],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, MARK: self.mark},
+            env={**os.environ, MARK: self.mark, "TMPDIR": str(folder)},
         )
         self.lines: list[str] = []
         self._news = threading.Condition()
@@ -131,11 +131,19 @@ def deployment(tmp_path: Path, port: int) -> Path:
 
 
 @pytest.fixture
-def launch() -> Iterator[Launch]:
+def temporary(tmp_path: Path) -> Path:
+    """Where the launcher keeps the data of its servers."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def launch(temporary: Path) -> Iterator[Launch]:
     started: list[Launched] = []
 
     def start(*argv: object) -> Launched:
-        started.append(Launched(*map(str, argv)))
+        started.append(Launched(temporary, *map(str, argv)))
         return started[-1]
 
     yield start
@@ -144,10 +152,11 @@ def launch() -> Iterator[Launch]:
 
 
 def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0(
-    launch: Launch, deployment: Path, port: int
+    launch: Launch, deployment: Path, port: int, temporary: Path
 ) -> None:
     launched = launch(deployment)
     launched.wait_line("all processes serve")
+    assert list(temporary.iterdir())
     for name in ("etcd", "nats", "frontend", "prefill", "decode"):
         launched.wait_line(rf"^launch +\| {name} is ready after \d+\.\d\d s (at|as) \S+")
     order = [line.split()[2] for line in launched.lines if " is ready after" in line]
@@ -161,6 +170,7 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
     drained = [i for i, line in enumerate(launched.lines) if re.match(r"(prefill|decode) .*drained", line)]
     assert len(drained) == 2  # stopped in order, not killed
     assert launched.lines[-1].endswith("| stopped")
+    assert not list(temporary.iterdir())
 
 
 def test_launch_when_worker_is_killed_then_it_is_restarted_once_and_then_all_is_given_up(
