@@ -1,0 +1,97 @@
+"""Where requests go: round robin per role, pairs of equals only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.errors import NoInstances, TicketMismatch
+from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.router.policy import place
+from dynamo_trtllm.router.view import ModelView
+from tests.instances import LAYOUT, make_instance
+
+OTHER = msgspec.structs.replace(LAYOUT, block_tokens=64)
+
+
+def some(role: Role, *ids: int, **fields: Any) -> tuple[Instance, ...]:
+    return tuple(msgspec.structs.replace(make_instance(i, role=role), **fields) for i in ids)
+
+
+def prefills(*ids: int, **fields: Any) -> tuple[Instance, ...]:
+    return some(Role.PREFILL, *ids, **fields)
+
+
+def decodes(*ids: int, **fields: Any) -> tuple[Instance, ...]:
+    return some(Role.DECODE, *ids, **fields)
+
+
+def served(view: ModelView, turns: int) -> list[tuple[int, int]]:
+    placements = [place(view, "tiny", turn) for turn in range(turns)]
+    return [(p.prefill.id if p.prefill else 0, p.decode.id) for p in placements]
+
+
+def test_place_when_roles_have_several_then_each_takes_turns() -> None:
+    view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12, 13))
+    assert served(view, 6) == [(1, 11), (2, 12), (1, 13), (2, 11), (1, 12), (2, 13)]
+
+
+def test_place_when_keys_differ_then_every_prefill_of_each_key_gets_its_share() -> None:
+    view = ModelView(
+        prefill=prefills(1, 2) + prefills(3, 4, layout=OTHER), decode=decodes(11) + decodes(12, layout=OTHER)
+    )
+    pairs = served(view, 8)
+    assert Counter(p for p, _ in pairs) == {1: 2, 2: 2, 3: 2, 4: 2}
+    assert all((p <= 2) == (d == 11) for p, d in pairs)
+
+
+@pytest.mark.parametrize("field", [{"engine": "torch"}, {"strategy": "other"}, {"layout": OTHER}])
+def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, Any]) -> None:
+    view = ModelView(prefill=prefills(1), decode=decodes(11, **field) + decodes(12))
+    assert served(view, 3) == [(1, 12)] * 3
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"engine": "torch"}, "engine is 'mock' at prefill and 'torch' at decode"),
+        ({"strategy": "other"}, "strategy is 'prefill_first' at prefill and 'other' at decode"),
+        ({"layout": OTHER}, "layout.block_tokens is 16 at prefill and 64 at decode"),
+    ],
+)
+def test_place_when_no_pair_matches_then_mismatch_names_the_field(field: dict[str, Any], said: str) -> None:
+    with pytest.raises(TicketMismatch) as caught:
+        place(ModelView(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0)
+    assert caught.value.message.endswith(f"matches a decode worker: {said}")
+
+
+@pytest.mark.parametrize(
+    ("view", "missing"),
+    [
+        (ModelView(), "no prefill and no decode worker"),
+        (ModelView(prefill=prefills(1)), "no decode worker"),
+        (ModelView(decode=decodes(1)), "no prefill worker"),
+    ],
+)
+def test_place_when_roles_are_missing_then_no_instances_names_them(view: ModelView, missing: str) -> None:
+    with pytest.raises(NoInstances, match=f"model 'tiny' has {missing} now"):
+        place(view, "tiny", 0)
+
+
+def test_place_when_there_is_no_pair_then_aggregated_take_turns() -> None:
+    view = ModelView(prefill=prefills(1), aggregated=some(Role.AGGREGATED, 21, 22))
+    assert served(view, 3) == [(0, 21), (0, 22), (0, 21)]
+
+
+def test_place_when_there_is_a_pair_then_it_goes_before_aggregated() -> None:
+    view = ModelView(prefill=prefills(1), decode=decodes(11), aggregated=some(Role.AGGREGATED, 21))
+    assert served(view, 2) == [(1, 11)] * 2
+
+
+def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same() -> None:
+    two, one = ModelView(prefill=prefills(1, 2), decode=decodes(11)), ModelView(prefill=prefills(1), decode=decodes(11))
+    assert all(place(two, "tiny", turn, avoid=1).prefill == two.prefill[1] for turn in range(3))
+    assert place(one, "tiny", 0, avoid=1).prefill == one.prefill[0]
