@@ -54,7 +54,10 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette
 
 
 class HealthServer:
-    """Serves the routes while entered; does nothing when `port` is None. Port 0 takes a free one and logs it."""
+    """Serves the routes while entered; does nothing when `port` is None. Port 0 takes a free one and logs it.
+
+    It listens on every interface, because probes and scrapers come from outside; the routes only read.
+    """
 
     def __init__(self, port: int | None, health: Health, render_metrics: Callable[[], bytes]) -> None:
         self._port = port
@@ -74,7 +77,11 @@ class HealthServer:
             raise ConfigError(
                 f"--system-port {self._port} is in use; choose another or 0", field="system_port"
             ) from exc
-        self._server = uvicorn.Server(uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off"))
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._app, ws="none", log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            )
+        )
         # `serve` would take the process's signals, which are the worker's
         self._task = asyncio.create_task(self._server._serve([sock]), name="worker-health")
         _log.info("health at http://localhost:%d", sock.getsockname()[1])

@@ -8,8 +8,11 @@ import asyncio
 import logging
 import secrets
 import signal
+import threading
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.models import WorkerConfig
@@ -28,8 +31,16 @@ from dynamo_trtllm.worker.service import WorkerService, digest
 
 _log = logging.getLogger(__name__)
 
-_CHECK_EVERY_S = 2.0  # how soon a dead engine is noticed when no request meets it
+_CHECK_EVERY_S = 2.0  # engines are asked, they do not tell: how soon a dead engine is noticed when no request meets it
 _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
+
+
+class _Parts(NamedTuple):
+    """What a started worker is made of; the exit stack of `serve` closes it."""
+
+    engine: Engine
+    serving: Serving
+    registration: Registration
 
 
 class Worker:
@@ -43,13 +54,18 @@ class Worker:
         self._stop = asyncio.Event()
 
     def run(self) -> None:
-        """Serves until SIGTERM, SIGINT or `stop()`. Raises ConfigError, Unreachable, EngineFailed."""
+        """Serves until SIGTERM, SIGINT or `stop()`; for the main thread, because signals come nowhere else.
+
+        Raises ConfigError, Unreachable, EngineFailed. A second signal exits with 1 at once.
+        """
         import uvloop
 
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("Worker.run takes signals and needs the main thread; elsewhere await Worker.serve")
         uvloop.run(self._run_with_signals())
 
     def stop(self) -> None:
-        """Drain and return from `serve`. Call it on the worker's loop."""
+        """Drain and return from `serve`; a start under way is given up. Call it on the worker's loop."""
         self._stop.set()
 
     async def _run_with_signals(self) -> None:
@@ -70,16 +86,34 @@ class Worker:
             raise SystemExit(1) from None
 
     async def serve(self) -> None:
-        """Start, serve, drain, close."""
+        """Start, serve, drain, close; once per worker. Raises as `run`. Cancelled it closes without a drain."""
         async with AsyncExitStack() as stack:
-            engine, serving, registration = await self._start(stack)
+            parts = await self._unless_stopped(self._start(stack))
+            if parts is None:
+                _log.info("stopped before it served")
+                return
             _log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
-                await self._until_stopped(engine)
-            finally:
-                await self._drain(engine, serving, registration)
+                await self._until_stopped(parts.engine)
+            except EngineFailed as exc:
+                _log.error("the engine failed, leaving: %s", exc.message)
+                await self._drain(parts)
+                raise
+            await self._drain(parts)
 
-    async def _start(self, stack: AsyncExitStack) -> tuple[Engine, Serving, Registration]:
+    async def _unless_stopped(self, start: Coroutine[Any, Any, _Parts]) -> _Parts | None:
+        """None when `stop` comes first; the start has then ended too."""
+        starting = asyncio.create_task(start, name="worker-start")
+        stopping = asyncio.create_task(self._stop.wait(), name="worker-stop")
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return starting.result() if starting.done() else None
+        finally:
+            for task in (starting, stopping):
+                task.cancel()
+            await asyncio.gather(starting, stopping, return_exceptions=True)
+
+    async def _start(self, stack: AsyncExitStack) -> _Parts:
         config = self._config
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
@@ -99,8 +133,9 @@ class Worker:
         serving = await plane.serve(instance.subject, service)
         stack.push_async_callback(serving.aclose)
         registration = await discovery.register(instance)
+        stack.push_async_callback(registration.aclose)
         self._health.phase = "serving"
-        return engine, serving, registration
+        return _Parts(engine, serving, registration)
 
     def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
         """The record to register, and the files it names by their hash."""
@@ -153,13 +188,13 @@ class Worker:
             except TimeoutError:
                 continue
 
-    async def _drain(self, engine: Engine, serving: Serving, registration: Registration) -> None:
+    async def _drain(self, parts: _Parts) -> None:
         self._health.phase = "draining"
-        await registration.aclose()
-        await serving.stop_accepting()
+        await parts.registration.aclose()
+        await parts.serving.stop_accepting()
         try:
             async with asyncio.timeout(self._config.drain_timeout_s):
-                await engine.drain()
+                await parts.engine.drain()
             _log.info("drained")
         except TimeoutError:
             _log.warning("requests or tickets were left after --drain-timeout-s %g", self._config.drain_timeout_s)
