@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -37,7 +38,7 @@ class Pair(NamedTuple):
 
     def until_idle(self, timeout_s: float = 2.0) -> None:
         for worker in (self.prefill, self.decode):
-            until(lambda worker=worker: is_idle(worker), timeout_s)  # type: ignore[misc]
+            until(partial(is_idle, worker), timeout_s)
 
 
 def is_idle(worker: Process) -> bool:
@@ -109,7 +110,7 @@ def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides_within_2_s(l
 def test_kv_when_a_client_leaves_before_the_first_token_then_free_on_both_sides_within_2_s(
     etcd_server: str, nats_server: str, lasting: Pair, stream: bool
 ) -> None:
-    """A worker with one step of 5 s: the request is in it when the client leaves."""
+    """A prefill step takes 5 s: the request is in it when the client leaves."""
     name = f"slow-{stream}"
     slow = lasting.cluster.mock("prefill", name, step_s=5.0)
     decode = lasting.cluster.mock("decode", name)
