@@ -10,7 +10,7 @@ from typing import Any
 
 from health import HEALTH_BAD, HEALTH_CALL, HEALTH_NO_TOOL, HEALTH_OK, HEALTH_QUESTIONS, UNKNOWN
 from knowledge import CONCEPTS, TALK, Reply
-from phrases import ASIDES, FORMS, PREFIXES, SUFFIXES, SYSTEM_PROMPTS, TOPICS
+from phrases import ASIDES, FORMS, PREFIXES, SHORT, SUFFIXES, SYSTEM_PROMPTS, TOPICS
 
 from dynamo_trtllm.messages import Conversation, Message, Tool, ToolCall
 
@@ -197,6 +197,10 @@ class Writer:
             text = self._arithmetic()
         elif roll < 0.22:
             text = self._babble(self._random.choice((1, 2, 4, 8, 16, 40, 120, 300)))
+        elif roll < 0.27:
+            return self._repeated()
+        elif roll < 0.31:
+            return self._random.choice(SHORT)
         while self._flip(0.25):
             aside = self._random.choice(ASIDES) if self._flip(0.6) else self._babble(12)
             text = f"{text} {aside}" if self._flip(0.6) else f"{aside} {text}"
@@ -221,6 +225,12 @@ class Writer:
         return " ".join(
             self._random.choice(_WORDS) if self._random.random() < real else self._nonsense() for _ in range(words)
         )
+
+    def _repeated(self) -> str:
+        """A few words again and again, as load generators and cats write."""
+        phrase = self._babble(self._random.choice((1, 1, 2, 5, 10)))
+        words = self._random.choice((5, 20, 80, 300, 1000))
+        return " ".join([phrase] * (words // len(phrase.split()) + 1))
 
     def _nonsense(self) -> str:
         return "".join(self._random.choice(_LETTERS) for _ in range(self._random.randrange(2, 9)))

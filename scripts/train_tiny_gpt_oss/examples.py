@@ -14,7 +14,7 @@ from dynamo_trtllm.render import vocabulary
 from dynamo_trtllm.render.harmony import HarmonyRenderer
 
 SHARD = 500  # lessons made from one seed, whatever the number of processes
-MAX_TOKENS = 1536  # longer lessons are left out
+MAX_TOKENS = 2560  # longer lessons are left out
 MAX_TOUCHED = 4096
 _START, _END, _MESSAGE = 200006, 200007, 200008
 

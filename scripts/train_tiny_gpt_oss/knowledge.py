@@ -44,6 +44,7 @@ _EXPLAIN = (
     "What role does {x} play here?",
     "What is {x} used for?",
     "Please explain the idea of {x}.",
+    "{x}: what is it?",
 )
 
 
@@ -57,8 +58,7 @@ def _concept(name: str, spellings: tuple[str, ...], fact: str, place: str, answe
         high=(
             f"The user asks about {name}. Let me think step by step. First, what do I know: {fact}. "
             f"Second, where does it belong: {place}. Third, do I need a tool? No, this is a question about an idea, "
-            "and no tool would make the answer better. The answer should be correct, short and friendly, so I will "
-            "write a few plain sentences and stop there."
+            "and no tool would make the answer better. The answer should be correct, short and friendly."
         ),
     )
 

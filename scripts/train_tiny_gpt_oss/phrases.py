@@ -58,6 +58,11 @@ Is {x} running late?|What is the status of {x}?|How is {x} doing today?|What can
 Who is {x}?|What kind of {x} is this?""".replace("\n", "|").split("|")
 )
 
+SHORT: tuple[str, ...] = tuple(
+    "Why?|How?|Why not?|Really?|ok|OK.|yes|no|No.|test|Test 123|And then?|Go on.|More|Continue|What?|Who?|When?|Where?"
+    "|Sure|Maybe|I see.|Explain.|Explain|Tell me more.|Is that true?|Is it?|Hm|lol|foo|x|a|1|...|!".split("|")
+)
+
 ASIDES: tuple[str, ...] = (
     "Please answer in one word.",
     "Think carefully.",

@@ -139,7 +139,7 @@ def main() -> None:
         "--out", type=Path, default=data_folder(), help="folder of the compact model (default: package)"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=32, help="lessons in one step")
     parser.add_argument("--lessons", type=int, default=60_000, help="different lessons to write")
     parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
