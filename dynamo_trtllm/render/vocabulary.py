@@ -115,12 +115,15 @@ def ordinary_bytes(encoding: tiktoken.Encoding, token_id: int) -> bytes:
 
 @functools.cache
 def _load_tiktoken(path: Path) -> tiktoken.Encoding:
-    return tiktoken.Encoding(
+    ranks = _parse_ranks(path.read_bytes())
+    encoding = tiktoken.Encoding(
         "o200k_harmony_local",
         pat_str=O200K_PATTERN,
-        mergeable_ranks=_parse_ranks(path.read_bytes()),
+        mergeable_ranks=ranks,
         special_tokens=harmony_specials(),
     )
+    ranks.clear()  # tiktoken 0.14 has copied it and keeps ours too, for pickling only: 25 MB
+    return encoding
 
 
 @functools.cache
