@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from dynamo_trtllm.bundled import resolve
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
@@ -22,18 +21,9 @@ def main() -> None:
     try:
         config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION).config
         observe_logging.setup(config.log_level, config.disaggregation_mode)
-        Worker(_resolved(config)).run()
+        Worker(config).run()
     except ConfigError as exc:
         exit_with(PROG, exc)
     except DynamoError as exc:
         _log.error("%s: %s", exc.code, exc.message)
         raise SystemExit(1) from exc
-
-
-def _resolved(config: WorkerConfig) -> WorkerConfig:
-    """The name of a bundled model becomes its folder; clients still use the name."""
-    if config.engine == "mock":
-        return config  # it has no weights: the path only gives the name
-    folder = resolve(config.model_path)
-    name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
-    return config.model_copy(update={"model_path": str(folder), "served_model_name": name})

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamo_trtllm import __version__
+from dynamo_trtllm.bundled import resolve
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Registration
@@ -41,6 +42,14 @@ class _Parts(NamedTuple):
     engine: Engine
     serving: Serving
     registration: Registration
+
+
+def _resolved(config: WorkerConfig) -> WorkerConfig:
+    """The name of a bundled model becomes its folder; clients still use the name. May write the folder: seconds."""
+    if config.engine == "mock":
+        return config  # it has no weights: the path only gives the name
+    name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
+    return config.model_copy(update={"model_path": str(resolve(config.model_path)), "served_model_name": name})
 
 
 class Worker:
@@ -114,7 +123,7 @@ class Worker:
             await asyncio.gather(starting, stopping, return_exceptions=True)
 
     async def _start(self, stack: AsyncExitStack) -> _Parts:
-        config = self._config
+        self._config = config = await asyncio.to_thread(_resolved, self._config)
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await stack.enter_async_context(
