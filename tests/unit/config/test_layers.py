@@ -1,5 +1,8 @@
+from pathlib import Path
+
 import pytest
 
+from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.layers import check_keys, merge_engine_args, nested, read_yaml
 from dynamo_trtllm.errors import ConfigError
 
@@ -85,3 +88,11 @@ def test_read_yaml_when_the_file_is_not_text_then_it_is_named(tmp_path):
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"a\.yaml: can't be read"):
         read_yaml(tmp_path / "a.yaml")
+
+
+def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_found(tmp_path: Path) -> None:
+    here = tmp_path / "mine.yaml"
+    here.write_text("a: 1\n")
+    assert layers.located(here) == here
+    assert layers.located(Path("config/layers.py")) == Path(layers.__file__)  # any file that is in the package
+    assert layers.located(Path("nowhere.yaml")) == Path("nowhere.yaml")
