@@ -1,0 +1,307 @@
+"""One request over its legs, on the in-process plane: what is sent where, what is released, what is tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from dynamo_trtllm.errors import DynamoError, EngineRefused, NoInstances, StreamIncomplete, TransferFailed
+from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    HandoffTicket,
+    Instance,
+    LegStats,
+    Phase,
+    Release,
+    ReleaseOutcome,
+    Role,
+    Sampling,
+    token_ids,
+)
+from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.router.view import ClusterView
+from tests.instances import LAYOUT, make_instance
+
+PREFILL_STATS = LegStats(prefill_s=0.25)
+DECODE_STATS = LegStats(handoff_s=0.5, kv_bytes=7)
+
+HANG = "hang"
+Step = Chunk | DynamoError | str
+FINISHED = [
+    Chunk(token_ids=token_ids([10])),
+    Chunk(token_ids=token_ids([11, 12])),
+    Chunk(token_ids=token_ids([13]), finish_reason=FinishReason.STOP, stats=DECODE_STATS),
+]
+
+
+def ticket(ticket_id: str) -> HandoffTicket:
+    return HandoffTicket(
+        version=1,
+        ticket_id=ticket_id,
+        engine="mock",
+        model="tiny",
+        layout=LAYOUT,
+        holder=1,
+        expires_at=time.time() + 60,
+        prompt_tokens=3,
+        first_token_ids=token_ids([10]),
+        transport="none",
+        kv_bytes=7,
+        opaque=b"",
+    )
+
+
+def handoff(ticket_id: str) -> Chunk:
+    return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket(ticket_id), stats=PREFILL_STATS)
+
+
+class Scripted:
+    """A worker that plays one script per call; HANG waits until its stream is closed."""
+
+    def __init__(self, *scripts: list[Step]) -> None:
+        self._scripts = iter(scripts)
+        self.requests: list[GenerateRequest] = []
+        self.releases: list[Release] = []
+        self.hanging = asyncio.Event()
+        self.closed = asyncio.Event()  # while it hung
+        self.release_fault: DynamoError | None = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        for step in next(self._scripts):
+            if isinstance(step, DynamoError):
+                raise step
+            if isinstance(step, Chunk):
+                yield step
+                continue
+            try:
+                self.hanging.set()
+                await asyncio.Event().wait()
+            finally:
+                self.closed.set()
+
+    async def control(self, verb: Control) -> bytes:
+        assert isinstance(verb, Release)
+        self.releases.append(verb)
+        if self.release_fault is not None:
+            raise self.release_fault
+        return b""
+
+
+class Cluster:
+    def __init__(self) -> None:
+        self.plane = InprocPlane()
+        self.view = ClusterView()
+        self.pipeline = Pipeline(self.view, self.plane)
+
+    async def add(self, instance_id: int, role: Role, *scripts: list[Step]) -> Scripted:
+        instance: Instance = make_instance(instance_id, role=role)
+        service = Scripted(*scripts)
+        await self.plane.serve(instance.subject, service)
+        self.view.add(instance)
+        return service
+
+    async def tokens(self, trace: Trace | None = None) -> list[int]:
+        """All tokens of a request, whose last chunk alone is terminal."""
+        async with aclosing(self.pipeline.generate(request(), trace or Trace())) as stream:
+            chunks = [chunk async for chunk in stream]
+        assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    """Closed at the end, after which no task may be left."""
+    before = asyncio.all_tasks()
+    cluster = Cluster()
+    yield cluster
+    await cluster.pipeline.aclose()
+    await cluster.plane.aclose()
+    assert asyncio.all_tasks() - before - {asyncio.current_task()} == set()
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r1",
+        model="tiny",
+        token_ids=token_ids([1, 2, 3]),
+        sampling=Sampling(max_tokens=8),
+        deadline=time.time() + 10,
+    )
+
+
+async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is_filled(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    decode = await cluster.add(2, Role.DECODE, FINISHED)
+    trace = Trace()
+    assert await cluster.tokens(trace) == [10, 11, 12, 13]
+    assert [(r.phase, r.ticket) for r in prefill.requests] == [(Phase.PREFILL, None)]
+    leg = decode.requests[0]
+    assert leg.phase is Phase.DECODE
+    assert leg.ticket is not None
+    assert leg.ticket.ticket_id == "t1"
+    assert leg.token_ids == token_ids([1, 2, 3])
+    assert trace == Trace(prefill_instance=1, decode_instance=2, prefill_stats=PREFILL_STATS, decode_stats=DECODE_STATS)
+
+
+async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_request(cluster: Cluster) -> None:
+    worker = await cluster.add(3, Role.AGGREGATED, FINISHED)
+    trace = Trace()
+    assert await cluster.tokens(trace) == [10, 11, 12, 13]
+    assert [(r.phase, r.ticket) for r in worker.requests] == [(Phase.WHOLE, None)]
+    assert trace == Trace(decode_instance=3, decode_stats=DECODE_STATS)
+
+
+async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decode_leg(cluster: Cluster) -> None:
+    done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.LENGTH, stats=PREFILL_STATS)
+    prefill = await cluster.add(1, Role.PREFILL, [done])
+    decode = await cluster.add(2, Role.DECODE)
+    trace = Trace()
+    assert await cluster.tokens(trace) == [10]
+    assert decode.requests == []
+    assert trace == Trace(prefill_instance=1, prefill_stats=PREFILL_STATS)
+    await cluster.pipeline.aclose()
+    assert prefill.releases == []
+
+
+async def test_generate_when_prefill_ends_in_a_handoff_without_a_ticket_then_the_stream_is_incomplete(
+    cluster: Cluster,
+) -> None:
+    await cluster.add(1, Role.PREFILL, [Chunk(finish_reason=FinishReason.HANDOFF)])
+    await cluster.add(2, Role.DECODE)
+    with pytest.raises(StreamIncomplete, match="no ticket"):
+        await cluster.tokens()
+
+
+async def test_generate_when_the_first_decode_chunk_came_then_the_ticket_is_released_redeemed_once(
+    cluster: Cluster,
+) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
+    async with aclosing(cluster.pipeline.generate(request(), Trace())) as stream:
+        await anext(stream)
+        await cluster.pipeline.aclose()  # waits for what was posted: the leg still runs
+        assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)]
+    await cluster.pipeline.aclose()
+    assert len(prefill.releases) == 1
+
+
+async def test_generate_when_the_decode_leg_is_refused_then_the_ticket_is_released_refused(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(2, Role.DECODE, [EngineRefused("too long")])
+    with pytest.raises(EngineRefused):
+        await cluster.tokens()
+    await cluster.pipeline.aclose()
+    assert prefill.releases == [Release("t1", ReleaseOutcome.REFUSED)]
+    assert len(prefill.requests) == 1  # not a fault of the hand-off
+
+
+async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill.release_fault = EngineRefused("no")
+    await cluster.add(2, Role.DECODE, FINISHED)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    await cluster.pipeline.aclose()
+    assert len(prefill.releases) == 1
+
+
+async def test_generate_when_the_handoff_fails_before_a_token_then_it_is_prefilled_once_more(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")])
+    decode = await cluster.add(2, Role.DECODE, [TransferFailed("gone")], FINISHED)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    assert [r.ticket.ticket_id for r in decode.requests if r.ticket is not None] == ["t1", "t2"]
+    await cluster.pipeline.aclose()
+    assert prefill.releases == [Release("t1", ReleaseOutcome.REFUSED), Release("t2", ReleaseOutcome.REDEEMED)]
+
+
+async def test_generate_when_the_handoff_fails_twice_then_its_error_is_raised(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")], [handoff("t3")])
+    await cluster.add(2, Role.DECODE, [TransferFailed("one")], [TransferFailed("two")], FINISHED)
+    with pytest.raises(TransferFailed, match="two"):
+        await cluster.tokens()
+    assert len(prefill.requests) == 2
+    await cluster.pipeline.aclose()
+    assert [r.outcome for r in prefill.releases] == [ReleaseOutcome.REFUSED] * 2
+
+
+@pytest.mark.parametrize("turns", [0, 1])
+async def test_generate_when_the_handoff_fails_and_there_is_another_prefill_then_it_is_tried_there(
+    cluster: Cluster, turns: int
+) -> None:
+    """At either turn of the round robin."""
+    first = await cluster.add(1, Role.PREFILL, [handoff("a1")], [handoff("a2")])
+    other = await cluster.add(3, Role.PREFILL, [handoff("b1")], [handoff("b2")])
+    decode = await cluster.add(2, Role.DECODE, *[FINISHED] * turns, [TransferFailed("gone")], FINISHED)
+    for _ in range(turns):
+        await cluster.tokens()
+    before = len(first.requests), len(other.requests)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    assert (len(first.requests) - before[0], len(other.requests) - before[1]) == (1, 1)
+    assert len(decode.requests) == turns + 2
+
+
+async def test_generate_when_the_handoff_fails_after_a_token_then_it_is_not_tried_again(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")])
+    await cluster.add(2, Role.DECODE, [FINISHED[0], TransferFailed("late")], FINISHED)
+    with pytest.raises(TransferFailed, match="late"):
+        await cluster.tokens()
+    assert len(prefill.requests) == 1
+
+
+async def test_generate_when_a_role_is_missing_then_no_instances_names_it(cluster: Cluster) -> None:
+    await cluster.add(1, Role.PREFILL)
+    with pytest.raises(NoInstances, match="decode"):
+        await cluster.tokens()
+
+
+async def test_close_when_prefill_runs_then_its_leg_is_closed_and_nothing_is_released(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [HANG])
+    decode = await cluster.add(2, Role.DECODE)
+    await _cancel_when(prefill.hanging, cluster)
+    await asyncio.wait_for(prefill.closed.wait(), 2)
+    await cluster.pipeline.aclose()
+    assert prefill.releases == []
+    assert decode.requests == []
+
+
+async def test_close_when_no_decode_chunk_came_then_its_leg_is_closed_and_the_ticket_refused(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    decode = await cluster.add(2, Role.DECODE, [HANG])
+    await _cancel_when(decode.hanging, cluster)
+    await asyncio.wait_for(decode.closed.wait(), 2)
+    await cluster.pipeline.aclose()
+    assert prefill.releases == [Release("t1", ReleaseOutcome.REFUSED)]
+
+
+async def test_close_when_decode_is_midway_then_its_leg_is_closed_and_the_ticket_redeemed(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
+    async with aclosing(cluster.pipeline.generate(request(), Trace())) as stream:
+        await anext(stream)
+    await asyncio.wait_for(decode.closed.wait(), 2)
+    await cluster.pipeline.aclose()
+    assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)]
+
+
+async def test_close_when_an_aggregated_worker_is_midway_then_its_leg_is_closed(cluster: Cluster) -> None:
+    worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
+    async with aclosing(cluster.pipeline.generate(request(), Trace())) as stream:
+        await anext(stream)
+    await asyncio.wait_for(worker.closed.wait(), 2)
+
+
+async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
+    """A caller that goes away while it waits for its next chunk."""
+    caller = asyncio.create_task(cluster.tokens())
+    await asyncio.wait_for(reached.wait(), 2)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
