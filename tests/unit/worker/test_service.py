@@ -1,0 +1,250 @@
+"""The worker's side of the request plane over a scripted engine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.engine.base import EngineInfo
+from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound, Overloaded
+from dynamo_trtllm.messages import (
+    Chunk,
+    FilePiece,
+    FileRequest,
+    FinishReason,
+    GenerateRequest,
+    HandoffTicket,
+    Phase,
+    Release,
+    ReleaseOutcome,
+    Role,
+    Sampling,
+    token_ids,
+)
+from dynamo_trtllm.observe.metrics import PREFIX, WorkerMetrics
+from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
+from tests.instances import LAYOUT
+
+ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
+FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.WHOLE)]
+TICKET = HandoffTicket(
+    version=1,
+    ticket_id="t-1",
+    engine="mock",
+    model="tiny",
+    layout=LAYOUT,
+    holder=7,
+    expires_at=2e9,
+    prompt_tokens=2,
+    first_token_ids=token_ids([1]),
+    transport="loopback",
+    kv_bytes=64,
+    opaque=b"",
+)
+
+
+class PlainEngine:
+    """Yields the chunks of its script and raises its exceptions. Has no tickets."""
+
+    def __init__(self, script: Sequence[Chunk | Exception] = ANSWER) -> None:
+        self.script = script
+        self.asked = 0
+        self.closed = 0
+
+    async def start(self) -> EngineInfo:
+        raise AssertionError("a service starts no engine")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.asked += 1
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    raise step
+                yield step
+        finally:
+            self.closed += 1
+
+    async def check(self) -> None: ...
+    async def drain(self) -> None: ...
+    async def aclose(self) -> None: ...
+
+
+class TicketEngine(PlainEngine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.released: list[tuple[str, ReleaseOutcome]] = []
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        self.released.append((ticket_id, outcome))
+
+
+class Desk:
+    """A service with its metrics."""
+
+    def __init__(self, engine: PlainEngine, role: Role = Role.AGGREGATED, files: dict[str, Path] | None = None) -> None:
+        self.engine = engine
+        self.metrics = WorkerMetrics()
+        self.service = WorkerService(engine, model="tiny", role=role, files=files or {}, metrics=self.metrics)
+
+    async def ask(self, **fields: Any) -> list[Chunk]:
+        async with aclosing(self.service.generate(request(**fields))) as chunks:
+            return [chunk async for chunk in chunks]
+
+    def counted(self, name: str) -> dict[tuple[str, ...], float]:
+        """Label values in label order, of a counter of the worker's."""
+        families = text_string_to_metric_families(self.metrics.render().decode())
+        samples = [sample for family in families for sample in family.samples if sample.name == PREFIX + name]
+        return {tuple(value for _, value in sorted(sample.labels.items())): sample.value for sample in samples}
+
+
+def request(**fields: Any) -> GenerateRequest:
+    values: dict[str, Any] = {"request_id": "r-42", "model": "tiny", "deadline": time.time() + 60}
+    return GenerateRequest(**{**values, "token_ids": token_ids([5, 6]), "sampling": Sampling(max_tokens=3), **fields})
+
+
+@pytest.mark.parametrize(("role", "phase"), FITTING)
+async def test_generate_when_the_phase_is_the_roles_then_the_chunks_pass_and_are_counted(
+    role: Role, phase: Phase
+) -> None:
+    desk = Desk(PlainEngine(), role)
+    assert await desk.ask(phase=phase, ticket=TICKET if phase is Phase.DECODE else None) == list(ANSWER)
+    assert desk.counted("requests_total") == {("ok", str(phase)): 1}
+    assert desk.counted("output_tokens_total") == {(str(phase),): 3}
+
+
+@pytest.mark.parametrize(
+    ("role", "phase"), [(role, phase) for role in Role for phase in Phase if (role, phase) not in FITTING]
+)
+async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(role: Role, phase: Phase) -> None:
+    desk = Desk(PlainEngine(), role)
+    with pytest.raises(InvalidRequest) as caught:
+        await desk.ask(phase=phase, ticket=TICKET if phase is Phase.DECODE else None)
+    assert caught.value.field == "phase"
+    assert desk.engine.asked == 0
+    assert desk.counted("requests_total") == {("invalid_request", str(phase)): 1}
+
+
+@pytest.mark.parametrize(
+    ("role", "phase", "ticket"), [(Role.DECODE, Phase.DECODE, None), (Role.PREFILL, Phase.PREFILL, TICKET)]
+)
+async def test_generate_when_ticket_and_phase_disagree_then_refused(
+    role: Role, phase: Phase, ticket: HandoffTicket | None
+) -> None:
+    desk = Desk(PlainEngine(), role)
+    with pytest.raises(InvalidRequest, match="ticket"):
+        await desk.ask(phase=phase, ticket=ticket)
+    assert desk.engine.asked == 0
+
+
+async def test_generate_when_the_model_is_another_then_model_not_found_names_both() -> None:
+    desk = Desk(PlainEngine())
+    with pytest.raises(ModelNotFound, match="'tiny', not 'other'") as caught:
+        await desk.ask(model="other")
+    assert caught.value.field == "model"
+    assert desk.engine.asked == 0
+    assert desk.counted("requests_total") == {("model_not_found", "whole"): 1}
+
+
+async def test_generate_when_the_engine_raises_a_typed_error_then_it_passes_with_its_code(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = Overloaded("full")
+    desk = Desk(PlainEngine([ANSWER[0], error]))
+    with pytest.raises(DynamoError) as caught:
+        await desk.ask()
+    assert caught.value is error
+    assert desk.counted("requests_total") == {("overloaded", "whole"): 1}
+    assert desk.counted("output_tokens_total") == {("whole",): 2}
+    assert caplog.records == []
+
+
+async def test_generate_when_the_engine_breaks_then_internal_error_and_one_log_with_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bug = ZeroDivisionError("secret detail")
+    desk = Desk(PlainEngine([ANSWER[0], bug]))
+    with pytest.raises(InternalError) as caught:
+        await desk.ask()
+    assert caught.value.__cause__ is bug
+    assert "ZeroDivisionError" in caught.value.message
+    assert "secret detail" not in caught.value.message  # the message goes to clients
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert "r-42" in record.getMessage()
+    assert record.exc_info is not None
+    assert record.exc_info[1] is bug
+    assert desk.counted("requests_total") == {("internal", "whole"): 1}
+
+
+async def test_generate_when_closed_midway_then_the_engines_stream_is_closed_and_counted_cancelled() -> None:
+    desk = Desk(PlainEngine())
+    async with aclosing(desk.service.generate(request())) as chunks:
+        await anext(chunks)
+        assert desk.engine.closed == 0
+    assert desk.engine.closed == 1
+    assert desk.counted("requests_total") == {("cancelled", "whole"): 1}
+    assert desk.counted("output_tokens_total") == {("whole",): 2}
+
+
+async def test_generate_when_closed_on_the_terminal_chunk_then_counted_ok() -> None:
+    desk = Desk(PlainEngine())
+    async with aclosing(desk.service.generate(request())) as chunks:
+        while (await anext(chunks)).finish_reason is None:
+            pass
+    assert desk.counted("requests_total") == {("ok", "whole"): 1}
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 17])
+async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size_bytes: int) -> None:
+    content = bytes(range(251)) * (size_bytes // 251 + 1)
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content[:size_bytes])
+    sha256 = digest(path)
+    desk = Desk(PlainEngine(), files={sha256: path})
+    data, pieces = b"", 0
+    while True:
+        piece = codec.decode(await desk.service.control(FileRequest(sha256, len(data))), FilePiece)
+        assert piece.total_bytes == size_bytes
+        assert len(piece.data) <= PIECE_BYTES
+        data, pieces = data + piece.data, pieces + 1
+        if len(data) >= piece.total_bytes:
+            break
+    assert hashlib.sha256(data).hexdigest() == sha256
+    assert pieces == max(1, -(-size_bytes // PIECE_BYTES))
+
+
+async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    desk = Desk(PlainEngine(), files={"f": path})
+    assert codec.decode(await desk.service.control(FileRequest("f", 9)), FilePiece) == FilePiece(b"", 3)
+
+
+@pytest.mark.parametrize(("verb", "field"), [(FileRequest("f", -1), "offset"), (FileRequest("unknown"), "sha256")])
+async def test_file_when_it_is_asked_wrongly_then_refused_by_field(
+    tmp_path: Path, verb: FileRequest, field: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    with pytest.raises(InvalidRequest) as caught:
+        await Desk(PlainEngine(), files={"f": path}).service.control(verb)
+    assert caught.value.field == field
+
+
+async def test_release_when_the_engine_has_tickets_then_it_is_told_at_once() -> None:
+    engine = TicketEngine()
+    assert await Desk(engine, Role.PREFILL).service.control(Release("t-1", ReleaseOutcome.REFUSED)) == b""
+    assert engine.released == [("t-1", ReleaseOutcome.REFUSED)]
+
+
+async def test_release_when_the_engine_has_no_tickets_then_no_error() -> None:
+    assert await Desk(PlainEngine()).service.control(Release("t-1", ReleaseOutcome.REDEEMED)) == b""
