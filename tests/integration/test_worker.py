@@ -3,24 +3,83 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import threading
+import time
 import uuid
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery.base import Down, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.mock.engine import MockEngine
-from dynamo_trtllm.errors import Unreachable
+from dynamo_trtllm.engine.mock.steps import Steps
+from dynamo_trtllm.errors import EngineFailed, Unreachable
+from dynamo_trtllm.frontend.models import Models
+from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker import Worker
+from tests.engines import tokens
 
 
 def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
     values = {"model_path": "tiny", "engine": "mock", "namespace": f"t{uuid.uuid4().hex}", "drain_timeout_s": 2.0}
     return WorkerConfig(etcd_endpoints=etcd, nats_server=nats, **{**values, **fields})
+
+
+class Side:
+    """A frontend's side: what it knows of the cluster, and a pipeline over it."""
+
+    def __init__(self, chosen: WorkerConfig, plane: NatsPlane, discovery: EtcdDiscovery) -> None:
+        self.view = ClusterView()
+        self.models = Models(self.view, discovery, plane, chosen.namespace)
+        self.pipeline = Pipeline(self.view, plane)
+        self.plane = plane
+
+    async def until_instances(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.view.instances()) != count:  # noqa: ASYNC110  # the view tells nobody when it changes
+                await asyncio.sleep(0.01)
+
+    async def ask(self, max_tokens: int) -> list[Chunk]:
+        async with aclosing(self.pipeline.generate(request(max_tokens=max_tokens), Trace())) as chunks:
+            return [chunk async for chunk in chunks]
+
+
+@asynccontextmanager
+async def frontend_side(chosen: WorkerConfig) -> AsyncIterator[Side]:
+    plane = await NatsPlane.connect(chosen.nats_server)
+    discovery = EtcdDiscovery(chosen.etcd_endpoints)
+    side = Side(chosen, plane, discovery)
+    watch = asyncio.create_task(side.models.watch())
+    try:
+        yield side
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await side.pipeline.aclose()
+        await side.models.aclose()
+        await discovery.aclose()
+        await plane.aclose()
+
+
+def request(*, max_tokens: int, phase: Phase = Phase.WHOLE) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=uuid.uuid4().hex,
+        model="tiny",
+        token_ids=token_ids(range(10, 110)),
+        sampling=Sampling(max_tokens=max_tokens),
+        deadline=time.time() + 30,
+        phase=phase,
+    )
 
 
 async def test_serve_when_stopped_then_it_appeared_and_left(etcd_server: str, nats_server: str) -> None:
@@ -76,3 +135,111 @@ def test_run_when_not_on_the_main_thread_then_says_so() -> None:
     thread.start()
     thread.join()
     assert said == ["Worker.run takes signals and needs the main thread; elsewhere await Worker.serve"]
+
+
+async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggregated_workers(
+    etcd_server: str, nats_server: str
+) -> None:
+    answers = []
+    for roles in ([Role.AGGREGATED], [Role.PREFILL, Role.DECODE]):
+        shared = config(etcd_server, nats_server)
+        workers = [Worker(shared.model_copy(update={"disaggregation_mode": role})) for role in roles]
+        async with asyncio.timeout(15), frontend_side(shared) as side, asyncio.TaskGroup() as group:
+            for worker in workers:
+                group.create_task(worker.serve())
+            await side.until_instances(len(workers))
+            answers.append(tokens(await side.ask(20)))
+            for worker in workers:
+                worker.stop()
+    assert len(answers[0]) == 20
+    assert answers[1] == answers[0]
+
+
+async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_request_finishes(
+    etcd_server: str, nats_server: str
+) -> None:
+    chosen = config(etcd_server, nats_server, drain_timeout_s=10.0, override_engine_args={"step_s": 0.02})
+    worker = Worker(chosen)
+    async with asyncio.timeout(15), frontend_side(chosen) as side:
+        serving = asyncio.create_task(worker.serve())
+        await side.until_instances(1)
+        async with aclosing(side.pipeline.generate(request(max_tokens=60), Trace())) as stream:
+            chunks = [await anext(stream)]
+            worker.stop()
+            await side.until_instances(0)
+            assert not serving.done()
+            chunks += [chunk async for chunk in stream]
+        await serving
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+    assert len(tokens(chunks)) == 60
+
+
+async def test_stop_when_a_ticket_is_held_then_the_drain_is_bounded(etcd_server: str, nats_server: str) -> None:
+    chosen = config(etcd_server, nats_server, drain_timeout_s=0.5, disaggregation_mode=Role.PREFILL)
+    worker = Worker(chosen)
+    async with asyncio.timeout(15), frontend_side(chosen) as side:
+        serving = asyncio.create_task(worker.serve())
+        await side.until_instances(1)
+        (instance,) = side.view.instances()
+        leg = request(max_tokens=8, phase=Phase.PREFILL)
+        async with aclosing(side.plane.generate(instance.subject, leg)) as stream:
+            last = [chunk async for chunk in stream][-1]
+        assert last.ticket is not None
+        begun_s = time.monotonic()
+        worker.stop()
+        await serving
+        assert 0.5 <= time.monotonic() - begun_s < 4
+
+
+async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(
+    etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loading, loaded, start = asyncio.Event(), asyncio.Event(), MockEngine.start
+
+    async def load(engine: MockEngine) -> Any:
+        loading.set()
+        await loaded.wait()
+        return await start(engine)
+
+    monkeypatch.setattr(MockEngine, "start", load)
+    caplog.set_level(logging.INFO)
+    chosen = config(etcd_server, nats_server, system_port=0)
+    worker = Worker(chosen)
+    async with asyncio.timeout(15), frontend_side(chosen) as side, httpx.AsyncClient() as client:
+        serving = asyncio.create_task(worker.serve())
+        await loading.wait()
+        found = re.search(r"health at (http://localhost:\d+)", caplog.text)
+        assert found is not None
+        assert (await client.get(f"{found[1]}/live")).status_code == 200
+        before = await client.get(f"{found[1]}/ready")
+        assert (before.status_code, before.json()) == (503, {"status": "loading"})
+        loaded.set()
+        await side.until_instances(1)
+        after = await client.get(f"{found[1]}/ready")
+        assert (after.status_code, after.json()) == (200, {"status": "serving"})
+        worker.stop()
+        await serving
+
+
+async def test_serve_when_etcd_is_not_there_then_unreachable_names_it(nats_server: str) -> None:
+    with pytest.raises(Unreachable, match="localhost:1"):
+        await Worker(config("localhost:1", nats_server)).serve()
+
+
+async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_failed(
+    etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = config(etcd_server, nats_server)
+
+    def die(_: Steps) -> None:
+        raise RuntimeError("a broken step")
+
+    async with asyncio.timeout(15), frontend_side(chosen) as side:
+        serving = asyncio.create_task(Worker(chosen).serve())
+        await side.until_instances(1)
+        monkeypatch.setattr(Steps, "_step", die)
+        with pytest.raises(EngineFailed):
+            await side.ask(8)
+        with pytest.raises(EngineFailed):
+            await serving
+        await side.until_instances(0)
