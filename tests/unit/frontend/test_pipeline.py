@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 import pytest
@@ -66,7 +66,7 @@ def handoff(ticket_id: str) -> Chunk:
 class Scripted:
     """A worker that plays one script per call; HANG waits until its stream is closed."""
 
-    def __init__(self, *scripts: list[Step]) -> None:
+    def __init__(self, *scripts: Sequence[Step]) -> None:
         self._scripts = iter(scripts)
         self.requests: list[GenerateRequest] = []
         self.releases: list[Release] = []
@@ -102,7 +102,7 @@ class Cluster:
         self.view = ClusterView()
         self.pipeline = Pipeline(self.view, self.plane)
 
-    async def add(self, instance_id: int, role: Role, *scripts: list[Step]) -> Scripted:
+    async def add(self, instance_id: int, role: Role, *scripts: Sequence[Step]) -> Scripted:
         instance: Instance = make_instance(instance_id, role=role)
         service = Scripted(*scripts)
         await self.plane.serve(instance.subject, service)
