@@ -152,8 +152,6 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...]
     renderer: str  # "harmony" or "chat_template"
     files: Mapping[str, str] = {}  # file name -> sha256; fetched over the plane with the control verb `file`
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

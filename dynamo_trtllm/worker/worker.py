@@ -22,7 +22,7 @@ from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
-from dynamo_trtllm.errors import DynamoError, EngineFailed
+from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
 from dynamo_trtllm.messages import Instance, ModelCard, Role
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
@@ -50,6 +50,15 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
         return config  # it has no weights: the path only gives the name
     name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
     return config.model_copy(update={"model_path": str(resolve(config.model_path)), "served_model_name": name})
+
+
+def _check_parsers(config: WorkerConfig, renderer: str) -> None:
+    """Harmony brings both parsers, named or not. Raises ConfigError for one that the model's format does not have."""
+    for name in ("dyn_reasoning_parser", "dyn_tool_call_parser"):
+        value = getattr(config, name)
+        if value is not None and renderer != "harmony":
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} {value}: this model does not speak Harmony; leave the flag out", field=name)
 
 
 class Worker:
@@ -135,6 +144,7 @@ class Worker:
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         info = await engine.start()
+        _check_parsers(config, info.renderer)
         instance, files = self._describe(info)
         service = WorkerService(
             engine, model=instance.card.name, role=instance.role, files=files, metrics=self._metrics
@@ -156,7 +166,6 @@ class Worker:
             else keys.EndpointId(config.namespace, _COMPONENTS[role], "generate")
         )
         digests = {name: digest(path) for name, path in info.files.items()}
-        is_harmony = info.renderer == "harmony"
         card = ModelCard(
             name=config.served_model_name or Path(config.model_path).name,
             context_length=info.context_length,
@@ -164,8 +173,6 @@ class Worker:
             eos_token_ids=info.eos_token_ids,
             renderer=info.renderer,
             files=digests,
-            reasoning_parser=config.dyn_reasoning_parser or ("gpt_oss" if is_harmony else None),
-            tool_call_parser=config.dyn_tool_call_parser or ("harmony" if is_harmony else None),
         )
         instance = Instance(
             id=self.instance_id,
