@@ -27,10 +27,6 @@ class Piece:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: str | None = None  # "stop", "length", "tool_calls"
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.content or self.reasoning or self.tool_calls or self.logprobs)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
