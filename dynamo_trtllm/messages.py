@@ -47,6 +47,21 @@ class FinishReason(StrEnum):
     HANDOFF = "handoff"  # a prefill leg ended with a ticket
 
 
+class GuidedAlternative(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One form that guided output may take: `literal`, then JSON of the schema, then nothing more."""
+
+    json_schema: str  # JSON Schema as JSON text; "{}": any JSON object
+    literal: str = ""  # text before the JSON, control tokens spelled out
+
+
+class Guided(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Guided decoding. The output is free until `after` was written, then it takes one of the forms and ends."""
+
+    alternatives: tuple[GuidedAlternative, ...]  # at least one
+    after: str = ""  # control tokens spelled out; "": from the first token on
+    after_ids: TokenIds = msgspec.field(default_factory=token_ids)  # `after`, encoded
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen and when to stop. Validated at the edge: temperature 0 means greedy."""
 
@@ -55,6 +70,12 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest are left out
+    frequency_penalty: float = 0.0  # taken off a logit per occurrence in the answer
+    presence_penalty: float = 0.0  # taken off once when the token is in the answer
+    repetition_penalty: float = 1.0  # logits of tokens in prompt or answer: divided when positive, else multiplied
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id -> added to its logit
+    guided: Guided | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # go on past the model's own stop tokens
@@ -77,7 +98,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = 1  # may differ: an engine that needs it equal says so in its `pairing`
 
 
 class HandoffTicket(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +112,7 @@ class HandoffTicket(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     model: str
     layout: KvLayout
+    pairing: Mapping[str, str] = {}  # what else must be equal at both ends, in the engine's own words
     holder: int  # instance id of the prefill worker
     expires_at: float  # seconds since the epoch; the holder may free the blocks after it
     prompt_tokens: int
@@ -111,6 +133,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline: float  # seconds since the epoch
     phase: Phase = Phase.WHOLE
     ticket: HandoffTicket | None = None  # set exactly when phase is DECODE
+    cache_salt: str | None = None  # KV is reused only among requests with the same salt
 
 
 class LegStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -151,6 +174,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     renderer: str  # "harmony" or "chat_template"
+    reasoning_parser: str = "none"  # as in --dyn-reasoning-parser
+    tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
+    refuses: tuple[str, ...] = ()  # fields of Sampling, and "cache_salt", that the engine can't honour
     files: Mapping[str, str] = {}  # file name -> sha256; fetched over the plane with the control verb `file`
 
 
@@ -167,6 +193,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     card: ModelCard
     layout: KvLayout
     limits: Limits = Limits()
+    pairing: Mapping[str, str] = {}  # what else prefill and decode must share, in the engine's own words
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
 

@@ -17,7 +17,7 @@ from dynamo_trtllm.messages import Role
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-EngineName = Literal["torch", "mock"]
+EngineName = Literal["trtllm", "torch", "mock"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MODEL = "model"
@@ -113,23 +113,35 @@ examples, one prefill and one decode worker of the same model:
         description="name clients send as `model`; without it the folder's name",
         json_schema_extra=setting(MODEL),
     )
-    dyn_reasoning_parser: Literal["gpt_oss"] | None = Field(
-        default=None, description="how reasoning is told from the answer", json_schema_extra=setting(MODEL)
+    dyn_reasoning_parser: Literal["gpt_oss", "basic", "deepseek_r1", "none"] | None = Field(
+        default=None,
+        description="how reasoning is told from the answer: gpt_oss (Harmony), basic (between <think> and </think>), "
+        "deepseek_r1 (up to </think>), none; without it by the model's format",
+        json_schema_extra=setting(MODEL),
     )
-    dyn_tool_call_parser: Literal["harmony"] | None = Field(
-        default=None, description="how tool calls are read from the output", json_schema_extra=setting(MODEL)
+    dyn_tool_call_parser: Literal["harmony", "hermes", "json", "none"] | None = Field(
+        default=None,
+        description="how tool calls are read from the output: harmony, hermes (JSON in <tool_call> tags), json (the "
+        "answer is a call), none; without it by the model's format",
+        json_schema_extra=setting(MODEL),
     )
     max_seq_len: PositiveInt | None = Field(
         default=None, description="prompt and output tokens of one request", json_schema_extra=setting(MODEL)
     )
     engine: EngineName | None = Field(
         default=None,
-        description="what computes tokens: torch (transformers on CPU or GPU), mock (no weights)",
+        description="what computes tokens: trtllm (TensorRT-LLM; meant when it is installed and none is named), torch "
+        "(transformers on CPU or GPU), mock (no weights)",
         json_schema_extra=setting(ENGINE),
     )
     extra_engine_args: Path | None = Field(
         default=None,
         description="YAML file of engine arguments; a typed flag beats it",
+        json_schema_extra=setting(ENGINE),
+    )
+    kernels_profile: str | None = Field(
+        default=None,
+        description="profile in kernels_config/ (or a file) with what suits the GPU; without it chosen by the GPU",
         json_schema_extra=setting(ENGINE),
     )
     override_engine_args: dict[str, Any] | None = Field(
@@ -143,14 +155,14 @@ examples, one prefill and one decode worker of the same model:
     max_batch_size: PositiveInt | None = Field(
         default=None, description="requests in one engine step", json_schema_extra=setting(ENGINE)
     )
-    tensor_parallel_size: PositiveInt = Field(
-        default=1, description="GPUs over which each layer is split", json_schema_extra=setting(ENGINE)
+    tensor_parallel_size: PositiveInt | None = Field(
+        default=None, description="GPUs over which each layer is split", json_schema_extra=setting(ENGINE)
     )
     expert_parallel_size: PositiveInt | None = Field(
         default=None, description="GPUs over which experts are spread", json_schema_extra=setting(ENGINE)
     )
-    pipeline_parallel_size: PositiveInt = Field(
-        default=1, description="GPUs over which layers are spread", json_schema_extra=setting(ENGINE)
+    pipeline_parallel_size: PositiveInt | None = Field(
+        default=None, description="GPUs over which layers are spread", json_schema_extra=setting(ENGINE)
     )
     disaggregation_mode: Role = Field(
         default=Role.AGGREGATED,
@@ -196,8 +208,8 @@ examples, one prefill and one decode worker of the same model:
     @field_validator("engine", mode="before")
     @classmethod
     def _engine_is_here(cls, value: Any) -> Any:
-        if value in ("trtllm", "vllm"):
-            raise ValueError(f"the {value} engine is not in this version; choose torch or mock")
+        if value == "vllm":
+            raise ValueError("the vllm engine is not in this version; choose trtllm, torch or mock")
         return value
 
     @field_validator("disaggregation_strategy", mode="before")

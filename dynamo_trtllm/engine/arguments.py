@@ -43,7 +43,8 @@ def engine_arguments(config: WorkerConfig, schema: type[S], engine: str) -> S:
 
 def layered_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str) -> dict[str, layers.Layered]:
     """Every argument that was set, with the place that won."""
-    flags = {name: value for name in ENGINE_FLAGS if (value := _given(config, name)) is not None}
+    given = {name: value for name in ENGINE_FLAGS if (value := getattr(config, name)) is not None}
+    flags = {name: value for name, value in given.items() if name in schema.model_fields or not _is_one(name, value)}
     _refuse_foreign(flags, schema, engine)
     yaml = layers.read_yaml(layers.located(config.extra_engine_args)) if config.extra_engine_args else {}
     override = config.override_engine_args or {}
@@ -52,9 +53,9 @@ def layered_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str
     return layers.merge_engine_args(yaml, flags, override)
 
 
-def _given(config: WorkerConfig, name: str) -> float | int | None:
-    value: float | int | None = getattr(config, name)
-    return None if name.endswith("_parallel_size") and value == 1 else value
+def _is_one(name: str, value: float) -> bool:
+    """One device is what every engine runs on."""
+    return name.endswith("_parallel_size") and value == 1
 
 
 def _refuse_foreign(flags: Iterable[str], schema: type[BaseModel], engine: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
-from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, Limits, ReleaseOutcome
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, KvLayout, Limits, ReleaseOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +21,8 @@ class EngineInfo:
     renderer: str  # "harmony" or "chat_template"
     layout: KvLayout
     limits: Limits
+    pairing: Mapping[str, str] = field(default_factory=dict)  # what else both roles must share to hand KV over
+    refuses: tuple[str, ...] = ()  # fields of Sampling, and "cache_salt", that this engine can't honour
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
 
 
@@ -33,6 +35,19 @@ class EngineStats:
     kv_blocks_used: int  # blocks under a ticket included
     kv_blocks_total: int
     tickets_held: int  # hand-offs not yet released
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a check before loading found. An error keeps the worker from starting."""
+
+    severity: Literal["error", "warning", "note"]
+    rule: str  # stable name, as in docs/preflight.md
+    field: str  # the argument at fault, dotted
+    value: str  # what it is, and where it comes from
+    other: str = ""  # what it disagrees with: another argument, the other role, the GPU, the model
+    why: str
+    cure: str  # what to change
 
 
 class Engine(Protocol):
@@ -76,3 +91,19 @@ class HasTickets(Protocol):
 @runtime_checkable
 class HasStats(Protocol):
     def stats(self) -> EngineStats: ...
+
+
+@runtime_checkable
+class HasPreflight(Protocol):
+    """Engines that can judge their arguments before they load anything."""
+
+    def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
+        """Called once before `start`. `peers`: live instances of the same model in the other role."""
+        ...
+
+
+@runtime_checkable
+class HasProgress(Protocol):
+    def progress(self) -> str:
+        """What `start` is doing now, in a few words; "" when it is not running. Cheap; from any thread."""
+        ...

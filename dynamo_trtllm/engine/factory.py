@@ -24,7 +24,7 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
             return MockEngine(config, instance_id=instance_id)
         case _:
             raise ConfigError(
-                "the trtllm engine, which is meant without --engine, is not in this version; "
+                "the trtllm engine, which is meant without --engine, is not built yet; "
                 "choose --engine torch (transformers on CPU or GPU) or --engine mock (no weights)",
                 field="engine",
             )

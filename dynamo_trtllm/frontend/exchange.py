@@ -24,7 +24,7 @@ from dynamo_trtllm.frontend.http import ClientGone, Reply, check_json, header, i
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.frontend.postprocess import Output, Piece, pieces
-from dynamo_trtllm.frontend.preprocess import Identity, Prepared, prepare_chat, prepare_text
+from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_chat, prepare_text
 from dynamo_trtllm.frontend.sse import ChatEvents, Events, TextEvents
 from dynamo_trtllm.messages import GenerateRequest, LegStats
 from dynamo_trtllm.observe.metrics import FrontendMetrics
@@ -48,7 +48,7 @@ class Dialect(Generic[B]):
     endpoint: str  # metric label
     id_prefix: str
     body: type[B]
-    prepare: Callable[[B, ServedModel, Identity], Prepared]
+    prepare: Callable[[B, ServedModel, Identity], Plan]
     events: Callable[[Heading, Renderer, bool], Events]
     fold: Callable[[Heading, Renderer], Fold]
 
@@ -155,7 +155,8 @@ class Run(Generic[B]):
         return "ok"
 
     async def _serve(self, raw: bytes, request_id: str) -> None:
-        body, prepared = await self._prepared(raw, request_id)
+        body, plan = await self._planned(raw, request_id)
+        prepared = plan.choices[0]
         self.request, self.output = prepared.request, Output(prepared)
         heading = Heading(
             id=self.dialect.id_prefix + secrets.token_hex(16), model=prepared.request.model, created=int(time.time())
@@ -182,10 +183,10 @@ class Run(Generic[B]):
         body = fold.body(self.finish, self.output.usage(self._legs().cached_tokens), self._stats())
         await self.reply.json(200, body, self._served_by())
 
-    async def _prepared(self, raw: bytes, request_id: str) -> tuple[B, Prepared]:
+    async def _planned(self, raw: bytes, request_id: str) -> tuple[B, Plan]:
         identity = Identity(request_id=request_id, deadline=time.time() + self.edge.config.request_timeout_s)
 
-        def work() -> tuple[B, Prepared]:
+        def work() -> tuple[B, Plan]:
             body = parse(self.dialect.body, raw)
             return body, self.dialect.prepare(body, self.edge.models.get(body.model), identity)
 

@@ -24,7 +24,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One request, ready to run. The parser is fresh and belongs to it."""
+    """One choice of an answer, ready to run. The parser is fresh and belongs to it."""
 
     request: GenerateRequest
     renderer: Renderer
@@ -34,7 +34,19 @@ class Prepared:
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
 
 
-def prepare_chat(body: ChatRequest, served: ServedModel, identity: Identity) -> Prepared:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One HTTP request: one pipeline request per choice, in the order of the prompts.
+
+    Of each `candidates` consecutive choices (those of one prompt) the `keep` likeliest are answered.
+    """
+
+    choices: tuple[Prepared, ...]
+    candidates: int = 1  # best_of, or n
+    keep: int = 1  # n
+
+
+def prepare_chat(body: ChatRequest, served: ServedModel, identity: Identity) -> Plan:
     """Raises InvalidRequest, UnsupportedParameter or ContextTooLong, each naming the field."""
     renderer = served.renderer
     conversation = _conversation(body, served)
@@ -47,7 +59,7 @@ def prepare_chat(body: ChatRequest, served: ServedModel, identity: Identity) -> 
         () if body.past_eos else renderer.stop_token_ids,
         body.top_logprobs if body.logprobs else None,
     )
-    return Prepared(
+    choice = Prepared(
         request=_request(served, ids, sampling, identity),
         renderer=renderer,
         parser=renderer.chat_parser(),
@@ -55,9 +67,10 @@ def prepare_chat(body: ChatRequest, served: ServedModel, identity: Identity) -> 
         hidden_token_ids=_hidden(body, served),
         content_logprobs_only=True,
     )
+    return Plan(choices=(choice,))
 
 
-def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identity) -> Prepared:
+def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identity) -> Plan:
     """As `prepare_chat`; the prompt goes to the model as it is."""
     renderer = served.renderer
     ids = renderer.encode(body.prompt) if isinstance(body.prompt, str) else _checked_ids(body.prompt, served, "prompt")
@@ -67,7 +80,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identit
     if wanted is None:
         wanted = min(DEFAULT_MAX_TOKENS, max(1, served.card.context_length - len(ids)))
     max_tokens = _output_budget(wanted, len(ids), served, field="prompt")
-    return Prepared(
+    choice = Prepared(
         request=_request(served, ids, _sampling(body, served, max_tokens, (), body.logprobs), identity),
         renderer=renderer,
         parser=renderer.text_parser(),
@@ -75,6 +88,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identit
         hidden_token_ids=_hidden(body, served),
         content_logprobs_only=False,
     )
+    return Plan(choices=(choice,))
 
 
 def _request(served: ServedModel, ids: TokenIds, sampling: Sampling, identity: Identity) -> GenerateRequest:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dynamo_trtllm.errors import TicketExpired, TicketMismatch
 from dynamo_trtllm.messages import HandoffTicket, KvLayout
 
 TICKET_VERSION = 1
 
 
-def check(ticket: HandoffTicket, *, engine: str, model: str, layout: KvLayout, now: float) -> None:
+# Of a KvLayout, all but the number of ranks must be equal: whether that may differ is the engine's business (`pairing`).
+EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
+
+
+def check(
+    ticket: HandoffTicket, *, engine: str, model: str, layout: KvLayout, now: float, pairing: Mapping[str, str] = {}
+) -> None:
     """Raises TicketMismatch naming the field and both values, or TicketExpired. `now`: seconds since the epoch."""
     pairs = [
         ("version", ticket.version, TICKET_VERSION),
         ("engine", ticket.engine, engine),
         ("model", ticket.model, model),
     ]
-    pairs += [
-        (f"layout.{name}", getattr(ticket.layout, name), getattr(layout, name)) for name in KvLayout.__struct_fields__
-    ]
+    pairs += [(f"layout.{name}", getattr(ticket.layout, name), getattr(layout, name)) for name in EQUAL_LAYOUT]
+    pairs += [(name, ticket.pairing.get(name), pairing.get(name)) for name in sorted({*ticket.pairing, *pairing})]
     for name, theirs, ours in pairs:
         if theirs != ours:
             raise TicketMismatch(

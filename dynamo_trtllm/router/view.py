@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from dynamo_trtllm.handoff.tickets import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelCard, Role
+
+PairingKey: TypeAlias = tuple[tuple[str, object], ...]
+
+
+def pairing_key(instance: Instance) -> PairingKey:
+    """What two instances must share to hand KV over, as (field, value)."""
+    layout = ((f"layout.{name}", getattr(instance.layout, name)) for name in EQUAL_LAYOUT)
+    own = sorted(instance.pairing.items())
+    return ("engine", instance.engine), ("strategy", instance.strategy), *layout, *own
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +26,11 @@ class ModelView:
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
     aggregated: tuple[Instance, ...] = ()
+    keys: Mapping[int, PairingKey] = field(init=False)  # by instance id, made once per change and read per request
+
+    def __post_init__(self) -> None:
+        keys = {instance.id: pairing_key(instance) for instance in (*self.prefill, *self.decode)}
+        object.__setattr__(self, "keys", keys)
 
     def missing_roles(self) -> list[Role]:
         """Roles without which no request of this model can run; empty when it can."""

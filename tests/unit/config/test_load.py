@@ -105,7 +105,6 @@ def test_load_when_the_flag_has_a_second_spelling_then_both_work():
         ("--model m --disaggregation-mode both", ["'both'", "'prefill', 'decode' or 'prefill_and_decode'"]),
         ("--model m --disaggregation-strategy decode_first", ["decode_first", "prefill_first"]),
         ("--model m --engine vllm", ["the vllm engine is not in this version", "torch"]),
-        ("--model m --engine trtllm", ["the trtllm engine is not in this version", "torch"]),
         ("--model m --is-prefill-worker", ["--is-prefill-worker", "--disaggregation-mode prefill"]),
         ("--model m --publish-kv-events", ["--publish-kv-events", "KV events"]),
         ("--model m --override-engine-args [1]", ["--override-engine-args", "JSON object"]),

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import TicketExpired, TicketMismatch
-from dynamo_trtllm.handoff.tickets import TICKET_VERSION, check
+from dynamo_trtllm.handoff.tickets import EQUAL_LAYOUT, TICKET_VERSION, check
 from dynamo_trtllm.messages import HandoffTicket, KvLayout, token_ids
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=32, num_layers=24, num_kv_heads=8, head_dim=64)
@@ -46,7 +46,7 @@ def test_check_when_a_field_differs_then_names_it_and_both_values(field: str, va
     assert f"ticket t1: {field} is" in caught.value.message
 
 
-@pytest.mark.parametrize("field", KvLayout.__struct_fields__)
+@pytest.mark.parametrize("field", EQUAL_LAYOUT)
 def test_check_when_a_layout_field_differs_then_names_it(field: str) -> None:
     ours = getattr(LAYOUT, field)
     theirs = ours + 1 if isinstance(ours, int) else f"not {ours}"
@@ -56,6 +56,20 @@ def test_check_when_a_layout_field_differs_then_names_it(field: str) -> None:
     assert caught.value.field == f"layout.{field}"
     assert repr(theirs) in caught.value.message
     assert repr(ours) in caught.value.message
+
+
+def test_check_when_only_the_number_of_ranks_differs_then_accepted() -> None:
+    check_at(msgspec.structs.replace(TICKET, layout=msgspec.structs.replace(LAYOUT, tensor_parallel_size=8)))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [({"release": "1.1"}, {"release": "1.2"}), ({}, {"release": "1.2"})])
+def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
+    theirs: dict[str, str], ours: dict[str, str]
+) -> None:
+    ticket = msgspec.structs.replace(TICKET, pairing=theirs)
+    with pytest.raises(TicketMismatch, match="'1.2'") as caught:
+        check(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, pairing=ours, now=50.0)
+    assert caught.value.field == "release"
 
 
 @pytest.mark.parametrize("now", [100.0, 107.5])

@@ -48,7 +48,9 @@ def test_place_when_keys_differ_then_every_prefill_of_each_key_gets_its_share() 
     assert all((p <= 2) == (d == 11) for p, d in pairs)
 
 
-@pytest.mark.parametrize("field", [{"engine": "torch"}, {"strategy": "other"}, {"layout": OTHER}])
+@pytest.mark.parametrize(
+    "field", [{"engine": "torch"}, {"strategy": "other"}, {"layout": OTHER}, {"pairing": {"release": "1.2"}}]
+)
 def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, Any]) -> None:
     view = ModelView(prefill=prefills(1), decode=decodes(11, **field) + decodes(12))
     assert served(view, 3) == [(1, 12)] * 3
