@@ -10,7 +10,7 @@ from dynamo_trtllm.messages import HandoffTicket, KvLayout
 TICKET_VERSION = 1
 
 
-# Of a KvLayout, all but the number of ranks must be equal: whether that may differ is the engine's business (`pairing`).
+# Of a KvLayout, all but the number of ranks must be equal: whether that may differ the engine says (`pairing`).
 EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
 
 

@@ -67,7 +67,7 @@ def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
     theirs: dict[str, str], ours: dict[str, str]
 ) -> None:
     ticket = msgspec.structs.replace(TICKET, pairing=theirs)
-    with pytest.raises(TicketMismatch, match="'1.2'") as caught:
+    with pytest.raises(TicketMismatch, match=r"'1\.2'") as caught:
         check(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, pairing=ours, now=50.0)
     assert caught.value.field == "release"
 
