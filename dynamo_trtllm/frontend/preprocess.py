@@ -32,6 +32,8 @@ class Prepared:
     stop: tuple[str, ...]
     hidden_token_ids: frozenset[int]  # stop tokens the client chose: they end the text and are not part of it
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
+    shows_logprobs: bool = True  # False: best_of alone asked the engine for them
+    echo: str = ""  # the answer begins with this text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
