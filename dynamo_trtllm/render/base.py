@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_trtllm.messages import Conversation, TokenIds
+from dynamo_trtllm.messages import Conversation, TokenIds, token_ids
+
+NOTHING_FORCED = token_ids()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +58,20 @@ class Renderer(Protocol):
         """Whole text of the ids, special tokens as they are spelled."""
         ...
 
-    def chat_parser(self) -> OutputParser:
-        """For output of a rendered conversation."""
+    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
+        """For output of a rendered conversation. `forced`: ids put after the rendering, as if the model had written
+        them: they set where the output begins and are no output (a call's name comes with the first delta)."""
+        ...
+
+    def call_header(self, name: str | None) -> TokenIds | None:
+        """Ids that, put after the rendering, make the model call a tool. With a name the output goes on inside the
+        arguments; with None it goes on with the name, right after `to=functions.`, and the rest of the header.
+        None where the format has no such header. Raises InvalidRequest for a name that can't be rendered."""
+        ...
+
+    def answer_header(self) -> tuple[str, TokenIds]:
+        """What the model writes right before its answer (not before reasoning or a call), spelled out and as ids;
+        empty where the answer is all the output."""
         ...
 
     def text_parser(self) -> OutputParser:

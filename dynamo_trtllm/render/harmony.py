@@ -19,7 +19,7 @@ import openai_harmony as oh
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_ids
 from dynamo_trtllm.render import vocabulary
-from dynamo_trtllm.render.base import OutputParser
+from dynamo_trtllm.render.base import NOTHING_FORCED, OutputParser
 from dynamo_trtllm.render.harmony_parser import HarmonyParser
 from dynamo_trtllm.render.text import BytesTextParser
 
@@ -30,6 +30,7 @@ _MAX_WORD_CHARS: Final = 16384
 _LONG_WORD: Final = re.compile(rf"\S{{{_MAX_WORD_CHARS}}}|\s{{{_MAX_WORD_CHARS}}}")
 _INSTRUCTIONS: Final = "(instructions)"  # stands in for them while openai-harmony makes the frame
 _JSON: Final = "<|constrain|>json"
+_ANSWER: Final = "<|channel|>final<|message|>"
 _EFFORTS: Final = {
     "low": oh.ReasoningEffort.LOW,
     "medium": oh.ReasoningEffort.MEDIUM,
@@ -72,8 +73,20 @@ class HarmonyRenderer:
         except KeyError as exc:
             raise InvalidRequest(f"token id {exc} is not in the vocabulary") from exc
 
-    def chat_parser(self) -> OutputParser:
-        return HarmonyParser(self._harmony, self._token_bytes)
+    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
+        return HarmonyParser(self._token_bytes, forced=forced)
+
+    def call_header(self, name: str | None) -> TokenIds | None:
+        if name is not None:
+            _check_name(name, "tool_choice")
+        rest = "" if name is None else f"{name} {_JSON}<|message|>"
+        return self._control_text(f"<|channel|>commentary to=functions.{rest}")
+
+    def answer_header(self) -> tuple[str, TokenIds]:
+        return _ANSWER, self._control_text(_ANSWER)
+
+    def _control_text(self, text: str) -> TokenIds:
+        return array("I", self._harmony.encode(text, allowed_special="all"))
 
     def text_parser(self) -> OutputParser:
         return BytesTextParser(self._token_bytes)

@@ -11,22 +11,21 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
-import openai_harmony as oh
-
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.render.base import Delta, ToolCallDelta
+from dynamo_trtllm.render.base import NOTHING_FORCED, Delta, ToolCallDelta
+from dynamo_trtllm.render.harmony_header import Header, could_become_header, read_header
 from dynamo_trtllm.render.vocabulary import FIRST_SPECIAL
 
 _RETURN: Final = 200002
+_CONSTRAIN: Final = 200003
 _CHANNEL: Final = 200005
 _START: Final = 200006
 _END: Final = 200007
 _MESSAGE: Final = 200008
 _CALL: Final = 200012
 _ENDS: Final = frozenset((_RETURN, _END, _CALL))
-_MAX_HEADER_TOKENS: Final = 96  # a longer header is none: the longest tool name OpenAI allows is 64 characters
+_MAX_HEADER_TOKENS: Final = 160  # a longer header is none: OpenAI's tool names have 64 characters at most, ours 256
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
-_PEOPLE: Final = frozenset(("all", "user", "assistant"))
 
 
 class _In(Enum):
@@ -70,24 +69,48 @@ class _Collected:
 class HarmonyParser:
     """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
 
-    openai-harmony reads the headers; bodies are decoded here, so that bytes which are no UTF-8 hold nothing back.
-    What is not harmony is content, control tokens left out: a header that openai-harmony refuses, that is longer
-    than 96 tokens or is cut off by an end token, and text between messages. A header that the end of the output
-    cuts off is dropped.
+    What is not Harmony is content, control tokens left out: a header that is none, is longer than 160 tokens or is
+    ended before its message begins, text between messages, calls without a name or of tools that gpt-oss was trained
+    with and nobody offered. A header that the end of the output cuts off is dropped while it could still become one.
+    `forced` was put behind the prompt and is no output. Without `is_reasoning_split` reasoning is content, without
+    `is_call_split` the arguments of calls are.
     """
 
-    def __init__(self, encoding: oh.HarmonyEncoding, token_bytes: Callable[[int], bytes]) -> None:
-        self._encoding = encoding
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        *,
+        forced: TokenIds = NOTHING_FORCED,
+        is_reasoning_split: bool = True,
+        is_call_split: bool = True,
+    ) -> None:
         self._token_bytes = token_bytes  # no bytes for control tokens
+        self._reasoning = _Goes.REASONING if is_reasoning_split else _Goes.CONTENT
+        self._is_call_split = is_call_split
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._state = _In.HEADER
         self._goes = _Goes.CONTENT
         self._header: list[int] = []
         self._calls = 0
         self._out = _Collected()
+        self._run(forced)
+        self._forced = len(self._header)  # of the header's tokens, those that are no output
 
     def push(self, token_ids: TokenIds) -> Delta:
-        self._out = _Collected()
+        self._run(token_ids)
+        return self._take()
+
+    def finish(self) -> Delta:
+        if self._state is _In.HEADER and self._header and not self._is_cut_header():
+            self._header_is_text()
+        self._flush()
+        return self._take()
+
+    def _take(self) -> Delta:
+        out, self._out = self._out, _Collected()
+        return out.delta()
+
+    def _run(self, token_ids: TokenIds) -> None:
         run: list[int] = []  # body tokens not decoded yet
         for token_id in token_ids:
             if self._state is _In.BODY and token_id < FIRST_SPECIAL:
@@ -102,14 +125,6 @@ class HarmonyParser:
                 self._text(token_id)
         if run:
             self._body(run)
-        return self._out.delta()
-
-    def finish(self) -> Delta:
-        self._out = _Collected()
-        if self._header and self._header[0] < FIRST_SPECIAL:
-            self._header_is_text()
-        self._flush()
-        return self._out.delta()
 
     def _text(self, token_id: int) -> None:
         """An ordinary token outside a body."""
@@ -122,9 +137,9 @@ class HarmonyParser:
             self._header_is_text()
 
     def _control(self, token_id: int) -> None:
-        if token_id == _MESSAGE and self._state is _In.HEADER:
+        if self._state is _In.HEADER and token_id == _MESSAGE:
             self._end_header()
-        elif token_id == _CHANNEL and self._state is _In.HEADER:
+        elif self._state is _In.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
             self._header.append(token_id)
         elif token_id in (_START, _CHANNEL):  # a start without an end before it, or an end without a start after it
             self._end_message()
@@ -132,60 +147,79 @@ class HarmonyParser:
             self._header = [token_id]
         elif token_id in _ENDS:
             self._end_message()
-        elif self._state is _In.HEADER:
-            self._header.append(token_id)
 
     def _can_be_header(self) -> bool:
-        """False as soon as the text before the first control token can't become a recipient."""
+        """False as soon as the text before the first control token can't become a recipient, and at a new line."""
+        if b"\n" in self._token_bytes(self._header[-1]):
+            return False
         if self._header[0] >= FIRST_SPECIAL or len(self._header) > len(_RECIPIENT):
             return True
-        text = b"".join(map(self._token_bytes, self._header))
+        text = self._bytes(self._header)
         return text.startswith(_RECIPIENT) or _RECIPIENT.startswith(text)
 
     def _end_header(self) -> None:
-        started = bool(self._header) and self._header[0] == _START
-        parser = oh.StreamableParser(self._encoding, None if started else oh.Role.ASSISTANT)
-        try:
-            for token_id in (*self._header, _MESSAGE):
-                parser.process(token_id)
-            channel, recipient = parser.current_channel, parser.current_recipient
-        except oh.HarmonyError:
+        header = self._read_header()
+        if header is None:
             self._header_is_text()
             return
-        self._header = []
-        self._address(channel, recipient)
-
-    def _address(self, channel: str | None, recipient: str | None) -> None:
-        """A body begins."""
-        is_function = recipient is not None and recipient.startswith("functions.")
-        if recipient is not None and recipient not in _PEOPLE and (is_function or channel != "analysis"):
+        self._clear_header()
+        if self._is_call_split and header.call is not None:
             self._open(_Goes.ARGUMENTS)
-            self._out.calls[self._calls] = (recipient.removeprefix("functions."), [])
+            self._out.calls[self._calls] = (header.call, [])
             self._calls += 1
         else:
-            self._open(_Goes.REASONING if channel == "analysis" else _Goes.CONTENT)
+            self._open(self._reasoning if header.is_reasoning else _Goes.CONTENT)
+
+    def _read_header(self) -> Header | None:
+        """What the held tokens say; None if they are no header."""
+        parts: list[tuple[int, list[int]]] = [(_START, [])]
+        for token_id in self._header:
+            if token_id < FIRST_SPECIAL:
+                parts[-1][1].append(token_id)
+            elif token_id != _START:
+                parts.append((token_id, []))
+        texts = {control: self._bytes(ids).decode(errors="replace") for control, ids in parts}
+        if len(texts) < len(parts):
+            return None
+        is_started = bool(self._header) and self._header[0] == _START
+        return read_header(texts[_START], texts.get(_CHANNEL), texts.get(_CONSTRAIN), is_started=is_started)
+
+    def _is_cut_header(self) -> bool:
+        """Whether what is held is no loss: the beginning of a header that the end of the output cut off."""
+        header = self._read_header()
+        is_marked = self._header[0] >= FIRST_SPECIAL or (header is not None and bool(header.recipient))
+        return is_marked and could_become_header(header)
 
     def _header_is_text(self) -> None:
         """What was held as a header is none: it is content, and so is what follows up to the next control token."""
-        header, self._header = self._header, []
+        shown = self._header[self._forced :]
+        self._clear_header()
         self._open(_Goes.CONTENT)
-        self._body(header)
+        self._body(shown)
+
+    def _clear_header(self) -> None:
+        self._header = []
+        self._forced = 0
 
     def _open(self, goes: _Goes) -> None:
         self._state = _In.BODY
         self._goes = goes
 
     def _end_message(self) -> None:
-        if self._state is _In.HEADER and self._header:
+        if self._state is _In.HEADER and self._header and self._read_header() != Header():
             self._header_is_text()
         self._flush()
+        self._clear_header()
         self._state = _In.BETWEEN
         self._goes = _Goes.CONTENT
 
     def _body(self, ids: list[int]) -> None:
         if self._goes is _Goes.REASONING:
             self._out.reasoning_tokens += len(ids)
-        self._put(self._decoder.decode(b"".join(map(self._token_bytes, ids))))
+        self._put(self._decoder.decode(self._bytes(ids)))
+
+    def _bytes(self, ids: list[int]) -> bytes:
+        return b"".join(map(self._token_bytes, ids))
 
     def _flush(self) -> None:
         self._put(self._decoder.decode(b"", final=True))

@@ -11,8 +11,8 @@ from typing import Any, Final
 import tokenizers
 
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Conversation, Message, TokenIds
-from dynamo_trtllm.render.base import OutputParser
+from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
+from dynamo_trtllm.render.base import NOTHING_FORCED, OutputParser
 from dynamo_trtllm.render.chat_template import ChatTemplates
 from dynamo_trtllm.render.text import BytesTextParser, WindowTextParser
 
@@ -65,8 +65,16 @@ class ChatTemplateRenderer:
     def decode(self, token_ids: TokenIds) -> str:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
-    def chat_parser(self) -> OutputParser:
-        return self.text_parser()
+    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
+        parser = self.text_parser()
+        parser.push(forced)  # context for what follows
+        return parser
+
+    def call_header(self, name: str | None) -> TokenIds | None:
+        return None
+
+    def answer_header(self) -> tuple[str, TokenIds]:
+        return "", token_ids()
 
     def text_parser(self) -> OutputParser:
         if self._is_byte_level:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import openai_harmony as oh
 import pytest
 
+from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.render import vocabulary
 from dynamo_trtllm.render.base import Delta, OutputParser
@@ -203,3 +204,49 @@ def test_push_when_model_spells_a_marker_as_text_then_it_is_shown_as_text(
 ) -> None:
     spelled = renderer.encode(f"write {marker} like that").tolist()
     assert parse(renderer.chat_parser(), [*ids_of(FINAL), *spelled, RETURN]).content == f"write {marker} like that"
+
+
+def test_push_when_a_call_is_forced_with_its_name_then_output_is_arguments(renderer: HarmonyRenderer) -> None:
+    header = renderer.call_header("get_weather")
+    assert header is not None
+    seen = parse(renderer.chat_parser(forced=header), ids_of('{"place": "Rome"}<|call|>'))
+    assert seen == Seen("", "", [["get_weather", '{"place": "Rome"}']])
+
+
+def test_push_when_a_call_is_forced_then_the_name_comes_with_the_first_token(renderer: HarmonyRenderer) -> None:
+    parser = renderer.chat_parser(forced=renderer.call_header("f") or token_ids())
+    first = parser.push(token_ids(ids_of('{"')))
+    assert [(call.name, call.arguments) for call in first.tool_calls] == [("f", '{"')]
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_push_when_some_call_is_forced_then_output_goes_on_with_the_name(renderer: HarmonyRenderer, step: int) -> None:
+    header = renderer.call_header(None)
+    assert header is not None
+    assert renderer.decode(header) == "<|channel|>commentary to=functions."
+    seen = parse(
+        renderer.chat_parser(forced=header), ids_of("get_weather <|constrain|>json<|message|>{}<|call|>"), step
+    )
+    assert seen == Seen("", "", [["get_weather", "{}"]])
+
+
+def test_push_when_the_forced_header_is_not_completed_then_only_output_is_shown(renderer: HarmonyRenderer) -> None:
+    parser = renderer.chat_parser(forced=renderer.call_header(None) or token_ids())
+    assert parse(parser, ids_of("I would rather not.\n")) == Seen("I would rather not.\n")
+
+
+def test_push_when_reasoning_is_forced_then_only_output_counts(renderer: HarmonyRenderer) -> None:
+    seen = parse(renderer.chat_parser(forced=token_ids(ids_of(ANALYSIS))), ids_of(f"Think.{NEXT}{FINAL}4<|return|>"))
+    assert seen == Seen("4", "Think.", [], 2)
+
+
+def test_call_header_when_name_can_not_be_rendered_then_it_is_refused(renderer: HarmonyRenderer) -> None:
+    with pytest.raises(InvalidRequest, match="tool name 'a b'"):
+        renderer.call_header("a b")
+
+
+def test_answer_header_when_harmony_then_it_opens_the_final_channel(renderer: HarmonyRenderer) -> None:
+    text, ids = renderer.answer_header()
+    assert text == "<|channel|>final<|message|>"
+    assert renderer.decode(ids) == text
+    assert len(ids) == 3

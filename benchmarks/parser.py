@@ -1,0 +1,57 @@
+"""CPU per token of the output parsers, one token per push as a busy server sees them. Prints, judges nothing.
+
+python -m benchmarks.parser [--rounds N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from dynamo_trtllm.messages import TokenIds, token_ids
+from dynamo_trtllm.render import vocabulary
+from dynamo_trtllm.render.base import OutputParser
+from dynamo_trtllm.render.harmony import HarmonyRenderer
+
+_WORDS = "The quick brown fox jumps over the lazy dog; naïve 日本語 text and 🧑‍🚀 follow. " * 40
+_ARGUMENTS = '{"city": "Łódź", "days": [1, 2, 3], "note": "' + "rain and sun " * 100 + '"}'
+_ANALYSIS = "<|channel|>analysis<|message|>"
+_NEXT = "<|end|><|start|>assistant"
+STREAMS = {
+    "reasoning and answer": f"{_ANALYSIS}{_WORDS}{_NEXT}<|channel|>final<|message|>{_WORDS}<|return|>",
+    "one call": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}<|call|>",
+    "headers only": f"{_ANALYSIS}a{_NEXT}" * 200,
+}
+
+
+def main() -> None:
+    args = argparse.ArgumentParser(description=__doc__)
+    args.add_argument("--rounds", type=int, default=7)
+    rounds = args.parse_args().rounds
+    renderer, encoding = HarmonyRenderer(), vocabulary.load_harmony()
+    for name, text in STREAMS.items():
+        ids = encoding.encode(text, allowed_special="all")
+        _report(f"harmony, {name}", renderer.chat_parser, [token_ids([i]) for i in ids], rounds)
+
+
+def _report(name: str, make: Callable[[], OutputParser], pushes: Sequence[TokenIds], rounds: int) -> None:
+    totals, slowest = [], []
+    for _ in range(rounds):
+        parser, times = make(), []
+        for ids in pushes:
+            began = time.perf_counter()
+            parser.push(ids)
+            times.append(time.perf_counter() - began)
+        parser.finish()
+        totals.append(sum(times) / len(pushes))
+        slowest.append(max(times))
+    print(
+        f"{name:<36} {len(pushes):>6} tokens  {statistics.median(totals) * 1e6:6.2f} us/token  "
+        f"slowest push {statistics.median(slowest) * 1e6:6.0f} us"
+    )
+
+
+if __name__ == "__main__":
+    main()
