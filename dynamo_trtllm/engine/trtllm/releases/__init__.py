@@ -46,8 +46,9 @@ class Field:
     name: str
     type: str  # as the source writes it
     required: bool
-    default: Any  # a Python value; an enumeration member is its name; None for what is built per instance
+    default: Any  # a Python value; an enumeration member is its name; None where it was not read
     default_known: bool
+    is_built: bool  # the default is an object made per instance, whose own fields say what is in it
     allowed: tuple[Any, ...]  # the values of its Literal; empty: not limited by one
     kind: str | None = None  # of a parameter: positional_or_keyword, keyword_only, var_keyword, …
 
@@ -58,6 +59,7 @@ class Release:
 
     name: str
     owners: Mapping[str, Mapping[str, Field]]
+    members: frozenset[str]  # `CompletionOutput.length`: properties and methods that are known by name only
     enums: Mapping[str, tuple[str, ...]]
     not_read: frozenset[str]
 
@@ -68,13 +70,19 @@ class Release:
 
     def presence(self, owner: str, name: str) -> Presence:
         """Whether `owner` has the field, parameter or method `name`."""
-        if name in self.owners.get(owner, ()) or f"{owner}.{name}" in self.owners:
+        dotted = f"{owner}.{name}"
+        if name in self.owners.get(owner, ()) or dotted in self.owners or dotted in self.members:
             return Presence.PRESENT
-        if owner in self.not_read or f"{owner}.{name}" in self.not_read or f"{owner} in part" in self.not_read:
+        if self.not_read & {owner, dotted, f"{owner} in part"}:
             return Presence.NOT_READ
         # A class that this manifest is silent about exists if another release has it; no release has a misspelt one.
-        silent = owner not in self.owners and any(_speaks_of(other, owner) for other in releases())
+        silent = not self.speaks_of(owner) and any(other.speaks_of(owner) for other in releases())
         return Presence.NOT_READ if silent else Presence.ABSENT
+
+    def speaks_of(self, owner: str) -> bool:
+        """Whether the manifest names the class or method at all, be it as not read."""
+        has_members = any(member.startswith(f"{owner}.") for member in self.members)
+        return owner in self.owners or owner in self.not_read or has_members
 
     def fields(self, owner: str) -> Mapping[str, Field]:
         """The fields or parameters by name, in their order; empty for an owner that was not read or is not there."""
@@ -124,10 +132,6 @@ def in_development(owner: str, name: str) -> bool:
     )
 
 
-def _speaks_of(release: Release, owner: str) -> bool:
-    return owner in release.owners or owner in release.enums or owner in release.not_read
-
-
 @functools.cache
 def _release(name: str) -> Release:
     owners: dict[str, Mapping[str, Field]] = {}
@@ -138,8 +142,8 @@ def _release(name: str) -> Release:
             _add_owners(owners, cls, entry)
         enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
         not_read |= {_in_part(text) for text in manifest["not_read"]}
-    _add_members(owners, enums)
-    return Release(name=name, owners=owners, enums=enums, not_read=frozenset(not_read - owners.keys()))
+    unread = frozenset(not_read - owners.keys())
+    return Release(name=name, owners=owners, members=_members(enums), enums=enums, not_read=unread)
 
 
 def _add_owners(owners: dict[str, Mapping[str, Field]], cls: str, entry: Mapping[str, Any]) -> None:
@@ -149,15 +153,15 @@ def _add_owners(owners: dict[str, Mapping[str, Field]], cls: str, entry: Mapping
             owners[f"{cls}.{method}"] = {item["name"]: _field(item) for item in described["params"]}
 
 
-def _add_members(owners: dict[str, Mapping[str, Field]], enums: Mapping[str, tuple[str, ...]]) -> None:
-    """Properties and members that a manifest lists by bare name: `CompletionOutput.properties` and the like."""
-    for enum, values in enums.items():
-        cls, _, kind = enum.partition(".")
-        if kind not in ("properties", "members"):
-            continue
-        names = [part.partition("(")[0] for value in values for part in value.split("/")]
-        found = {name: _field({"name": name, "type": ""}) for name in names}
-        owners[cls] = {**owners.get(cls, {}), **found}
+def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
+    """What a manifest lists by bare name: `CompletionOutput.properties` and the like."""
+    listed = [(enum.partition("."), value) for enum, values in enums.items() for value in values]
+    return frozenset(
+        f"{cls}.{part.partition('(')[0]}"
+        for (cls, _, kind), value in listed
+        if kind in ("properties", "members")
+        for part in value.split("/")
+    )
 
 
 def _field(item: Mapping[str, Any]) -> Field:
@@ -168,6 +172,7 @@ def _field(item: Mapping[str, Any]) -> Field:
         required=required,
         default=_value(item.get("default")),
         default_known=item.get("default_known", True) and not required,
+        is_built=str(item.get("default")).startswith("<factory"),
         allowed=tuple(item.get("allowed", ())),
         kind=item.get("kind"),
     )
