@@ -68,6 +68,12 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class Cancelled(RequestError):
+    """Somebody asked for the end of this answer by its id."""
+
+    code = "cancelled"
+
+
 # --- come back later -----------------------------------------------------------------------------------
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any
 
+from dynamo_trtllm.frontend.dialect import Heading, Job, Stats
 from dynamo_trtllm.frontend.postprocess import Piece, Usage
 from dynamo_trtllm.messages import TokenLogprob, token_ids
 from dynamo_trtllm.render.base import Renderer
@@ -16,52 +16,29 @@ LOWEST_LOGPROB = -9999.0  # what JSON gets for minus infinity
 HALF_CHARACTER = "\ufffd"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
-    """What every object of an answer begins with. `created`: seconds since the epoch."""
-
-    id: str
-    model: str
-    created: int
-
-
-class Phases(TypedDict):
-    queue: float
-    prefill: float
-    handoff: float
-    decode_wait: float
-
-
-class Stats(TypedDict):
-    """Who served a request and where its time went: for clients that send `x-dynamo-stats: 1`."""
-
-    prefill_instance: str | None  # hexadecimal, as in subjects
-    decode_instance: str | None
-    kv_bytes: int
-    transport: str
-    ttft_s: float
-    tokens_per_s: float | None
-    phase_s: Phases
-
-
-class Fold(Protocol):
-    """Pieces to one whole answer."""
-
-    def push(self, piece: Piece) -> None: ...
-
-    def body(self, finish: str, usage: Usage, stats: Stats | None) -> dict[str, Any]: ...
-
-
 class ChatFold:
     """A `chat.completion` object."""
 
-    def __init__(self, heading: Heading, renderer: Renderer) -> None:
-        self._heading = heading
+    def __init__(self, job: Job[Any]) -> None:
+        self._heading = job.heading
+        self._choices = [_ChatChoice(index, job.renderer) for index in range(job.answers)]
+
+    def push(self, piece: Piece) -> None:
+        self._choices[piece.index].push(piece)
+
+    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+        return _whole("chat.completion", self._heading, [choice.body() for choice in self._choices], usage, stats)
+
+
+class _ChatChoice:
+    def __init__(self, index: int, renderer: Renderer) -> None:
+        self._index = index
         self._renderer = renderer
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, tuple[str, list[str]]] = {}
         self._logprobs: list[TokenLogprob] = []
+        self._finish: str | None = None
 
     def push(self, piece: Piece) -> None:
         self._content.append(piece.content)
@@ -71,9 +48,10 @@ class ChatFold:
             if call.name is not None:
                 self._calls[call.index] = (call.name, [])
             self._calls[call.index][1].append(call.arguments)
+        self._finish = piece.finish
 
-    def body(self, finish: str, usage: Usage, stats: Stats | None) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
+    def body(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content), "refusal": None}
         if reasoning := "".join(self._reasoning):
             message["reasoning_content"] = reasoning
         if self._calls:
@@ -83,33 +61,53 @@ class ChatFold:
                 for name, arguments in self._calls.values()
             ]
         logprobs = chat_logprobs(self._logprobs, self._renderer) if self._logprobs else None
-        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish}
-        return _whole("chat.completion", self._heading, choice, usage, stats)
+        return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish}
 
 
 class TextFold:
     """A `text_completion` object."""
 
-    def __init__(self, heading: Heading, renderer: Renderer) -> None:
-        self._heading = heading
+    def __init__(self, job: Job[Any]) -> None:
+        self._heading = job.heading
+        self._choices = [_TextChoice(index, echo, job.renderer) for index, echo in enumerate(echoes(job))]
+
+    def push(self, piece: Piece) -> None:
+        self._choices[piece.index].push(piece)
+
+    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+        return _whole("text_completion", self._heading, [choice.body() for choice in self._choices], usage, stats)
+
+
+class _TextChoice:
+    def __init__(self, index: int, echo: str, renderer: Renderer) -> None:
+        self._index = index
         self._renderer = renderer
-        self._text: list[str] = []
+        self._text = [echo]
         self._logprobs: list[TokenLogprob] = []
+        self._finish: str | None = None
 
     def push(self, piece: Piece) -> None:
         self._text.append(piece.content)
         self._logprobs.extend(piece.logprobs)
+        self._finish = piece.finish
 
-    def body(self, finish: str, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+    def body(self) -> dict[str, Any]:
         logprobs = text_logprobs(self._logprobs, self._renderer, 0)[0] if self._logprobs else None
-        choice = {"index": 0, "text": "".join(self._text), "logprobs": logprobs, "finish_reason": finish}
-        return _whole("text_completion", self._heading, choice, usage, stats)
+        return {"index": self._index, "text": "".join(self._text), "logprobs": logprobs, "finish_reason": self._finish}
 
 
-def _whole(kind: str, heading: Heading, choice: dict[str, Any], usage: Usage, stats: Stats | None) -> dict[str, Any]:
+def _whole(
+    kind: str, heading: Heading, choices: list[dict[str, Any]], usage: Usage, stats: Stats | None
+) -> dict[str, Any]:
     body = {"id": heading.id, "object": kind, "created": heading.created, "model": heading.model}
-    body |= {"choices": [choice], "usage": usage_object(usage)}
+    body |= {"choices": choices, "usage": usage_object(usage)}
     return body if stats is None else body | {"dynamo_trtllm": stats}
+
+
+def echoes(job: Job[Any]) -> list[str]:
+    """What each choice of the answer begins with."""
+    plan = job.plan
+    return [prepared.echo for prepared in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
 
 
 def tool_call_id() -> str:
@@ -132,7 +130,7 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[
     for each in logprobs:
         top = [_token(token_id, logprob, renderer) for token_id, logprob in each.top]
         content.append(_token(each.token_id, each.logprob, renderer) | {"top_logprobs": top})
-    return {"content": content}
+    return {"content": content, "refusal": None}
 
 
 def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:

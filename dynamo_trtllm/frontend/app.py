@@ -14,10 +14,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.admission import Permits, Running
 from dynamo_trtllm.frontend.base import Catalog, Generates
-from dynamo_trtllm.frontend.exchange import CHAT, TEXT, Edge, Generation, Permits
+from dynamo_trtllm.frontend.endpoints import CHAT, TEXT
+from dynamo_trtllm.frontend.exchange import Generation
 from dynamo_trtllm.frontend.http import header
 from dynamo_trtllm.frontend.routes import Answers, error_response
+from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -26,7 +29,14 @@ ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subject
 
 def build_app(config: FrontendConfig, models: Catalog, pipeline: Generates, metrics: FrontendMetrics) -> Starlette:
     """The whole HTTP surface of a frontend. Starts and closes nothing of what it is given."""
-    edge = Edge(config=config, models=models, pipeline=pipeline, metrics=metrics, permits=Permits(config.max_inflight))
+    edge = Edge(
+        config=config,
+        models=models,
+        pipeline=pipeline,
+        metrics=metrics,
+        permits=Permits(config.max_inflight),
+        running=Running(),
+    )
     answers = Answers(models, metrics)
     app = Starlette(
         routes=[

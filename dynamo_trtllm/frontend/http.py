@@ -11,7 +11,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, UnsupportedMedia
 from dynamo_trtllm.frontend.errors import answer
-from dynamo_trtllm.frontend.sse import error_events
 
 
 class ClientGone(Exception):
@@ -96,10 +95,8 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def fail(self, error: DynamoError) -> None:
-        """A proper status while there is none yet; else an error event that ends the stream."""
-        if self.started:
-            await self.events(error_events(error), last=True)
-        else:
+        """A proper status, while there is none yet."""
+        if not self.started:
             told = answer(error)
             await self.json(told.status, told.body, told.headers)
 

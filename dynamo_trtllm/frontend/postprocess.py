@@ -1,6 +1,6 @@
 """Engine chunks → what the client sees: text by channel, stop strings, log-probabilities, why it ended, usage.
 
-One `Output` per request. Knows neither HTTP nor JSON.
+One `Output` per choice. Knows neither HTTP nor JSON.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
+
+import msgspec
 
 from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.frontend.preprocess import Prepared
@@ -17,10 +19,13 @@ from dynamo_trtllm.render.base import Delta, ToolCallDelta
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """What one engine step adds to the answer. The last one, and only it, has `finish`."""
+class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What one engine step adds to one choice. Its last one, and only it, has `finish`.
 
+    A msgspec struct because one is made per token: a frozen dataclass takes ten times as long.
+    """
+
+    index: int = 0  # of the choice
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
@@ -30,10 +35,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 class StopStrings:
@@ -68,10 +73,14 @@ class StopStrings:
 
 
 class Output:
-    """The client's view of one request's stream."""
+    """The client's view of one choice's stream."""
 
-    def __init__(self, prepared: Prepared) -> None:
+    def __init__(self, prepared: Prepared, index: int = 0) -> None:
         self._prepared = prepared
+        self._index = index
+        self._has_logprobs = prepared.request.sampling.logprobs is not None
+        self._shows_logprobs = self._has_logprobs and prepared.shows_logprobs
+        self._logprob_sum = 0.0
         self._stops = StopStrings(prepared.stop) if prepared.stop else None
         self.completion_tokens = 0
         self._reasoning_tokens = 0
@@ -81,15 +90,22 @@ class Output:
     def push(self, chunk: Chunk) -> Piece:
         self.completion_tokens += len(chunk.token_ids)
         shown = self._shown(chunk)
-        if self._prepared.request.sampling.logprobs is None:
-            delta, logprobs = self._prepared.parser.push(shown), NO_LOGPROBS
-        else:
+        if self._has_logprobs:
+            self._logprob_sum += sum(each.logprob for each in chunk.logprobs)
+        if self._shows_logprobs:
             delta, logprobs = self._push_each(shown, chunk.logprobs)
+        else:
+            delta, logprobs = self._prepared.parser.push(shown), NO_LOGPROBS
         if chunk.finish_reason is not None:
             delta = merged(delta, self._prepared.parser.finish())
         self._reasoning_tokens += delta.reasoning_tokens
         self._saw_tool_call = self._saw_tool_call or bool(delta.tool_calls)
         return self._piece(delta, logprobs, chunk.finish_reason)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of all tokens so far, reasoning and markers included; by it best_of ranks."""
+        return self._logprob_sum / max(1, self.completion_tokens)
 
     def usage(self, cached_tokens: int) -> Usage:
         """So far. `cached_tokens`: of the prompt; the engines tell it apart from the tokens."""
@@ -110,10 +126,13 @@ class Output:
         if self._stops is not None:
             content, hit = self._stops.push(content)
             if hit:
-                return Piece(content=content, reasoning=delta.reasoning, logprobs=logprobs, finish="stop")
+                return Piece(
+                    index=self._index, content=content, reasoning=delta.reasoning, logprobs=logprobs, finish="stop"
+                )
             if finish is not None:
                 content += self._stops.flush()
         return Piece(
+            index=self._index,
             content=content,
             reasoning=delta.reasoning,
             tool_calls=delta.tool_calls,
@@ -167,7 +186,7 @@ def merged(first: Delta, second: Delta) -> Delta:
 
 
 async def pieces(chunks: AsyncGenerator[Chunk, None], output: Output) -> AsyncGenerator[Piece, None]:
-    """The answer of one request. Closes `chunks` at a stop string, and when it is closed itself.
+    """One choice. Closes `chunks` at a stop string, and when it is closed itself.
 
     Raises StreamIncomplete for chunks that end without a reason, and what `chunks` raises.
     """

@@ -1,16 +1,17 @@
-"""Pieces → server-sent events. What stays equal within a request is built once; per event only the text is encoded.
+"""Pieces → server-sent events. What stays equal within a choice is built once; per event only the text is encoded.
 
 One event per engine step. Pure: bytes out, nothing sent.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.answer import Heading, Stats, chat_logprobs, text_logprobs, tool_call_id, usage_object
+from dynamo_trtllm.frontend.answer import chat_logprobs, echoes, text_logprobs, tool_call_id, usage_object
+from dynamo_trtllm.frontend.dialect import Heading, Job, Stats
 from dynamo_trtllm.frontend.errors import answer
 from dynamo_trtllm.frontend.postprocess import Piece, Usage
 from dynamo_trtllm.render.base import Renderer, ToolCallDelta
@@ -19,29 +20,8 @@ DONE = b"data: [DONE]\n\n"
 _HOLE = "\x00"  # in JSON spelled \u0000, which none of our other values holds
 
 
-class Events(Protocol):
-    """The events of one streamed answer."""
-
-    def opening(self) -> bytes:
-        """Before the first piece."""
-        ...
-
-    def piece(self, piece: Piece) -> bytes:
-        """No bytes for a piece that adds nothing."""
-        ...
-
-    def closing(self, finish: str, usage: Usage, stats: Stats | None) -> bytes:
-        """The reason, the usage when the client asked for it or for statistics, and the end mark."""
-        ...
-
-
 def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
-
-
-def error_events(error: DynamoError) -> bytes:
-    """For an error after the headers were sent: the client sees it as an event, and an end."""
-    return event(answer(error).body) + DONE
 
 
 def split_at_hole(value: Any) -> tuple[bytes, bytes]:
@@ -50,72 +30,121 @@ def split_at_hole(value: Any) -> tuple[bytes, bytes]:
     return before, after
 
 
-class ChatEvents:
-    """`chat.completion.chunk` objects."""
+class Envelope:
+    """What both dialects put around a choice, and how their streams end."""
 
-    def __init__(self, heading: Heading, renderer: Renderer, include_usage: bool) -> None:
-        self._renderer = renderer
+    def __init__(self, kind: str, heading: Heading, *, include_usage: bool) -> None:
+        self._base = {"id": heading.id, "object": kind, "created": heading.created, "model": heading.model}
         self._include_usage = include_usage
-        self._base = {"id": heading.id, "object": "chat.completion.chunk", "created": heading.created}
-        self._base |= {"model": heading.model}
-        self._around_delta = split_at_hole(self._chunk(_HOLE))
-        before, after = self._around_delta
-        self._around_content = (before + b'{"content":', b"}" + after)
-        self._around_reasoning = (before + b'{"reasoning_content":', b"}" + after)
 
-    def opening(self) -> bytes:
-        return event(self._chunk({"role": "assistant", "content": ""}))
-
-    def piece(self, piece: Piece) -> bytes:
-        if piece.logprobs:
-            return event(self._chunk(self._delta(piece), logprobs=chat_logprobs(piece.logprobs, self._renderer)))
-        if piece.tool_calls or (piece.content and piece.reasoning):
-            before, after = self._around_delta
-            return before + orjson.dumps(self._delta(piece)) + after
-        if piece.content:
-            before, after = self._around_content
-            return before + orjson.dumps(piece.content) + after
-        if piece.reasoning:
-            before, after = self._around_reasoning
-            return before + orjson.dumps(piece.reasoning) + after
-        return b""
-
-    def closing(self, finish: str, usage: Usage, stats: Stats | None) -> bytes:
-        last = event(self._chunk({}, finish=finish))
-        return last + _totals(self._base, usage, stats, wanted=self._include_usage) + DONE
-
-    def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    def around(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._base | {"choices": [choice]}
         return chunk | {"usage": None} if self._include_usage else chunk
 
+    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
+        if not self._include_usage and stats is None:
+            return DONE
+        totals: dict[str, Any] = self._base | {"choices": [], "usage": usage_object(usage)}
+        return event(totals if stats is None else totals | {"dynamo_trtllm": stats}) + DONE
+
     @staticmethod
-    def _delta(piece: Piece) -> dict[str, Any]:
-        delta: dict[str, Any] = {}
-        if piece.reasoning:
-            delta["reasoning_content"] = piece.reasoning
+    def failure(error: DynamoError) -> bytes:
+        return event(answer(error).body) + DONE
+
+
+class ChatEvents:
+    """`chat.completion.chunk` objects."""
+
+    def __init__(self, job: Job[Any]) -> None:
+        self._envelope = Envelope("chat.completion.chunk", job.heading, include_usage=job.body.include_usage)
+        self._choices = [_ChatChoice(index, self._envelope, job.renderer) for index in range(job.answers)]
+
+    def opening(self) -> bytes:
+        return b"".join(choice.opening() for choice in self._choices)
+
+    def piece(self, piece: Piece) -> bytes:
+        return self._choices[piece.index].piece(piece)
+
+    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
+        return self._envelope.closing(usage, stats)
+
+    def failure(self, error: DynamoError) -> bytes:
+        return self._envelope.failure(error)
+
+
+class _ChatChoice:
+    def __init__(self, index: int, envelope: Envelope, renderer: Renderer) -> None:
+        self._index = index
+        self._envelope = envelope
+        self._renderer = renderer
+        before, after = self._around_delta = split_at_hole(self._chunk(_HOLE))
+        self._before_content, self._before_reasoning = before + b'{"content":', before + b'{"reasoning_content":'
+        self._after_text = b"}" + after
+
+    def opening(self) -> bytes:
+        return event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
+
+    def piece(self, piece: Piece) -> bytes:
+        data = self._delta(piece)
+        return data if piece.finish is None else data + event(self._chunk({}, finish=piece.finish))
+
+    def _delta(self, piece: Piece) -> bytes:
+        if piece.logprobs:
+            return event(self._chunk(_delta(piece), logprobs=chat_logprobs(piece.logprobs, self._renderer)))
+        if piece.tool_calls or (piece.content and piece.reasoning):
+            before, after = self._around_delta
+            return before + orjson.dumps(_delta(piece)) + after
         if piece.content:
-            delta["content"] = piece.content
-        if piece.tool_calls:
-            delta["tool_calls"] = [_tool_call(call) for call in piece.tool_calls]
-        return delta
+            return self._before_content + orjson.dumps(piece.content) + self._after_text
+        if piece.reasoning:
+            return self._before_reasoning + orjson.dumps(piece.reasoning) + self._after_text
+        return b""
+
+    def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+        return self._envelope.around(
+            {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        )
 
 
 class TextEvents:
     """`text_completion` objects."""
 
-    def __init__(self, heading: Heading, renderer: Renderer, include_usage: bool) -> None:
+    def __init__(self, job: Job[Any]) -> None:
+        self._envelope = Envelope("text_completion", job.heading, include_usage=job.body.include_usage)
+        self._choices = [
+            _TextChoice(index, self._envelope, echo, job.renderer) for index, echo in enumerate(echoes(job))
+        ]
+
+    def opening(self) -> bytes:
+        return b"".join(choice.opening() for choice in self._choices)
+
+    def piece(self, piece: Piece) -> bytes:
+        return self._choices[piece.index].piece(piece)
+
+    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
+        return self._envelope.closing(usage, stats)
+
+    def failure(self, error: DynamoError) -> bytes:
+        return self._envelope.failure(error)
+
+
+class _TextChoice:
+    def __init__(self, index: int, envelope: Envelope, echo: str, renderer: Renderer) -> None:
+        self._index = index
+        self._envelope = envelope
+        self._echo = echo
         self._renderer = renderer
-        self._include_usage = include_usage
         self._offset = 0  # characters of the tokens whose log-probabilities were sent
-        self._base = {"id": heading.id, "object": "text_completion", "created": heading.created}
-        self._base |= {"model": heading.model}
         self._around_text = split_at_hole(self._chunk(_HOLE))
 
     def opening(self) -> bytes:
-        return b""
+        return event(self._chunk(self._echo)) if self._echo else b""
 
     def piece(self, piece: Piece) -> bytes:
+        data = self._text(piece)
+        return data if piece.finish is None else data + event(self._chunk("", finish=piece.finish))
+
+    def _text(self, piece: Piece) -> bytes:
         if piece.logprobs:
             logprobs, self._offset = text_logprobs(piece.logprobs, self._renderer, self._offset)
             return event(self._chunk(piece.content, logprobs=logprobs))
@@ -124,21 +153,21 @@ class TextEvents:
             return before + orjson.dumps(piece.content) + after
         return b""
 
-    def closing(self, finish: str, usage: Usage, stats: Stats | None) -> bytes:
-        last = event(self._chunk("", finish=finish))
-        return last + _totals(self._base, usage, stats, wanted=self._include_usage) + DONE
-
     def _chunk(self, text: str, *, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        chunk = self._base | {"choices": [choice]}
-        return chunk | {"usage": None} if self._include_usage else chunk
+        return self._envelope.around(
+            {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+        )
 
 
-def _totals(base: dict[str, Any], usage: Usage, stats: Stats | None, *, wanted: bool) -> bytes:
-    if not wanted and stats is None:
-        return b""
-    totals: dict[str, Any] = base | {"choices": [], "usage": usage_object(usage)}
-    return event(totals if stats is None else totals | {"dynamo_trtllm": stats})
+def _delta(piece: Piece) -> dict[str, Any]:
+    delta: dict[str, Any] = {}
+    if piece.reasoning:
+        delta["reasoning_content"] = piece.reasoning
+    if piece.content:
+        delta["content"] = piece.content
+    if piece.tool_calls:
+        delta["tool_calls"] = [_tool_call(call) for call in piece.tool_calls]
+    return delta
 
 
 def _tool_call(call: ToolCallDelta) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from dynamo_trtllm.openai.wire import Wire, invalid, kind_of
+from dynamo_trtllm.openai.wire import Body, Wire, invalid, kind_of
 
 MAX_STOPS = 4
 SEED_LIMIT = 1 << 63
@@ -42,11 +42,9 @@ class NvExt(Wire):
     ignore_eos: bool = False
 
 
-class SamplingFields(Wire):
+class SamplingFields(Body):
     hints: ClassVar = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
-    model: str = Field(min_length=1)
-    stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
     min_tokens: int = Field(0, ge=0)

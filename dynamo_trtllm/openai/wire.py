@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
@@ -57,6 +57,13 @@ class Wire(BaseModel):
             near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.6)
             reason = "is not a known field" + (f"; did you mean {near[0]!r}?" if near else "; leave it out")
         unsupported(reason, field=name)
+
+
+class Body(Wire):
+    """What every request that asks for an answer holds."""
+
+    model: str = Field(min_length=1)
+    stream: bool = False
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -60,7 +60,7 @@ async def test_chat_whole_then_reasoning_content_usage_and_headers() -> None:
     assert body["id"].startswith("chatcmpl-")
     assert body["model"] == MODEL
     message = body["choices"][0]["message"]
-    assert message == {"role": "assistant", "content": "Hello", "reasoning_content": "why"}
+    assert message == {"role": "assistant", "content": "Hello", "refusal": None, "reasoning_content": "why"}
     assert body["choices"][0]["finish_reason"] == "stop"
     assert body["usage"] == {
         "prompt_tokens": 2,
@@ -129,7 +129,7 @@ async def test_chat_stream_then_role_first_one_event_per_chunk_finish_and_done()
     got = events(response)
     deltas = [event["choices"][0]["delta"] for event in got]
     assert deltas == [
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "refusal": None},
         {"reasoning_content": "why"},
         {"content": 'He"'},
         {"content": "llo"},
@@ -363,6 +363,6 @@ async def test_same_request_id_twice_then_engine_ids_differ_and_the_client_sees_
 async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await post(front(chunk("a"), stop()), CHAT, chat())
-    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("exchange")]
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
     assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=3" in line
     assert line.endswith("finish=stop")

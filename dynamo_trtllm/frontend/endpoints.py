@@ -1,0 +1,27 @@
+"""The dialects that keep nothing between requests."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.frontend.answer import ChatFold, TextFold
+from dynamo_trtllm.frontend.dialect import Direct
+from dynamo_trtllm.frontend.preprocess import prepare_chat, prepare_text
+from dynamo_trtllm.frontend.sse import ChatEvents, TextEvents
+from dynamo_trtllm.openai.chat import ChatRequest
+from dynamo_trtllm.openai.completions import CompletionRequest
+
+CHAT = Direct(
+    endpoint="chat_completions",
+    id_prefix="chatcmpl-",
+    body=ChatRequest,
+    prepare=prepare_chat,
+    events=ChatEvents,
+    fold=ChatFold,
+)
+TEXT = Direct(
+    endpoint="completions",
+    id_prefix="cmpl-",
+    body=CompletionRequest,
+    prepare=prepare_text,
+    events=TextEvents,
+    fold=TextFold,
+)

@@ -1,0 +1,141 @@
+"""One generation, from body to last byte: parse, plan, run all choices, answer.
+
+Headers leave only after the first piece came, so that every earlier error has its own status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Generic
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import DynamoError, InvalidRequest
+from dynamo_trtllm.frontend.admission import Permits, Running
+from dynamo_trtllm.frontend.base import Catalog, Generates
+from dynamo_trtllm.frontend.choices import likeliest, together
+from dynamo_trtllm.frontend.dialect import B, Dialect, Events, Heading, Job
+from dynamo_trtllm.frontend.http import Reply
+from dynamo_trtllm.frontend.postprocess import Piece, pieces
+from dynamo_trtllm.frontend.preprocess import Identity, Plan
+from dynamo_trtllm.frontend.record import Record
+from dynamo_trtllm.observe.metrics import FrontendMetrics
+from dynamo_trtllm.openai.wire import parse
+
+THREAD_BYTES = 64 << 10  # bodies above are parsed and rendered in a thread, to not hold up other streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """What all exchanges share."""
+
+    config: FrontendConfig
+    models: Catalog
+    pipeline: Generates
+    metrics: FrontendMetrics
+    permits: Permits
+    running: Running
+
+
+class Run(Generic[B]):
+    """The state of one exchange."""
+
+    def __init__(self, dialect: Dialect[B], edge: Edge, reply: Reply, record: Record) -> None:
+        self._dialect = dialect
+        self._edge = edge
+        self._reply = reply
+        self._record = record
+        self._events: Events | None = None
+        self._permits = 0
+
+    async def serve(self, raw: bytes, request_id: str) -> None:
+        """Sends the whole answer. Raises what kept it from that; `fail` tells the client then."""
+        job = await self._job(raw, request_id)
+        with self._edge.running.entered(job.heading.id):
+            async with aclosing(self._pieces(job.plan)) as stream:
+                if job.body.stream:
+                    await self._streamed(job, stream)
+                else:
+                    await self._folded(job, stream)
+
+    async def fail(self, error: DynamoError) -> None:
+        """A proper status while there is none yet; else an event that ends the stream."""
+        if self._events is not None and self._reply.started:
+            await self._reply.events(self._events.failure(error), last=True)
+        else:
+            await self._reply.fail(error)
+
+    def admit(self) -> None:
+        """Takes the permit of the first choice, before anything is read. Raises Overloaded."""
+        self._take(1)
+
+    def leave(self) -> None:
+        """Gives all permits back."""
+        self._edge.permits.give_back(self._permits)
+        self._permits = 0
+
+    def _take(self, count: int) -> None:
+        self._edge.permits.take(count)
+        self._permits += count
+
+    async def _job(self, raw: bytes, request_id: str) -> Job[B]:
+        edge, dialect = self._edge, self._dialect
+        off_loop = len(raw) > THREAD_BYTES
+        identity = Identity(request_id=request_id, deadline=time.time() + edge.config.request_timeout_s)
+        body = await asyncio.to_thread(parse, dialect.body, raw) if off_loop else parse(dialect.body, raw)
+        plan = await dialect.plan(body, edge.models.get(body.model), identity, off_loop=off_loop)
+        if len(plan.choices) > 1:
+            self._take_for_all(plan)
+        self._record.planned(plan)
+        answer_id = dialect.id_prefix + secrets.token_hex(16)
+        return Job(heading=Heading(id=answer_id, model=body.model, created=int(time.time())), body=body, plan=plan)
+
+    def _take_for_all(self, plan: Plan) -> None:
+        count, limit = len(plan.choices), self._edge.permits.limit
+        if count > limit:
+            raise InvalidRequest(f"the request has {count} choices in all; this server runs at most {limit} at once")
+        self._take(count - 1)
+
+    def _pieces(self, plan: Plan) -> AsyncGenerator[Piece, None]:
+        """Of all choices that are answered, however many."""
+        generate = self._edge.pipeline.generate
+        streams = [
+            pieces(generate(prepared.request, course.trace), course.output)
+            for prepared, course in zip(plan.choices, self._record.courses, strict=True)
+        ]
+        return streams[0] if len(streams) == 1 else together(streams)
+
+    async def _streamed(self, job: Job[B], stream: AsyncGenerator[Piece, None]) -> None:
+        events = self._events = self._dialect.events(job)
+        record, reply, left = self._record, self._reply, job.answers
+        async for piece in stream:
+            record.tick(piece)
+            if reply.started:
+                data = events.piece(piece)
+            else:
+                data = events.opening() + events.piece(piece)
+                await reply.start_events(record.served_by())
+            if piece.finish is not None:
+                left -= 1
+                if not left:
+                    data += events.closing(record.usage(), record.stats())
+                    await self._dialect.finished(job, events)
+            if data:
+                await reply.events(data, last=not left)
+
+    async def _folded(self, job: Job[B], stream: AsyncGenerator[Piece, None]) -> None:
+        fold, record, plan = self._dialect.fold(job), self._record, job.plan
+        candidates: list[Piece] = []
+        take = fold.push if plan.candidates == plan.keep else candidates.append
+        async for piece in stream:
+            record.tick(piece)
+            take(piece)
+        for piece in likeliest(candidates, plan, record.likelihood):
+            fold.push(piece)
+        body = fold.body(record.usage(), record.stats())
+        await self._dialect.finished(job, fold)
+        await self._reply.json(200, body, record.served_by())
