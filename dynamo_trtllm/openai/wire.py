@@ -37,10 +37,11 @@ class Wire(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items():
             if value is None or name in cls.hints:
                 continue
-            if name in cls.model_fields:
+            if name in known:
                 kept[name] = value
             elif not any(_same(value, harmless) for harmless in cls.no_ops.get(name, ())):
                 cls._refuse(name)
@@ -105,7 +106,7 @@ def _translated(error: ErrorDetails) -> InvalidRequest:
     if field := context.get("field"):
         path.append(field)
     if error["type"].startswith("union_tag"):
-        path.append("role")
+        path.append(context.get("discriminator", "type").strip("'"))
     name = _spelled(path)
     cls = UnsupportedParameter if error["type"] == _UNSUPPORTED else InvalidRequest
     reason = _reason(error, context)
@@ -122,7 +123,7 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
         return str(context["reason"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"must be an object, not {kind_of(given)}"
-    if kind in ("too_short", "too_long", "string_too_short", "string_pattern_mismatch"):
+    if kind in ("too_short", "too_long", "string_too_short", "string_too_long", "string_pattern_mismatch"):
         return (
             error["msg"].split(" ", 1)[1].replace("should", "must").replace(" after validation", "").split(", not")[0]
         )
@@ -137,12 +138,15 @@ def _shown(given: Any) -> str:
 
 
 def _spelled(path: Iterable[int | str]) -> str:
-    """("messages", 0, "user", "content") → "messages[0].content": the tag of a union is no field."""
+    """("messages", 0, "user", "content") → "messages[0].content": the tag of a union is no field.
+
+    Tags that could be taken for one are spelled `<tag>`.
+    """
     text, after_index = "", False
     for part in path:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif not (after_index and part in _ROLES):
+        elif not (after_index and part in _ROLES) and not part.startswith("<"):
             text += f".{part}" if text else part
         after_index = isinstance(part, int)
     return text
