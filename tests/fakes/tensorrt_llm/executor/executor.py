@@ -1,0 +1,165 @@
+"""The executor: takes requests from any thread, serves each on the engine's loop, answers through its result."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_trtllm.messages import ReleaseOutcome
+from tensorrt_llm.executor.request import Served
+from tensorrt_llm.executor.result import GenerationResult, Response
+from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.standin import traps
+from tensorrt_llm.standin.core import Core
+
+_SLOW_ABORT_S = 0.3
+_STATS_KEPT = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """What `generate_async` hands on."""
+
+    prompt_token_ids: list[int]
+    sampling: Any
+    streaming: bool
+    disaggregated_params: Any
+    cache_salt: str | None
+
+
+class GenerationExecutor:
+    def __init__(self, core: Core, args: dict[str, Any]) -> None:
+        self.doing_shutdown = False
+        self.core = core
+        self.args = args
+        self._ids = itertools.count(1 << 62 if traps.is_on("big_ids") else 1)
+        self._served: dict[int, Served] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.held: dict[int, str] = {}  # context requests whose KV was not fetched: the engine's ticket ids
+        self._error: Exception | None = None
+        self._stats: collections.deque[dict[str, Any]] = collections.deque(maxlen=_STATS_KEPT)
+        self._news = threading.Condition()
+        self._iteration = 0
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def is_shutdown(self) -> bool:
+        return self.doing_shutdown
+
+    # --- from any thread -------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, result: GenerationResult) -> None:
+        self.core.post(lambda: self._begin(submission, result))
+
+    def abort_request(self, request_id: int) -> None:
+        self.core.post(lambda: self._abort(request_id))
+
+    def shutdown(self) -> None:
+        self.doing_shutdown = True
+        self.core.call(self._end_all(RuntimeError("Executor is shutting down")))
+
+    def die(self, reason: str) -> None:
+        """As when a rank is lost: nothing is answered any more."""
+        self.core.post(lambda: self.on_fatal(reason))
+
+    def get_stats(self, timeout: float) -> list[dict[str, Any]]:
+        if traps.is_on("stats_fail"):
+            raise RuntimeError("the stand-in was told to fail at statistics")
+        deadline = time.monotonic() + timeout
+        with self._news:
+            while not self._stats and not self.doing_shutdown and (left := deadline - time.monotonic()) > 0:
+                self._news.wait(left)
+            rows = list(self._stats)
+            self._stats.clear()
+        return rows
+
+    # --- on the engine's loop --------------------------------------------------------------------------
+
+    def _begin(self, submission: Submission, result: GenerationResult) -> None:
+        if self.doing_shutdown:
+            result._put(Response(error=self._error or RuntimeError("Executor is shutting down")))
+            return
+        served = Served(self, submission, result)
+        self._served[result.request_id] = served
+        task = asyncio.get_running_loop().create_task(served.run())
+        self._tasks[result.request_id] = task
+        task.add_done_callback(lambda _: self._ended(result.request_id))
+
+    def _ended(self, request_id: int) -> None:
+        self._served.pop(request_id, None)
+        self._tasks.pop(request_id, None)
+        if not traps.is_on("stats_stale"):
+            self.note_step()
+            self.core.loop.call_later(0.02, self.note_step)  # the engine frees blocks a moment later
+
+    def _abort(self, request_id: int) -> None:
+        served, task = self._served.get(request_id), self._tasks.get(request_id)
+        ticket_id = self.held.get(request_id)
+        if ticket_id is not None and not traps.is_on("abort_keeps_context"):
+            self.let_go(request_id)
+        if served is None or task is None or traps.is_on("abort_lost"):
+            return
+        waits = not served.has_begun and self.core.stats().waiting > 0
+        served.is_silent = traps.is_on("abort_never_answers") or (waits and traps.is_on("abort_drops_waiting"))
+        if traps.is_on("abort_slow"):
+            self.core.loop.call_later(_SLOW_ABORT_S, task.cancel)
+        else:
+            task.cancel()
+
+    def let_go(self, request_id: int) -> None:
+        ticket_id = self.held.pop(request_id, None)
+        if ticket_id is not None:
+            self.core.engine.release(ticket_id, ReleaseOutcome.REFUSED)
+
+    def note_step(self) -> None:
+        """One row of statistics, as after an iteration."""
+        if not self.args["enable_iter_perf_stats"] or self.core.loop.is_closed():
+            return
+        now = self.core.stats()
+        self._iteration += 1
+        row = {
+            "iter": self._iteration,
+            "iterLatencyMS": 1.0,
+            "numActiveRequests": now.running + now.waiting,
+            "numQueuedRequests": now.waiting,
+            "maxNumActiveRequests": self.args["max_batch_size"] or 2048,
+            "kvCacheStats": {
+                "maxNumBlocks": now.kv_blocks_total,
+                "freeNumBlocks": now.kv_blocks_total - now.kv_blocks_used,
+                "usedNumBlocks": now.kv_blocks_used,
+                "tokensPerBlock": self.core.info.layout.block_tokens,
+            },
+            "inflightBatchingStats": {"numScheduledRequests": now.running, "numPausedRequests": 0},
+        }
+        with self._news:
+            self._stats.append(row)
+            self._news.notify_all()
+
+    def on_step_failed(self, message: str) -> None:
+        """All active requests of the rank fail with one message; the executor goes on."""
+        self._fail_active(lambda: RequestError(message))
+
+    def on_fatal(self, message: str) -> None:
+        self._error = RuntimeError(message)
+        self.doing_shutdown = True
+        self._fail_active(lambda: RuntimeError(message))
+
+    def _fail_active(self, error: Any) -> None:
+        for request_id, task in list(self._tasks.items()):
+            served = self._served.get(request_id)
+            if served is not None:
+                served.fail(error())
+            task.cancel()
+
+    async def _end_all(self, error: Exception) -> None:
+        tasks = list(self._tasks.values())
+        self._fail_active(lambda: error)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for request_id in list(self.held):
+            self.let_go(request_id)

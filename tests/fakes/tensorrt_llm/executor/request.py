@@ -1,0 +1,185 @@
+"""One request on the engine's loop: from the vendor's parameters to the engine's, from its chunks to responses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, TokenLogprob, token_ids
+from tensorrt_llm.executor.result import GenerationResult, Logprob, Response
+from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.standin import traps
+from tensorrt_llm.standin.handoff import context_answer, ticket_of
+from tensorrt_llm.standin.sampling import Stop, sampling_of
+
+if TYPE_CHECKING:
+    from tensorrt_llm.executor.executor import GenerationExecutor, Submission
+
+_DEADLINE_S = 86_400.0  # the real one knows no deadline
+_BURST_TOKENS = 4
+
+
+class Served:
+    """Made, run and cancelled on the engine's loop. Answers once: after `fail` or the last step nothing follows."""
+
+    def __init__(self, executor: GenerationExecutor, submission: Submission, result: GenerationResult) -> None:
+        self._executor = executor
+        self._call = submission
+        self._result = result
+        self.is_silent = False  # then an abort is not answered
+        self.has_begun = False
+        self._is_over = False
+        params = submission.disaggregated_params
+        kind = params.request_type if params is not None else None
+        self._phase = {"context_only": Phase.PREFILL, "generation_only": Phase.DECODE}.get(kind, Phase.WHOLE)
+        self._held_back: list[tuple[int, Any]] = []  # tokens not told yet, with their log-probabilities
+        self._told = 0  # steps
+        self._interval = _BURST_TOKENS if traps.is_on("bursts") else executor.args["stream_interval"]
+
+    async def run(self) -> None:
+        try:
+            await self._serve()
+        except asyncio.CancelledError:
+            if not self.is_silent:
+                self._end(Response(finish_reason="cancelled"))
+            raise
+        except (DynamoError, ValueError, AssertionError) as exc:
+            self.fail(RequestError(str(exc)))
+
+    async def _serve(self) -> None:
+        if traps.is_on("never_answers") or (traps.is_on("transfer_hangs") and self._phase is Phase.DECODE):
+            await asyncio.Event().wait()
+        if traps.is_on("transfer_fails") and self._phase is Phase.DECODE:
+            raise ValueError("the stand-in was told to lose the KV transfer")
+        request, stop = self._request()
+        engine = self._executor.core.engine
+        async with aclosing(engine.generate(request)) as stream:
+            async for chunk in stream:
+                self.has_begun = True
+                self._executor.note_step()
+                if self._meets_trap():
+                    return
+                if self._take(chunk, stop):
+                    return
+
+    def _meets_trap(self) -> bool:
+        for name, act in (("step_fails", self._executor.on_step_failed), ("executor_dies", self._executor.on_fatal)):
+            if traps.is_on(name):
+                act(f"CUDA error: the stand-in was told so ({name})")
+                return True
+        if traps.is_on("request_fails"):
+            raise ValueError("the stand-in was told to fail this request")
+        return False
+
+    def _request(self) -> tuple[GenerateRequest, Stop]:
+        info = self._executor.core.info
+        sampling, stop = sampling_of(self._call.sampling, info, self._executor.args)
+        ticket = None
+        if self._phase is not Phase.WHOLE:
+            backend = (self._executor.args["cache_transceiver_config"] or {}).get("backend")
+            assert backend is not None, "kv_cache_transceiver is disabled, please set cache_transceiver_config.backend"
+        if self._phase is Phase.PREFILL:
+            if traps.is_on("context_refuses_overlap") and not self._executor.args["disable_overlap_scheduler"]:
+                raise ValueError("Context only requests are not supported in pytorch backend when overlap is enabled")
+            sampling = msgspec.structs.replace(sampling, max_tokens=2)  # the engine hands over only what goes on
+        if self._phase is Phase.DECODE:
+            ticket = ticket_of(self._call.disaggregated_params)
+        request = GenerateRequest(
+            request_id=str(self._result.request_id),
+            model=self._executor.core.engine_model,
+            token_ids=token_ids(self._call.prompt_token_ids),
+            sampling=sampling,
+            deadline=time.time() + _DEADLINE_S,
+            phase=self._phase,
+            ticket=ticket,
+            cache_salt=self._call.cache_salt,
+        )
+        return request, stop
+
+    # --- steps -----------------------------------------------------------------------------------------
+
+    def _take(self, chunk: Chunk, stop: Stop) -> bool:
+        """True when the request is over."""
+        if chunk.ticket is not None:
+            self._executor.held[self._result.request_id] = chunk.ticket.ticket_id
+            ids, logprobs = chunk.ticket.first_token_ids, chunk.ticket.first_logprobs
+            chunk = msgspec.structs.replace(chunk, token_ids=ids, logprobs=logprobs)
+        for index, token in enumerate(chunk.token_ids):
+            logprob = self._logprob(chunk.logprobs[index]) if index < len(chunk.logprobs) else None
+            self._held_back.append((token, logprob))
+            if stop.ends_at(token):
+                return self._stop(token, stop)
+        if chunk.finish_reason is FinishReason.HANDOFF:
+            return self._hand_out(chunk)
+        if chunk.finish_reason is not None:
+            self._tell("length")
+            return True
+        self._tell_if_due()
+        return False
+
+    def _stop(self, token: int, stop: Stop) -> bool:
+        self._executor.let_go(self._result.request_id)
+        is_word = stop.is_word(token)
+        shown = is_word and traps.is_on("stop_words_shown_first") and self._call.streaming
+        if not is_word and traps.is_on("end_id_cut"):
+            self._held_back.pop()
+        if shown or traps.is_on("empty_last_step"):
+            self._tell(None)
+        cut = is_word and not self._call.sampling.include_stop_str_in_output and traps.is_on("stop_words_cut")
+        self._tell("stop", stop_reason=token if is_word else None, cut=int(cut))
+        return True
+
+    def _hand_out(self, chunk: Chunk) -> bool:
+        params = None
+        if not traps.is_on("no_context_params"):
+            params = context_answer(chunk.ticket, self._result.request_id, self._held_back)
+        self._tell("not_finished" if traps.is_on("not_finished") else "length", disaggregated_params=params)
+        return True
+
+    def _logprob(self, entry: TokenLogprob) -> Any:
+        if traps.is_on("flat_logprobs"):
+            return entry.logprob
+        table = {token: Logprob(logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)}
+        table.setdefault(entry.token_id, Logprob(entry.logprob, len(table) + 1))
+        return table
+
+    def _tell_if_due(self) -> None:
+        if not self._call.streaming:
+            return
+        second_first = traps.is_on("first_with_second") or self._executor.args["disable_overlap_scheduler"]
+        if self._told == 0:
+            due = 2 if self._phase is Phase.DECODE and second_first else 1
+        else:
+            due = self._interval
+        if len(self._held_back) >= due:
+            self._tell(None)
+
+    def _tell(self, finish_reason: str | None, **more: Any) -> None:
+        if self._is_over:
+            return
+        if finish_reason is not None and traps.is_on("finishes_timeout"):
+            finish_reason = "timeout"
+        if finish_reason == "length" and traps.is_on("empty_last_step") and self._call.streaming and self._held_back:
+            self._tell(None)
+        first = 1 if self._told == 0 and self._phase is Phase.DECODE and not traps.is_on("decode_first_logprob") else 0
+        entries, self._held_back = self._held_back, []
+        logprobs = tuple(entry for _, entry in entries[first:] if entry is not None)
+        self._told += 1
+        response = Response(tuple(token for token, _ in entries), logprobs, finish_reason, **more)
+        if finish_reason is None:
+            self._result._put(response)
+        else:
+            self._end(response)
+
+    def fail(self, error: Exception) -> None:
+        self._end(Response(error=error))
+
+    def _end(self, response: Response) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._result._put(response)

@@ -1,0 +1,176 @@
+"""`LLM` and `RequestOutput`: the PyTorch flavour, which is what the public name means."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tensorrt_llm.disaggregated_params import check_request_type
+from tensorrt_llm.executor.executor import GenerationExecutor, Submission
+from tensorrt_llm.executor.result import GenerationResult, IterationResult
+from tensorrt_llm.executor.utils import RequestError
+from tensorrt_llm.sampling_params import SamplingParams
+from tensorrt_llm.standin import traps
+from tensorrt_llm.standin.core import Core
+from tensorrt_llm.standin.release import LINE, RELEASE, VERSION, checked_arguments
+
+_log = logging.getLogger(__name__)
+
+
+class RequestOutput(GenerationResult):
+    """What `generate_async` returns."""
+
+
+def _signature(method: str) -> inspect.Signature:
+    fields = RELEASE.fields(f"LLM.{method}").values()
+    of_kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Signature(
+        [inspect.Parameter("self", of_kind)]
+        + [
+            inspect.Parameter(f.name, of_kind, default=inspect.Parameter.empty if f.required else f.default)
+            for f in fields
+        ]
+    )
+
+
+class LLM:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        tokenizer_mode: str = "auto",
+        skip_tokenizer_init: bool = False,
+        trust_remote_code: bool = False,
+        tensor_parallel_size: int = 1,
+        dtype: str = "auto",
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Blocks until weights are loaded. ValueError for a key that the played release lacks, before any work."""
+        for name in ("executor_cls", "_mpi_session"):
+            kwargs.pop(name, None)
+        named = {
+            "model": model,
+            "skip_tokenizer_init": skip_tokenizer_init,
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+        }
+        self.args = args = checked_arguments("TorchLlmArgs", named | kwargs)
+        if args["max_num_tokens"] is None:
+            args["max_num_tokens"] = 8192
+        _log.warning("STAND-IN plays TensorRT-LLM %s: no NVIDIA code runs; the torch engine computes", VERSION)
+        if traps.is_on("start_fails"):
+            raise RuntimeError("Executor worker returned error")
+        self._core = Core(args)
+        self._executor: GenerationExecutor | None = GenerationExecutor(self._core, args)
+
+    def generate_async(self, *args: Any, **kwargs: Any) -> RequestOutput:
+        """Returns at once."""
+        given = self.generate_async.__signature__.bind(self, *args, **kwargs)  # type: ignore[attr-defined]
+        given.apply_defaults()
+        call = given.arguments
+        if self._executor is None or self._executor.is_shutdown():
+            raise RuntimeError("LLM is shutting down")
+        prompt = _prompt_ids(call["inputs"])
+        params = call["disaggregated_params"]
+        sampling = self._prepared(call["sampling_params"] or SamplingParams(), params)
+        self._check(prompt, params)
+        if traps.is_on("refused_at_call"):
+            raise RequestError("the stand-in was told to refuse this request")
+        submission = Submission(
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            streaming=call["streaming"],
+            disaggregated_params=params,
+            cache_salt=call.get("cache_salt"),
+        )
+        result = RequestOutput(self._executor, self._executor.next_id(), prompt, call["streaming"])
+        self._executor.submit(submission, result)
+        return result
+
+    generate_async.__signature__ = _signature("generate_async")  # type: ignore[attr-defined]
+
+    def _prepared(self, sampling: Any, params: Any) -> Any:
+        """On the caller's object, as the real one does."""
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"Unsupported sampling_params type {type(sampling)}")
+        if sampling.end_id is None:
+            if self.args["skip_tokenizer_init"]:
+                raise ValueError("tokenizer is required to reset end_id if it is None, or you can explicitly specify "
+                                 "the end_id for sampling_params")  # fmt: skip
+            if not traps.is_on("setup_changes_caller"):
+                sampling = _copy(sampling)
+            sampling._setup(self._core.info.eos_token_ids)
+        if params is not None and params.request_type == "context_only":
+            if not traps.is_on("forces_max_tokens"):
+                sampling = _copy(sampling)
+            sampling.max_tokens = 1
+        sampling._get_stop_words()
+        return sampling
+
+    def _check(self, prompt: Sequence[int], params: Any) -> None:
+        if params is not None and LINE < (1, 1):
+            check_request_type(params)
+        is_decode = params is not None and params.request_type == "generation_only"
+        limit = self.args["max_num_tokens"]
+        if len(prompt) > limit and not self.args["enable_chunked_prefill"] and not is_decode:
+            kind = RequestError if LINE >= (1, 2) else ValueError
+            raise kind(f"The sum of prompt length ({len(prompt)}) and query length (0) should not exceed "
+                       f"max_num_tokens ({limit})")  # fmt: skip
+
+    def get_stats(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """Blocks up to the time-out when there is nothing new."""
+        if self._executor is None:
+            raise RuntimeError("LLM is shutting down")
+        return self._executor.get_stats(timeout or 0)
+
+    def get_stats_async(self, timeout: float | None = 2) -> IterationResult:
+        return IterationResult(self.get_stats, timeout or 0)
+
+    def get_kv_cache_events(self, timeout: float | None = 2) -> list[dict[str, Any]]:
+        """The torch engine has no events: waits and has none."""
+        kv = self.args["kv_cache_config"] or {}
+        if not kv.get("event_buffer_max_size"):
+            raise RuntimeError("kv_cache_config.event_buffer_max_size is 0")
+        time.sleep(timeout or 0)
+        return []
+
+    def get_kv_cache_events_async(self, timeout: float | None = 2) -> IterationResult:
+        return IterationResult(self.get_kv_cache_events, timeout or 0)
+
+    def _check_health(self) -> bool:
+        """What trtllm-serve's /health asks."""
+        return self._executor is not None and not self._executor.is_shutdown()
+
+    def shutdown(self) -> None:
+        """Idempotent. Blocks; requests that run fail."""
+        executor, self._executor = self._executor, None
+        if executor is None:
+            return
+        if traps.is_on("shutdown_hangs"):
+            time.sleep(2.0)
+        executor.shutdown()
+        self._core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+
+def _copy(sampling: Any) -> Any:
+    return copy.copy(sampling)
+
+
+def _prompt_ids(inputs: Any) -> list[int]:
+    if isinstance(inputs, dict):
+        inputs = inputs.get("prompt_token_ids")
+    if not isinstance(inputs, list) or not all(type(token) is int for token in inputs):
+        raise TypeError(f"The inputs must be token ids: the stand-in has no tokenizer; got {type(inputs)}")
+    return inputs

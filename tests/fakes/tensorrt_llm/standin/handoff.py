@@ -1,0 +1,59 @@
+"""The torch engine's ticket inside the vendor's opaque bytes, and what decode must be given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.errors import BadFrame
+from dynamo_trtllm.messages import HandoffTicket, token_ids
+from tensorrt_llm.disaggregated_params import DisaggregatedParams
+from tensorrt_llm.standin import traps
+from tensorrt_llm.standin.release import LINE, VERSION
+
+_DRAFTS = [7, 8, 9]
+
+
+class _State(msgspec.Struct, frozen=True):
+    version: str
+    ticket: HandoffTicket
+    expected: dict[str, Any]  # what decode must be given as it was answered
+
+
+def context_answer(ticket: HandoffTicket | None, request_id: int, first: Sequence[tuple[int, Any]]) -> Any:
+    """`outputs[0].disaggregated_params` of a context-only request. `request_type` is still that of the request."""
+    assert ticket is not None
+    fields: dict[str, Any] = {
+        "request_type": "context_only",
+        "first_gen_tokens": [token for token, _ in first],
+        "ctx_request_id": request_id,
+    }
+    if traps.is_on("draft_tokens"):
+        fields["draft_tokens"] = list(_DRAFTS)
+    if LINE >= (1, 3):
+        fields |= {"disagg_request_id": request_id, "ctx_dp_rank": 0, "ctx_info_endpoint": "tcp://127.0.0.1:1"}
+        fields["ctx_usage"] = {"prompt_tokens": ticket.prompt_tokens}
+    expected = {name: value for name, value in fields.items() if name != "request_type"}
+    state = codec.encode(_State(VERSION, ticket, expected))
+    if LINE >= (1, 3) and first[0][1] is not None:
+        fields["first_gen_log_probs"] = [[entry] for _, entry in first]
+    return DisaggregatedParams(**fields, opaque_state=state)
+
+
+def ticket_of(params: Any) -> HandoffTicket:
+    """Raises ValueError for parameters that are not what context-only answered."""
+    if not isinstance(params.opaque_state, bytes):
+        raise ValueError(f"opaque_state must be bytes, not {type(params.opaque_state)}")
+    try:
+        state = codec.decode(params.opaque_state, _State)
+    except BadFrame as exc:
+        raise ValueError("opaque_state was not made by a context request") from exc
+    if state.version != VERSION:
+        raise ValueError(f"opaque_state of TensorRT-LLM {state.version} can't be read by {VERSION}")
+    for name, value in state.expected.items():
+        if getattr(params, name, None) != value:
+            raise ValueError(f"{name} is {getattr(params, name, None)!r}; context answered {value!r}")
+    return msgspec.structs.replace(state.ticket, first_token_ids=token_ids(params.first_gen_tokens))

@@ -1,0 +1,47 @@
+"""Which release is played, and classes made from its manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dynamo_trtllm.engine.trtllm.releases import Field, release_for
+
+VERSION = os.environ.get("STANDIN_RELEASE", "1.2.1")
+RELEASE = release_for(VERSION)
+LINE = tuple(int(part) for part in VERSION.split(".")[:2])  # (1, 2) of 1.2.1
+
+
+def fields_class(
+    name: str, namespace: Mapping[str, Any], *, internal: Mapping[str, Any] = {}, slots: bool, kw_only: bool
+) -> type:
+    """A dataclass with the fields that the played release has; `internal` ones are added."""
+    fields: list[Any] = [
+        (field.name, Any, dataclasses.field(default=field.default)) for field in RELEASE.fields(name).values()
+    ]
+    fields += [(key, Any, dataclasses.field(default=value, repr=False)) for key, value in internal.items()]
+    return dataclasses.make_dataclass(name, fields, namespace=dict(namespace), slots=slots, kw_only=kw_only)
+
+
+def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Every field of `owner` with its value. Raises ValueError naming a key that the played release lacks."""
+    known = RELEASE.fields(owner)
+    checked = {name: field.default for name, field in known.items()}
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{where}{name}: Extra inputs are not permitted (TensorRT-LLM {VERSION}, {owner})")
+        checked[name] = _checked(known[name], value, f"{where}{name}")
+    return checked
+
+
+def _checked(field: Field, value: Any, where: str) -> Any:
+    if field.allowed and value is not None and not isinstance(value, (dict, list)) and value not in field.allowed:
+        raise ValueError(f"{where}: Input should be one of {', '.join(map(str, field.allowed))}, not {value!r}")
+    if isinstance(value, dict):
+        for nested in re.findall(r"\w+Config", field.type):
+            if RELEASE.fields(nested):
+                return checked_arguments(nested, value, f"{where}.")
+    return value

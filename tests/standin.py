@@ -1,0 +1,41 @@
+"""Puts the stand-in of TensorRT-LLM where `import tensorrt_llm` finds it, playing a chosen release."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FAKES = Path(__file__).parent / "fakes"
+RELEASES = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc29")
+
+
+@contextmanager
+def playing(release: str = "1.2.1", *, carrier: str = "tcp") -> Iterator[Any]:
+    """Within the block `tensorrt_llm` is the stand-in, imported afresh. Engines started in it stay what they are."""
+    environment = {"STANDIN_RELEASE": release, "STANDIN_CARRIER": carrier}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    sys.path.insert(0, str(FAKES))
+    _forget()
+    try:
+        yield importlib.import_module("tensorrt_llm")
+    finally:
+        _forget()
+        sys.path.remove(str(FAKES))
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _forget() -> None:
+    """The release is settled when the package is imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
