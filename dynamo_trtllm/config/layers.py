@@ -6,7 +6,9 @@ Knows no engine: which keys exist is the engine's business, handed to `check_key
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +16,10 @@ import yaml
 
 from dynamo_trtllm.errors import ConfigError
 
-YAML_SOURCE = "YAML file"
-FLAG_SOURCE = "flag"
 OVERRIDE_SOURCE = "--override-engine-args"
+CONFIG_FOLDERS = ("engine_configs", "kernels_config")  # they travel in the wheel
+
+_log = logging.getLogger(__name__)
 
 
 class Layered(NamedTuple):
@@ -26,21 +29,51 @@ class Layered(NamedTuple):
     source: str
 
 
-def merge_engine_args(
-    yaml: Mapping[str, Any], flags: Mapping[str, Any], override: Mapping[str, Any]
-) -> dict[str, Layered]:
-    """Leaves by dotted key: YAML file < flags typed < override JSON.
+class Layer(NamedTuple):
+    """What one place sets."""
+
+    values: Mapping[str, Any]
+    source: str
+    yields: bool = False  # advice: nobody needs to hear that it was beaten
+
+
+class Merged(NamedTuple):
+    """Leaves by dotted key, and a line for each value that somebody set and somebody else beat with another."""
+
+    leaves: dict[str, Layered]
+    notes: list[str]
+
+
+def merge(layers: Iterable[Layer]) -> Merged:
+    """Later layers beat earlier ones, leaf by leaf.
 
     Mappings are merged, anything else replaces what stood there, a whole subtree included.
     """
     merged: dict[str, Layered] = {}
-    for layer, source in ((yaml, YAML_SOURCE), (flags, FLAG_SOURCE), (override, OVERRIDE_SOURCE)):
-        for key, value in _leaves(layer):
+    advice: set[str] = set()
+    notes = []
+    for layer in layers:
+        for key, value in _leaves(layer.values):
             if value == {} and any(known.startswith(f"{key}.") for known in merged):
                 continue  # merging nothing into a mapping
-            _drop_contradicted(merged, key)
-            merged[key] = Layered(value, source)
-    return merged
+            for beaten in _contradicted(merged, key):
+                old = merged.pop(beaten)
+                if old.value != value and old.source not in advice:
+                    notes.append(
+                        f"{_who(layer.source)} {_text(value)} beats {beaten} {_text(old.value)} of {old.source}"
+                    )
+            merged[key] = Layered(value, layer.source)
+        if layer.yields:
+            advice.add(layer.source)
+    return Merged(merged, notes)
+
+
+def _who(source: str) -> str:
+    return source.removeprefix("flag ")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def nested(merged: Mapping[str, Layered]) -> dict[str, Any]:
@@ -63,12 +96,11 @@ def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _drop_contradicted(merged: dict[str, Layered], key: str) -> None:
-    """Removes leaves that can't stand beside `key`: those above it (now a mapping) and below it (replaced)."""
+def _contradicted(merged: Mapping[str, Layered], key: str) -> list[str]:
+    """Leaves that can't stand beside a new `key`: itself, those above it (now a mapping) and below it (replaced)."""
     parts = key.split(".")
-    above = {".".join(parts[:i]) for i in range(1, len(parts))}
-    for known in [k for k in merged if k in above or k.startswith(f"{key}.")]:
-        del merged[known]
+    above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
+    return [known for known in merged if known in above or known.startswith(f"{key}.")]
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
@@ -105,9 +137,39 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def located(path: Path) -> Path:
-    """`path` in the working directory, else the file of that name that came with the package, else `path` as it is."""
-    shipped = Path(__file__).parent.parent / path
-    return shipped if not path.exists() and shipped.exists() else path
+    """`path` in the working directory, else the file of that name that came with the package, else `path` as it is.
+
+    The paths that the guides use name our files too.
+    """
+    ours = _alias(path)
+    for candidate in dict.fromkeys((path, ours)):
+        for found in (candidate, *_shipped(candidate)):
+            if found.exists():
+                if candidate != path:
+                    _log.info("%s is not here; taken as %s", path, ours)
+                return found
+    return path
+
+
+def _shipped(path: Path) -> list[Path]:
+    """Where the package would have it: in the wheel, or beside the package in a checkout."""
+    package = Path(__file__).parent.parent
+    return [package / path] + ([package.parent / path] if path.parts[:1] and path.parts[0] in CONFIG_FOLDERS else [])
+
+
+def _alias(path: Path) -> Path:
+    """Our name of a file that the guides name by the place it has in Dynamo's tree or container; else `path`."""
+    parts = list(path.parts)
+    if parts[:2] == ["/", "workspace"]:
+        parts = parts[2:]
+        parts = parts[1:] if parts[:1] == ["dynamo"] else parts
+    if parts[:3] in (["examples", "backends", "trtllm"], ["components", "backends", "trtllm"]):
+        parts = parts[3:]
+    if parts[:1] != ["engine_configs"]:
+        return path
+    if parts[1:2] == ["gpt_oss"]:
+        parts[1:2] = ["gpt-oss-120b", "v0.5"]
+    return Path(*parts)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -130,3 +192,29 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if not isinstance(key, str):
             raise ConfigError(f"{path}: key {key!r} is not text; quote it")
     return value
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of texts as lines, in columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
+    return "".join("  ".join([*map(str.ljust, row, widths), row[-1]]) + "\n" for row in rows)
+
+
+def as_yaml(leaves: Mapping[str, Layered]) -> str:
+    """The leaves as YAML that `read_yaml` reads back, each with its source as comment."""
+    return "".join(_yaml_lines(nested({key: Layered(leaf, "") for key, leaf in leaves.items()}), ""))
+
+
+def _yaml_lines(level: Mapping[str, Any], indent: str) -> Iterable[str]:
+    for key, value in level.items():
+        name = _flow(key)
+        if isinstance(value, Layered):
+            yield f"{indent}{name}: {_flow(value.value)}  # {value.source}\n"
+        else:
+            yield f"{indent}{name}:\n"
+            yield from _yaml_lines(value, indent + "  ")
+
+
+def _flow(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
+    return text.removesuffix("...\n").strip()

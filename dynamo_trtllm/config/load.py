@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NoReturn, TypeVar
@@ -17,12 +17,11 @@ from pydantic import ValidationError
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
-from dynamo_trtllm.config.layers import nearest
-from dynamo_trtllm.config.models import PROCESS_CONFIGS, Config
+from dynamo_trtllm.config.layers import nearest, table
+from dynamo_trtllm.config.models import DEFAULT_SOURCE, PROCESS_CONFIGS, Config
 from dynamo_trtllm.errors import ConfigError
 
 ENV_PREFIX = "DYN_TRTLLM_"
-DEFAULT_SOURCE = "default"
 
 C = TypeVar("C", bound=Config)
 
@@ -42,8 +41,12 @@ def load(
     description: str,
     argv: Sequence[str] | None = None,
     environ: Mapping[str, str] | None = None,
+    more: Callable[[C], str] | None = None,
 ) -> Loaded[C]:
-    """The config of this process. `--help`, `--version` and `--print-config` print and exit 0. Raises ConfigError."""
+    """The config of this process. `--help`, `--version` and `--print-config` print and exit 0. Raises ConfigError.
+
+    `more` says what `--print-config` prints below the settings.
+    """
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
     typed = read_flags(parser, model, sys.argv[1:] if argv is None else argv)
@@ -53,9 +56,9 @@ def load(
     for layer in (_from_environment(model, env), {n: (v, f"flag {s}") for n, (s, v) in typed.items()}):
         for name, (text, source) in layer.items():
             raw[name], sources[name] = text, source
-    loaded = Loaded(config=_validate(model, raw, sources), sources=sources)
+    loaded = Loaded(config=_validate(model, raw, sources).with_sources(sources), sources=sources)
     if print_config:
-        sys.stdout.write(config_table(loaded))
+        sys.stdout.write(config_table(loaded) + (more(loaded.config) if more else ""))
         raise SystemExit(0)
     return loaded
 
@@ -73,10 +76,8 @@ def process_environment() -> dict[str, str]:
 
 def config_table(loaded: Loaded[C]) -> str:
     """Field, value and source, one line each."""
-    rows = [("field", "value", "source")]
-    rows += [(name, _shown(getattr(loaded.config, name)), source) for name, source in loaded.sources.items()]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}\n" for name, value, source in rows)
+    rows = [(name, _shown(getattr(loaded.config, name)), source) for name, source in loaded.sources.items()]
+    return table([("field", "value", "source"), *rows])
 
 
 def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:

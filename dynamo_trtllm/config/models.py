@@ -6,10 +6,11 @@ Plain frozen pydantic models; building one reads no environment. `load` fills th
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 from pydantic.config import JsonDict
 
 from dynamo_trtllm.messages import Role
@@ -19,6 +20,9 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 EngineName = Literal["trtllm", "torch", "mock"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+
+DEFAULT_SOURCE = "default"
+CODE_SOURCE = "configuration"
 
 MODEL = "model"
 ENGINE = "engine"
@@ -51,6 +55,21 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     examples: ClassVar[str] = ""  # launch lines shown under --help
+    _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    def with_sources(self, sources: Mapping[str, str]) -> Self:
+        """The same settings, each with the place that it comes from."""
+        noted = self.model_copy()
+        noted._sources = dict(sources)
+        return noted
+
+    def source_of(self, name: str) -> str:
+        """Where a setting comes from: `flag --x`, `environment X`, `default`; `configuration` where code set it."""
+        return self._sources.get(name) or (CODE_SOURCE if name in self.model_fields_set else DEFAULT_SOURCE)
+
+    def __eq__(self, other: object) -> bool:
+        """Where values come from is no part of what they are."""
+        return isinstance(other, Config) and type(self) is type(other) and dict(self) == dict(other)
 
 
 class ConnectionConfig(Config):
@@ -147,6 +166,11 @@ examples, one prefill and one decode worker of the same model:
     override_engine_args: dict[str, Any] | None = Field(
         default=None,
         description="JSON object of engine arguments; beats file and flags",
+        json_schema_extra=setting(ENGINE),
+    )
+    dump_config_to: Path | None = Field(
+        default=None,
+        description="write the merged engine arguments to this YAML file, each with its source, and go on",
         json_schema_extra=setting(ENGINE),
     )
     max_num_tokens: PositiveInt | None = Field(

@@ -1,18 +1,22 @@
-"""An engine's own arguments from a worker's configuration: YAML < flags < override JSON, checked by its schema.
+"""An engine's own arguments from a worker's configuration, merged and checked by its schema, each with its source.
 
-Pure but for reading the YAML. Each engine brings its schema; a flag without a counterpart in it is refused.
+YAML < environment < typed flag < override JSON; an engine may put advice below. Pure but for reading the YAML.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.layers import Layer, Layered, Merged
+from dynamo_trtllm.config.models import CODE_SOURCE, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -29,28 +33,78 @@ ENGINE_FLAGS = (
 )
 
 
+class Described(NamedTuple):
+    """An engine's arguments for people: what they are of, those that were set, and all of them."""
+
+    title: str
+    given: Mapping[str, Layered]
+    every: Mapping[str, Layered]  # defaults included
+    notes: tuple[str, ...]
+
+
 def engine_arguments(config: WorkerConfig, schema: type[S], engine: str) -> S:
     """The checked arguments. Raises ConfigError naming the flag, file or key at fault."""
-    merged = layered_arguments(config, schema, engine)
+    merged = _merged(config, schema, engine)
+    for note in merged.notes:
+        _log.info("%s", note)
+    return _checked(merged, schema, engine)
+
+
+def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Described:
+    """The same arguments with the places they come from. Raises ConfigError as `engine_arguments`."""
+    merged = _merged(config, schema, engine)
+    checked = _checked(merged, schema, engine)
+    every = {
+        name: merged.leaves.get(name, Layered(getattr(checked, name), f"default ({engine})"))
+        for name in schema.model_fields
+    }
+    return Described(f"the {engine} engine", merged.leaves, every, tuple(merged.notes))
+
+
+def file_layer(config: WorkerConfig) -> Layer:
+    """What `--extra-engine-args` sets; nothing when it is not given. Raises ConfigError."""
+    path = config.extra_engine_args
+    return Layer(layers.read_yaml(layers.located(path)), f"YAML {path}") if path else Layer({}, "YAML")
+
+
+def flag_layers(config: WorkerConfig, names: Mapping[str, str]) -> list[Layer]:
+    """What the settings in `names` (field to dotted argument) set, environment before flags typed."""
+    given = [
+        Layer(_nest(key, value), config.source_of(field))
+        for field, key in names.items()
+        if (value := getattr(config, field)) is not None
+    ]
+    return sorted(given, key=lambda layer: not layer.source.startswith("environment "))
+
+
+def override_layer(config: WorkerConfig) -> Layer:
+    """What `--override-engine-args` sets."""
+    return Layer(config.override_engine_args or {}, layers.OVERRIDE_SOURCE)
+
+
+def _nest(key: str, value: Any) -> dict[str, Any]:
+    return layers.nested({key: Layered(value, "")})
+
+
+def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:
+    given = {name: value for name in ENGINE_FLAGS if (value := getattr(config, name)) is not None}
+    names = [name for name, value in given.items() if name in schema.model_fields or not _is_one(name, value)]
+    for name in names:
+        _refuse_foreign(config, name, schema, engine)
+    yaml, override = file_layer(config), override_layer(config)
+    layers.check_keys(yaml.values, schema.model_fields, yaml.source)
+    layers.check_keys(override.values, schema.model_fields, override.source)
+    return layers.merge([yaml, *flag_layers(config, {name: name for name in names}), override])
+
+
+def _checked(merged: Merged, schema: type[S], engine: str) -> S:
     try:
-        return schema.model_validate(layers.nested(merged))
+        return schema.model_validate(layers.nested(merged.leaves))
     except ValidationError as exc:
         first = exc.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        source = f" ({merged[key].source})" if key in merged else ""
+        source = f" ({merged.leaves[key].source})" if key in merged.leaves else ""
         raise ConfigError(f"{engine} engine argument {key}{source}: {first['msg']}", field=key) from exc
-
-
-def layered_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str) -> dict[str, layers.Layered]:
-    """Every argument that was set, with the place that won."""
-    given = {name: value for name in ENGINE_FLAGS if (value := getattr(config, name)) is not None}
-    flags = {name: value for name, value in given.items() if name in schema.model_fields or not _is_one(name, value)}
-    _refuse_foreign(flags, schema, engine)
-    yaml = layers.read_yaml(layers.located(config.extra_engine_args)) if config.extra_engine_args else {}
-    override = config.override_engine_args or {}
-    layers.check_keys(yaml, schema.model_fields, f"--extra-engine-args {config.extra_engine_args}")
-    layers.check_keys(override, schema.model_fields, layers.OVERRIDE_SOURCE)
-    return layers.merge_engine_args(yaml, flags, override)
 
 
 def _is_one(name: str, value: float) -> bool:
@@ -58,9 +112,10 @@ def _is_one(name: str, value: float) -> bool:
     return name.endswith("_parallel_size") and value == 1
 
 
-def _refuse_foreign(flags: Iterable[str], schema: type[BaseModel], engine: str) -> None:
-    for name in flags:
-        if name not in schema.model_fields:
-            why = "runs on one device" if name.endswith("_parallel_size") else "has no such setting"
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag}: the {engine} engine {why}; leave it out", field=name)
+def _refuse_foreign(config: WorkerConfig, name: str, schema: type[BaseModel], engine: str) -> None:
+    if name not in schema.model_fields:
+        why = "runs on one device" if name.endswith("_parallel_size") else "has no such setting"
+        flag = "--" + name.replace("_", "-")
+        source = config.source_of(name)
+        said = "" if flag in source or source == CODE_SOURCE else f" ({source})"
+        raise ConfigError(f"{flag}{said}: the {engine} engine {why}; leave it out", field=name)

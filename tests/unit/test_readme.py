@@ -62,7 +62,7 @@ def test_deployment_when_shipped_then_it_loads(path: Path) -> None:
     assert load_deployment(path).workers
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "engine_configs").rglob("*.yaml")), ids=str)
-def test_engine_config_when_shipped_then_the_engine_takes_it(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted((ROOT / "engine_configs/tiny-gpt-oss").glob("*.yaml")), ids=str)
+def test_engine_config_when_of_the_torch_engine_then_it_takes_it(path: Path) -> None:
     config = WorkerConfig(model_path="m", engine="torch", extra_engine_args=path)
     assert engine_arguments(config, TorchArgs, "torch").kv_cache_gib == 0.5

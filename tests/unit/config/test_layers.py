@@ -1,39 +1,83 @@
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.layers import check_keys, merge_engine_args, nested, read_yaml
+from dynamo_trtllm.config.layers import Layer, check_keys, merge, nested, read_yaml
 from dynamo_trtllm.errors import ConfigError
 
 
-def test_merge_when_three_layers_name_a_leaf_then_the_override_wins_and_says_so():
-    merged = merge_engine_args({"a": 1, "b": 1, "c": 1}, {"b": 2, "c": 2}, {"c": 3})
-    assert merged == {"a": (1, "YAML file"), "b": (2, "flag"), "c": (3, "--override-engine-args")}
+def merged(*values: dict[str, Any]) -> layers.Merged:
+    return merge([Layer(value, source) for value, source in zip(values, "abcdef", strict=False)])
+
+
+def result(*values: dict[str, Any]) -> dict[str, Any]:
+    return nested(merged(*values).leaves)
+
+
+def test_merge_when_three_layers_name_a_leaf_then_the_last_wins_and_says_so():
+    leaves = merged({"x": 1, "y": 1, "z": 1}, {"y": 2, "z": 2}, {"z": 3}).leaves
+    assert leaves == {"x": (1, "a"), "y": (2, "b"), "z": (3, "c")}
 
 
 def test_merge_when_mappings_meet_then_leaves_are_kept_side_by_side():
-    merged = merge_engine_args({"kv": {"fraction": 0.5, "dtype": "auto"}}, {"kv": {"fraction": 0.9}}, {})
-    assert merged["kv.fraction"] == (0.9, "flag")
-    assert merged["kv.dtype"] == ("auto", "YAML file")
-    assert nested(merged) == {"kv": {"fraction": 0.9, "dtype": "auto"}}
+    leaves = merged({"kv": {"fraction": 0.5, "dtype": "auto"}}, {"kv": {"fraction": 0.9}}).leaves
+    assert leaves["kv.fraction"] == (0.9, "b")
+    assert leaves["kv.dtype"] == ("auto", "a")
+    assert nested(leaves) == {"kv": {"fraction": 0.9, "dtype": "auto"}}
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [({"a": {"b": 1}}, {"a": 2}), ({"a": 2}, {"a": {"b": 1}}), ({"a": {"b": 1}}, {"a": [1]})]
 )
 def test_merge_when_a_mapping_and_a_value_meet_then_the_later_replaces_the_subtree(low, high):
-    assert nested(merge_engine_args(low, {}, high)) == high
+    assert result(low, high) == high
 
 
 def test_merge_when_an_empty_mapping_comes_later_then_nothing_is_lost():
-    assert nested(merge_engine_args({"a": {"b": 1}}, {}, {"a": {}})) == {"a": {"b": 1}}
-    assert nested(merge_engine_args({"a": {}}, {}, {})) == {"a": {}}
+    assert result({"a": {"b": 1}}, {"a": {}}) == {"a": {"b": 1}}
+    assert result({"a": {}}) == {"a": {}}
 
 
 def test_merge_when_keys_are_not_text_or_hold_dots_then_the_mapping_is_one_value():
-    table = {"sizes": {1: 2}, "names": {"a.b": 1}}
-    assert nested(merge_engine_args(table, {}, {})) == table
+    given = {"sizes": {1: 2}, "names": {"a.b": 1}}
+    assert result(given) == given
+
+
+def test_merge_when_another_value_is_beaten_then_one_line_names_both_and_their_places():
+    layer = [
+        Layer({"max_num_tokens": 16384, "kv": {"dtype": "fp8"}}, "YAML d.yaml"),
+        Layer({"max_num_tokens": 20000, "kv": None}, "flag --max-num-tokens"),
+    ]
+    assert merge(layer).notes == [
+        "--max-num-tokens 20000 beats max_num_tokens 16384 of YAML d.yaml",
+        "--max-num-tokens null beats kv.dtype fp8 of YAML d.yaml",
+    ]
+
+
+def test_merge_when_the_same_value_is_set_twice_then_nothing_is_said():
+    assert merged({"x": 1}, {"x": 1}).notes == []
+
+
+def test_merge_when_advice_is_beaten_then_nothing_is_said():
+    leaves, notes = merge([Layer({"x": 1}, "advice", yields=True), Layer({"x": 2}, "b")])
+    assert (leaves, notes) == ({"x": (2, "b")}, [])
+
+
+def test_as_yaml_when_read_back_then_the_same_values_with_their_sources_beside_them(tmp_path):
+    values = {"n": 1, "text": "a: # b", "none": None, "kv": {"dtype": "fp8", "sizes": [1, 2]}, "empty": {}}
+    path = tmp_path / "out.yaml"
+    path.write_text(layers.as_yaml(merge([Layer(values, "YAML x"), Layer({"n": 2}, "flag --n")]).leaves))
+    assert read_yaml(path) == values | {"n": 2}
+    lines = path.read_text().splitlines()
+    assert "n: 2  # flag --n" in lines
+    assert "  sizes: [1, 2]  # YAML x" in lines
+
+
+def test_table_when_printed_then_columns_stand_below_each_other():
+    assert layers.table([("a", "bb", "c"), ("aaa", "b", "cc")]) == "a    bb  c\naaa  b   cc\n"
 
 
 def test_check_keys_when_one_is_unknown_then_the_nearest_is_offered():
@@ -96,3 +140,47 @@ def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_f
     assert layers.located(here) == here
     assert layers.located(Path("config/layers.py")) == Path(layers.__file__)  # any file that is in the package
     assert layers.located(Path("nowhere.yaml")) == Path("nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [
+        ("engine_configs/gpt_oss/prefill.yaml", "engine_configs/gpt-oss-120b/v0.5/prefill.yaml"),
+        (
+            "components/backends/trtllm/engine_configs/gpt_oss/decode.yaml",
+            "engine_configs/gpt-oss-120b/v0.5/decode.yaml",
+        ),
+        (
+            "examples/backends/trtllm/engine_configs/gpt-oss-120b/prefill.yaml",
+            "engine_configs/gpt-oss-120b/prefill.yaml",
+        ),
+        (
+            "/workspace/examples/backends/trtllm/engine_configs/gpt-oss-120b/decode.yaml",
+            "engine_configs/gpt-oss-120b/decode.yaml",
+        ),
+        (
+            "/workspace/dynamo/components/backends/trtllm/engine_configs/gpt_oss/prefill.yaml",
+            "engine_configs/gpt-oss-120b/v0.5/prefill.yaml",
+        ),
+    ],
+)
+def test_located_when_a_guide_names_the_file_then_ours_is_taken_and_said(typed, ours, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.INFO):
+        found = layers.located(Path(typed))
+    assert found.is_file()
+    assert found.as_posix().endswith(ours)
+    assert [record.getMessage() for record in caplog.records] == [f"{typed} is not here; taken as {ours}"]
+
+
+def test_located_when_the_guides_path_is_here_then_it_is_taken_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    here = Path("engine_configs/gpt_oss/prefill.yaml")
+    here.parent.mkdir(parents=True)
+    here.write_text("stream_interval: 1\n")
+    assert layers.located(here) == here
+
+
+@pytest.mark.parametrize("path", ["/home/me/engine_configs/gpt_oss/prefill.yaml", "configs/prefill.yaml"])
+def test_located_when_a_path_is_of_nobody_then_it_stays(path):
+    assert layers.located(Path(path)) == Path(path)

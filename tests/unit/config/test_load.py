@@ -208,3 +208,29 @@ except SystemExit as stop:
     for name in fields:
         assert f"--{name.replace('_', '-')}" in done.stdout or name.upper() in done.stdout
     assert "DYN_TRTLLM_" in "\n".join(text)
+
+
+def test_load_when_values_come_from_several_places_then_the_config_itself_can_tell():
+    config = load_worker("--model m --max-batch-size 4", {"DYN_TRTLLM_MAX_NUM_TOKENS": "9"}).config
+    assert config.source_of("max_batch_size") == "flag --max-batch-size"
+    assert config.source_of("max_num_tokens") == "environment DYN_TRTLLM_MAX_NUM_TOKENS"
+    assert config.source_of("max_seq_len") == "default"
+    assert config.model_copy(update={"model_path": "other"}).source_of("max_batch_size") == "flag --max-batch-size"
+
+
+def test_source_of_when_code_built_the_config_then_it_is_the_configuration():
+    config = WorkerConfig(model_path="m", max_batch_size=4)
+    assert (config.source_of("max_batch_size"), config.source_of("max_seq_len")) == ("configuration", "default")
+
+
+def test_load_when_print_config_has_more_to_show_then_it_stands_below(capsys):
+    with pytest.raises(SystemExit):
+        load(
+            WorkerConfig,
+            prog="w",
+            description="d",
+            argv=["--model", "m", "--print-config"],
+            environ={},
+            more=lambda config: f"more of {config.model_path}\n",
+        )
+    assert capsys.readouterr().out.endswith("\nmore of m\n")
