@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, UnsupportedParameter
+import msgspec
+
+from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
+from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, rendered, text_sampling
+from dynamo_trtllm.frontend.guiding import guiding, tools_told
 from dynamo_trtllm.frontend.models import ServedModel
-from dynamo_trtllm.messages import Conversation, GenerateRequest, Message, Sampling, TokenIds, Tool, ToolCall, token_ids
-from dynamo_trtllm.openai.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
+from dynamo_trtllm.frontend.options import Options, refuse, refuse_unhonoured
+from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
+from dynamo_trtllm.openai.chat import ChatRequest
 from dynamo_trtllm.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from dynamo_trtllm.openai.sampling import SamplingFields
+from dynamo_trtllm.openai.sampling import SEED_LIMIT
 from dynamo_trtllm.render.base import OutputParser, Renderer
 
 
@@ -34,6 +39,7 @@ class Prepared:
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
     shows_logprobs: bool = True  # False: best_of alone asked the engine for them
     echo: str = ""  # the answer begins with this text
+    max_tool_calls: int | None = None  # the answer ends where one more would begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,144 +56,149 @@ class Plan:
 
 def prepare_chat(body: ChatRequest, served: ServedModel, identity: Identity) -> Plan:
     """Raises InvalidRequest, UnsupportedParameter or ContextTooLong, each naming the field."""
-    renderer = served.renderer
-    conversation = _conversation(body, served)
-    ids = renderer.render(conversation)
-    max_tokens = _output_budget(body.output_tokens, len(ids), served, field="messages")
-    sampling = _sampling(
-        body,
-        served,
-        max_tokens,
-        () if body.past_eos else renderer.stop_token_ids,
-        body.top_logprobs if body.logprobs else None,
+    return prepare_conversation(chat_conversation(body), chat_options(body), served, identity)
+
+
+def prepare_conversation(conversation: Conversation, options: Options, served: ServedModel, identity: Identity) -> Plan:
+    """As `prepare_chat`, for every API that has conversations. `conversation.tools`: all that the client sent."""
+    renderer, asked = served.renderer, options.sampling
+    refuse_unhonoured(asked, options.cache_salt, served.card, options.names)
+    tools = tools_told(conversation.tools, options)
+    prompt = rendered(msgspec.structs.replace(conversation, tools=tools), served, options)
+    forced, guided = guiding(tools, options, served)
+    ids = prompt + forced
+    sampling = _sampling(asked, _output_budget(asked.max_tokens or None, len(ids), served, options), served, options)
+    stops = () if asked.ignore_eos else renderer.stop_token_ids
+    sampling = msgspec.structs.replace(
+        sampling, guided=guided, stop_token_ids=tuple(dict.fromkeys((*asked.stop_token_ids, *stops)))
     )
-    choice = Prepared(
-        request=_request(served, ids, sampling, identity),
-        renderer=renderer,
-        parser=renderer.chat_parser(),
-        stop=tuple(body.stop),
-        hidden_token_ids=_hidden(body, served),
-        content_logprobs_only=True,
+    choices = tuple(
+        Prepared(
+            request=request,
+            renderer=renderer,
+            parser=renderer.chat_parser(forced=forced),
+            stop=options.stop,
+            hidden_token_ids=_hidden(asked, served),
+            content_logprobs_only=True,
+            max_tool_calls=None if options.parallel_tool_calls else 1,
+        )
+        for request in _requests([(ids, sampling)] * options.n, served, identity, options.cache_salt)
     )
-    return Plan(choices=(choice,))
+    return Plan(choices=choices, candidates=options.n, keep=options.n)
 
 
 def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identity) -> Plan:
-    """As `prepare_chat`; the prompt goes to the model as it is."""
-    renderer = served.renderer
-    ids = renderer.encode(body.prompt) if isinstance(body.prompt, str) else _checked_ids(body.prompt, served, "prompt")
+    """As `prepare_chat`; the prompts go to the model as they are."""
+    asked, renderer = text_sampling(body), served.renderer
+    options = Options(sampling=asked, stop=tuple(body.stop), names={"messages": "prompt"})
+    refuse_unhonoured(asked, body.salt, served.card, options.names)
+    ranks = body.candidates > body.n
+    if ranks and "logprobs" in served.card.refuses:
+        refuse("best_of", served.card, "its engine gives no log-probabilities to choose by")
+    if ranks and asked.logprobs is None:
+        asked = msgspec.structs.replace(asked, logprobs=0)
+    prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
+    legs = []
+    for ids in prompts:
+        wanted = body.max_tokens
+        if wanted is None:
+            wanted = min(DEFAULT_MAX_TOKENS, max(1, served.card.context_length - len(ids)))
+        budget = _output_budget(wanted, len(ids), served, options)
+        legs += [(ids, _sampling(asked, budget, served, options))] * body.candidates
+    echoes = [_text(prompt, served) if body.echo else "" for prompt in body.prompt for _ in range(body.candidates)]
+    choices = tuple(
+        Prepared(
+            request=request,
+            renderer=renderer,
+            parser=renderer.text_parser(),
+            stop=options.stop,
+            hidden_token_ids=_hidden(asked, served),
+            content_logprobs_only=False,
+            shows_logprobs=body.logprobs is not None,
+            echo=echo,
+        )
+        for request, echo in zip(_requests(legs, served, identity, body.salt), echoes, strict=True)
+    )
+    return Plan(choices=choices, candidates=body.candidates, keep=body.n)
+
+
+def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
+    ids = served.renderer.encode(prompt) if isinstance(prompt, str) else _checked_ids(prompt, served, "prompt")
     if not ids:
         raise InvalidRequest("prompt is empty; send at least one token", field="prompt")
-    wanted = body.max_tokens
-    if wanted is None:
-        wanted = min(DEFAULT_MAX_TOKENS, max(1, served.card.context_length - len(ids)))
-    max_tokens = _output_budget(wanted, len(ids), served, field="prompt")
-    choice = Prepared(
-        request=_request(served, ids, _sampling(body, served, max_tokens, (), body.logprobs), identity),
-        renderer=renderer,
-        parser=renderer.text_parser(),
-        stop=tuple(body.stop),
-        hidden_token_ids=_hidden(body, served),
-        content_logprobs_only=False,
-    )
-    return Plan(choices=(choice,))
+    return ids
 
 
-def _request(served: ServedModel, ids: TokenIds, sampling: Sampling, identity: Identity) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=identity.request_id,
-        model=served.card.name,
-        token_ids=ids,
-        sampling=sampling,
-        deadline=identity.deadline,
-    )
+def _text(prompt: str | list[int], served: ServedModel) -> str:
+    return prompt if isinstance(prompt, str) else served.renderer.decode(token_ids(prompt))
 
 
-def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, *, field: str) -> int:
+def _requests(
+    legs: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, identity: Identity, cache_salt: str | None
+) -> list[GenerateRequest]:
+    """One request per prompt and choice. Choice i has the seed plus i: equal seeds would give equal choices."""
+    return [
+        GenerateRequest(
+            request_id=identity.request_id if len(legs) == 1 else f"{identity.request_id}-{index}",
+            model=served.card.name,
+            token_ids=ids,
+            sampling=sampling
+            if sampling.seed is None
+            else msgspec.structs.replace(sampling, seed=_wrapped(sampling.seed + index)),
+            deadline=identity.deadline,
+            cache_salt=cache_salt,
+        )
+        for index, (ids, sampling) in enumerate(legs)
+    ]
+
+
+def _wrapped(seed: int) -> int:
+    """Within 64 signed bits, as the wire takes it."""
+    return (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
+
+
+def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, options: Options) -> int:
     context = served.card.context_length
     room = context - prompt_tokens
     if room < 1:
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens and the context of {served.card.name} is {context} tokens, "
             f"prompt and answer together; shorten the prompt by at least {1 - room} tokens",
-            field=field,
+            field=options.name("messages"),
         )
     if wanted is not None and wanted > room:
+        name = options.name("max_tokens")
         raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and max_tokens asks for {wanted} more, {prompt_tokens + wanted} "
-            f"together; the context of {served.card.name} is {context} tokens: set max_tokens to at most {room}",
-            field="max_tokens",
+            f"the prompt has {prompt_tokens} tokens and {name} asks for {wanted} more, {prompt_tokens + wanted} "
+            f"together; the context of {served.card.name} is {context} tokens: set {name} to at most {room}",
+            field=name,
         )
     return room if wanted is None else wanted
 
 
-def _sampling(
-    body: SamplingFields, served: ServedModel, max_tokens: int, format_stops: Sequence[int], logprobs: int | None
-) -> Sampling:
-    if body.min_tokens > max_tokens:
+def _sampling(asked: Sampling, max_tokens: int, served: ServedModel, options: Options) -> Sampling:
+    """What was asked, checked against the model, with its budget."""
+    if asked.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {body.min_tokens} and more than max_tokens, {max_tokens}", field="min_tokens"
+            f"min_tokens is {asked.min_tokens} and more than {options.name('max_tokens')}, {max_tokens}",
+            field="min_tokens",
         )
-    own = _checked_ids(body.stop_token_ids, served, "stop_token_ids")
-    return Sampling(
-        max_tokens=max_tokens,
-        min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(0, body.top_k),
-        seed=body.seed,
-        stop_token_ids=tuple(dict.fromkeys((*own, *format_stops))),
-        ignore_eos=body.past_eos,
-        logprobs=logprobs,
-    )
+    _checked_ids(asked.stop_token_ids, served, "stop_token_ids")
+    _checked_ids([token_id for token_id, _ in asked.logit_bias], served, "logit_bias")
+    return msgspec.structs.replace(asked, max_tokens=max_tokens)
 
 
 def _checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenIds:
     size = served.card.vocab_size
     if ids and max(ids) >= size:
         bad = next(index for index, token_id in enumerate(ids) if token_id >= size)
+        where = field if field == "logit_bias" else f"{field}[{bad}]"
         raise InvalidRequest(
-            f"{field}[{bad}] is {ids[bad]}, which is no token of {served.card.name}: its ids go from 0 to {size - 1}",
+            f"{where} names {ids[bad]}, which is no token of {served.card.name}: its ids go from 0 to {size - 1}",
             field=field,
         )
     return token_ids(ids)
 
 
-def _hidden(body: SamplingFields, served: ServedModel) -> frozenset[int]:
-    return frozenset(body.stop_token_ids) - set(served.renderer.stop_token_ids) - set(served.card.eos_token_ids)
-
-
-def _conversation(body: ChatRequest, served: ServedModel) -> Conversation:
-    template_args = {name: value for name, value in body.template_args.items() if name != "reasoning_effort"}
-    if template_args and served.card.renderer == "harmony":
-        name = min(template_args)
-        raise UnsupportedParameter(
-            f"chat_template_args.{name} means nothing to {served.card.name}, which has no chat template; leave it out",
-            field=f"chat_template_args.{name}",
-        )
-    tools = body.tools if body.tool_choice == "auto" else []
-    return Conversation(
-        messages=tuple(_message(message) for message in body.messages),
-        tools=tuple(
-            Tool(name=t.function.name, description=t.function.description, parameters=t.function.parameters)
-            for t in tools
-        ),
-        reasoning_effort=body.reasoning_effort or body.template_args.get("reasoning_effort") or "medium",
-        template_args=template_args,
-    )
-
-
-def _message(message: ChatMessage) -> Message:
-    if isinstance(message, AssistantMessage):
-        return Message(
-            role=message.role,
-            content=message.content,
-            name=message.name,
-            reasoning=message.reasoning_content or message.reasoning,
-            tool_calls=tuple(
-                ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-                for call in message.tool_calls
-            ),
-        )
-    call_id = message.tool_call_id if isinstance(message, ToolMessage) else None
-    return Message(role=message.role, content=message.content, name=message.name, tool_call_id=call_id)
+def _hidden(asked: Sampling, served: ServedModel) -> frozenset[int]:
+    return frozenset(asked.stop_token_ids) - set(served.renderer.stop_token_ids) - set(served.card.eos_token_ids)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from dynamo_trtllm.openai.sampling import NO_OPS, SamplingFields
+from dynamo_trtllm.openai.schemas import Schema, schema_text
 from dynamo_trtllm.openai.wire import Wire, invalid, kind_of, unsupported
 
-Effort: TypeAlias = Literal["low", "medium", "high"]
+MAX_TOOLS = 512
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may have less
 
 
 def _text(value: Any) -> Any:
@@ -33,16 +36,19 @@ def _text(value: Any) -> Any:
 Text = Annotated[str, BeforeValidator(_text)]
 
 
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
 class SystemMessage(Wire):
     role: Literal["system", "developer"]
     content: Text
-    name: str | None = None
+    name: Name | None = None
 
 
 class UserMessage(Wire):
     role: Literal["user"]
     content: Text
-    name: str | None = None
+    name: Name | None = None
 
 
 class CalledFunction(Wire):
@@ -64,7 +70,7 @@ class AssistantMessage(Wire):
 
     role: Literal["assistant"]
     content: Text = ""
-    name: str | None = None
+    name: Name | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # how other servers spell it
     tool_calls: list[AssistantToolCall] = Field(default_factory=list)
@@ -80,18 +86,23 @@ class ToolMessage(Wire):
     role: Literal["tool"]
     content: Text
     tool_call_id: str = Field(min_length=1)
-    name: str | None = None
+    name: Name | None = None
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
 class Function(Wire):
-    no_ops: ClassVar = {"strict": (False,)}
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: Name
     description: str = ""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: Schema = Field(default_factory=dict)
+    strict: bool = False
+
+
+def _function_only(value: Any) -> Any:
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
+        unsupported(f"of type {kind!r} is not supported; only 'function' is")
+    return value
 
 
 class FunctionTool(Wire):
@@ -99,38 +110,83 @@ class FunctionTool(Wire):
     function: Function
 
 
-def _text_format(value: Any) -> Any:
-    if isinstance(value, dict) and value.get("type") in ("json_object", "json_schema"):
-        unsupported(f"of type {value['type']!r} is not supported; only 'text' is")
-    return value
+Tools = list[Annotated[FunctionTool, BeforeValidator(_function_only)]]
+
+
+class JsonSchema(Wire):
+    """The schema of a `response_format`. `strict` or not, the answer is held to it."""
+
+    hints: ClassVar = frozenset({"description"})
+
+    name: Name
+    schema_: Schema = Field(default_factory=dict, alias="schema")
+    strict: bool = False
 
 
 class ResponseFormat(Wire):
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            wrong = "is required with" if self.json_schema is None else "is only allowed with"
+            invalid(f"{wrong} type 'json_schema'", field="json_schema")
+        return self
+
+
+class Choice(Wire):
+    """A `tool_choice`, in whichever form it was sent."""
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str = ""  # of the function, when mode is "named"
+    allowed: tuple[str, ...] | None = None  # None: all tools
 
 
 def _tool_choice(value: Any) -> Any:
-    if value == "required" or isinstance(value, dict):
-        unsupported("is supported as 'auto' or 'none' only")
-    return value
+    match value:
+        case "auto" | "none" | "required":
+            return Choice(mode=value)
+        case {"type": "function", "function": {"name": str(name), **rest}} if not rest:
+            return Choice(mode="named", name=name)
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            return Choice(mode=mode, allowed=tuple(map(_allowed, tools)))
+        case {"type": "custom"}:
+            unsupported("of type 'custom' is not supported; only 'function' is")
+    invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
+
+
+def _allowed(tool: Any) -> str:
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name
+    invalid('may allow tools of the form {"type": "function", "function": {"name": "…"}} only')
 
 
 class ChatRequest(SamplingFields):
     """A chat completion request; valid for any model."""
 
-    no_ops: ClassVar = NO_OPS | {"parallel_tool_calls": (True,), "modalities": (["text"],), "verbosity": ("medium",)}
-    refused: ClassVar = frozenset({"audio", "prediction", "functions", "function_call", "web_search_options", "echo"})
+    no_ops: ClassVar = NO_OPS | {
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "add_generation_prompt": (True,),
+        "functions": ([],),
+    }
+    refused: ClassVar = frozenset(
+        {"audio", "prediction", "function_call", "web_search_options", "moderation", "echo", "best_of", "suffix"}
+    )
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    tools: list[FunctionTool] = Field(default_factory=list)
-    tool_choice: Annotated[Literal["auto", "none"], BeforeValidator(_tool_choice)] = "auto"
+    tools: Tools = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Choice, BeforeValidator(_tool_choice)] = Choice()
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     reasoning_effort: Effort | None = None
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    response_format: Annotated[ResponseFormat | None, BeforeValidator(_text_format)] = None
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ChatRequest:
@@ -152,8 +208,8 @@ class ChatRequest(SamplingFields):
             if self.chat_template_args[name] != self.chat_template_kwargs[name]:
                 invalid(f"and chat_template_kwargs give {name!r} two values", field="chat_template_args")
         effort = self.template_args.get("reasoning_effort")
-        if effort is not None and effort not in ("low", "medium", "high"):
-            invalid("reasoning_effort must be 'low', 'medium' or 'high'", field="chat_template_args")
+        if effort is not None and effort not in get_args(Effort):
+            invalid(f"reasoning_effort must be one of {', '.join(get_args(Effort))}", field="chat_template_args")
         if effort is not None and self.reasoning_effort not in (None, effort):
             invalid("differs from the reasoning_effort of chat_template_args; send one of them", "reasoning_effort")
 
@@ -162,6 +218,19 @@ class ChatRequest(SamplingFields):
         return self.chat_template_args | self.chat_template_kwargs
 
     @property
+    def effort(self) -> str | None:
+        """The reasoning effort, wherever it was asked for."""
+        return self.reasoning_effort or self.template_args.get("reasoning_effort")
+
+    @property
     def output_tokens(self) -> int | None:
         """The most tokens to generate; None: as many as the context allows."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def json_schema(self) -> str | None:
+        """What the answer's text must be JSON of; None: any text."""
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        wanted = self.response_format.json_schema
+        return schema_text(wanted.schema_ if wanted is not None else {})

@@ -9,9 +9,27 @@ from pydantic import BeforeValidator, Field
 from dynamo_trtllm.openai.wire import Body, Wire, invalid, kind_of
 
 MAX_STOPS = 4
+MAX_BIASED = 1024
+MAX_CHOICES = 128  # of one request, those of all its prompts together
 SEED_LIMIT = 1 << 63
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+def _bias(value: Any) -> Any:
+    """Token ids as strings, which is how JSON spells them, to numbers."""
+    if not isinstance(value, dict):
+        invalid(f"must be an object of token ids and numbers, not {kind_of(value)}")
+    if len(value) > MAX_BIASED:
+        invalid(f"may name {MAX_BIASED} tokens at most, not {len(value)}")
+    biases = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdigit() and int(key) < 1 << 32):
+            invalid(f"must have token ids as keys; {key!r} is none")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            invalid(f"must have numbers from -100 to 100 as values, not {bias!r} for token {key}")
+        biases[int(key)] = float(bias)
+    return biases
 
 
 def _stops(value: Any) -> Any:
@@ -40,10 +58,13 @@ class NvExt(Wire):
     )
 
     ignore_eos: bool = False
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
 
 class SamplingFields(Body):
-    hints: ClassVar = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+    hints: ClassVar = frozenset(
+        {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+    )
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -51,11 +72,18 @@ class SamplingFields(Body):
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    min_p: float = Field(0.0, ge=0, le=1)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = Field(default_factory=dict)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
     stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
     ignore_eos: bool | None = None
-    nvext: NvExt = NvExt()
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    nvext: NvExt = Field(default_factory=NvExt)
 
     def check_stream_options(self) -> None:
         """For the models' own validators: options of a stream that is none are a mistake."""
@@ -71,14 +99,13 @@ class SamplingFields(Body):
         """Whether to go on past the model's own stop tokens; the top-level field beats `nvext`."""
         return self.nvext.ignore_eos if self.ignore_eos is None else self.ignore_eos
 
+    @property
+    def salt(self) -> str | None:
+        """The top-level field beats `nvext`, as above."""
+        return self.nvext.cache_salt if self.cache_salt is None else self.cache_salt
+
 
 NO_OPS: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "skip_special_tokens": (True,),

@@ -45,6 +45,7 @@ class Renderer(Protocol):
     """Everything between text and ids for one model."""
 
     stop_token_ids: tuple[int, ...]  # of the chat format; given to the engine for chat requests
+    variables: frozenset[str]  # what the prompt can show beside messages: "tools", "reasoning_effort", template args
 
     def render(self, conversation: Conversation) -> TokenIds:
         """The prompt, ending where the assistant's turn begins. Raises InvalidRequest for what can't be rendered."""

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, Final, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -27,9 +27,11 @@ class ChatTemplates:
     def __init__(self, sources: Mapping[str, str]) -> None:
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
+        self.variables: frozenset[str] = frozenset()  # that any of them reads
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
+                self.variables |= meta.find_undeclared_variables(environment.parse(source))
             except jinja2.TemplateError as exc:
                 raise ConfigError(f"chat template {name!r} is not valid: {exc}") from exc
 

@@ -43,6 +43,7 @@ class HarmonyRenderer:
     """Renderer of gpt-oss models. `today` gives the date told to the model."""
 
     stop_token_ids: tuple[int, ...] = (_RETURN, _CALL)
+    variables = frozenset({"tools", "reasoning_effort"})
 
     def __init__(self, *, cache_dir: Path | None = None, today: Callable[[], date] = date.today) -> None:
         self._harmony = vocabulary.load_harmony(cache_dir)
@@ -176,7 +177,8 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
     """`names` maps the ids of the tool calls seen so far to tool names; assistant turns add theirs."""
     match message.role:
         case "user":
-            yield oh.Message.from_role_and_content(oh.Role.USER, message.content)
+            author = oh.Author(role=oh.Role.USER, name=message.name)
+            yield oh.Message.from_author_and_content(author, message.content)
         case "assistant":
             yield from _assistant(message, keep_reasoning=keep_reasoning)
             names.update((call.id, call.name) for call in message.tool_calls)

@@ -34,6 +34,7 @@ class ChatTemplateRenderer:
         config = _json_object(_required(files, TOKENIZER_CONFIG), TOKENIZER_CONFIG)
         self._variables = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
         self._templates = ChatTemplates(_template_sources(files.get(CHAT_TEMPLATE), config))
+        self.variables = self._templates.variables
         added = self._tokenizer.get_added_tokens_decoder()
         self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}

@@ -25,7 +25,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observe.metrics import FrontendMetrics
-from dynamo_trtllm.render.base import Delta, ToolCallDelta
+from dynamo_trtllm.render.base import NOTHING_FORCED, Delta, ToolCallDelta
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
 MODEL = "lab/tiny"
@@ -66,6 +66,7 @@ class Characters:
 
 class CharacterRenderer:
     stop_token_ids: tuple[int, ...] = (END,)
+    variables = frozenset({"tools", "reasoning_effort"})
 
     def __init__(self) -> None:
         self.conversations: list[Conversation] = []
@@ -80,8 +81,16 @@ class CharacterRenderer:
     def decode(self, ids: TokenIds) -> str:
         return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)
 
-    def chat_parser(self) -> Characters:
-        return Characters()
+    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> Characters:
+        parser = Characters()
+        parser.push(forced)
+        return parser
+
+    def call_header(self, name: str | None) -> TokenIds | None:
+        return token_ids([CALL])
+
+    def answer_header(self) -> tuple[str, TokenIds]:
+        return chr(CONTENT), token_ids([CONTENT])
 
     def text_parser(self) -> Characters:
         return Characters()

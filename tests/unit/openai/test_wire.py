@@ -27,15 +27,12 @@ def text(**fields: Any) -> CompletionRequest:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 2}, "n"),
-        ({"n": True}, "n"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"frequency_penalty": 0.1}, "frequency_penalty"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"functions": []}, "functions"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0]"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"service_tier": "priority"}, "service_tier"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"store": True}, "store"),
         ({"nvext": {"greed_sampling": True}}, "nvext.greed_sampling"),
         ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
@@ -68,7 +65,30 @@ def test_field_we_do_not_honour_then_refused_by_its_name(fields: dict[str, Any],
         ({"stream": "yes"}, "stream must be a boolean, not 'yes'"),
         ({"stream_options": {"include_usage": True}}, "stream_options is only allowed with stream set to true"),
         ({"top_logprobs": 2}, "top_logprobs is only allowed with logprobs set to true"),
-        ({"reasoning_effort": "max"}, "reasoning_effort must be 'low', 'medium' or 'high', not 'max'"),
+        ({"reasoning_effort": "most"}, "reasoning_effort must be 'none', 'minimal', 'low'"),
+        ({"n": 0}, "n must be greater than or equal to 1, not 0"),
+        ({"n": 129}, "n must be less than or equal to 128, not 129"),
+        ({"n": True}, "n must be an integer"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty must be less than or equal to 2, not 2.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be greater than 0, not 0"),
+        ({"min_p": -0.1}, "min_p must be greater than or equal to 0, not -0.1"),
+        ({"logit_bias": [1]}, "logit_bias must be an object of token ids and numbers, not a list"),
+        ({"logit_bias": {"x": 1}}, "logit_bias must have token ids as keys; 'x' is none"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias must have token ids as keys; '-1' is none"),
+        ({"logit_bias": {"5": 101}}, "logit_bias must have numbers from -100 to 100 as values, not 101 for token 5"),
+        ({"logit_bias": {"5": True}}, "logit_bias must have numbers from -100 to 100 as values, not True"),
+        ({"tool_choice": "any"}, "tool_choice must be 'auto', 'none', 'required', or an object"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice must be 'auto', 'none', 'required', or an object"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [1]}}},
+            "tool_choice may",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema is required with type 'json_schema'",
+        ),
+        ({"cache_salt": ""}, "cache_salt must have at least 1 character"),
         ({"chat_template_args": {"reasoning_effort": 1}}, "chat_template_args reasoning_effort must be"),
         ({"reasoning_effort": "low", "chat_template_args": {"reasoning_effort": "high"}}, "reasoning_effort differs"),
     ],
@@ -97,7 +117,7 @@ def test_body_that_is_no_json_then_the_position_is_named(body: bytes) -> None:
 
 
 def test_no_op_values_then_accepted() -> None:
-    chat(n=1, frequency_penalty=0.0, logit_bias={}, parallel_tool_calls=True, store=False, seed=None, user="u")
+    chat(n=1, frequency_penalty=0.0, logit_bias={}, functions=[], verbosity="medium", store=False, seed=None, user="u")
     text(echo=False, best_of=1, suffix=None, n=1)
 
 
@@ -114,18 +134,42 @@ def test_assistant_message_as_a_server_sent_it_then_accepted() -> None:
     assert (message.content, message.reasoning_content, message.tool_calls[0].function.name) == ("", "r", "f")
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [("a", "a"), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2])])
-def test_one_prompt_in_any_form_then_taken(prompt: Any, expected: Any) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        ("", [""]),
+        ([1, 2], [[1, 2]]),
+        (["a"], ["a"]),
+        ([[1, 2]], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        (["a", [1]], ["a", [1]]),
+    ],
+)
+def test_prompts_in_any_form_then_a_list_of_them(prompt: Any, expected: Any) -> None:
     assert text(prompt=prompt).prompt == expected
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]]])
-def test_several_prompts_then_refused(prompt: Any) -> None:
-    with pytest.raises(UnsupportedParameter, match="one request per prompt"):
-        text(prompt=prompt)
-
-
-@pytest.mark.parametrize("prompt", [5, [1, "a"], [1, -1], [1, True], {}])
+@pytest.mark.parametrize("prompt", [5, [1, "a"], [1, -1], [1, True], {}, [], [["a"]], ["a", 5], ["a"] * 129])
 def test_prompt_that_is_none_then_refused(prompt: Any) -> None:
-    with pytest.raises(InvalidRequest, match="prompt must be"):
+    with pytest.raises(InvalidRequest, match=r"^prompt "):
         text(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of is 2 and less than n, 3"),
+        ({"best_of": 2, "stream": True}, "best_of is not supported with stream unless it equals n"),
+        ({"echo": True, "logprobs": 1}, "echo is not supported together with logprobs"),
+        ({"suffix": "end"}, "suffix is not supported"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n times the number of prompts is 130 choices; 128 is the most"),
+        ({"prompt": ["a"] * 65, "best_of": 2}, "best_of times the number of prompts is 130 choices"),
+    ],
+)
+def test_choices_that_do_not_go_together_then_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        text(**fields)
+    assert refused.value.message.startswith(message)
+    assert refused.value.field == message.split(" ", 1)[0]

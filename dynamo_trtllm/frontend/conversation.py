@@ -1,0 +1,139 @@
+"""Chat and completion bodies → our own values, and the check that the model's prompt shows all that was asked."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.options import CallMode, Options, ToolChoice, refuse
+from dynamo_trtllm.messages import Conversation, Message, ModelCard, Sampling, TokenIds, Tool, ToolCall
+from dynamo_trtllm.openai.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
+from dynamo_trtllm.openai.completions import CompletionRequest
+from dynamo_trtllm.openai.sampling import SamplingFields
+
+_EFFORT = "reasoning_effort"
+
+
+def chat_conversation(body: ChatRequest) -> Conversation:
+    """All that the client said, its tools included."""
+    return Conversation(
+        messages=tuple(_message(message) for message in body.messages),
+        tools=tuple(
+            Tool(name=t.function.name, description=t.function.description, parameters=t.function.parameters)
+            for t in body.tools
+        ),
+        reasoning_effort=body.effort or "medium",
+        template_args={name: value for name, value in body.template_args.items() if name != _EFFORT},
+    )
+
+
+def chat_options(body: ChatRequest) -> Options:
+    choice = body.tool_choice
+    return Options(
+        sampling=_asked(body, body.output_tokens, body.top_logprobs if body.logprobs else None),
+        stop=tuple(body.stop),
+        n=body.n,
+        tool_choice=ToolChoice(mode=CallMode(choice.mode), name=choice.name, allowed=choice.allowed),
+        strict_tools=frozenset(tool.function.name for tool in body.tools if tool.function.strict),
+        parallel_tool_calls=body.parallel_tool_calls,
+        json_schema=body.json_schema,
+        cache_salt=body.salt,
+        effort_given=body.effort is not None,
+    )
+
+
+def text_sampling(body: CompletionRequest) -> Sampling:
+    return _asked(body, body.max_tokens, body.logprobs)
+
+
+def _asked(body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    return Sampling(
+        max_tokens=max_tokens or 0,
+        min_tokens=body.min_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(0, body.top_k),
+        min_p=body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias.items()),
+        seed=body.seed,
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.past_eos,
+        logprobs=logprobs,
+    )
+
+
+def _message(message: ChatMessage) -> Message:
+    if isinstance(message, AssistantMessage):
+        return Message(
+            role=message.role,
+            content=message.content,
+            name=message.name,
+            reasoning=message.reasoning_content or message.reasoning,
+            tool_calls=tuple(
+                ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+                for call in message.tool_calls
+            ),
+        )
+    call_id = message.tool_call_id if isinstance(message, ToolMessage) else None
+    return Message(role=message.role, content=message.content, name=message.name, tool_call_id=call_id)
+
+
+def rendered(conversation: Conversation, served: ServedModel, options: Options) -> TokenIds:
+    """The prompt. Raises UnsupportedParameter for what the model's format would leave out without a word."""
+    card, known = served.card, served.renderer.variables
+    if options.effort_given and _EFFORT not in known:
+        refuse(options.name(_EFFORT), card, "its chat template has no reasoning effort")
+    if conversation.tools and "tools" not in known:
+        refuse(options.name("tools"), card, "its chat template shows no tools")
+    for name in conversation.template_args:
+        if name not in known:
+            refuse(f"chat_template_args.{name}", card, "its prompt format does not know it")
+    conversation = msgspec.structs.replace(
+        conversation, messages=_without_implied(conversation.messages, card, options)
+    )
+    try:
+        ids = served.renderer.render(conversation)
+    except InvalidRequest as exc:
+        raise type(exc)(exc.message, field=exc.field and options.name(exc.field)) from exc
+    _check_names(conversation, ids, served, options)
+    return ids
+
+
+def _without_implied(messages: tuple[Message, ...], card: ModelCard, options: Options) -> tuple[Message, ...]:
+    """A result's name is that of the function called and says nothing more. Raises InvalidRequest for another one.
+
+    Templates know `system`; `developer` is the API's newer word for it, which many would leave out.
+    """
+    called = {call.id: call.name for message in messages for call in message.tool_calls}
+    kept = []
+    for index, message in enumerate(messages):
+        name = called.get(message.tool_call_id or "")
+        if message.role == "tool" and message.name is not None and name is not None:
+            if message.name != name:
+                field = f"{options.name('messages')}[{index}].name"
+                raise InvalidRequest(f"{field} is {message.name!r}, and the function called was {name!r}", field=field)
+            message = msgspec.structs.replace(message, name=None)
+        if message.role == "developer" and card.renderer == "chat_template":
+            message = msgspec.structs.replace(message, role="system")
+        kept.append(message)
+    return tuple(kept)
+
+
+def _check_names(conversation: Conversation, ids: TokenIds, served: ServedModel, options: Options) -> None:
+    """A name that the prompt does not show is refused: the prompt is the same without it."""
+    for index, message in enumerate(conversation.messages):
+        if message.name is None:
+            continue
+        messages = list(conversation.messages)
+        messages[index] = msgspec.structs.replace(message, name=None)
+        if served.renderer.render(msgspec.structs.replace(conversation, messages=tuple(messages))) == ids:
+            field = f"{options.name('messages')}[{index}].name"
+            raise UnsupportedParameter(
+                f"{field} is not supported: the prompt format of {served.card.name} shows no name of a "
+                f"{message.role} there; put it into the content",
+                field=field,
+            )

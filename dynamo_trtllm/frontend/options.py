@@ -1,0 +1,66 @@
+"""What a request asks beside its conversation, whatever its API calls it; and the refusal of what can't be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NoReturn
+
+import msgspec
+
+from dynamo_trtllm.errors import UnsupportedParameter
+from dynamo_trtllm.messages import ModelCard, Sampling
+
+_DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
+
+
+class CallMode(StrEnum):
+    """Whether the model calls tools."""
+
+    AUTO = "auto"  # as it likes
+    NONE = "none"  # it is not told of any
+    REQUIRED = "required"  # one of them, at least
+    NAMED = "named"  # the one that is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    mode: CallMode = CallMode.AUTO
+    name: str = ""  # with NAMED
+    allowed: tuple[str, ...] | None = None  # the tools the model is told of; None: all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to answer a conversation."""
+
+    sampling: Sampling  # as asked; max_tokens 0: as many as the context allows; `guided` stays unset
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    tool_choice: ToolChoice = ToolChoice()
+    strict_tools: frozenset[str] = frozenset()  # whose arguments must be JSON of their schema
+    parallel_tool_calls: bool = True
+    json_schema: str | None = None  # the answer's text must be JSON of this schema; "{}": any object
+    cache_salt: str | None = None
+    effort_given: bool = False  # the client asked for the conversation's reasoning_effort
+    names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> those of the API, where they differ
+
+    def name(self, field: str) -> str:
+        """The API's name of a field, for errors."""
+        return self.names.get(field, field)
+
+
+def refuse_unhonoured(asked: Sampling, cache_salt: str | None, card: ModelCard, names: Mapping[str, str]) -> None:
+    """Raises UnsupportedParameter for a field that was set and that the model's engine does not honour."""
+    for refused in card.refuses:
+        given = cache_salt if refused == "cache_salt" else getattr(asked, refused, None)
+        if given != _DEFAULTS.get(refused):
+            refuse(names.get(refused, refused), card)
+
+
+def refuse(name: str, card: ModelCard, reason: str = "its engine can't do it") -> NoReturn:
+    """`name`: the API's, with a value if only that is refused."""
+    raise UnsupportedParameter(
+        f"{name} is not supported by {card.name}: {reason}; leave it out", field=name.partition("=")[0]
+    )
