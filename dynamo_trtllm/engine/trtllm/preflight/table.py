@@ -1,0 +1,7 @@
+"""Every rule about one role. A rule's name is public: docs/preflight.md and alerts use it."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.engine.trtllm.preflight import capacity, hardware, lengths, parallel, transfer, values
+
+ROLE_RULES = (*values.RULES, *lengths.RULES, *parallel.RULES, *transfer.RULES, *hardware.RULES, *capacity.RULES)
