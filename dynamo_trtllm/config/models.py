@@ -291,6 +291,11 @@ class LaunchConfig(Config):
         description="serve this model instead of the one in the file, with every worker",
         json_schema_extra=setting(MODEL),
     )
+    engine: EngineName | None = Field(
+        default=None,
+        description="run every worker with this engine instead of the one in the file; arguments of the other go",
+        json_schema_extra=setting(ENGINE),
+    )
     demo: bool = Field(
         default=False,
         description="once all serves, ask one question and say who did what",

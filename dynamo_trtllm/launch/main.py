@@ -13,7 +13,7 @@ from dynamo_trtllm.config.models import LaunchConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
-from dynamo_trtllm.launch.plan import Addresses, model_names, processes, with_model
+from dynamo_trtllm.launch.plan import Addresses, model_names, processes, with_engine, with_model
 from dynamo_trtllm.launch.supervisor import GivenUp, Serving, Supervisor
 from dynamo_trtllm.observe import logging as observe_logging
 
@@ -29,6 +29,8 @@ def main() -> None:
         deployment = load_deployment(config.deployment)
         if config.model is not None:
             deployment = with_model(deployment, config.model)
+        if config.engine is not None:
+            deployment = with_engine(deployment, config.engine)
         if config.demo and deployment.frontend is None:
             raise ConfigError(f"{config.deployment}: frontend is null: --demo needs one to ask")
         asyncio.run(_run(config, deployment))

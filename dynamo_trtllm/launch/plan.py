@@ -16,6 +16,7 @@ FRONTEND = "frontend"
 _ANY_HOST = ("0.0.0.0", "::", "127.0.0.1")
 _READ_LEVELS = ("debug", "info")  # readiness is a line of level info
 _STOP_MARGIN_S = 5.0
+_OF_ENGINE = ("extra_engine_args", "override_engine_args", "kernels_profile")  # in the words of one engine
 _FRONTEND_STOP_S = 35.0  # it gives running requests 30 s
 
 
@@ -66,6 +67,19 @@ def with_model(deployment: DeploymentConfig, model: str) -> DeploymentConfig:
             update={
                 "flags": {k: v for k, v in worker.flags.items() if k != "served_model_name"} | {"model_path": model}
             }
+        )
+        for worker in deployment.workers
+    ]
+    return deployment.model_copy(update={"workers": workers})
+
+
+def with_engine(deployment: DeploymentConfig, engine: str) -> DeploymentConfig:
+    """The same deployment, every worker on `engine`. A worker that changes loses the old engine's arguments."""
+    workers = [
+        worker
+        if worker.flags.get("engine") == engine
+        else worker.model_copy(
+            update={"flags": {k: v for k, v in worker.flags.items() if k not in _OF_ENGINE} | {"engine": engine}}
         )
         for worker in deployment.workers
     ]

@@ -6,7 +6,7 @@ from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.plan import Addresses, model_names, processes, reachable, with_model
+from dynamo_trtllm.launch.plan import Addresses, model_names, processes, reachable, with_engine, with_model
 from dynamo_trtllm.messages import Role
 
 ADDRESSES = Addresses(etcd="127.0.0.1:1", nats="nats://127.0.0.1:2")
@@ -64,6 +64,14 @@ def test_with_model_when_given_then_every_worker_serves_it_under_its_own_name():
     other = with_model(deployment(flags={"model_path": "m", "served_model_name": "old"}), "smollm2")
     assert model_names(other) == ["smollm2"]
     assert "--served-model-name" not in " ".join(processes(other, ADDRESSES)[1].argv)
+
+
+def test_with_engine_when_it_is_another_then_arguments_of_the_old_one_go():
+    flags = {"model_path": "m", "engine": "mock", "extra_engine_args": "mock.yaml", "max_batch_size": 4}
+    (changed,) = with_engine(deployment(flags=flags), "torch").workers
+    assert changed.flags == {"model_path": "m", "engine": "torch", "max_batch_size": 4}
+    (same,) = with_engine(deployment(flags=flags), "mock").workers
+    assert "extra_engine_args" in same.flags
 
 
 @pytest.mark.parametrize(
