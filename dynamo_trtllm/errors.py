@@ -68,6 +68,12 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class ResponseNotFound(RequestError):
+    """No stored response has this id, or no longer."""
+
+    code = "response_not_found"
+
+
 class Cancelled(RequestError):
     """Somebody asked for the end of this answer by its id."""
 

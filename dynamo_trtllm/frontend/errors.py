@@ -31,6 +31,7 @@ TABLE: dict[type[DynamoError], Row] = {
     errors.PayloadTooLarge: Row(413, INVALID),
     errors.UnsupportedMedia: Row(415, INVALID),
     errors.ModelNotFound: Row(404, INVALID),
+    errors.ResponseNotFound: Row(404, INVALID),
     errors.Cancelled: Row(409, INVALID),
     errors.CapacityError: Row(503, UNAVAILABLE),
     errors.Overloaded: Row(429, LIMITED),
