@@ -31,7 +31,7 @@ def chat_conversation(body: ChatRequest) -> Conversation:
 def chat_options(body: ChatRequest) -> Options:
     choice = body.tool_choice
     return Options(
-        sampling=_asked(body, body.output_tokens, body.top_logprobs if body.logprobs else None),
+        sampling=sampling_of(body, body.output_tokens, body.top_logprobs if body.logprobs else None),
         stop=tuple(body.stop),
         n=body.n,
         tool_choice=ToolChoice(mode=CallMode(choice.mode), name=choice.name, allowed=choice.allowed),
@@ -44,10 +44,10 @@ def chat_options(body: ChatRequest) -> Options:
 
 
 def text_sampling(body: CompletionRequest) -> Sampling:
-    return _asked(body, body.max_tokens, body.logprobs)
+    return sampling_of(body, body.max_tokens, body.logprobs)
 
 
-def _asked(body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
+def sampling_of(body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
     return Sampling(
         max_tokens=max_tokens or 0,
         min_tokens=body.min_tokens,
