@@ -77,6 +77,7 @@ class Models:
         name = instance.card.name
         _log.info("instance %x is up: %s of model %s", instance.id, instance.role, name)
         self._view.add(instance)
+        self._warn_of_another_card(instance)
         self._load_changed()
 
     def _remove(self, instance_id: int) -> None:
@@ -84,6 +85,19 @@ class Models:
         self._view.remove(instance_id)
         # A model stays known while its workers are away: its requests are answered 503, not 404.
         self._load_changed()  # the card that counts may have been this instance's
+
+    def _warn_of_another_card(self, instance: Instance) -> None:
+        """The workers of a model must have equal cards; one counts, and which one changes as workers come and go."""
+        card = self._view.models()[instance.card.name]
+        differ = [name for name in card.__struct_fields__ if getattr(card, name) != getattr(instance.card, name)]
+        if differ:
+            _log.warning(
+                "instance %x of model %s differs from the card in use in %s: start all workers of a model with the "
+                "same model and parser flags",
+                instance.id,
+                card.name,
+                ", ".join(differ),
+            )
 
     def _load_changed(self) -> None:
         for name in self._view.models():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Protocol
 
 from dynamo_trtllm.messages import Conversation, TokenIds, token_ids
 
 NOTHING_FORCED = token_ids()
+TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

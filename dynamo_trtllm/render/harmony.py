@@ -19,7 +19,7 @@ import openai_harmony as oh
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_ids
 from dynamo_trtllm.render import vocabulary
-from dynamo_trtllm.render.base import NOTHING_FORCED, OutputParser
+from dynamo_trtllm.render.base import NOTHING_FORCED, TOOL_NAME, OutputParser
 from dynamo_trtllm.render.harmony_parser import HarmonyParser
 from dynamo_trtllm.render.text import BytesTextParser
 
@@ -36,16 +36,25 @@ _EFFORTS: Final = {
     "medium": oh.ReasoningEffort.MEDIUM,
     "high": oh.ReasoningEffort.HIGH,
 }
-_TOOL_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
 
 
 class HarmonyRenderer:
-    """Renderer of gpt-oss models. `today` gives the date told to the model."""
+    """Renderer of gpt-oss models. `today` gives the date told to the model. A parser that is "none" leaves its part
+    of the output in the content."""
 
     stop_token_ids: tuple[int, ...] = (_RETURN, _CALL)
     variables = frozenset({"tools", "reasoning_effort"})
 
-    def __init__(self, *, cache_dir: Path | None = None, today: Callable[[], date] = date.today) -> None:
+    def __init__(
+        self,
+        *,
+        reasoning_parser: str = "gpt_oss",
+        tool_call_parser: str = "harmony",
+        cache_dir: Path | None = None,
+        today: Callable[[], date] = date.today,
+    ) -> None:
+        self._is_reasoning_split = reasoning_parser != "none"
+        self._is_call_split = tool_call_parser != "none"
         self._harmony = vocabulary.load_harmony(cache_dir)
         self._tiktoken = vocabulary.load_tiktoken(cache_dir)
         self._today = today
@@ -75,7 +84,12 @@ class HarmonyRenderer:
             raise InvalidRequest(f"token id {exc} is not in the vocabulary") from exc
 
     def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
-        return HarmonyParser(self._token_bytes, forced=forced)
+        return HarmonyParser(
+            self._token_bytes,
+            forced=forced,
+            is_reasoning_split=self._is_reasoning_split,
+            is_call_split=self._is_call_split,
+        )
 
     def call_header(self, name: str | None) -> TokenIds | None:
         if name is not None:
@@ -222,5 +236,5 @@ def _tool_result(message: Message, names: Mapping[str, str]) -> oh.Message:
 
 
 def _check_name(name: str, field: str) -> None:
-    if _TOOL_NAME.match(name) is None:
+    if TOOL_NAME.match(name) is None:
         raise InvalidRequest(f"tool name {name!r} must be letters, digits, '_', '-' and '.' only", field=field)

@@ -9,13 +9,14 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
+from dynamo_trtllm.render.base import TOOL_NAME
+
 ASSISTANT: Final = "assistant"
 CHANNELS: Final = ("analysis", "commentary", "final")
 _FUNCTIONS: Final = "functions."
 _TO: Final = "to="
 _PEOPLE: Final = frozenset(("all", "user", ASSISTANT))
 _OWN_TOOL: Final = re.compile(r"(python|browser|container)(\..*)?\Z")  # trained in, and not here
-_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Header:
             return None
         name = self.recipient.removeprefix(_FUNCTIONS)
         is_own = name == self.recipient and _OWN_TOOL.match(name) is not None
-        return name if _NAME.match(name) and not is_own else None
+        return name if TOOL_NAME.match(name) and not is_own else None
 
     @property
     def is_reasoning(self) -> bool:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.render.base import NOTHING_FORCED, Delta, ToolCallDelta
+from dynamo_trtllm.render.base import NOTHING_FORCED, Delta
+from dynamo_trtllm.render.collected import Collected
 from dynamo_trtllm.render.harmony_header import Header, could_become_header, read_header
 from dynamo_trtllm.render.vocabulary import FIRST_SPECIAL
 
@@ -44,28 +44,6 @@ class _Goes(Enum):
     ARGUMENTS = auto()
 
 
-@dataclass(slots=True)
-class _Collected:
-    """The delta of one push while it grows."""
-
-    content: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, tuple[str | None, list[str]]] = field(default_factory=dict)
-    reasoning_tokens: int = 0
-
-    def delta(self) -> Delta:
-        calls = tuple(
-            ToolCallDelta(index=index, name=name, arguments="".join(parts))
-            for index, (name, parts) in self.calls.items()
-        )
-        return Delta(
-            content="".join(self.content),
-            reasoning="".join(self.reasoning),
-            tool_calls=calls,
-            reasoning_tokens=self.reasoning_tokens,
-        )
-
-
 class HarmonyParser:
     """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
 
@@ -92,7 +70,7 @@ class HarmonyParser:
         self._goes = _Goes.CONTENT
         self._header: list[int] = []
         self._calls = 0
-        self._out = _Collected()
+        self._out = Collected()
         self._run(forced)
         self._forced = len(self._header)  # of the header's tokens, those that are no output
 
@@ -107,7 +85,7 @@ class HarmonyParser:
         return self._take()
 
     def _take(self) -> Delta:
-        out, self._out = self._out, _Collected()
+        out, self._out = self._out, Collected()
         return out.delta()
 
     def _run(self, token_ids: TokenIds) -> None:
@@ -165,7 +143,7 @@ class HarmonyParser:
         self._clear_header()
         if self._is_call_split and header.call is not None:
             self._open(_Goes.ARGUMENTS)
-            self._out.calls[self._calls] = (header.call, [])
+            self._out.begin_call(self._calls, header.call)
             self._calls += 1
         else:
             self._open(self._reasoning if header.is_reasoning else _Goes.CONTENT)
@@ -234,4 +212,4 @@ class HarmonyParser:
             case _Goes.REASONING:
                 self._out.reasoning.append(text)
             case _Goes.ARGUMENTS:
-                self._out.calls.setdefault(self._calls - 1, (None, []))[1].append(text)
+                self._out.add_arguments(self._calls - 1, text)

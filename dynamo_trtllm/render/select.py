@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import ModelCard
 from dynamo_trtllm.render.base import Renderer
+from dynamo_trtllm.render.formats import PARSERS
 from dynamo_trtllm.render.harmony import HarmonyRenderer
 from dynamo_trtllm.render.template import ChatTemplateRenderer
 
@@ -14,13 +15,25 @@ from dynamo_trtllm.render.template import ChatTemplateRenderer
 def renderer_for(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
     """The renderer of this card, made of its files (name -> content). Takes up to a second: not on an event loop.
 
-    Raises ConfigError for a renderer that does not exist and for a file that is missing or broken.
+    Raises ConfigError for a renderer or a parser that does not exist and for a file that is missing or broken.
     """
+    for field, known in PARSERS.get(card.renderer, {}).items():
+        if getattr(card, field) not in known:
+            raise ConfigError(
+                f"model {card.name!r} asks for the {field} {getattr(card, field)!r}; with the renderer "
+                f"{card.renderer} this version has {', '.join(known)}",
+                field=field,
+            )
     match card.renderer:
         case "harmony":
-            return HarmonyRenderer()
+            return HarmonyRenderer(reasoning_parser=card.reasoning_parser, tool_call_parser=card.tool_call_parser)
         case "chat_template":
-            return ChatTemplateRenderer(files, stop_token_ids=card.eos_token_ids)
+            return ChatTemplateRenderer(
+                files,
+                stop_token_ids=card.eos_token_ids,
+                reasoning_parser=card.reasoning_parser,
+                tool_call_parser=card.tool_call_parser,
+            )
         case other:
             raise ConfigError(
                 f"model {card.name!r} asks for the renderer {other!r}; this version has harmony and chat_template",

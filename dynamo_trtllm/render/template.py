@@ -5,30 +5,56 @@ from __future__ import annotations
 import functools
 import json
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import tokenizers
 
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
-from dynamo_trtllm.render.base import NOTHING_FORCED, OutputParser
+from dynamo_trtllm.render.base import NOTHING_FORCED, TOOL_NAME, OutputParser
 from dynamo_trtllm.render.chat_template import ChatTemplates
+from dynamo_trtllm.render.reasoning import END_THINK, THINK, ThinkSplit
+from dynamo_trtllm.render.split import SplitParser
 from dynamo_trtllm.render.text import BytesTextParser, WindowTextParser
+from dynamo_trtllm.render.tool_calls import END_TOOL_CALL, TOOL_CALL, CallReader, HermesCalls, JsonCalls
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
+_CALL_READERS: Final[Mapping[str, Callable[[], CallReader] | None]] = {
+    "none": None,
+    "hermes": HermesCalls,
+    "json": JsonCalls,
+}
+_CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
+_MARKERS: Final = {  # shown to the parser that looks for them even where they are special tokens
+    "none": (),
+    "basic": (THINK, END_THINK),
+    "deepseek_r1": (THINK, END_THINK),
+    "hermes": (TOOL_CALL, END_TOOL_CALL),
+    "json": (),
+}
 
 
 class ChatTemplateRenderer:
     """Renderer made of a model's files. Raises ConfigError for a file that is missing or can't be read.
 
     Control tokens spelled in a message become control tokens, as templates are text; `encode` keeps them text.
+    The parsers are those of a model card: basic or deepseek_r1, hermes or json, or none.
     """
 
-    def __init__(self, files: Mapping[str, bytes], *, stop_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        *,
+        stop_token_ids: tuple[int, ...],
+        reasoning_parser: str = "none",
+        tool_call_parser: str = "none",
+    ) -> None:
         self.stop_token_ids = stop_token_ids
+        self._reasoning_parser = reasoning_parser
+        self._tool_call_parser = tool_call_parser
         self._source = _required(files, TOKENIZER)
         self._tokenizer = _tokenizer(self._source)
         config = _json_object(_required(files, TOKENIZER_CONFIG), TOKENIZER_CONFIG)
@@ -38,6 +64,8 @@ class ChatTemplateRenderer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
         self._added = {token_id: token.content for token_id, token in added.items()}
+        markers = _MARKERS[reasoning_parser] + _MARKERS[tool_call_parser]
+        self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
         decoder = _json_object(self._source, TOKENIZER).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
 
@@ -67,20 +95,37 @@ class ChatTemplateRenderer:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
     def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
-        parser = self.text_parser()
-        parser.push(forced)  # context for what follows
-        return parser
+        thinking = None
+        if self._reasoning_parser != "none":
+            thinking = ThinkSplit(begins_inside=self._reasoning_parser == "deepseek_r1")
+        make_calls = _CALL_READERS[self._tool_call_parser]
+        calls = make_calls() if make_calls is not None else None
+        return SplitParser(self._text_parser(self._hidden_in_chat), thinking=thinking, calls=calls, forced=forced)
 
     def call_header(self, name: str | None) -> TokenIds | None:
-        return None
+        """A named call can be forced where the format of calls is known and the answer comes first."""
+        opening = _CALL_OPENINGS.get(self._tool_call_parser)
+        if name is None or opening is None or self._reasoning_parser == "deepseek_r1":
+            return None
+        if TOOL_NAME.match(name) is None:
+            raise InvalidRequest(f"tool name {name!r} can't be forced: use letters, digits, '_', '-' and '.'")
+        return self._control_text(f'{opening}{{"name": "{name}", "arguments":')
 
     def answer_header(self) -> tuple[str, TokenIds]:
-        return "", token_ids()
+        if self._reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():
+            return "", token_ids()  # spelled in several tokens it can't be found among the ids of an output
+        return END_THINK, self._control_text(END_THINK)
 
     def text_parser(self) -> OutputParser:
+        return self._text_parser(self._hidden)
+
+    def _text_parser(self, hidden: frozenset[int]) -> OutputParser:
         if self._is_byte_level:
-            return BytesTextParser(self._token_bytes)
-        return WindowTextParser(self._tokenizer.decode, self._hidden)
+            return BytesTextParser(functools.partial(self._token_bytes, hidden))
+        return WindowTextParser(functools.partial(self._tokenizer.decode, skip_special_tokens=False), hidden)
+
+    def _control_text(self, text: str) -> TokenIds:
+        return array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     @functools.cached_property
     def _plain_tokenizer(self) -> tokenizers.Tokenizer:
@@ -89,8 +134,8 @@ class ChatTemplateRenderer:
         tokenizer.encode_special_tokens = True
         return tokenizer
 
-    def _token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._hidden:
+    def _token_bytes(self, hidden: frozenset[int], token_id: int) -> bytes:
+        if token_id in hidden:
             return b""
         added = self._added.get(token_id)
         if added is not None:

@@ -13,6 +13,14 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS: Final = 4  # a UTF-8 character has at most four bytes; more held tokens make none
 
 
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that begins `marker` and is not all of it."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
+
+
 class BytesTextParser:
     """OutputParser for vocabularies whose tokens are byte strings; all text is content."""
 

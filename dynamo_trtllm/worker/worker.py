@@ -22,12 +22,13 @@ from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
-from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
+from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import Instance, ModelCard, Role
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker.health import Health, HealthServer
+from dynamo_trtllm.worker.parsers import parsers
 from dynamo_trtllm.worker.service import WorkerService, digest
 
 _log = logging.getLogger(__name__)
@@ -50,15 +51,6 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
         return config  # it has no weights: the path only gives the name
     name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
     return config.model_copy(update={"model_path": str(resolve(config.model_path)), "served_model_name": name})
-
-
-def _check_parsers(config: WorkerConfig, renderer: str) -> None:
-    """Harmony brings both parsers, named or not. Raises ConfigError for one that the model's format does not have."""
-    for name in ("dyn_reasoning_parser", "dyn_tool_call_parser"):
-        value = getattr(config, name)
-        if value is not None and renderer != "harmony":
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {value}: this model does not speak Harmony; leave the flag out", field=name)
 
 
 class Worker:
@@ -144,7 +136,6 @@ class Worker:
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         info = await engine.start()
-        _check_parsers(config, info.renderer)
         instance, files = self._describe(info)
         service = WorkerService(
             engine, model=instance.card.name, role=instance.role, files=files, metrics=self._metrics
@@ -172,6 +163,8 @@ class Worker:
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             renderer=info.renderer,
+            **parsers(config, info.renderer),
+            refuses=info.refuses,
             files=digests,
         )
         instance = Instance(
@@ -185,6 +178,7 @@ class Worker:
             card=card,
             layout=info.layout,
             limits=info.limits,
+            pairing=info.pairing,
             strategy=config.disaggregation_strategy,
             version=__version__,
         )

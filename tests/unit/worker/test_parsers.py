@@ -1,4 +1,4 @@
-"""Parser flags: what a model's format brings anyway is accepted, what it does not have is refused by name."""
+"""Parser flags: what a model's format brings is meant without a flag, what it does not have is refused by name."""
 
 from typing import Any
 
@@ -6,22 +6,47 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.worker.worker import _check_parsers
-
-FLAGS = [{"dyn_reasoning_parser": "gpt_oss"}, {"dyn_tool_call_parser": "harmony"}]
+from dynamo_trtllm.worker.parsers import parsers
 
 
-@pytest.mark.parametrize("flag", [{}, *FLAGS], ids=str)
-def test_parser_when_the_model_speaks_harmony_then_accepted(flag: dict[str, Any]) -> None:
-    _check_parsers(WorkerConfig(model_path="m", **flag), "harmony")
+@pytest.mark.parametrize(
+    ("renderer", "flags", "expected"),
+    [
+        ("harmony", {}, ("gpt_oss", "harmony")),
+        ("harmony", {"dyn_reasoning_parser": "gpt_oss", "dyn_tool_call_parser": "harmony"}, ("gpt_oss", "harmony")),
+        ("harmony", {"dyn_reasoning_parser": "none"}, ("none", "harmony")),
+        ("harmony", {"dyn_tool_call_parser": "none"}, ("gpt_oss", "none")),
+        ("chat_template", {}, ("none", "none")),
+        ("chat_template", {"dyn_reasoning_parser": "basic"}, ("basic", "none")),
+        (
+            "chat_template",
+            {"dyn_reasoning_parser": "deepseek_r1", "dyn_tool_call_parser": "json"},
+            ("deepseek_r1", "json"),
+        ),
+        ("chat_template", {"dyn_tool_call_parser": "hermes"}, ("none", "hermes")),
+    ],
+    ids=str,
+)
+def test_parsers_when_the_format_has_them_then_they_go_on_the_card(
+    renderer: str, flags: dict[str, Any], expected: tuple[str, str]
+) -> None:
+    found = parsers(WorkerConfig(model_path="m", **flags), renderer)
+    assert (found["reasoning_parser"], found["tool_call_parser"]) == expected
 
 
-@pytest.mark.parametrize("flag", FLAGS, ids=str)
-def test_parser_when_the_model_has_a_chat_template_then_refused_by_name(flag: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="leave the flag out") as caught:
-        _check_parsers(WorkerConfig(model_path="m", **flag), "chat_template")
-    assert caught.value.field in flag
-
-
-def test_parser_when_none_is_named_then_a_chat_template_is_fine() -> None:
-    _check_parsers(WorkerConfig(model_path="m"), "chat_template")
+@pytest.mark.parametrize(
+    ("renderer", "flag", "value"),
+    [
+        ("chat_template", "reasoning", "gpt_oss"),
+        ("chat_template", "tool-call", "harmony"),
+        ("harmony", "reasoning", "basic"),
+        ("harmony", "reasoning", "deepseek_r1"),
+        ("harmony", "tool-call", "hermes"),
+        ("harmony", "tool-call", "json"),
+    ],
+)
+def test_parsers_when_the_format_has_them_not_then_refused_by_flag(renderer: str, flag: str, value: str) -> None:
+    field = f"dyn_{flag.replace('-', '_')}_parser"
+    with pytest.raises(ConfigError, match=f"--dyn-{flag}-parser {value}: .* or leave the flag out") as caught:
+        parsers(WorkerConfig(model_path="m", **{field: value}), renderer)
+    assert caught.value.field == field
