@@ -53,6 +53,7 @@ def build_app(config: FrontendConfig, models: Catalog, pipeline: Generates, metr
         exception_handlers={HTTPException: _no_such_thing},
     )
     app.router.redirect_slashes = False
+    app.state.running = edge.running
     return app
 
 

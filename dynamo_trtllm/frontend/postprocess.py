@@ -5,6 +5,7 @@ One `Output` per choice. Knows neither HTTP nor JSON.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """
 
     index: int = 0  # of the choice
+    tokens: int = 0  # how many of the answer's tokens it stands for, shown or not
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
@@ -99,8 +101,14 @@ class Output:
         if chunk.finish_reason is not None:
             delta = merged(delta, self._prepared.parser.finish())
         self._reasoning_tokens += delta.reasoning_tokens
-        self._saw_tool_call = self._saw_tool_call or bool(delta.tool_calls)
-        return self._piece(delta, logprobs, chunk.finish_reason)
+        finish = chunk.finish_reason
+        if delta.tool_calls:
+            self._saw_tool_call = True
+            most = self._prepared.max_tool_calls
+            if most is not None and delta.tool_calls[-1].index >= most:
+                calls = tuple(call for call in delta.tool_calls if call.index < most)
+                delta, finish = dataclasses.replace(delta, tool_calls=calls), FinishReason.STOP
+        return self._piece(delta, logprobs, finish, len(chunk.token_ids))
 
     @property
     def mean_logprob(self) -> float:
@@ -121,18 +129,26 @@ class Output:
         stopped = chunk.finish_reason is FinishReason.STOP
         return ids[:-1] if stopped and ids and ids[-1] in self._prepared.hidden_token_ids else ids
 
-    def _piece(self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None) -> Piece:
+    def _piece(
+        self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None, tokens: int
+    ) -> Piece:
         content, hit = delta.content, False
         if self._stops is not None:
             content, hit = self._stops.push(content)
             if hit:
                 return Piece(
-                    index=self._index, content=content, reasoning=delta.reasoning, logprobs=logprobs, finish="stop"
+                    index=self._index,
+                    tokens=tokens,
+                    content=content,
+                    reasoning=delta.reasoning,
+                    logprobs=logprobs,
+                    finish="stop",
                 )
             if finish is not None:
                 content += self._stops.flush()
         return Piece(
             index=self._index,
+            tokens=tokens,
             content=content,
             reasoning=delta.reasoning,
             tool_calls=delta.tool_calls,

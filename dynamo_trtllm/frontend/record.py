@@ -69,18 +69,17 @@ class Record:
         course = self.courses[piece.index]
         if piece.finish is not None:
             course.finish = piece.finish
-        tokens = course.output.completion_tokens
-        new = tokens - course.tokens_seen
-        if new == 0:
+        if piece.tokens == 0:
             return
         now = time.monotonic()
         if course.first_s is not None:
-            self._metrics.observe_itl(model=self._model, seconds=now - course.last_s, count=new)
+            self._metrics.observe_itl(model=self._model, seconds=now - course.last_s, count=piece.tokens)
         else:
             if self._first_s() is None:
                 self._metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
             course.first_s = now
-        course.last_s, course.tokens_seen = now, tokens
+        course.last_s = now
+        course.tokens_seen += piece.tokens
 
     def usage(self) -> Usage:
         """So far. A prompt counts once, however many candidates it has; its tokens were cached for the first."""

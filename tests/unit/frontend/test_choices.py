@@ -1,0 +1,328 @@
+"""Several choices of one answer: side by side, told apart, counted once, ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_trtllm import errors
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.choices import AHEAD, likeliest, together
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.frontend.postprocess import Piece
+from dynamo_trtllm.frontend.preprocess import Plan
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
+from tests.unit.frontend.scripted import CALL, MODEL, Front, Scripted, chunk, stop
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+class Each:
+    """A pipeline that plays another script for each choice."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self.each = [Scripted(script) for script in scripts]
+        self.requests: list[GenerateRequest] = []
+
+    def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        return self.each[len(self.requests) - 1].generate(request, trace)
+
+    @property
+    def running(self) -> int:
+        return sum(one.running for one in self.each)
+
+
+def each(*scripts: list[Any], **config: object) -> Front:
+    return Front(Each(*scripts), FrontendConfig.model_validate(config))  # type: ignore[arg-type]
+
+
+async def post(served: Front, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    transport = httpx.ASGITransport(app=served.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+        return await client.post(path, json={"model": MODEL} | prompt | fields, headers=headers)
+
+
+def events(response: httpx.Response) -> list[Any]:
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    assert lines.count("[DONE]") == 1
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def scored(text: str, logprob: float) -> Chunk:
+    ids = [*map(ord, text)]
+    return Chunk(token_ids=token_ids(ids), logprobs=tuple(TokenLogprob(each, logprob) for each in ids))
+
+
+# --- whole answers -------------------------------------------------------------------------------------
+
+
+async def test_n_when_whole_then_a_choice_each_and_the_prompt_counted_once() -> None:
+    served = each([chunk("a"), stop()], [chunk("bb"), chunk("b", finish=FinishReason.LENGTH)])
+    response = await post(served, CHAT, n=2, seed=7)
+    body = response.json()
+    assert [(choice["index"], choice["message"]["content"], choice["finish_reason"]) for choice in body["choices"]] == [
+        (0, "a", "stop"),
+        (1, "bbb", "length"),
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 5,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    assert [request.sampling.seed for request in served.pipeline.requests] == [7, 8]
+    assert len({request.request_id for request in served.pipeline.requests}) == 2
+    assert response.headers["x-decode-instance"] == "cd"
+
+
+async def test_prompts_when_several_then_their_choices_in_order_and_all_prompts_counted() -> None:
+    served = each([stop("a")], [stop("b")], [stop("c")], [stop("d")])
+    body = (await post(served, TEXT, prompt=["x", "yy"], n=2)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["a", "b", "c", "d"]
+    assert [list(request.token_ids) for request in served.pipeline.requests] == [[120]] * 2 + [[121, 121]] * 2
+    assert body["usage"]["prompt_tokens"] == 3
+    assert body["usage"]["completion_tokens"] == 8
+
+
+async def test_choices_then_they_run_side_by_side() -> None:
+    second_ran = asyncio.Event()
+    served = each([second_ran, stop("a")], [stop("b")])
+    asking = asyncio.create_task(post(served, TEXT, n=2))
+    await served.pipeline.each[1].closed.wait()
+    second_ran.set()
+    assert [choice["text"] for choice in (await asking).json()["choices"]] == ["a", "b"]
+
+
+async def test_best_of_then_the_likeliest_on_average_come_best_first_and_all_tokens_count() -> None:
+    served = each(
+        [scored("unlikely", -2.0), stop()],
+        [scored("a long but likely text", -0.2), stop()],
+        [scored("meh", -1.0), stop()],
+    )
+    body = (await post(served, TEXT, n=2, best_of=3)).json()
+    assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [
+        (0, "a long but likely text"),
+        (1, "meh"),
+    ]
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+    assert {request.sampling.logprobs for request in served.pipeline.requests} == {0}
+    assert body["usage"]["prompt_tokens"] == 2
+    assert body["usage"]["completion_tokens"] == len("unlikely" + "a long but likely text" + "meh") + 3
+
+
+async def test_best_of_with_logprobs_then_those_of_the_kept_choice_are_shown() -> None:
+    served = each([scored("no", -2.0), stop()], [scored("yes", -0.5), stop()])
+    (choice,) = (await post(served, TEXT, best_of=2, logprobs=1)).json()["choices"]
+    assert choice["text"] == "yes"
+    assert choice["logprobs"]["token_logprobs"] == [-0.5] * 3
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2]
+
+
+async def test_echo_then_each_choice_begins_with_its_own_prompt() -> None:
+    served = each([stop("1")], [stop("2")], [stop("3")], [stop("4")])
+    body = (await post(served, TEXT, prompt=["ab", [99, 100]], n=2, echo=True)).json()
+    assert [choice["text"] for choice in body["choices"]] == ["ab1", "ab2", "cd3", "cd4"]
+
+
+# --- streams -------------------------------------------------------------------------------------------
+
+
+async def test_n_when_streamed_then_interleaved_with_index_and_each_its_own_finish() -> None:
+    first, second = asyncio.Event(), asyncio.Event()
+    served = each([chunk("a"), first, chunk("A"), stop()], [chunk("{", ids=[CALL]), second, stop("}")])
+    asking = asyncio.create_task(post(served, CHAT, n=2, stream=True, stream_options={"include_usage": True}))
+    await served.pipeline.each[1].begun.wait()
+    second.set()
+    await served.pipeline.each[1].closed.wait()
+    first.set()
+    *parts, totals = events(await asking)
+    assert {part["id"] for part in parts} == {totals["id"]}
+    assert [len(part["choices"]) for part in parts] == [1] * len(parts)
+    choices = [part["choices"][0] for part in parts]
+    assert [choice["index"] for choice in choices[:2]] == [0, 1]
+    assert all(choice["delta"]["role"] == "assistant" for choice in choices[:2])
+    of = {index: [choice for choice in choices if choice["index"] == index] for index in (0, 1)}
+    assert "".join(choice["delta"].get("content", "") for choice in of[0]) == "aA"
+    calls = [call for choice in of[1] for call in choice["delta"].get("tool_calls", [])]
+    assert "".join(call["function"]["arguments"] for call in calls) == "{}"
+    assert [of[index][-1]["finish_reason"] for index in (0, 1)] == ["stop", "tool_calls"]
+    assert sum(choice["finish_reason"] is not None for choice in choices) == 2
+    assert choices.index(of[1][-1]) < choices.index(of[0][-1])  # the second choice ended first
+    assert all(part["usage"] is None for part in parts)
+    assert (totals["choices"], totals["usage"]["prompt_tokens"]) == ([], 2)
+    assert totals["usage"]["completion_tokens"] == 7
+
+
+async def test_text_stream_with_echo_then_each_prompt_comes_first() -> None:
+    got = events(await post(each([stop("1")], [stop("2")]), TEXT, prompt=["ab", "cd"], echo=True, stream=True))
+    texts = {
+        index: [event["choices"][0]["text"] for event in got if event["choices"][0]["index"] == index]
+        for index in (0, 1)
+    }
+    assert texts == {0: ["ab", "1", ""], 1: ["cd", "2", ""]}
+
+
+async def test_text_stream_with_logprobs_then_offsets_count_in_each_choice() -> None:
+    served = each([scored("ab", -1.0), scored("c", -1.0), stop()], [scored("xyz", -1.0), stop()])
+    got = events(await post(served, TEXT, n=2, logprobs=0, stream=True))
+    offsets: dict[int, list[int]] = {0: [], 1: []}
+    for event in got:
+        (choice,) = event["choices"]
+        offsets[choice["index"]] += choice["logprobs"]["text_offset"] if choice["logprobs"] else []
+    assert offsets == {0: [0, 1, 2], 1: [0, 1, 2]}
+
+
+async def test_best_of_when_streamed_then_refused_by_name() -> None:
+    response = await post(each(), TEXT, best_of=2, stream=True)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "best_of"
+
+
+async def test_stats_when_several_choices_then_the_whole_and_each() -> None:
+    served = each([chunk("a"), stop("b")], [chunk("c"), stop("d")])
+    stats = (await post(served, CHAT, {"x-dynamo-stats": "1"}, n=2)).json()["dynamo_trtllm"]
+    assert (stats["prefill_instance"], stats["decode_instance"]) == ("ab", "cd")
+    assert stats["kv_bytes"] == 2 * 4096
+    assert stats["phase_s"]["queue"] == 0.75
+    assert [choice["kv_bytes"] for choice in stats["choices"]] == [4096, 4096]
+    assert stats["ttft_s"] == min(choice["ttft_s"] for choice in stats["choices"])
+
+
+# --- ends ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_error_of_one_choice_before_headers_then_its_status_and_all_are_closed(stream: bool) -> None:
+    served = each([asyncio.Event()], [errors.EngineFailed("died")], [asyncio.Event()])
+    response = await post(served, CHAT, n=3, stream=stream)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "engine_failed"
+    assert served.pipeline.running == 0
+
+
+async def test_error_of_one_choice_after_headers_then_one_event_ends_all() -> None:
+    shown = asyncio.Event()
+    served = each([chunk("a"), asyncio.Event()], [shown, errors.Disconnected("lost")])
+    asking = asyncio.create_task(post(served, CHAT, n=2, stream=True))
+    await served.pipeline.each[0].begun.wait()
+    shown.set()
+    got = events(await asking)
+    assert got[-1]["error"]["code"] == "disconnected"
+    assert served.pipeline.running == 0
+
+
+async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back() -> None:
+    served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()], max_inflight=2)
+    begun = [one.begun for one in served.pipeline.each]
+    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 2, "stream": True})
+    told: list[Any] = [{"type": "http.request", "body": body.encode()}]
+
+    async def receive() -> Any:
+        if told:
+            return told.pop()
+        await asyncio.gather(*(event.wait() for event in begun))
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        pass
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
+    await served.app(scope, receive, send)
+    assert served.pipeline.running == 0
+    served.pipeline.each += [Scripted([stop("a")]), Scripted([stop("b")])]
+    assert (await post(served, CHAT, n=2)).status_code == 200
+
+
+async def test_choices_when_permits_are_few_then_429_and_nothing_runs() -> None:
+    held = asyncio.Event()
+    served = each([held, stop()], max_inflight=2)
+    first = asyncio.create_task(post(served, CHAT))
+    await served.pipeline.each[0].begun.wait()
+    response = await post(served, CHAT, n=2)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded")
+    assert response.headers["retry-after"]
+    assert len(served.pipeline.requests) == 1
+    held.set()
+    assert (await first).status_code == 200
+
+
+async def test_choices_when_more_than_the_server_ever_runs_then_400_and_not_try_again() -> None:
+    response = await post(each(max_inflight=2), CHAT, n=3)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
+    assert "retry-after" not in response.headers
+
+
+async def test_metrics_when_several_choices_then_one_request_one_ttft_and_gaps_of_each() -> None:
+    served = each([chunk("ab"), stop("c")], [chunk("de"), stop("f")])
+    await post(served, CHAT, n=2)
+    text = served.metrics.render().decode()
+    assert f'dynamo_trtllm_ttft_seconds_count{{model="{MODEL}"}} 1.0' in text
+    assert f'dynamo_trtllm_itl_seconds_count{{model="{MODEL}"}} 4.0' in text
+    assert f'dynamo_trtllm_prompt_tokens_total{{model="{MODEL}"}} 2.0' in text
+    assert f'dynamo_trtllm_output_tokens_total{{model="{MODEL}"}} 8.0' in text
+
+
+async def test_cancel_by_id_then_an_error_ends_the_answer_and_all_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda nbytes: "7" * nbytes)
+    served = each([chunk("a"), asyncio.Event()], [chunk("b"), asyncio.Event()])
+    asking = asyncio.create_task(post(served, CHAT, n=2, stream=True))
+    await asyncio.gather(*(one.begun.wait() for one in served.pipeline.each))
+    running, answer_id = served.app.state.running, "chatcmpl-" + "7" * 16
+    assert not running.cancel("chatcmpl-other")
+    assert running.cancel(answer_id)
+    assert events(await asking)[-1]["error"]["code"] == "cancelled"
+    assert served.pipeline.running == 0
+    assert not running.cancel(answer_id)
+
+
+# --- the parts -----------------------------------------------------------------------------------------
+
+
+async def ticking(index: int, count: int, made: list[int]) -> AsyncGenerator[Piece, None]:
+    try:
+        for at in range(count):
+            made[index] += 1
+            yield Piece(index=index, content=str(at), finish="stop" if at == count - 1 else None)
+    finally:
+        made[index] = -made[index]
+
+
+async def test_together_when_read_slowly_then_streams_wait_and_closing_closes_them() -> None:
+    made = [0, 0]
+    async with aclosing(together([ticking(0, 10_000, made), ticking(1, 10_000, made)])) as stream:
+        async for _ in stream:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            break
+        assert sum(made) <= 2 * AHEAD + 3
+    assert all(count < 0 for count in made)
+
+
+def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> None:
+    plan = Plan(choices=(None,) * 4, candidates=2, keep=1)  # type: ignore[arg-type]
+    pieces = [Piece(index=index, content=f"{index}{part}") for part in "ab" for index in range(4)]
+    kept = likeliest(pieces, plan, [-3.0, -1.0, -0.5, -2.0].__getitem__)
+    assert [(piece.index, piece.content) for piece in kept] == [(0, "1a"), (0, "1b"), (1, "2a"), (1, "2b")]
+
+
+async def test_one_tool_call_at_most_then_the_answer_ends_before_the_second() -> None:
+    never = asyncio.Event()
+    served = each([chunk("{}", ids=[CALL]), chunk("{}", ids=[CALL]), never])
+    tools = [{"type": "function", "function": {"name": "get_system_health", "parameters": {"type": "object"}}}]
+    (choice,) = (await post(served, CHAT, tools=tools, parallel_tool_calls=False)).json()["choices"]
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == ["{}"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert served.pipeline.running == 0
