@@ -40,6 +40,9 @@ class Running:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[str] = set()
 
+    def __contains__(self, answer_id: str) -> bool:
+        return answer_id in self._tasks
+
     def cancel(self, answer_id: str) -> bool:
         """Ends the answer with the error `Cancelled`, its choices closed. False: none of this id is running."""
         task = self._tasks.get(answer_id)
