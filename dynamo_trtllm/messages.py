@@ -133,6 +133,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline: float  # seconds since the epoch
     phase: Phase = Phase.WHOLE
     ticket: HandoffTicket | None = None  # set exactly when phase is DECODE
+    resumed_tokens: int = 0  # so many of the last `token_ids` are the answer's: another worker made them and left
     cache_salt: str | None = None  # KV is reused only among requests with the same salt
 
 
@@ -176,7 +177,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     renderer: str  # "harmony" or "chat_template"
     reasoning_parser: str = "none"  # as in --dyn-reasoning-parser
     tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
-    refuses: tuple[str, ...] = ()  # fields of Sampling, and "cache_salt", that the engine can't honour
+    refuses: tuple[str, ...] = ()  # what the engine can't honour, see EngineInfo
     files: Mapping[str, str] = {}  # file name -> sha256; fetched over the plane with the control verb `file`
 
 
@@ -194,6 +195,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     layout: KvLayout
     limits: Limits = Limits()
     pairing: Mapping[str, str] = {}  # what else prefill and decode must share, in the engine's own words
+    serves_whole: bool = False  # a decode worker that can also prefill
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
 

@@ -22,7 +22,8 @@ class EngineInfo:
     layout: KvLayout
     limits: Limits
     pairing: Mapping[str, str] = field(default_factory=dict)  # what else both roles must share to hand KV over
-    refuses: tuple[str, ...] = ()  # fields of Sampling, and "cache_salt", that this engine can't honour
+    refuses: tuple[str, ...] = ()  # fields of Sampling, "cache_salt", "resumed_tokens" (with a seed) it can't honour
+    serves_whole: bool = False  # in every role it can do a request of Phase.WHOLE too
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
 
 

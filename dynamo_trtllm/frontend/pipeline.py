@@ -1,7 +1,8 @@
 """One request through its legs. The only file that knows there are two; knows no HTTP and no text.
 
 place → prefill leg (one chunk with a ticket) → decode leg (all tokens) → tell the prefill worker that the ticket is
-done with. A prefill leg that finishes the request has no decode leg. Closing the stream closes the leg that runs.
+done with. A prefill leg that finishes the request has no decode leg. When a leg fails, `recovery` says what follows.
+Closing the stream closes the leg that runs.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError, HandoffError, StreamIncomplete
+from dynamo_trtllm.errors import DynamoError, NoInstances, StreamIncomplete
+from dynamo_trtllm.frontend.recovery import Recovery, RecoveryLimits
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -39,48 +42,81 @@ _RELEASE_TIMEOUT_S = 5.0
 
 @dataclass(slots=True)
 class Trace:
-    """Who served a request and where its time went; filled while the stream runs."""
+    """Who served a request and where its time went; filled while the stream runs. Of several attempts, the last."""
 
     prefill_instance: int | None = None
     decode_instance: int | None = None
     prefill_stats: LegStats | None = None
     decode_stats: LegStats | None = None
+    retries: int = 0
+    migrations: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """What a request may cost when workers fail it or are missing."""
+
+    limits: RecoveryLimits = field(default_factory=RecoveryLimits)
+    hold_s: float = 0.0  # longest wait for a role that has no instance
+    decode_fallback: bool = False  # decode workers do whole requests while there is no prefill worker
 
 
 class Pipeline:
     """Owns the releases it sends; close it after the last stream."""
 
-    def __init__(self, view: ClusterView, plane: Plane) -> None:
+    def __init__(self, view: ClusterView, plane: Plane, options: PipelineOptions | None = None) -> None:
         self._view = view
         self._plane = plane
+        self._options = options or PipelineOptions()
         self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._releases: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
         """The chunks of the whole request, exactly one of them terminal. Consume with `aclosing`.
 
-        Raises NoInstances, TicketMismatch and whatever a leg raises. A hand-off that fails before a token left is
-        tried once more from the prefill leg on, elsewhere if there is an elsewhere: its KV is gone, the request is not.
+        Raises NoInstances, TicketMismatch, NotMigratable and whatever a leg raises that `recovery` does not mend.
         """
-        placement = self._place(request.model)
-        started = False
-        try:
-            async with aclosing(self._legs(placement, request, trace)) as chunks:
-                async for chunk in chunks:
-                    started = True
-                    yield chunk
+        recovery = Recovery(request=request, limits=self._options.limits)
+        while not recovery.is_complete:
+            placement = await self._placed(recovery)
+            trace.prefill_instance = trace.decode_instance = None
+            try:
+                async with aclosing(self._legs(placement, recovery.remaining(), trace)) as chunks:
+                    async for chunk in chunks:
+                        recovery.took(chunk)
+                        yield chunk
                 return
-        except HandoffError as exc:
-            if started or placement.prefill is None:
-                raise
-            _log.warning("hand-off failed (%s), prefilling once more: %s", exc.code, exc.message)
-        placement = self._place(request.model, avoid=placement.prefill.id)
-        async with aclosing(self._legs(placement, request, trace)) as chunks:
-            async for chunk in chunks:
-                yield chunk
+            except DynamoError as exc:
+                at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
+                card = placement.decode.card
+                recovery.failed(exc, at=at, prefill=trace.prefill_instance, card=card)
+                trace.retries, trace.migrations = recovery.retries, recovery.migrations
+                _log.warning(
+                    "a leg of %s failed, going on elsewhere (%s): %s", request.request_id, exc.code, exc.message
+                )
+        yield Chunk(finish_reason=FinishReason.LENGTH)
 
-    def _place(self, model: str, avoid: int | None = None) -> Placement:
-        return place(self._view.model(model), model, next(self._turns[model]), avoid=avoid)
+    async def _placed(self, recovery: Recovery) -> Placement:
+        """Where the next attempt runs; waits a bounded time for an instance that is not there yet."""
+        model = recovery.request.model
+        held_s = min(self._options.hold_s, recovery.request.deadline - time.time())
+        give_up_at = asyncio.get_running_loop().time() + held_s
+        turn = next(self._turns[model])
+        while True:
+            changed = self._view.changed
+            try:
+                return self._place(recovery, turn)
+            except NoInstances as missing:
+                if recovery.is_worth_waiting and await _happens(changed, give_up_at):
+                    continue
+                if not recovery.gone or not recovery.is_worth_waiting:
+                    raise recovery.error or missing from None
+                recovery.gone.clear()  # nobody else came: perhaps it was the way there that failed, not they
+
+    def _place(self, recovery: Recovery, turn: int) -> Placement:
+        model = recovery.request.model
+        view = self._view.model(model).without(recovery.gone)
+        return place(view, model, turn, avoid=recovery.shunned, decode_fallback=self._options.decode_fallback)
 
     def _legs(self, placement: Placement, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
         if placement.prefill is None:
@@ -146,3 +182,13 @@ class Pipeline:
     async def aclose(self) -> None:
         """Waits for the releases under way, each of which is bounded."""
         await asyncio.gather(*self._releases)
+
+
+async def _happens(event: asyncio.Event, before: float) -> bool:
+    """Whether `event` is set before the loop's clock shows `before`."""
+    try:
+        async with asyncio.timeout_at(before):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

@@ -17,17 +17,23 @@ class Placement:
     decode: Instance
 
 
-def place(view: ModelView, model: str, turn: int, *, avoid: int | None = None) -> Placement:
+def place(
+    view: ModelView, model: str, turn: int, *, avoid: int | None = None, decode_fallback: bool = False
+) -> Placement:
     """Round robin per role. Prefill and decode are paired only when engine kind, strategy and KV layout are equal.
 
     `turn` counts the requests of this model; `avoid` is a prefill instance to leave out as long as there is another
-    for the same decode instance. Disaggregated pairs are preferred to aggregated instances, because a
+    for the same decode instance. With `decode_fallback` a decode instance that can does the whole request while there
+    is no prefill instance at all. Disaggregated pairs are preferred to aggregated instances, because a
     cluster that has pairs was built for them. Raises NoInstances naming the missing roles, or TicketMismatch naming
     the fields when there are both roles and no pair matches.
     """
     if not view.prefill or not view.decode:
         if view.aggregated:
             return Placement(None, view.aggregated[turn % len(view.aggregated)])
+        whole = [instance for instance in view.decode if instance.serves_whole]
+        if decode_fallback and whole:
+            return Placement(None, whole[turn % len(whole)])
         missing = " and no ".join(role.value for role in view.missing_roles())
         raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
     keys = view.keys

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -32,6 +33,13 @@ class ModelView:
         keys = {instance.id: pairing_key(instance) for instance in (*self.prefill, *self.decode)}
         object.__setattr__(self, "keys", keys)
 
+    def without(self, ids: Collection[int]) -> ModelView:
+        """The same view lacking these instances."""
+        if not ids:
+            return self
+        kept = (tuple(i for i in group if i.id not in ids) for group in (self.prefill, self.decode, self.aggregated))
+        return ModelView(*kept)
+
     def missing_roles(self) -> list[Role]:
         """Roles without which no request of this model can run; empty when it can."""
         if self.aggregated or (self.prefill and self.decode):
@@ -46,6 +54,9 @@ class ClusterView:
 
     _instances: dict[int, Instance] = field(default_factory=dict)
     _models: dict[str, ModelView] = field(default_factory=dict)
+    changed: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # set at the next change, then another takes its place
 
     def add(self, instance: Instance) -> None:
         self._instances[instance.id] = instance
@@ -67,6 +78,8 @@ class ClusterView:
 
     def _rebuild(self) -> None:
         """Runs per cluster change, so that a request pays a dictionary look-up."""
+        self.changed.set()
+        self.changed = asyncio.Event()
         names = {i.card.name for i in self._instances.values()}
         self._models = {name: _model_view(i for i in self.instances() if i.card.name == name) for name in names}
 

@@ -6,16 +6,29 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from typing import Any
 
+import msgspec
 import pytest
 
-from dynamo_trtllm.errors import DynamoError, EngineRefused, NoInstances, StreamIncomplete, TransferFailed
-from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.errors import (
+    Disconnected,
+    DynamoError,
+    EngineRefused,
+    NoInstances,
+    NotMigratable,
+    Overloaded,
+    StreamIncomplete,
+    TransferFailed,
+)
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
     FinishReason,
     GenerateRequest,
+    Guided,
+    GuidedAlternative,
     HandoffTicket,
     Instance,
     LegStats,
@@ -103,16 +116,25 @@ class Cluster:
         self.view = ClusterView()
         self.pipeline = Pipeline(self.view, self.plane)
 
-    async def add(self, instance_id: int, role: Role, *scripts: Sequence[Step]) -> Scripted:
-        instance: Instance = make_instance(instance_id, role=role)
+    async def add(
+        self,
+        instance_id: int,
+        role: Role,
+        *scripts: Sequence[Step],
+        refuses: tuple[str, ...] = (),
+        serves_whole: bool = False,
+    ) -> Scripted:
+        made: Instance = make_instance(instance_id, role=role)
+        card = msgspec.structs.replace(made.card, refuses=refuses)
+        instance = msgspec.structs.replace(made, card=card, serves_whole=serves_whole)
         service = Scripted(*scripts)
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)
         return service
 
-    async def tokens(self, trace: Trace | None = None) -> list[int]:
+    async def tokens(self, trace: Trace | None = None, **sampling: Any) -> list[int]:
         """All tokens of a request, whose last chunk alone is terminal."""
-        async with aclosing(self.pipeline.generate(request(), trace or Trace())) as stream:
+        async with aclosing(self.pipeline.generate(request(**sampling), trace or Trace())) as stream:
             chunks = [chunk async for chunk in stream]
         assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         return [token for chunk in chunks for token in chunk.token_ids]
@@ -129,12 +151,12 @@ async def cluster() -> AsyncIterator[Cluster]:
     assert asyncio.all_tasks() - before - {asyncio.current_task()} == set()
 
 
-def request() -> GenerateRequest:
+def request(**sampling: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r1",
         model="tiny",
         token_ids=token_ids([1, 2, 3]),
-        sampling=Sampling(max_tokens=8),
+        sampling=Sampling(**{"max_tokens": 8, **sampling}),
         deadline=time.time() + 10,
     )
 
@@ -176,10 +198,12 @@ async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decod
 async def test_generate_when_prefill_ends_in_a_handoff_without_a_ticket_then_the_stream_is_incomplete(
     cluster: Cluster,
 ) -> None:
-    await cluster.add(1, Role.PREFILL, [Chunk(finish_reason=FinishReason.HANDOFF)])
+    endings = [[Chunk(finish_reason=FinishReason.HANDOFF)]] * 4
+    prefill = await cluster.add(1, Role.PREFILL, *endings)
     await cluster.add(2, Role.DECODE)
     with pytest.raises(StreamIncomplete, match="no ticket"):
         await cluster.tokens()
+    assert len(prefill.requests) == 4  # three retries, and there is nobody else
 
 
 async def test_generate_when_the_first_decode_chunk_came_then_the_ticket_is_released_redeemed_once(
@@ -249,18 +273,120 @@ async def test_generate_when_the_handoff_fails_and_there_is_another_prefill_then
     assert (len(first.requests), len(other.requests)) == (1, 2)
 
 
-async def test_generate_when_the_handoff_fails_after_a_token_then_it_is_not_tried_again(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")])
-    await cluster.add(2, Role.DECODE, [FINISHED[0], TransferFailed("late")], FINISHED)
-    with pytest.raises(TransferFailed, match="late"):
-        await cluster.tokens()
-    assert len(prefill.requests) == 1
-
-
 async def test_generate_when_a_role_is_missing_then_no_instances_names_it(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL)
     with pytest.raises(NoInstances, match="decode"):
         await cluster.tokens()
+
+
+async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(cluster: Cluster) -> None:
+    failing = await cluster.add(1, Role.PREFILL, [Disconnected("gone")])
+    other = await cluster.add(3, Role.PREFILL, [handoff("b1")])
+    await cluster.add(2, Role.DECODE, FINISHED)
+    trace = Trace()
+    assert await cluster.tokens(trace) == [10, 11, 12, 13]
+    assert (len(failing.requests), len(other.requests)) == (1, 1)
+    assert (trace.prefill_instance, trace.retries, trace.migrations) == (3, 1, 0)
+
+
+async def test_generate_when_every_worker_is_full_then_each_is_asked_once_and_overloaded_is_raised(
+    cluster: Cluster,
+) -> None:
+    workers = [await cluster.add(number, Role.AGGREGATED, [Overloaded("full")]) for number in (1, 2)]
+    with pytest.raises(Overloaded):
+        await cluster.tokens()
+    assert [len(worker.requests) for worker in workers] == [1, 1]
+
+
+async def test_generate_when_an_error_is_not_retryable_then_it_is_not_tried_elsewhere(cluster: Cluster) -> None:
+    await cluster.add(1, Role.AGGREGATED, [EngineRefused("no")])
+    other = await cluster.add(2, Role.AGGREGATED, FINISHED)
+    with pytest.raises(EngineRefused):
+        await cluster.tokens()
+    assert other.requests == []
+
+
+async def test_generate_when_decode_dies_midway_then_the_rest_is_made_elsewhere_from_the_tokens_so_far(
+    cluster: Cluster,
+) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")])
+    await cluster.add(2, Role.DECODE, [FINISHED[0], Disconnected("gone")])
+    other = await cluster.add(4, Role.DECODE, FINISHED[1:])
+    trace = Trace()
+    assert await cluster.tokens(trace, min_tokens=3) == [10, 11, 12, 13]
+    resumed = prefill.requests[1]
+    assert list(resumed.token_ids) == [1, 2, 3, 10]
+    assert (resumed.sampling.max_tokens, resumed.sampling.min_tokens, resumed.resumed_tokens) == (7, 2, 1)
+    assert other.requests[0].token_ids == resumed.token_ids
+    assert (trace.decode_instance, trace.retries, trace.migrations) == (4, 0, 1)
+
+
+async def test_generate_when_only_the_end_was_lost_then_it_ends_for_its_length(cluster: Cluster) -> None:
+    await cluster.add(1, Role.AGGREGATED, [FINISHED[0], FINISHED[1], Disconnected("gone")])
+    assert await cluster.tokens(max_tokens=3) == [10, 11, 12]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"guided": Guided(alternatives=(GuidedAlternative(json_schema="{}"),))}, {"seed": 5, "temperature": 0.5}],
+)
+async def test_generate_when_what_broke_midway_can_not_be_taken_up_then_not_migratable_says_why(
+    cluster: Cluster, sampling: dict[str, Any]
+) -> None:
+    for number in (1, 2):
+        await cluster.add(number, Role.AGGREGATED, [FINISHED[0], Disconnected("gone")], refuses=("resumed_tokens",))
+    with pytest.raises(NotMigratable, match="disconnected: gone"):
+        await cluster.tokens(**sampling)
+
+
+async def test_generate_when_seeded_and_the_engine_can_then_it_migrates(cluster: Cluster) -> None:
+    await cluster.add(1, Role.AGGREGATED, [FINISHED[0], Disconnected("gone")])
+    await cluster.add(2, Role.AGGREGATED, FINISHED[1:])
+    assert await cluster.tokens(seed=5, temperature=0.5) == [10, 11, 12, 13]
+
+
+async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(cluster: Cluster) -> None:
+    script = [FINISHED[0], Disconnected("gone")]
+    workers = [await cluster.add(number, Role.AGGREGATED, script) for number in range(1, 6)]
+    with pytest.raises(Disconnected):
+        await cluster.tokens(max_tokens=100)
+    assert sum(len(worker.requests) for worker in workers) == 4  # the first, and three migrations
+
+
+async def test_generate_when_the_reader_is_too_slow_then_it_is_not_moved(cluster: Cluster) -> None:
+    await cluster.add(1, Role.AGGREGATED, [FINISHED[0], Overloaded("the reader is behind")])
+    other = await cluster.add(2, Role.AGGREGATED, FINISHED)
+    with pytest.raises(Overloaded, match="behind"):
+        await cluster.tokens()
+    assert other.requests == []
+
+
+async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_held(cluster: Cluster) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5))
+    await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    held = asyncio.create_task(cluster.tokens())
+    await asyncio.sleep(0)
+    await cluster.add(2, Role.DECODE, FINISHED)
+    assert await asyncio.wait_for(held, 2) == [10, 11, 12, 13]
+
+
+async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_for(cluster: Cluster) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5))
+    death = asyncio.Event()
+    first = await cluster.add(1, Role.AGGREGATED, [FINISHED[0], death, Disconnected("gone")])
+    tokens = asyncio.create_task(cluster.tokens())
+    await asyncio.wait_for(first.hanging.wait(), 2)
+    death.set()
+    await asyncio.sleep(0.05)  # so that it has failed, and is held
+    await cluster.add(2, Role.AGGREGATED, FINISHED[1:])
+    assert await asyncio.wait_for(tokens, 2) == [10, 11, 12, 13]
+
+
+async def test_generate_when_no_prefill_worker_is_there_then_decode_may_do_it_all(cluster: Cluster) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(decode_fallback=True))
+    decode = await cluster.add(2, Role.DECODE, FINISHED, serves_whole=True)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    assert [r.phase for r in decode.requests] == [Phase.WHOLE]
 
 
 async def test_close_when_prefill_runs_then_its_leg_is_closed_and_nothing_is_released(cluster: Cluster) -> None:

@@ -1,0 +1,106 @@
+"""After a leg has failed: give up, try again, or go on elsewhere from the tokens so far. Pure; places nothing.
+
+A request none of whose tokens left is tried again. One whose tokens left migrates: prompt and output so far become
+the prompt of the rest, which a greedy engine continues as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dynamo_trtllm.errors import DynamoError, HandoffError, NotMigratable, Overloaded
+from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelCard, TokenIds, token_ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryLimits:
+    """How often one request may be placed again."""
+
+    retries: int = 3  # while none of its tokens has left
+    migrations: int = 3  # afterwards
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """What happened to one request so far."""
+
+    request: GenerateRequest
+    limits: RecoveryLimits
+    made: TokenIds = field(default_factory=token_ids)  # what has left, of all attempts
+    gone: set[int] = field(default_factory=set)  # instances that failed it
+    shunned: int | None = None  # a prefill instance whose hand-off failed: only taken when there is no other
+    retries: int = 0
+    migrations: int = 0
+    error: DynamoError | None = None  # of the last attempt
+    _handoffs: int = 0
+    _fresh: bool = True  # the running attempt has given nothing yet
+
+    def took(self, chunk: Chunk) -> None:
+        """A chunk of the running attempt is on its way to the client."""
+        self.made.extend(chunk.token_ids)
+        self._fresh = False
+
+    @property
+    def is_complete(self) -> bool:
+        """All tokens left, and only the end of the stream was lost."""
+        return len(self.made) >= self.request.sampling.max_tokens
+
+    @property
+    def is_worth_waiting(self) -> bool:
+        """Whether another instance may turn up. One that is only full won't make room by being waited for here."""
+        return not isinstance(self.error, Overloaded)
+
+    def remaining(self) -> GenerateRequest:
+        """The request of the next attempt."""
+        self._fresh = True
+        made = len(self.made)
+        if made == 0:
+            return self.request
+        sampling = self.request.sampling
+        rest = msgspec.structs.replace(
+            sampling, max_tokens=sampling.max_tokens - made, min_tokens=max(0, sampling.min_tokens - made)
+        )
+        return msgspec.structs.replace(
+            self.request, token_ids=self.request.token_ids + self.made, sampling=rest, resumed_tokens=made
+        )
+
+    def failed(self, error: DynamoError, *, at: int | None, prefill: int | None, card: ModelCard) -> None:
+        """Notes the failure; `at` is the instance whose leg it was, `prefill` the attempt's prefill instance.
+
+        Raises `error` when there is no further attempt, or NotMigratable for what can't go on elsewhere.
+        """
+        self.error = error
+        if not error.retryable or (isinstance(error, Overloaded) and not self._fresh):  # the latter: a slow reader
+            raise error
+        if self.made:
+            self._migrate(error, card)
+        else:
+            self._retry(error)
+        if isinstance(error, HandoffError):
+            self.shunned = prefill
+        elif at is not None:
+            self.gone.add(at)
+
+    def _retry(self, error: DynamoError) -> None:
+        self.retries += 1
+        self._handoffs += isinstance(error, HandoffError)
+        if self.retries > self.limits.retries or self._handoffs > 1:
+            raise error
+
+    def _migrate(self, error: DynamoError, card: ModelCard) -> None:
+        sampling = self.request.sampling
+        if sampling.guided is not None:
+            raise _not_migratable(error, "the constraint of its output can't be taken up midway")
+        if sampling.seed is not None and sampling.temperature > 0 and "resumed_tokens" in card.refuses:
+            raise _not_migratable(error, "its engine can't take up a seed's randomness midway; send it without seed")
+        self.migrations += 1
+        if self.migrations > self.limits.migrations:
+            raise error
+
+
+def _not_migratable(error: DynamoError, why: str) -> NotMigratable:
+    told = NotMigratable(f"the stream broke and can't be continued elsewhere: {why} ({error.code}: {error.message})")
+    told.__cause__ = error
+    return told
