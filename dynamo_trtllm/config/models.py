@@ -277,6 +277,25 @@ class FrontendConfig(ConnectionConfig):
     max_inflight: PositiveInt = Field(
         default=4096, description="requests at once; one more is answered 429", json_schema_extra=setting(HTTP)
     )
+    response_store: Literal["memory", "jetstream"] = Field(
+        default="memory",
+        description="where responses are kept for previous_response_id and GET: memory (of this frontend), jetstream "
+        "(NATS, shared by all frontends of the namespace; needs nats-server -js)",
+        json_schema_extra=setting(HTTP),
+    )
+    response_store_entries: PositiveInt = Field(
+        default=10_000,
+        description="most responses kept in memory; the oldest go first",
+        json_schema_extra=setting(HTTP),
+    )
+    response_store_bytes: PositiveInt = Field(
+        default=256 << 20,
+        description="most bytes of kept responses; the oldest go first",
+        json_schema_extra=setting(HTTP),
+    )
+    response_store_ttl_s: PositiveFloat = Field(
+        default=86_400.0, description="seconds after which a kept response goes", json_schema_extra=setting(HTTP)
+    )
 
 
 class LaunchConfig(Config):
