@@ -25,7 +25,7 @@ class Health:
     """Where a worker is in its life. Written by the worker, read by the routes."""
 
     phase: str = "starting"  # starting, loading, serving, draining, stopped
-    reason: str = ""  # why it is not fit to serve, for people
+    reason: str = ""  # why it is not fit to serve, for people; while loading, what it is doing
 
     @property
     def is_ready(self) -> bool:

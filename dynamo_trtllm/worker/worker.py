@@ -27,6 +27,7 @@ from dynamo_trtllm.messages import Instance, ModelCard, Role
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
 from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.worker import loading
 from dynamo_trtllm.worker.health import Health, HealthServer
 from dynamo_trtllm.worker.parsers import parsers
 from dynamo_trtllm.worker.service import WorkerService, digest
@@ -135,7 +136,11 @@ class Worker:
         discovery = EtcdDiscovery(config.etcd_endpoints, lease_ttl_s=config.lease_ttl_s)
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
-        info = await engine.start()
+        peers = await loading.live_peers(
+            discovery, self._endpoint().namespace, model=self._model_name(), role=config.disaggregation_mode
+        )
+        await loading.preflight(engine, peers)
+        info = await loading.start(engine, self._health)
         instance, files = self._describe(info)
         service = WorkerService(
             engine, model=instance.card.name, role=instance.role, files=files, metrics=self._metrics
@@ -151,14 +156,10 @@ class Worker:
         """The record to register, and the files it names by their hash."""
         config = self._config
         role = config.disaggregation_mode
-        endpoint = (
-            keys.parse_endpoint(config.endpoint)
-            if config.endpoint
-            else keys.EndpointId(config.namespace, _COMPONENTS[role], "generate")
-        )
+        endpoint = self._endpoint()
         digests = {name: digest(path) for name, path in info.files.items()}
         card = ModelCard(
-            name=config.served_model_name or Path(config.model_path).name,
+            name=self._model_name(),
             context_length=info.context_length,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
@@ -183,6 +184,15 @@ class Worker:
             version=__version__,
         )
         return instance, {digests[name]: path for name, path in info.files.items()}
+
+    def _endpoint(self) -> keys.EndpointId:
+        config = self._config
+        if config.endpoint:
+            return keys.parse_endpoint(config.endpoint)
+        return keys.EndpointId(config.namespace, _COMPONENTS[config.disaggregation_mode], "generate")
+
+    def _model_name(self) -> str:
+        return self._config.served_model_name or Path(self._config.model_path).name
 
     async def _until_stopped(self, engine: Engine) -> None:
         """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit."""
