@@ -1,0 +1,182 @@
+"""Before and while an engine loads: who is looked at, what stops the start, what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
+from dynamo_trtllm.engine.base import EngineInfo, Finding
+from dynamo_trtllm.errors import ConfigError, EngineFailed
+from dynamo_trtllm.messages import Instance, Limits, Role
+from dynamo_trtllm.worker import loading
+from dynamo_trtllm.worker.health import Health
+from tests.instances import LAYOUT, make_instance
+
+INFO = EngineInfo(
+    engine="mock",
+    context_length=8,
+    vocab_size=8,
+    eos_token_ids=(),
+    renderer="chat_template",
+    layout=LAYOUT,
+    limits=Limits(),
+)
+
+
+class Judging:
+    """An engine that judges itself and tells what it does; `start` runs until told to end."""
+
+    def __init__(self, *severities: str) -> None:
+        self.severities = severities
+        self.seen: Sequence[Instance] = ()
+        self.stage = ""
+        self.ready = asyncio.Event()
+        self.failure: EngineFailed | None = None
+
+    def preflight(self, peers: Sequence[Instance]) -> list[Finding]:
+        self.seen = peers
+        return [finding(severity, number) for number, severity in enumerate(self.severities)]
+
+    def progress(self) -> str:
+        return self.stage
+
+    async def start(self) -> EngineInfo:
+        await self.ready.wait()
+        if self.failure is not None:
+            raise self.failure
+        return INFO
+
+
+def finding(severity: Any, number: int) -> Finding:
+    return Finding(
+        severity=severity,
+        rule=f"rule-{number}",
+        field=f"field_{number}",
+        value="1 (YAML file p.yaml)",
+        other="2",
+        why="one is not two",
+        cure="set it to 2",
+    )
+
+
+async def peers_of(role: Role, **fields: Any) -> list[int]:
+    discovery = MemoryDiscovery(MemoryStore())
+    for number, (kind, namespace) in enumerate(
+        [(Role.PREFILL, "dynamo"), (Role.DECODE, "dynamo"), (Role.AGGREGATED, "dynamo"), (Role.DECODE, "blue")]
+    ):
+        await discovery.register(make_instance(number, role=kind, namespace=namespace))
+    asked = {"model": "tiny", **fields}
+    found = await loading.live_peers(discovery, "dynamo", role=role, **asked)
+    await discovery.aclose()
+    return [peer.id for peer in found]
+
+
+@pytest.mark.parametrize(("role", "ids"), [(Role.PREFILL, [1]), (Role.DECODE, [0]), (Role.AGGREGATED, [])])
+async def test_live_peers_when_several_are_there_then_only_the_other_role_of_the_namespace_is_told(
+    role: Role, ids: list[int]
+) -> None:
+    assert await peers_of(role) == ids
+
+
+async def test_live_peers_when_they_serve_another_model_then_none() -> None:
+    assert await peers_of(Role.PREFILL, model="large") == []
+
+
+async def test_preflight_when_nothing_is_an_error_then_it_passes_and_all_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine: Any = Judging("warning", "note")
+    peers = [make_instance(7)]
+    await loading.preflight(engine, peers)
+    assert engine.seen == peers
+    assert [(record.levelname, record.message.split(": ")[1]) for record in caplog.records] == [
+        ("WARNING", "warning"),
+        ("INFO", "note"),
+    ]
+    assert "field_0 1 (YAML file p.yaml) against 2: one is not two; set it to 2 [rule-0]" in caplog.text
+
+
+async def test_preflight_when_one_is_an_error_then_config_error_names_field_values_and_cure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine: Any = Judging("note", "error", "error")
+    with pytest.raises(ConfigError) as caught:
+        await loading.preflight(engine, [])
+    assert caught.value.field == "field_1"
+    assert caught.value.message == (
+        "preflight: field_1 1 (YAML file p.yaml) against 2: one is not two; set it to 2 [rule-1] "
+        "(and 1 more, on the log)"
+    )
+    assert [record.levelname for record in caplog.records if record.levelname == "ERROR"] == ["ERROR", "ERROR"]
+
+
+async def test_preflight_when_the_engine_has_none_then_nothing_happens() -> None:
+    plain: Any = object()
+    await loading.preflight(plain, [])
+
+
+async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_cleared(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_LOOK_EVERY_S", 0.005)
+    caplog.set_level(logging.INFO)
+    engine: Any = Judging()
+    health = Health(phase="loading")
+    engine.stage = "weights"
+    starting = asyncio.create_task(loading.start(engine, health))
+    await until(health, "weights")
+    engine.stage = "graphs"
+    await until(health, "graphs")
+    engine.ready.set()
+    assert await starting is INFO
+    assert health.reason == ""
+    said = [record.message.split(": ")[1] for record in caplog.records if "loading for" in record.message]
+    assert said == ["weights", "graphs"]
+
+
+async def test_start_when_a_stage_lasts_then_it_is_said_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(loading, "_SAY_EVERY_S", 0.01)
+    caplog.set_level(logging.INFO)
+    engine: Any = Judging()
+    engine.stage = "weights"
+    starting = asyncio.create_task(loading.start(engine, Health()))
+    async with asyncio.timeout(5):
+        while caplog.text.count("weights") < 3:  # noqa: ASYNC110  # a log tells nobody
+            await asyncio.sleep(0.005)
+    engine.ready.set()
+    await starting
+
+
+async def test_start_when_the_engine_fails_then_its_error_comes_out_and_health_is_cleared() -> None:
+    engine: Any = Judging()
+    engine.failure, engine.stage = EngineFailed("no memory"), "weights"
+    engine.ready.set()
+    health = Health()
+    with pytest.raises(EngineFailed, match="no memory"):
+        await loading.start(engine, health)
+    assert health.reason == ""
+
+
+async def test_start_when_cancelled_then_the_engines_start_ends_too() -> None:
+    engine: Any = Judging()
+    starting = asyncio.create_task(loading.start(engine, Health()))
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "engine-start"]
+
+
+async def until(health: Health, reason: str) -> None:
+    async with asyncio.timeout(5):
+        while health.reason != reason:  # noqa: ASYNC110  # health tells nobody when it changes
+            await asyncio.sleep(0.002)
