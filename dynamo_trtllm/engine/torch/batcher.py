@@ -24,7 +24,8 @@ from dynamo_trtllm.engine.base import EngineStats
 from dynamo_trtllm.engine.torch.attention import Span, Step
 from dynamo_trtllm.engine.torch.kv import KvPool
 from dynamo_trtllm.engine.torch.sampler import Choice, Row, choose
-from dynamo_trtllm.errors import DynamoError, EngineFailed, Overloaded
+from dynamo_trtllm.engine.torch.shaping import Shaping
+from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineRefused, Overloaded
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, LegStats, Phase, token_ids
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Job:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     inbox: Callable[[Event], None]  # called on the event loop
+    shaping: Shaping | None = None
     seed: int = field(default_factory=lambda: random.getrandbits(64))
     blocks: Tensor | None = None
     prefilled: int = 0  # tokens whose KV is in the pool
@@ -154,6 +156,9 @@ class Batcher:
         job.prefilled = job.prompt_tokens
         job.pending = ticket.first_token_ids[-1]
         job.made = len(ticket.first_token_ids)
+        if job.shaping is not None:
+            for token_id in ticket.first_token_ids:
+                job.shaping.note(token_id)
         job.ready_at = time.monotonic()
         first = Chunk(token_ids=ticket.first_token_ids, logprobs=ticket.first_logprobs)
         if job.made < job.max_new_tokens:
@@ -269,8 +274,7 @@ class Batcher:
         logits = self._forward(ids, step, rows)
         sampled = [*decoding, *finished]
         if sampled:
-            choices = choose(logits, [Row(job.request.sampling, job.seed, job.made, job.stop_ids) for job in sampled])
-            self._take(decoding, finished, choices)
+            self._take(decoding, finished, choose(logits, [_row(job) for job in sampled]))
 
     def _plan_chunks(self, budget: int) -> list[tuple[Job, int]]:
         planned = []
@@ -309,6 +313,12 @@ class Batcher:
     def _emit(self, job: Job, choice: Choice) -> None:
         job.pending = choice.token_id
         job.made += 1
+        if job.shaping is not None:
+            job.shaping.note(choice.token_id)
+            if job.shaping.failure is not None:
+                self._events.append((job, EngineRefused(f"guided decoding failed: {job.shaping.failure}")))
+                self._drop(job)
+                return
         ids = token_ids([choice.token_id])
         logprobs = (choice.logprob,) if choice.logprob is not None else ()
         if choice.token_id in job.stop_ids:
@@ -325,6 +335,10 @@ class Batcher:
         self._events.append((job, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
         if reason is not None:
             self._drop(job)
+
+
+def _row(job: Job) -> Row:
+    return Row(job.request.sampling, job.seed, job.made, job.stop_ids, job.shaping)
 
 
 def _blocks(job: Job) -> Tensor:

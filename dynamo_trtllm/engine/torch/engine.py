@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats
+from dynamo_trtllm.engine.torch import guided
 from dynamo_trtllm.engine.torch.args import torch_args
 from dynamo_trtllm.engine.torch.batcher import Batcher, BatchLimits, Delivery, Event, Gathered, Job, Reserved, Retired
 from dynamo_trtllm.engine.torch.desk import Desk
 from dynamo_trtllm.engine.torch.kv import KvPool
+from dynamo_trtllm.engine.torch.shaping import shaping_for
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, EngineRefused
 from dynamo_trtllm.handoff.base import Carrier
 from dynamo_trtllm.handoff.select import select_carrier
@@ -62,6 +64,7 @@ class TorchEngine:
         self._jobs: set[Job] = set()  # until the batcher says that their blocks are free
         self._batcher: Batcher | None = None
         self._pool: KvPool | None = None
+        self._guides: guided.Guides | None = None
         self._info: EngineInfo | None = None
         self._ended: EngineFailed | None = None
         self._idle = asyncio.Event()
@@ -105,6 +108,10 @@ class TorchEngine:
             prefill_chunk_tokens=args.prefill_chunk_tokens,
             num_threads=sizing.num_threads(model, args),
         )
+        if model.tokenizer is not None and guided.is_available():
+            self._guides = guided.Guides(
+                model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+            )
         self._pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
         loop = asyncio.get_running_loop()
         self._batcher = Batcher(
@@ -124,6 +131,7 @@ class TorchEngine:
             limits=Limits(
                 max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, kv_blocks=num_blocks
             ),
+            refuses=() if self._guides is not None else ("guided",),
             files=model.files,
         )
 
@@ -171,9 +179,10 @@ class TorchEngine:
         job = self._job(request, info, inbox.put_nowait)
         self._jobs.add(job)
         self._idle.clear()
-        batcher.post(partial(batcher.submit, job))
         handed_out = False
         try:
+            job.shaping = shaping_for(request.sampling, request.token_ids, await self._guide(request.sampling, job))
+            batcher.post(partial(batcher.submit, job))
             while True:
                 event = await inbox.get()
                 if isinstance(event, Gathered) and self._desk is not None:
@@ -219,6 +228,16 @@ class TorchEngine:
         if request.phase is Phase.DECODE and self._desk is not None and self._pool is not None:
             job.seed = self._desk.redeem(request, info.layout, kv_bytes=self._pool.staging_bytes(prompt_tokens))
         return job
+
+    async def _guide(self, sampling: Sampling, job: Job) -> guided.Guide | None:
+        """Raises EngineRefused for a form that can't be followed, before anything is computed for the request."""
+        if sampling.guided is None:
+            return None
+        if self._guides is None:
+            raise EngineRefused("guided decoding needs the package llguidance and a tokenizer.json", field="guided")
+        if sampling.min_tokens:
+            raise EngineRefused("guided output ends by its form: min_tokens must be 0", field="min_tokens")
+        return await asyncio.to_thread(self._guides.compile, sampling.guided, job.stop_ids)
 
     def _retire(self, job: Job) -> None:
         if self._batcher is not None and self._ended is None:

@@ -27,7 +27,8 @@ from dynamo_trtllm.engine.torch.attention import NAME, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 
 _log = logging.getLogger(__name__)
-_SERVED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_TOKENIZER = "tokenizer.json"
+_SERVED_FILES = (_TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -44,6 +45,7 @@ class LoadedModel:
     windows: tuple[int | None, ...]  # per layer; None: sees everything
     renderer: str
     files: Mapping[str, Path]
+    tokenizer: Path | None  # tokenizer.json, if there is one
 
 
 def load(model_path: str, args: TorchArgs) -> LoadedModel:
@@ -90,6 +92,7 @@ def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, d
         windows=_windows(text),
         renderer="harmony" if harmony else "chat_template",
         files={} if harmony else {name: folder / name for name in _SERVED_FILES if (folder / name).is_file()},
+        tokenizer=folder / _TOKENIZER if (folder / _TOKENIZER).is_file() else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Chooses the next token of every row of a step. Pure functions on logits; holds no state.
+"""Chooses the next token of every row of a step. Functions on logits; holds no state.
 
 Randomness is a function of (seed, index of the token in the answer), so a decode worker continues the stream that a
 prefill worker began with nothing but the seed.
@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynamo_trtllm.engine.torch.shaping import Shaping
 from dynamo_trtllm.messages import Sampling, TokenLogprob
 
 _MASK = (1 << 64) - 1
@@ -26,6 +27,7 @@ class Row:
     seed: int
     index: int  # tokens of the answer that exist already
     stop_ids: tuple[int, ...]
+    shaping: Shaping | None = None
 
 
 class Choice(NamedTuple):
@@ -50,8 +52,11 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
     logits = logits.float()
     raw = logits
     held_back = [(n, row.stop_ids) for n, row in enumerate(rows) if row.index < row.sampling.min_tokens]
-    if held_back:
+    shaped = [(n, row.shaping) for n, row in enumerate(rows) if row.shaping is not None]
+    if held_back or shaped:
         logits = logits.clone()
+        for n, shaping in shaped:
+            shaping.apply(logits[n])
         for n, stop_ids in held_back:
             logits[n, list(stop_ids)] = -torch.inf
     picked = logits.argmax(dim=-1)
@@ -66,6 +71,9 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     device = logits.device
     logits = logits / torch.tensor([row.sampling.temperature for row in rows], device=device)[:, None]
+    if any(row.sampling.min_p > 0 for row in rows):
+        min_p = torch.tensor([row.sampling.min_p for row in rows], device=device)[:, None]
+        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
     order: Tensor | None = None
     if any(row.sampling.top_k > 0 or row.sampling.top_p < 1 for row in rows):
         logits, order = logits.sort(dim=-1, descending=True, stable=True)
