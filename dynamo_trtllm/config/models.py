@@ -17,6 +17,8 @@ from dynamo_trtllm.messages import Role
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 EngineName = Literal["trtllm", "torch", "mock"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -276,6 +278,32 @@ class FrontendConfig(ConnectionConfig):
     )
     max_inflight: PositiveInt = Field(
         default=4096, description="requests at once; one more is answered 429", json_schema_extra=setting(HTTP)
+    )
+    retry_limit: NonNegativeInt = Field(
+        default=3,
+        description="how often a request that failed before its first token is tried again, elsewhere if there is an "
+        "elsewhere",
+        json_schema_extra=setting(HTTP),
+    )
+    migration_limit: NonNegativeInt = Field(
+        default=3,
+        description="how often a request whose worker dies midway is continued elsewhere from the tokens so far",
+        json_schema_extra=setting(HTTP),
+    )
+    hold_for_roles_s: NonNegativeFloat = Field(
+        default=5.0,
+        description="longest wait in seconds for a role that has no worker, before 503",
+        json_schema_extra=setting(HTTP, "--hold-for-roles"),
+    )
+    decode_fallback: bool = Field(
+        default=False,
+        description="decode workers whose engine can do whole requests while there is no prefill worker",
+        json_schema_extra=setting(HTTP),
+    )
+    stall_timeout_s: PositiveFloat = Field(
+        default=5.0,
+        description="seconds after which a worker that answers nothing at all counts as dead",
+        json_schema_extra=setting(HTTP, "--stall-timeout"),
     )
     response_store: Literal["memory", "jetstream"] = Field(
         default="memory",

@@ -17,10 +17,15 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import ConfigError, DynamoError, InternalError
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.models import Models
-from dynamo_trtllm.frontend.pipeline import Pipeline
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions
+from dynamo_trtllm.frontend.recovery import RecoveryLimits
+from dynamo_trtllm.frontend.responses.shelf import store_limits
 from dynamo_trtllm.observe import logging as observe_logging
 from dynamo_trtllm.observe.metrics import FrontendMetrics
+from dynamo_trtllm.plane.jetstream import JetStreamStore
+from dynamo_trtllm.plane.linked import PlaneLimits
 from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.plane.store import MemoryStore, Store
 from dynamo_trtllm.router.view import ClusterView
 
 PROG = "python -m dynamo_trtllm.frontend"
@@ -48,17 +53,35 @@ async def serve(config: FrontendConfig) -> None:
     """Serves until SIGTERM or SIGINT. Raises ConfigError when the port is taken, Unreachable with no etcd or NATS."""
     async with AsyncExitStack() as stack:
         sock = stack.enter_context(_listen(config.http_host, config.http_port))
-        plane = await NatsPlane.connect(config.nats_server)
+        # asked twice within the time-out: a worker that answers neither is dead
+        plane = await NatsPlane.connect(config.nats_server, PlaneLimits(ping_interval_s=config.stall_timeout_s / 2))
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config.etcd_endpoints)
         stack.push_async_callback(discovery.aclose)
         view = ClusterView()
         models = Models(view, discovery, plane, config.namespace)
         stack.push_async_callback(models.aclose)
-        pipeline = Pipeline(view, plane)
+        pipeline = Pipeline(view, plane, _options(config))
         stack.push_async_callback(pipeline.aclose)
-        app = build_app(config, models, pipeline, FrontendMetrics())
+        store = await _store(config)
+        stack.push_async_callback(store.aclose)
+        app = build_app(config, models, pipeline, FrontendMetrics(), store)
         await _until_stopped(_http_server(app), sock, models)
+
+
+def _options(config: FrontendConfig) -> PipelineOptions:
+    return PipelineOptions(
+        limits=RecoveryLimits(retries=config.retry_limit, migrations=config.migration_limit),
+        hold_s=config.hold_for_roles_s,
+        decode_fallback=config.decode_fallback,
+    )
+
+
+async def _store(config: FrontendConfig) -> Store:
+    """Raises Unreachable when it is JetStream and there is none."""
+    if config.response_store == "jetstream":
+        return await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
+    return MemoryStore(store_limits(config))
 
 
 async def _until_stopped(server: uvicorn.Server, sock: socket.socket, models: Models) -> None:

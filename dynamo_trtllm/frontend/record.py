@@ -140,6 +140,9 @@ class Record:
         if self.courses:
             metrics.observe_tokens(model=self._model, prompt=usage.prompt_tokens, output=usage.completion_tokens)
         for course in self.courses:
+            trace = course.trace
+            if trace.retries or trace.migrations:
+                metrics.observe_recovery(model=self._model, retries=trace.retries, migrations=trace.migrations)
             for leg in (course.trace.prefill_stats, course.trace.decode_stats):
                 if leg is not None:
                     metrics.observe_leg(model=self._model, stats=leg)

@@ -54,6 +54,8 @@ TABLE = (
     Metric("frontend", "output_tokens_total", "counter", "tokens generated", ("model",)),
     Metric("frontend", "phase_seconds", "histogram", "queue, prefill, handoff, decode_wait", ("model", "phase")),
     Metric("frontend", "kv_bytes_total", "counter", "KV moved from prefill to decode", ("transport",)),
+    Metric("frontend", "retries_total", "counter", "legs run again before a token left", ("model",)),
+    Metric("frontend", "migrations_total", "counter", "requests continued elsewhere after a token left", ("model",)),
     Metric("worker", "requests_total", "counter", "finished legs", ("phase", "code")),
     Metric("worker", "output_tokens_total", "counter", "tokens generated", ("phase",)),
     Metric("worker", "running", "gauge", "requests in the batch"),
@@ -120,6 +122,11 @@ class FrontendMetrics:
         """The tokens of one request, when it ends."""
         self._metrics["prompt_tokens_total"].labels(model).inc(prompt)
         self._metrics["output_tokens_total"].labels(model).inc(output)
+
+    def observe_recovery(self, *, model: str, retries: int, migrations: int) -> None:
+        """What one request needed, when it ends."""
+        self._metrics["retries_total"].labels(model).inc(retries)
+        self._metrics["migrations_total"].labels(model).inc(migrations)
 
     def observe_ttft(self, *, model: str, seconds: float) -> None:
         self._metrics["ttft_seconds"].labels(model).observe(seconds)
