@@ -19,16 +19,29 @@ from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.endpoints import CHAT, TEXT
 from dynamo_trtllm.frontend.exchange import Generation
 from dynamo_trtllm.frontend.http import header
+from dynamo_trtllm.frontend.responses.dialect import Responses
+from dynamo_trtllm.frontend.responses.routes import response_routes
+from dynamo_trtllm.frontend.responses.shelf import Shelf, store_limits
 from dynamo_trtllm.frontend.routes import Answers, error_response
 from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.observe.metrics import FrontendMetrics
+from dynamo_trtllm.plane.store import MemoryStore, Store
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
 
 
-def build_app(config: FrontendConfig, models: Catalog, pipeline: Generates, metrics: FrontendMetrics) -> Starlette:
-    """The whole HTTP surface of a frontend. Starts and closes nothing of what it is given."""
+def build_app(
+    config: FrontendConfig,
+    models: Catalog,
+    pipeline: Generates,
+    metrics: FrontendMetrics,
+    store: Store | None = None,
+) -> Starlette:
+    """The whole HTTP surface of a frontend. Starts and closes nothing of what it is given.
+
+    `store`: where responses are kept; None: in this process.
+    """
     edge = Edge(
         config=config,
         models=models,
@@ -38,10 +51,14 @@ def build_app(config: FrontendConfig, models: Catalog, pipeline: Generates, metr
         running=Running(),
     )
     answers = Answers(models, metrics)
+    shelf = Shelf(store or MemoryStore(store_limits(config)), shared=config.response_store != "memory")
+    responses = Responses(shelf)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", Generation(CHAT, edge), methods=["POST"]),
             Route("/v1/completions", Generation(TEXT, edge), methods=["POST"]),
+            Route("/v1/responses", Generation(responses, edge), methods=["POST"]),
+            *response_routes(responses, shelf, edge.running),
             Route("/v1/models", answers.models, methods=["GET"]),
             Route("/v1/models/{name:path}/ready", answers.ready, methods=["GET"]),
             Route("/v1/models/{name:path}", answers.model, methods=["GET"]),

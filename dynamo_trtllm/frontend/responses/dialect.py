@@ -1,0 +1,69 @@
+"""`/v1/responses` as a dialect: looks up what a request builds on, and keeps what it was answered."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final
+from weakref import WeakValueDictionary
+
+from dynamo_trtllm.frontend.dialect import Events, Fold, Job
+from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.preprocess import Identity, Plan
+from dynamo_trtllm.frontend.responses.answer import Answer, ResponseEvents, ResponseFold
+from dynamo_trtllm.frontend.responses.items import Item, normalized
+from dynamo_trtllm.frontend.responses.plan import prepare_turn
+from dynamo_trtllm.frontend.responses.shelf import Shelf
+from dynamo_trtllm.openai.response_items import InputItem, ItemReference
+from dynamo_trtllm.openai.responses import ResponseRequest
+
+THREAD_ITEMS: Final = 64  # conversations of more are rendered in a thread, to not hold up other streams
+
+
+class Responses:
+    """`making` has the answers under way, by id; an answer leaves it with the exchange that makes it."""
+
+    endpoint = "responses"
+    body = ResponseRequest
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self.id_prefix = shelf.id_prefix
+        self.making: WeakValueDictionary[str, Answer] = WeakValueDictionary()
+
+    async def plan(self, body: ResponseRequest, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
+        """Raises ResponseNotFound for what the request refers to and is not kept."""
+        items: list[Item] = []
+        if body.previous_response_id is not None:
+            previous = await self._shelf.find(body.previous_response_id, "previous_response_id")
+            items += previous.conversation
+        items += await self._own(body.input)
+        if off_loop or len(items) > THREAD_ITEMS:
+            return await asyncio.to_thread(prepare_turn, body, items, served, identity)
+        return prepare_turn(body, items, served, identity)
+
+    def events(self, job: Job[ResponseRequest]) -> ResponseEvents:
+        return ResponseEvents(self._answer(job))
+
+    def fold(self, job: Job[ResponseRequest]) -> ResponseFold:
+        return ResponseFold(self._answer(job))
+
+    async def finished(self, job: Job[ResponseRequest], answer: Events | Fold) -> None:
+        assert isinstance(answer, ResponseEvents | ResponseFold)
+        made = answer.answer
+        assert made.final is not None
+        if job.body.store:
+            await self._shelf.keep(made.kept(made.final))
+
+    def _answer(self, job: Job[ResponseRequest]) -> Answer:
+        answer = self.making[job.heading.id] = Answer(job)
+        return answer
+
+    async def _own(self, given: Sequence[InputItem]) -> list[Item]:
+        """The request's items, references resolved."""
+        return [
+            await self._shelf.find_item(item.id, f"input[{index}].id")
+            if isinstance(item, ItemReference)
+            else normalized(item)
+            for index, item in enumerate(given)
+        ]

@@ -1,0 +1,143 @@
+"""Items, as an API object holds them, to the conversation that a renderer takes. Pure.
+
+A normalized item is the JSON object that `input_items` lists: a field of the API each, with a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final, TypeAlias
+
+from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.frontend.responses.ids import input_id
+from dynamo_trtllm.messages import Message, ToolCall
+from dynamo_trtllm.openai.response_items import (
+    FunctionCallItem,
+    FunctionOutputItem,
+    MessageItem,
+    ReasoningItem,
+)
+
+Item: TypeAlias = dict[str, Any]
+
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem) -> Item:
+    """The item as it is kept and listed. `named` gives it a name when it has none."""
+    match item:
+        case MessageItem():
+            return _message(item)
+        case ReasoningItem():
+            return {
+                "id": item.id,
+                "type": "reasoning",
+                "status": item.status or "completed",
+                "summary": [part.model_dump() for part in item.summary],
+                "content": [part.model_dump() for part in item.content],
+            }
+        case FunctionCallItem():
+            return {
+                "id": item.id,
+                "type": "function_call",
+                "status": item.status or "completed",
+                "call_id": item.call_id,
+                "name": item.name,
+                "arguments": item.arguments,
+            }
+        case FunctionOutputItem():
+            return {
+                "id": item.id,
+                "type": "function_call_output",
+                "status": item.status or "completed",
+                "call_id": item.call_id,
+                "output": "\n".join(item.output),
+            }
+
+
+def _message(item: MessageItem) -> Item:
+    part = {"type": "output_text", "annotations": []} if item.role == "assistant" else {"type": "input_text"}
+    content = [{**part, "text": text} for text in item.content]
+    return {"id": item.id, "type": "message", "role": item.role, "status": "completed", "content": content}
+
+
+def named(items: Iterable[Item], response_id: str) -> list[Item]:
+    """The items, each with a name; those that clients give are kept."""
+    return [
+        item if item["id"] else item | {"id": input_id(_PREFIXES[item["type"]], response_id, index)}
+        for index, item in enumerate(items)
+    ]
+
+
+class _Turn:
+    """An assistant's turn while its items come: reasoning, then text, then calls, as Harmony wants them."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.content: list[str] = []
+        self.calls: list[ToolCall] = []
+
+    def take(self) -> list[Message]:
+        """The turn as a message, and a new start. Reasoning that led to nothing is not shown to the model again."""
+        reasoning, content, calls = self.reasoning, self.content, self.calls
+        self.reasoning, self.content, self.calls = [], [], []
+        if not content and not calls:
+            return []
+        return [
+            Message(
+                role="assistant",
+                content="\n".join(content),
+                reasoning="\n".join(reasoning) or None,
+                tool_calls=tuple(calls),
+            )
+        ]
+
+
+def messages_of(items: Iterable[Item]) -> list[Message]:
+    """The messages that the items are. Raises InvalidRequest for a result of no call."""
+    kept = list(items)
+    answered = {item["call_id"] for item in kept if item["type"] == "function_call_output"}
+    called: set[str] = set()
+    messages: list[Message] = []
+    turn = _Turn()
+    for item in kept:
+        match item["type"]:
+            case "reasoning":
+                if turn.content or turn.calls:
+                    messages += turn.take()
+                turn.reasoning.append(_thought(item))
+            case "function_call":
+                if item["status"] == "incomplete" and item["call_id"] not in answered:
+                    continue  # cut short, and nobody made the call: nothing to show to the model
+                called.add(item["call_id"])
+                turn.calls.append(ToolCall(id=item["call_id"], name=item["name"], arguments=item["arguments"]))
+            case "message" if item["role"] == "assistant":
+                if turn.calls:
+                    messages += turn.take()
+                turn.content.append(_said(item))
+            case "message":
+                messages += turn.take()
+                messages.append(Message(role=item["role"], content=_said(item)))
+            case _:
+                messages += turn.take()
+                messages.append(_result(item, called))
+    return messages + turn.take()
+
+
+def _thought(item: Item) -> str:
+    """What was thought; its summary when that is all there is."""
+    return "\n".join(part["text"] for part in item["content"] or item["summary"])
+
+
+def _said(item: Item) -> str:
+    return "\n".join(part["text"] for part in item["content"])
+
+
+def _result(item: Item, called: set[str]) -> Message:
+    if item["call_id"] not in called:
+        raise InvalidRequest(
+            f"input holds a function_call_output with call_id {item['call_id']!r}, and no function_call before it has "
+            "that call_id; send the call too, or the previous_response_id of the response that made it",
+            field="input",
+        )
+    return Message(role="tool", content=item["output"], tool_call_id=item["call_id"])

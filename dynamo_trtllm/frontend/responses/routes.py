@@ -1,0 +1,144 @@
+"""The endpoints of responses that were made: look up, list the input of, delete, cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Final, TypeAlias
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dynamo_trtllm.errors import DynamoError, InvalidRequest, ResponseNotFound, UnsupportedParameter
+from dynamo_trtllm.frontend.admission import Running
+from dynamo_trtllm.frontend.errors import answer
+from dynamo_trtllm.frontend.responses.answer import Answer
+from dynamo_trtllm.frontend.responses.dialect import Responses
+from dynamo_trtllm.frontend.responses.shelf import Shelf
+from dynamo_trtllm.openai.responses import LOGPROBS
+
+Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+DEFAULT_LIMIT: Final = 20
+MAX_LIMIT: Final = 100
+
+
+def response_routes(responses: Responses, shelf: Shelf, running: Running) -> list[Route]:
+    """All below `/v1/responses/`."""
+    made = MadeResponses(responses, shelf, running)
+    path = "/v1/responses/{id}"
+    return [
+        Route(path, _told(made.retrieve), methods=["GET"]),
+        Route(path, _told(made.delete), methods=["DELETE"]),
+        Route(f"{path}/cancel", _told(made.cancel), methods=["POST"]),
+        Route(f"{path}/input_items", _told(made.input_items), methods=["GET"]),
+    ]
+
+
+def _told(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with its errors answered."""
+
+    async def answered(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except DynamoError as error:
+            told = answer(error)
+            return _json(told.body, told.status, told.headers)
+
+    return answered
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status_code=status, headers=headers, media_type="application/json")
+
+
+class MadeResponses:
+    """One method per endpoint. What runs is known to the frontend that makes it, what is kept to all that share."""
+
+    def __init__(self, responses: Responses, shelf: Shelf, running: Running) -> None:
+        self._responses = responses
+        self._shelf = shelf
+        self._running = running
+
+    async def retrieve(self, request: Request) -> Response:
+        _check_query(request, "stream", "include", "include[]")
+        if request.query_params.get("stream", "false") != "false":
+            raise UnsupportedParameter(
+                "stream is not supported for a response that was made; leave it out", field="stream"
+            )
+        making = self._made_now(request)
+        if making is not None and making.stored:
+            return _json(making.in_progress())
+        return _json((await self._shelf.find(_id(request))).response)
+
+    async def input_items(self, request: Request) -> Response:
+        _check_query(request, "limit", "order", "after", "include", "include[]")
+        making = self._made_now(request)
+        if making is not None and making.stored:
+            items = making.input_items()
+        else:
+            items = (await self._shelf.find(_id(request))).items
+        return _json(_page(items, request))
+
+    async def delete(self, request: Request) -> Response:
+        response_id = _id(request)
+        if self._made_now(request) is not None:
+            raise InvalidRequest(f"response {response_id!r} is still being made; cancel it first")
+        await self._shelf.drop(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        """Ends one that is being made, both legs; one that has ended is answered as it is."""
+        making = self._made_now(request)
+        if making is None or not self._running.cancel(making.id):
+            return _json((await self._shelf.find(_id(request))).response)
+        response = making.cancelled()
+        if making.stored:
+            await self._shelf.keep(making.kept(response))
+        return _json(response)
+
+    def _made_now(self, request: Request) -> Answer | None:
+        response_id = _id(request)
+        return self._responses.making.get(response_id) if response_id in self._running else None
+
+
+def _id(request: Request) -> str:
+    return str(request.path_params["id"])
+
+
+def _check_query(request: Request, *known: str) -> None:
+    """Raises UnsupportedParameter for what is not honoured."""
+    for name in request.query_params:
+        if name not in known:
+            raise UnsupportedParameter(f"{name} is not supported; leave it out", field=name)
+    for name in ("include", "include[]"):
+        for value in request.query_params.getlist(name):
+            if value != LOGPROBS:  # those are there when they were asked for at the start
+                raise UnsupportedParameter(f"include of {value!r} is not supported; leave it out", field="include")
+
+
+def _page(items: Iterable[dict[str, Any]], request: Request) -> dict[str, Any]:
+    """As the API pages: the newest first, unless asked otherwise."""
+    query = request.query_params
+    order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_LIMIT))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order must be 'asc' or 'desc', not {order!r}", field="order")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LIMIT:
+        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LIMIT}, not {limit!r}", field="limit")
+    listed = list(items)
+    if order == "desc":
+        listed.reverse()
+    if (after := query.get("after")) is not None:
+        places = [index for index, item in enumerate(listed) if item["id"] == after]
+        if not places:
+            raise ResponseNotFound(f"after is {after!r}, which is no item of this response's input", field="after")
+        listed = listed[places[0] + 1 :]
+    page = listed[: int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(listed) > len(page),
+    }

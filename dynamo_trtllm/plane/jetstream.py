@@ -1,0 +1,162 @@
+"""The store for several frontends: a NATS JetStream key-value bucket. Beside `nats` the only file that knows nats-py.
+
+A value is cut into pieces under NATS' message limit; its first piece, written last, says how many there are. A bucket
+that is there is used as it is, so that its replicas and limits may be set with NATS' own tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from nats import errors as nats_errors
+from nats.aio.client import Client
+from nats.js import errors as js_errors
+from nats.js.api import DiscardPolicy, StorageType, StreamConfig
+from nats.js.client import JetStreamContext
+from nats.js.kv import KeyValue
+
+from dynamo_trtllm.errors import Disconnected, Unreachable
+from dynamo_trtllm.plane.store import StoreLimits, too_large
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT_S: Final = 5.0
+_HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
+_COUNT: Final = struct.Struct("<I")  # before the bytes of the first piece: how many more there are
+_NAME: Final = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def bucket_of(namespace: str) -> str:
+    """The bucket of a deployment. NATS takes letters, digits, '_' and '-' only."""
+    plain = _NAME.sub("-", namespace)
+    if plain != namespace:
+        plain += "-" + hashlib.sha256(namespace.encode()).hexdigest()[:8]
+    return f"dynamo_trtllm_responses_{plain}"
+
+
+class JetStreamStore:
+    """Made by `connect`."""
+
+    def __init__(self, client: Client, bucket: KeyValue, max_bytes: int) -> None:
+        self._client = client
+        self._bucket = bucket
+        self._max_bytes = max_bytes
+        self._piece_bytes = client.max_payload - _HEADROOM_BYTES
+
+    @classmethod
+    async def connect(cls, url: str, namespace: str, limits: StoreLimits) -> JetStreamStore:
+        """Raises Unreachable when no server answers at `url`, or one without JetStream."""
+        client = Client()
+        address = url.rpartition("@")[2]
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await client.connect(
+                    url,
+                    error_cb=_on_error,
+                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # declared int, used as a float
+                    max_reconnect_attempts=-1,
+                    ping_interval=2,
+                    max_outstanding_pings=2,
+                )
+                context = client.jetstream(timeout=_TIMEOUT_S)
+                bucket = await _bucket(context, bucket_of(namespace), limits)
+        except (nats_errors.Error, OSError, TimeoutError) as exc:
+            await client.close()
+            raise Unreachable(
+                f"no JetStream at {address} ({exc or type(exc).__name__}); start nats-server with -js, "
+                "or choose --response-store memory"
+            ) from exc
+        return cls(client, bucket, limits.max_bytes)
+
+    async def put(self, key: str, value: bytes) -> None:
+        if len(value) > self._max_bytes:
+            raise too_large(len(value), self._max_bytes)
+        first = self._piece_bytes - _COUNT.size
+        rest = [value[start : start + self._piece_bytes] for start in range(first, len(value), self._piece_bytes)]
+        with _translated("write"):
+            for number, piece in enumerate(rest, start=1):
+                await self._bucket.put(f"{key}.{number}", piece)
+            await self._bucket.put(key, _COUNT.pack(len(rest)) + value[:first])
+
+    async def get(self, key: str) -> bytes | None:
+        head = await self._piece(key)
+        if head is None:
+            return None
+        pieces = [head[_COUNT.size :]]
+        for number in range(1, _COUNT.unpack_from(head)[0] + 1):
+            piece = await self._piece(f"{key}.{number}")
+            if piece is None:
+                return None  # the oldest bytes go first, and this value's were
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    async def delete(self, key: str) -> None:
+        head = await self._piece(key)
+        if head is None:
+            return
+        with _translated("write"):
+            await self._bucket.purge(key)
+            for number in range(1, _COUNT.unpack_from(head)[0] + 1):
+                await self._bucket.purge(f"{key}.{number}")
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await self._client.close()
+        except (OSError, TimeoutError) as exc:
+            _log.debug("closing the connection to JetStream: %r", exc)
+
+    async def _piece(self, key: str) -> bytes | None:
+        with _translated("read"):
+            try:
+                return (await self._bucket.get(key)).value
+            except js_errors.NotFoundError:
+                return None
+
+
+async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> KeyValue:
+    """The bucket, made when it is not there. Not by `create_key_value`: its buckets refuse new values when full."""
+    try:
+        return await context.key_value(name)
+    except js_errors.BucketNotFoundError:
+        pass
+    config = StreamConfig(
+        name=f"KV_{name}",
+        subjects=[f"$KV.{name}.>"],
+        allow_direct=False,  # with replicas, a direct read may miss what was just written
+        allow_rollup_hdrs=True,
+        deny_delete=True,
+        discard=DiscardPolicy.OLD,
+        duplicate_window=min(120.0, limits.ttl_s),
+        max_age=limits.ttl_s,
+        max_bytes=limits.max_bytes,
+        max_msgs_per_subject=1,
+        storage=StorageType.FILE,
+    )
+    try:
+        await context.add_stream(config)
+    except js_errors.BadRequestError as exc:
+        _log.debug("the bucket %s was made by another frontend: %r", name, exc)
+    return await context.key_value(name)
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (js_errors.APIError, js_errors.NoStreamResponseError) as exc:
+        raise Unreachable(f"JetStream could not {what} a response: {exc}") from exc
+    except (nats_errors.Error, OSError, TimeoutError) as exc:
+        raise Disconnected(f"JetStream could not {what} a response: {exc or type(exc).__name__}") from exc
+
+
+async def _on_error(error: Exception) -> None:
+    _log.debug("NATS of the response store: %r", error)
