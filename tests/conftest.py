@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,11 +20,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run tests marked gpu; fails when there is no GPU")
     parser.addoption("--extra", action="store_true", help="run tests marked extra (browser, other environments)")
     parser.addoption("--long", action="store_true", help="run tests marked long (generated cases)")
+    parser.addoption("--trtllm-model", help="folder of the model for tests marked trtllm (or TRTLLM_TEST_MODEL)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu") and not _has_gpu():
         raise pytest.UsageError("--gpu was given but nvidia-smi lists no GPU")
+    if _asks_for_trtllm(config) and importlib.util.find_spec("tensorrt_llm") is None:
+        raise pytest.UsageError("-m trtllm was given but TensorRT-LLM is not installed; pip install tensorrt-llm")
+
+
+def _asks_for_trtllm(config: pytest.Config) -> bool:
+    expression = config.getoption("markexpr") or ""
+    return bool(re.search(r"(?<!not )\btrtllm\b", expression))
 
 
 def _has_gpu() -> bool:
@@ -35,7 +45,7 @@ def _has_gpu() -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     closed = {gate for gate in GATES if not config.getoption(f"--{gate}")}
-    if "trtllm" not in (config.getoption("markexpr") or ""):
+    if not _asks_for_trtllm(config):
         closed.add("trtllm")
     left_out = [item for item in items if closed & {mark.name for mark in item.iter_markers()}]
     if left_out:

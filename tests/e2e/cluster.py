@@ -105,8 +105,8 @@ class Cluster:
         self._processes: list[Process] = []
         self.frontend = self._start("dynamo_trtllm.frontend", ["--http-port", "0"])
 
-    def _start(self, module: str, argv: Sequence[str]) -> Process:
-        self._processes.append(Process(module, argv, self.env))
+    def _start(self, module: str, argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
+        self._processes.append(Process(module, argv, {**self.env, **env}))
         return self._processes[-1]
 
     def torch(self, role: str, name: str = TINY) -> Process:
@@ -117,8 +117,12 @@ class Cluster:
         argv = ["--engine", "mock", "--model", name, "--lease-ttl-s", "1"]
         return self._worker(role, [*argv, "--override-engine-args", json.dumps(engine_args)])
 
-    def _worker(self, role: str, argv: Sequence[str]) -> Process:
-        return self._start("dynamo_trtllm", [*argv, "--disaggregation-mode", role, "--system-port", "0"])
+    def trtllm(self, role: str, name: str, model: str, env: Mapping[str, str], **engine_args: Any) -> Process:
+        argv = ["--engine", "trtllm", "--model", model, "--served-model-name", name]
+        return self._worker(role, [*argv, "--override-engine-args", json.dumps(engine_args)], env)
+
+    def _worker(self, role: str, argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
+        return self._start("dynamo_trtllm", [*argv, "--disaggregation-mode", role, "--system-port", "0"], env)
 
     @contextmanager
     def client(self, timeout_s: float = 30.0) -> Iterator[httpx.Client]:

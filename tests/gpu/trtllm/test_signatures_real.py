@@ -1,0 +1,24 @@
+"""The installed TensorRT-LLM against the manifest that the adapter was written to."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from dynamo_trtllm.engine.trtllm.releases import release_for
+from dynamo_trtllm.engine.trtllm.vendor import load_vendor
+from tests.gpu.trtllm.signatures import argument_differences, differences
+
+pytestmark = [pytest.mark.gpu, pytest.mark.trtllm, pytest.mark.timeout(600)]
+
+
+def test_adapter_when_it_binds_then_the_installed_package_has_every_name() -> None:
+    assert load_vendor().version == importlib.import_module("tensorrt_llm").__version__
+
+
+def test_names_and_defaults_when_compared_then_the_manifest_is_true() -> None:
+    package = importlib.import_module("tensorrt_llm")
+    importlib.import_module("tensorrt_llm.llmapi.llm_args")
+    release = release_for(package.__version__)
+    assert differences(package, release) + argument_differences(package, release) == []
