@@ -1,0 +1,80 @@
+"""Which GPUs this process may use, asked of the driver (NVML): no CUDA context, no memory taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_trtllm.config.load import process_environment
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU."""
+
+    name: str
+    sm: int  # compute capability times ten: 90 Hopper, 100 Blackwell, 120 RTX Blackwell
+    memory_bytes: int  # all of it, used or not
+
+
+def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
+    """The GPUs in the driver's order, or as CUDA_VISIBLE_DEVICES names them; [] without a driver or NVML."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        env = process_environment() if environment is None else environment
+        chosen = _chosen(env.get(VISIBLE), [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles])
+        return [_gpu(pynvml, handles[index]) for index in chosen]
+    except pynvml.NVMLError:
+        return []
+    finally:
+        _quietly(pynvml.nvmlShutdown, pynvml.NVMLError)
+
+
+def _chosen(visible: str | None, uuids: list[str]) -> list[int]:
+    """As CUDA reads the variable: numbers or the beginnings of UUIDs; what follows an unknown one does not count.
+
+    An empty text hides all. A MIG slice is named by a UUID that no GPU has, and so hides what follows.
+    """
+    if visible is None:
+        return list(range(len(uuids)))
+    chosen: list[int] = []
+    for word in (part.strip() for part in visible.split(",")):
+        if word.isdigit():
+            found = [int(word)] if int(word) < len(uuids) else []
+        else:
+            found = [i for i, uuid in enumerate(uuids) if word and uuid.startswith(word)]
+        if len(found) != 1 or found[0] in chosen:
+            break
+        chosen += found
+    return chosen
+
+
+def _gpu(nvml: Any, handle: Any) -> Gpu:
+    major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    return Gpu(
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        sm=major * 10 + minor,
+        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+    )
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value  # bytes in older bindings
+
+
+def _quietly(call: Callable[[], None], error: type[Exception]) -> None:
+    try:
+        call()
+    except error:
+        return
