@@ -2,6 +2,9 @@
 
 The "KV" of a request is the seed of its tokens, in every word of every block: a decode engine can only go on right
 from what really came over the carrier. It never stops by itself: an answer has `max_tokens` tokens.
+
+It makes no choice, so what only shapes a random choice (temperature, top_p, top_k, min_p, seed) and what only keeps an
+answer from ending early means nothing to it and is taken. What a client could see to be missing is refused.
 """
 
 from __future__ import annotations
@@ -37,6 +40,15 @@ from dynamo_trtllm.messages import (
 )
 
 _KV_WORDS = 64  # 32-bit words of simulated KV per block
+_REFUSES = (
+    "guided",
+    "logit_bias",
+    "logprobs",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop_token_ids",
+)
 
 
 class _Held(NamedTuple):
@@ -77,15 +89,15 @@ class MockEngine:
             renderer="harmony",
             layout=self._layout,
             limits=Limits(max_batch_size=self._args.max_batch_size, kv_blocks=self._args.kv_cache_blocks),
+            serves_whole=True,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         await self.check()
         self._streams += 1
         self._idle.clear()
-        sequence = Sequence(
-            request, self._blocks(request), zlib.crc32(request.token_ids) & 0xFFFF, len(request.token_ids)
-        )
+        prompt = request.token_ids[: len(request.token_ids) - request.resumed_tokens]
+        sequence = Sequence(request, self._blocks(request), zlib.crc32(prompt) & 0xFFFF, len(request.token_ids))
         try:
             self._steps.add(sequence)  # before anything leaves: what is refused is refused before the first token
             if request.ticket is not None:
