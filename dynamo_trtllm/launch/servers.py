@@ -79,9 +79,12 @@ def start_etcd(data_dir: Path, ports: tuple[int, int] | None = None) -> LocalSer
 
 
 def start_nats(data_dir: Path, port: int | None = None) -> LocalServer:
-    """Starts nats-server on a free loopback port (or `port`) and blocks until it is ready. Raises as `start_etcd`."""
+    """Starts nats-server on a free loopback port (or `port`) and blocks until it is ready. Raises as `start_etcd`.
+
+    JetStream is on, its files in `data_dir`: it takes nothing until somebody uses it.
+    """
     argv = [_nats_binary(), "-a", "127.0.0.1", "-p", str(-1 if port is None else port)]
-    argv += ["--ports_file_dir", str(data_dir)]
+    argv += ["--ports_file_dir", str(data_dir), "--jetstream", "--store_dir", str(data_dir)]
     try:
         process, ready, log = _start(
             argv, data_dir / "nats.log", rb"client connections on 127\.0\.0\.1:(\d+)", rb"Server is ready"

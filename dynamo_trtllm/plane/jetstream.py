@@ -27,7 +27,8 @@ from dynamo_trtllm.plane.store import StoreLimits, too_large
 
 _log = logging.getLogger(__name__)
 
-_TIMEOUT_S: Final = 5.0
+_CONNECT_TIMEOUT_S: Final = 5.0
+_TIMEOUT_S: Final = 2.0  # of one call: an answer waits for it when JetStream is away
 _HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
 _COUNT: Final = struct.Struct("<I")  # before the bytes of the first piece: how many more there are
 _NAME: Final = re.compile(r"[^A-Za-z0-9_-]")
@@ -56,7 +57,7 @@ class JetStreamStore:
         client = Client()
         address = url.rpartition("@")[2]
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
                 await client.connect(
                     url,
                     error_cb=_on_error,
@@ -64,6 +65,7 @@ class JetStreamStore:
                     max_reconnect_attempts=-1,
                     ping_interval=2,
                     max_outstanding_pings=2,
+                    flush_timeout=2,  # else a publish to a frozen server waits, deaf to cancels
                 )
                 context = client.jetstream(timeout=_TIMEOUT_S)
                 bucket = await _bucket(context, bucket_of(namespace), limits)
