@@ -166,9 +166,8 @@ class CallObject:
         if self._key is None:
             return self._begin_key(value)
         if self._key == "name":
-            self._name = value
-            return _At.AFTER if TOOL_NAME.match(value) else _At.BROKEN
-        return _At.AFTER
+            self._name = value if TOOL_NAME.match(value) else ""
+        return _At.AFTER if self._name or self._key != "name" else _At.BROKEN
 
     def _begin_key(self, key: str) -> _At:
         if key not in _KEYS or key in self._seen or (key in _ARGUMENTS and self._seen & _ARGUMENTS):

@@ -32,6 +32,7 @@ class HermesCalls:
     def __init__(self) -> None:
         self._held = ""  # text that is not yet content
         self._call: CallObject | None = None
+        self._lead = ""  # what stands before the object: content if it is no call
         self._is_closing = False  # after the object: its end marker is due
         self._skips_space = True  # at the beginning and after a call
         self._calls = 0
@@ -47,7 +48,7 @@ class HermesCalls:
 
     def finish(self, out: Collected) -> None:
         if self._call is not None and not self._call.begun:
-            out.content.append(TOOL_CALL + self._call.unseen)
+            out.content.append(self._lead + self._call.unseen)
         elif self._held and (self._held.strip() or not self._calls) and not self._is_closing:
             out.content.append(self._held)
 
@@ -55,8 +56,9 @@ class HermesCalls:
         text, self._held = self._held + text, ""
         before, marker, rest = text.partition(TOOL_CALL)
         if marker:
-            if not (self._skips_space and before.isspace()):
-                out.content.append(before)
+            is_shown = not (self._skips_space and before.isspace())
+            out.content.append(before if is_shown else "")
+            self._lead = TOOL_CALL if is_shown else before + TOOL_CALL
             self._call = CallObject(self._calls, needs_arguments=False)
             return rest
         shown = len(text) - overlap(text, TOOL_CALL)
@@ -75,7 +77,7 @@ class HermesCalls:
         if call.is_done:
             self._call, self._is_closing = None, True
         elif call.is_broken:
-            out.content.append(("" if call.begun else TOOL_CALL) + call.unseen)
+            out.content.append(("" if call.begun else self._lead) + call.unseen)
             self._call, self._skips_space = None, False
         return rest
 

@@ -223,6 +223,20 @@ async def test_load_when_the_card_changes_then_the_new_one_is_served(
     await until(lambda: frontend.models.get("oss").card == longer)
 
 
+async def test_watch_when_cards_of_a_model_differ_then_it_is_said_and_the_first_counts(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    await frontend.add(1, HARMONY)
+    await frontend.add(2, msgspec.structs.replace(HARMONY, tool_call_parser="harmony"))
+    await until(lambda: len(frontend.models.instances()) == 2)
+    await served(frontend, "oss")
+    assert frontend.models.get("oss").card == HARMONY
+    assert [r.getMessage() for r in caplog.records if "differs" in r.message] == [
+        "instance 2 of model oss differs from the card in use in tool_call_parser: start all workers of a model with "
+        "the same model and parser flags"
+    ]
+
+
 async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(frontend: Frontend) -> None:
     with pytest.raises(ModelNotFound, match="'nope' is not served here; served: none yet"):
         frontend.models.get("nope")
