@@ -338,7 +338,8 @@ class Batcher:
 
 
 def _row(job: Job) -> Row:
-    return Row(job.request.sampling, job.seed, job.made, job.stop_ids, job.shaping)
+    request = job.request
+    return Row(request.sampling, job.seed, job.made, job.stop_ids, job.shaping, request.resumed_tokens)
 
 
 def _blocks(job: Job) -> Tensor:

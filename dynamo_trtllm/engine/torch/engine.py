@@ -181,7 +181,7 @@ class TorchEngine:
         self._idle.clear()
         handed_out = False
         try:
-            job.shaping = shaping_for(request.sampling, request.token_ids, await self._guide(request.sampling, job))
+            job.shaping = shaping_for(request, await self._guide(request.sampling, job))
             batcher.post(partial(batcher.submit, job))
             while True:
                 event = await inbox.get()

@@ -25,9 +25,10 @@ class Row:
 
     sampling: Sampling
     seed: int
-    index: int  # tokens of the answer that exist already
+    index: int  # tokens of the answer that this request has made already
     stop_ids: tuple[int, ...]
     shaping: Shaping | None = None
+    resumed: int = 0  # tokens of the answer that another worker made; they count as drawn
 
 
 class Choice(NamedTuple):
@@ -86,7 +87,9 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         before = weights.cumsum(dim=-1) - weights
         logits = logits.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
     cumulated = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    draws = torch.tensor([uniform(row.seed, row.index) for row in rows], dtype=torch.float64, device=device)[:, None]
+    draws = torch.tensor(
+        [uniform(row.seed, row.resumed + row.index) for row in rows], dtype=torch.float64, device=device
+    )[:, None]
     found = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
     return (found if order is None else order.gather(1, found)).squeeze(1)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engine.torch.guided import Guide
-from dynamo_trtllm.messages import Sampling, TokenIds
+from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds
 
 
 class Shaping:
@@ -58,10 +58,16 @@ class Shaping:
             self._guide.apply(logits)
 
 
-def shaping_for(sampling: Sampling, prompt: TokenIds, guide: Guide | None) -> Shaping | None:
+def shaping_for(request: GenerateRequest, guide: Guide | None) -> Shaping | None:
     """None for a request whose logits stay as they are: it costs nothing."""
+    sampling = request.sampling
     penalized = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
-    return Shaping(sampling, prompt, guide) if penalized or sampling.logit_bias or guide is not None else None
+    if not (penalized or sampling.logit_bias or guide is not None):
+        return None
+    shaping = Shaping(sampling, request.token_ids, guide)
+    for token_id in request.token_ids[len(request.token_ids) - request.resumed_tokens :]:
+        shaping.note(token_id)
+    return shaping
 
 
 def _ids(ids: Iterable[int], logits: Tensor) -> Tensor:

@@ -50,6 +50,32 @@ def test_choose_when_top_p_then_the_smallest_set_that_reaches_it() -> None:
     assert set(draw(logits, 50, temperature=1.0, top_p=0.01)) == {1}
 
 
+def test_choose_when_min_p_then_only_what_is_likely_beside_the_likeliest() -> None:
+    logits = [math.log(value) for value in (0.05, 0.6, 0.3, 0.05)]
+    assert set(draw(logits, 400, temperature=1.0, min_p=0.4)) == {1, 2}
+    assert set(draw(logits, 400, temperature=1.0, min_p=0.6)) == {1}
+    assert set(draw(logits, 800, temperature=1.0)) == {0, 1, 2, 3}
+
+
+def test_choose_when_one_row_has_min_p_then_the_others_are_untouched() -> None:
+    logits = torch.tensor([[0.0, 0.1, 0.2]] * 400)
+    rows = [row(index=n, min_p=1.0 if n % 2 else 0.0) for n in range(400)]
+    picked = [choice.token_id for choice in choose(logits, rows)]
+    assert set(picked[1::2]) == {2}
+    assert set(picked[::2]) == {0, 1, 2}
+
+
+def test_choose_when_the_answer_was_begun_elsewhere_then_min_tokens_counts_the_rest_and_draws_go_on() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]] * 2)
+    greedy = Sampling(max_tokens=9, min_tokens=2, temperature=0.0)
+    rows = [Row(greedy, 1, index, (2,), None, 5) for index in (1, 2)]
+    assert [choice.token_id for choice in choose(logits, rows)] == [1, 2]
+    drawn = torch.zeros(40, 50)
+    begun = choose(drawn, [Row(Sampling(max_tokens=9), 1, index, (), None, 5) for index in range(40)])
+    whole = choose(drawn, [Row(Sampling(max_tokens=9), 1, index + 5, ()) for index in range(40)])
+    assert begun == whole
+
+
 def test_choose_when_rows_differ_then_each_has_its_own_rules() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
     rows = [row(temperature=0.0), row(temperature=1.0, top_k=1), row(temperature=0.0, min_tokens=1, stop_ids=(2,))]
