@@ -33,9 +33,12 @@ def _text(value: Any) -> Any:
     return "\n".join(texts)
 
 
-Text = Annotated[str, BeforeValidator(_text)]
+class TextPart(Wire):
+    type: Literal["text"]
+    text: str
 
 
+Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart])]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
@@ -143,6 +146,31 @@ class Choice(Wire):
     allowed: tuple[str, ...] | None = None  # None: all tools
 
 
+# What may be sent as `tool_choice`: for the schema of the API.
+
+
+class FunctionName(Wire):
+    name: str
+
+
+class ToolNamed(Wire):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Wire):
+    mode: Literal["auto", "required"]
+    tools: list[ToolNamed]
+
+
+class ToolsAllowed(Wire):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | ToolsAllowed
+
+
 def _tool_choice(value: Any) -> Any:
     match value:
         case "auto" | "none" | "required":
@@ -179,7 +207,7 @@ class ChatRequest(SamplingFields):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: Tools = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Choice, BeforeValidator(_tool_choice)] = Choice()
+    tool_choice: Annotated[Choice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = Choice()
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dynamo_trtllm.openai.sampling import MAX_CHOICES, NO_OPS, SamplingFields
+from dynamo_trtllm.openai.sampling import MAX_CHOICES, NO_OPS, SamplingFields, TokenId
 from dynamo_trtllm.openai.wire import invalid, kind_of, unsupported
 
 DEFAULT_MAX_TOKENS = 16  # the API's own
@@ -36,12 +36,15 @@ def _ids(value: Any, where: str) -> list[int]:
     return value
 
 
+PromptSent: TypeAlias = str | list[TokenId] | list[str | list[TokenId]]
+
+
 class CompletionRequest(SamplingFields):
     """A text completion request; valid for any model."""
 
     no_ops: ClassVar = NO_OPS | {"suffix": ("",), "add_special_tokens": (True,)}
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts, json_schema_input_type=PromptSent)]
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -44,6 +44,14 @@ def _stops(value: Any) -> Any:
     return stops
 
 
+BiasSent: TypeAlias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASED),
+]
+_Stop = Annotated[str, Field(min_length=1)]
+StopSent: TypeAlias = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+
+
 class StreamOptions(Wire):
     no_ops: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
@@ -76,10 +84,12 @@ class SamplingFields(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias, json_schema_input_type=BiasSent)] = Field(
+        default_factory=dict
+    )
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    stop: Annotated[list[str], BeforeValidator(_stops)] = Field(default_factory=list)
+    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=StopSent)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)

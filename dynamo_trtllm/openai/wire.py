@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
@@ -30,6 +31,27 @@ class Wire(BaseModel):
     hints: ClassVar[frozenset[str]] = frozenset()  # may hold anything: they never change an answer
     no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # accepted with exactly these values, which change nothing
     refused: ClassVar[frozenset[str]] = frozenset()  # known to the API, not honoured here
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """As it is taken: what may be left out may be null, hints may be anything, no-ops have their values."""
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        properties, required = schema.setdefault("properties", {}), schema.get("required", ())
+        for name, value in properties.items():
+            if name not in required and {"type": "null"} not in value.get("anyOf", ()):
+                properties[name] = _or_null(value)
+        for name in sorted(cls.hints):
+            properties[name] = {"description": "Taken, and never changes an answer."}
+        for name, values in sorted(cls.no_ops.items()):
+            properties[name] = {
+                "enum": [*values, None],
+                "description": "Not supported, except as what changes nothing.",
+            }
+        if cls.refused:
+            schema["description"] = (
+                f"{schema.get('description', '')} Refused by name: {', '.join(sorted(cls.refused))}."
+            )
+        return schema
 
     @model_validator(mode="before")
     @classmethod
@@ -65,6 +87,12 @@ class Body(Wire):
 
     model: str = Field(min_length=1)
     stream: bool = False
+
+
+def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:
+    about: JsonSchemaValue = {key: value[key] for key in ("title", "description", "default") if key in value}
+    kinds = {key: each for key, each in value.items() if key not in about}
+    return about | {"anyOf": [kinds, {"type": "null"}]} if kinds else about
 
 
 def _same(value: Any, other: Any) -> bool:
