@@ -6,6 +6,7 @@ import logging
 
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine import described
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.observe import logging as observe_logging
 from dynamo_trtllm.worker.worker import Worker
@@ -19,8 +20,10 @@ _log = logging.getLogger(__name__)
 def main() -> None:
     """Exit status: 0 after a drain, 2 for a bad configuration, 1 for anything that failed later."""
     try:
-        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION).config
+        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=described.table).config
         observe_logging.setup(config.log_level, config.disaggregation_mode)
+        if config.dump_config_to is not None:
+            described.dump(config, config.dump_config_to)
         Worker(config).run()
     except ConfigError as exc:
         exit_with(PROG, exc)

@@ -1,0 +1,96 @@
+"""Which GPUs are seen, through a driver library that answers what the test says."""
+
+import sys
+import types
+from collections.abc import Sequence
+
+import pytest
+
+from dynamo_trtllm.engine.trtllm.gpu import Gpu, visible_gpus
+
+H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "GPU-aaaa-1")
+B200 = (b"NVIDIA B200", (10, 0), 180 << 30, b"GPU-bbbb-2")  # older bindings answer in bytes
+RTX = ("NVIDIA RTX PRO 6000", (12, 0), 96 << 30, "GPU-aabb-3")
+
+
+class NVMLError(Exception):
+    pass
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple], *, fails: str = "") -> list[str]:
+    """Puts a driver library in place; the list tells which calls were made."""
+    calls: list[str] = []
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: gpus[handle][0],
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: gpus[handle][1],
+        "nvmlDeviceGetMemoryInfo": lambda handle: types.SimpleNamespace(total=gpus[handle][2]),
+        "nvmlDeviceGetUUID": lambda handle: gpus[handle][3],
+    }
+    module = types.ModuleType("pynvml")
+    module.NVMLError = NVMLError
+
+    def call(name: str):
+        def answer(*arguments):
+            calls.append(name)
+            if name == fails:
+                raise NVMLError(name)
+            return answers[name](*arguments)
+
+        return answer
+
+    for name in answers:
+        setattr(module, name, call(name))
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return calls
+
+
+def test_visible_gpus_when_all_are_visible_then_name_architecture_and_memory(monkeypatch):
+    calls = driver(monkeypatch, [H100, B200])
+    assert visible_gpus({}) == [
+        Gpu(name="NVIDIA H100 80GB HBM3", sm=90, memory_bytes=80 << 30),
+        Gpu(name="NVIDIA B200", sm=100, memory_bytes=180 << 30),
+    ]
+    assert calls[-1] == "nvmlShutdown"
+
+
+@pytest.mark.parametrize(
+    ("visible", "sms"),
+    [
+        ("0", [90]),
+        ("2,0", [120, 90]),
+        (" 1 , 2 ", [100, 120]),
+        ("GPU-bbbb-2", [100]),
+        ("GPU-bb", [100]),
+        ("GPU-aa", []),  # two begin so
+        ("0,-1,1", [90]),  # what follows an unknown one does not count
+        ("0,7,1", [90]),
+        ("MIG-aaaa", []),
+        ("0,0", [90]),
+        ("", []),
+    ],
+)
+def test_visible_gpus_when_the_variable_names_some_then_these_in_its_order(monkeypatch, visible, sms):
+    driver(monkeypatch, [H100, B200, RTX])
+    assert [gpu.sm for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible})] == sms
+
+
+def test_visible_gpus_when_no_environment_is_given_then_that_of_the_process(monkeypatch):
+    driver(monkeypatch, [H100, B200])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.sm for gpu in visible_gpus()] == [100]
+
+
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName", "nvmlShutdown"])
+def test_visible_gpus_when_the_driver_fails_then_none_and_no_error(monkeypatch, call):
+    calls = driver(monkeypatch, [H100], fails=call)
+    assert [gpu.sm for gpu in visible_gpus({})] == ([90] if call == "nvmlShutdown" else [])
+    assert ("nvmlShutdown" in calls) == (call != "nvmlInit")
+
+
+def test_visible_gpus_when_there_is_no_nvml_then_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert visible_gpus({}) == []
