@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.config.models import WorkerConfig
+import importlib.util
+
+from dynamo_trtllm.config.models import EngineName, WorkerConfig
 from dynamo_trtllm.engine.base import Engine
 from dynamo_trtllm.errors import ConfigError
 
 
 def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
     """Not started. Raises ConfigError for an engine that is not here, or arguments it can't take."""
-    match config.engine:
+    match config.engine or _default():
+        case "trtllm":
+            from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
+
+            return TrtllmEngine(config, instance_id=instance_id)
         case "torch":
             try:
                 from dynamo_trtllm.engine.torch.engine import TorchEngine
@@ -22,9 +28,14 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
             from dynamo_trtllm.engine.mock.engine import MockEngine
 
             return MockEngine(config, instance_id=instance_id)
-        case _:
-            raise ConfigError(
-                "the trtllm engine, which is meant without --engine, is not built yet; "
-                "choose --engine torch (transformers on CPU or GPU) or --engine mock (no weights)",
-                field="engine",
-            )
+
+
+def _default() -> EngineName:
+    """TensorRT-LLM where it is installed; it is not imported here. Raises ConfigError elsewhere."""
+    if importlib.util.find_spec("tensorrt_llm") is not None:
+        return "trtllm"
+    raise ConfigError(
+        "no --engine is named and TensorRT-LLM, which is then meant, is not installed: pip install tensorrt-llm on a "
+        "machine with NVIDIA GPUs, or choose --engine torch (transformers on CPU or GPU) or --engine mock (no weights)",
+        field="engine",
+    )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from dynamo_trtllm.config.load import process_environment
+
+T = TypeVar("T")
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -22,6 +24,17 @@ class Gpu:
 
 def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
     """The GPUs in the driver's order, or as CUDA_VISIBLE_DEVICES names them; [] without a driver or NVML."""
+    return _asked(_gpu, environment)
+
+
+def memory_used_bytes() -> int | None:
+    """In use on the first visible GPU, by everybody; None without a driver or NVML. From any thread."""
+    used = _asked(lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used), None)
+    return used[0] if used else None
+
+
+def _asked(question: Callable[[Any, Any], T], environment: Mapping[str, str] | None) -> list[T]:
+    """The answers for all visible GPUs, of a question about NVML and a handle."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -34,7 +47,7 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
         env = process_environment() if environment is None else environment
         chosen = _chosen(env.get(VISIBLE), [_text(pynvml.nvmlDeviceGetUUID(handle)) for handle in handles])
-        return [_gpu(pynvml, handles[index]) for index in chosen]
+        return [question(pynvml, handles[index]) for index in chosen]
     except pynvml.NVMLError:
         return []
     finally:

@@ -1,0 +1,183 @@
+"""From a leg of a request to the arguments of `LLM.generate_async`. Pure: plain values, no vendor objects.
+
+What can't be served is refused here, by name, before the engine sees it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_trtllm.errors import ContextTooLong, EngineRefused
+from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling
+
+# Harmony's ends of a turn: <|return|> and <|call|>. Releases before 1.2 stop at neither of their own accord, later
+# ones only when no end id is given; so the engine always names them.
+HARMONY_STOP_IDS = (200002, 200012)
+_NO_END = -1  # what TensorRT-LLM itself sends for a request that never ends by token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What model, arguments and release say about every request; made once."""
+
+    role: Role
+    context_length: int  # prompt and output
+    prompt_limit: int  # longest prompt
+    prompt_limit_why: str  # the argument that sets it, for people
+    vocab_size: int
+    end_ids: tuple[int, ...]  # the model's own stop tokens, the chief one first
+    refuses: tuple[str, ...]  # fields of Sampling, and "cache_salt"
+    structural_tags: bool  # the guided-decoding backend takes them, in their newer form
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of `generate_async`. Made anew for each: the vendor writes into what it is given."""
+
+    prompt: list[int]
+    streaming: bool
+    max_tokens: int  # what may still be generated for the request, whatever the leg
+    sampling: dict[str, Any]  # of SamplingParams
+    guided: dict[str, Any] | None  # of GuidedDecodingParams
+    bias: tuple[tuple[int, float], ...]  # becomes a tensor where the vendor's classes are
+    cache_salt: str | None
+    stop_ids: frozenset[int]
+    hands_over: bool  # a context-only call, whose KV stays for a decode worker
+
+
+def make_call(request: GenerateRequest, rules: Rules) -> Call:
+    """Raises ContextTooLong, or EngineRefused naming the field."""
+    _check(request, rules)
+    sampling = request.sampling
+    max_tokens = min(sampling.max_tokens, rules.context_length - len(request.token_ids))
+    stop_ids = stop_token_ids(sampling, rules)
+    # A request for one token is whole after the prompt: nothing may be left waiting for a decode worker.
+    hands_over = request.phase is Phase.PREFILL and max_tokens > 1
+    return Call(
+        prompt=list(request.token_ids),
+        streaming=request.phase is not Phase.PREFILL,
+        max_tokens=max_tokens,
+        sampling=_sampling(sampling, rules, stop_ids, 1 if hands_over else max_tokens),
+        guided=None if sampling.guided is None else guided_params(sampling.guided, rules),
+        bias=sampling.logit_bias,
+        cache_salt=request.cache_salt,
+        stop_ids=stop_ids,
+        hands_over=hands_over,
+    )
+
+
+def stop_token_ids(sampling: Sampling, rules: Rules) -> frozenset[int]:
+    """`ignore_eos` goes on past the model's own stop tokens, also where the request names them; others still stop."""
+    own, named = set(rules.end_ids), set(sampling.stop_token_ids)
+    return frozenset(named - own if sampling.ignore_eos else named | own)
+
+
+def _check(request: GenerateRequest, rules: Rules) -> None:
+    tokens = len(request.token_ids)
+    if tokens == 0:
+        raise EngineRefused("the prompt is empty", field="token_ids")
+    if tokens > rules.prompt_limit:
+        raise ContextTooLong(
+            f"a prompt of {tokens} tokens is longer than this worker takes, {rules.prompt_limit} "
+            f"({rules.prompt_limit_why}); shorten it"
+        )
+    if tokens >= rules.context_length:
+        raise ContextTooLong(
+            f"a prompt of {tokens} tokens leaves no room in the context of {rules.context_length}; shorten it"
+        )
+    if max(request.token_ids) >= rules.vocab_size:
+        raise EngineRefused(
+            f"token id {max(request.token_ids)} is not in the vocabulary of {rules.vocab_size}", field="token_ids"
+        )
+    if request.phase is not Phase.WHOLE and rules.role is Role.AGGREGATED:
+        raise EngineRefused(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
+    for name in asked_for(request):
+        if name in rules.refuses:
+            raise EngineRefused(
+                f"{name} can't be honoured by this worker's TensorRT-LLM; leave it out, or see why in its log",
+                field=name,
+            )
+
+
+def asked_for(request: GenerateRequest) -> list[str]:
+    """Which of the fields that a release may lack the request uses."""
+    defaults = Sampling(max_tokens=1)
+    fields = (name for name in Sampling.__struct_fields__ if name != "max_tokens")
+    used = [name for name in fields if getattr(request.sampling, name) != getattr(defaults, name)]
+    return [*used, "cache_salt"] if request.cache_salt is not None else used
+
+
+def _sampling(sampling: Sampling, rules: Rules, stop_ids: frozenset[int], max_tokens: int) -> dict[str, Any]:
+    # With an end id the vendor leaves these values as they are; without one it would ask its tokenizer, add the
+    # checkpoint's stop tokens in some releases, and change the object.
+    end_id = rules.end_ids[0] if rules.end_ids else _NO_END
+    values: dict[str, Any] = {
+        "end_id": end_id,
+        "ignore_eos": sampling.ignore_eos,
+        "max_tokens": max_tokens,
+        "stop_token_ids": sorted(stop_ids - {end_id}) or None,
+        "include_stop_str_in_output": True,  # what ended the answer must be seen: a Harmony call token is output
+        "detokenize": False,
+        "seed": sampling.seed,
+        # 0 would mean none to the vendor; the surplus alternative is left out of the answer
+        "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
+    }
+    if sampling.min_tokens > 0:
+        values["min_tokens"] = sampling.min_tokens
+    if sampling.min_p > 0:
+        values["min_p"] = sampling.min_p
+    values |= _greedy() if sampling.temperature == 0 else _random(sampling)
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return values | {name: value for name in neutral if (value := getattr(sampling, name)) != neutral[name]}
+
+
+def _greedy() -> dict[str, Any]:
+    return {"top_k": 1}  # temperature 0 is greedy only from 1.2 on; top_k 1 is in every release
+
+
+def _random(sampling: Sampling) -> dict[str, Any]:
+    # Said in full: a release that is told nothing decodes greedily.
+    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}
+
+
+# --- guided decoding -----------------------------------------------------------------------------------
+# The forms below follow xgrammar's documentation; this was not run against the real package.
+
+
+def guided_params(guided: Guided, rules: Rules) -> dict[str, Any]:
+    """Arguments of GuidedDecodingParams. Raises EngineRefused for a form that the release or backend can't take."""
+    first = guided.alternatives[0]
+    if len(guided.alternatives) == 1 and not first.literal and not guided.after:
+        return {"json_object": True} if first.json_schema == "{}" else {"json": first.json_schema}
+    if not rules.structural_tags:
+        raise EngineRefused(
+            "a form for part of the answer needs guided_decoding_backend: xgrammar and TensorRT-LLM 1.2 or newer",
+            field="guided",
+        )
+    form = _after(guided) if guided.after else _one_of([_written(each) for each in guided.alternatives])
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
+
+
+def _after(guided: Guided) -> dict[str, Any]:
+    """Free text up to `after`, then one of the forms, then nothing more."""
+    tags = [{"begin": guided.after + each.literal, "content": _schema(each), "end": ""} for each in guided.alternatives]
+    return {"type": "triggered_tags", "triggers": [guided.after], "tags": tags, "stop_after_first": True}
+
+
+def _written(alternative: GuidedAlternative) -> dict[str, Any]:
+    if not alternative.literal:
+        return _schema(alternative)
+    literal = {"type": "const_string", "value": alternative.literal}
+    return {"type": "sequence", "elements": [literal, _schema(alternative)]}
+
+
+def _schema(alternative: GuidedAlternative) -> dict[str, Any]:
+    schema = {"type": "object"} if alternative.json_schema == "{}" else json.loads(alternative.json_schema)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _one_of(forms: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}

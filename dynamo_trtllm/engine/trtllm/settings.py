@@ -1,0 +1,132 @@
+"""What follows from arguments, release and checkpoint once and for all: limits, layout, pairing, what is refused.
+
+Pure functions of values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from dynamo_trtllm.engine.checkpoint import Checkpoint
+from dynamo_trtllm.engine.trtllm.preflight import facts as preflight
+from dynamo_trtllm.engine.trtllm.preflight.facts import BUFFER, RoleFacts
+from dynamo_trtllm.engine.trtllm.releases import Presence, Release
+from dynamo_trtllm.engine.trtllm.requests import HARMONY_STOP_IDS, Rules
+from dynamo_trtllm.engine.trtllm.vendor import Capabilities
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Limits, Role
+
+_log = logging.getLogger(__name__)
+
+_ATTENTION = "TRTLLM"  # the default back end of attention, and the one whose KV fits another number of ranks
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class Arguments(preflight.Arguments, Protocol):
+    """The merged arguments, and the keywords they make."""
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Nested as `LLM` takes them."""
+        ...
+
+
+def llm_values(args: Arguments, release: Release, *, model: str) -> dict[str, Any]:
+    """The keywords of `LLM`. Adds what this engine can't do without, and says so."""
+    values: dict[str, Any] = {**args.values, "model": model, "backend": "pytorch"}
+    if values.pop("num_postprocess_workers", 0):
+        # They replace the results whose tokens and hand-off parameters are read here.
+        _log.info("num_postprocess_workers is left out: nothing is detokenized in this process")
+    if "enable_iter_perf_stats" not in values:
+        values["enable_iter_perf_stats"] = True  # for KV use on /metrics, and to notice an engine that stands still
+    if release.presence("TorchLlmArgs", "enable_trtllm_sampler") is Presence.PRESENT:
+        choices = ("enable_trtllm_sampler", "enable_mixed_sampler")
+        if not any(values.get(name) for name in choices):
+            _log.info("enable_trtllm_sampler is set: TensorRT-LLM %s decodes greedily without", release.name)
+            values["enable_trtllm_sampler"] = True
+    return values
+
+
+def has_statistics(args: Arguments) -> bool:
+    return bool(args.values.get("enable_iter_perf_stats", True))
+
+
+def refuses(args: Arguments, release: Release, *, cache_salt: bool) -> tuple[str, ...]:
+    """Fields of Sampling, and "cache_salt", that this release can't honour with these arguments."""
+    found = [] if cache_salt else ["cache_salt"]
+    if not args.get("guided_decoding_backend"):
+        found.append("guided")
+    if release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT:
+        # Up to 1.2 the penalties and min_p are documented for the TRTLLM sampler, which is not the default.
+        if str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler":
+            found += [*_PENALTIES, "min_p"]
+    elif args.values.get("enable_mixed_sampler"):
+        found += [*_PENALTIES, "min_p", "logit_bias"]
+    if found:
+        _log.info(
+            "requests with %s are refused; TensorRT-LLM %s takes them with guided_decoding_backend, or sampler_type: "
+            "TRTLLMSampler, where it has these",
+            ", ".join(found),
+            release.title,
+        )
+    return tuple(found)
+
+
+def pairing(facts: RoleFacts, line: str) -> dict[str, str]:
+    """What else prefill and decode must share. Their TP may differ only where the attention backend allows it."""
+    if not facts.is_disaggregated:
+        return {}
+    attention = str(facts.args.get("attn_backend") or _ATTENTION)
+    found = {"release": line, "transceiver": str(facts.transceiver), "attn_backend": attention}
+    runtime = facts.args.get("cache_transceiver_config.transceiver_runtime")
+    if runtime is not None:
+        found["transceiver_runtime"] = str(runtime)
+    if attention != _ATTENTION:
+        found["tensor_parallel_size"] = str(facts.tensor_parallel)
+    return found
+
+
+def limits(facts: RoleFacts) -> Limits:
+    return Limits(max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens)
+
+
+def context_length(facts: RoleFacts) -> int:
+    """Raises ConfigError when neither arguments nor model say it."""
+    if not facts.max_seq_len:
+        raise ConfigError("the model does not say how long its context is; give --max-seq-len", field="max_seq_len")
+    return facts.max_seq_len
+
+
+def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The model's own stop tokens, the chief one first."""
+    harmony = HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
+    return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
+
+
+def prompt_limit(facts: RoleFacts) -> tuple[int, str]:
+    """The longest prompt, and the argument that sets it."""
+    context = context_length(facts)
+    found = [(context - 1, f"max_seq_len {context}")]
+    buffer = facts.number(BUFFER)
+    if buffer and facts.is_disaggregated:  # a longer prompt falls back to a path that fails with NIXL
+        found.append((buffer, BUFFER))
+    if facts.role is not Role.DECODE and not facts.on("enable_chunked_prefill"):
+        found.append((facts.max_num_tokens, "max_num_tokens, with no enable_chunked_prefill"))
+    return min(found)
+
+
+def rules(facts: RoleFacts, checkpoint: Checkpoint, capabilities: Capabilities, refused: tuple[str, ...]) -> Rules:
+    limit, why = prompt_limit(facts)
+    xgrammar = facts.args.get("guided_decoding_backend") == "xgrammar"
+    return Rules(
+        role=facts.role,
+        context_length=context_length(facts),
+        prompt_limit=limit,
+        prompt_limit_why=why,
+        vocab_size=checkpoint.vocab_size,
+        end_ids=end_ids(checkpoint),
+        refuses=refused,
+        structural_tags=xgrammar and capabilities.structural_tag_format,
+    )

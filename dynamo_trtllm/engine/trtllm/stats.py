@@ -1,0 +1,77 @@
+"""The engine's iteration statistics, polled on a thread of their own because the vendor's call blocks.
+
+A reader of the last row and of when a new one came; judges nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS
+
+_log = logging.getLogger(__name__)
+_TIMEOUT_S = 2.0
+_PAUSE_S = 0.5
+
+
+class Row(NamedTuple):
+    """What is kept of one iteration."""
+
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+
+
+NOTHING = Row(waiting=0, kv_blocks_used=0, kv_blocks_total=0)
+
+
+class StatsPoller:
+    """Start it after the first request: before, some releases have no statistics to wait for."""
+
+    def __init__(self, get_stats: Callable[..., Sequence[Mapping[str, Any]]]) -> None:
+        self._get_stats = get_stats
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.row = NOTHING
+        self.changed_at = time.monotonic()
+
+    @property
+    def started(self) -> bool:
+        return self._thread is not None
+
+    def start(self) -> None:
+        """Idempotent."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._poll, name="trtllm-stats", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Blocks until the thread has ended: at most as long as one call."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=2 * _TIMEOUT_S)
+
+    def _poll(self) -> None:
+        while not self._stop.wait(_PAUSE_S):
+            try:
+                rows = self._get_stats(timeout=_TIMEOUT_S)
+            except VENDOR_ERRORS as exc:
+                _log.warning("TensorRT-LLM's statistics ended: %s", exc)
+                return
+            if rows:
+                self.row = row_of(rows[-1])
+                self.changed_at = time.monotonic()
+
+
+def row_of(stats: Mapping[str, Any]) -> Row:
+    """Reads one iteration's statistics; what a release does not tell is 0."""
+    kv = stats.get("kvCacheStats") or {}
+    return Row(
+        waiting=int(stats.get("numQueuedRequests") or 0),
+        kv_blocks_used=int(kv.get("usedNumBlocks") or 0),
+        kv_blocks_total=int(kv.get("maxNumBlocks") or 0),
+    )
