@@ -110,7 +110,7 @@ def _shown(value: Any) -> str:
 
 def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Values by field; the DYN_TRTLLM_ twin wins over a well-known name."""
-    _check_environment(env)
+    _check_environment(model, env)
     found: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
         for name in (flag.env, f"{ENV_PREFIX}{flag.field.upper()}"):
@@ -120,9 +120,9 @@ def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, 
     return found
 
 
-def _check_environment(env: Mapping[str, str]) -> None:
+def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     """An unknown DYN_TRTLLM_ name is a typing error. The other processes' names are known: environments are shared."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for model in PROCESS_CONFIGS for name in model.model_fields}
+    known = {f"{ENV_PREFIX}{name.upper()}" for each in (model, *PROCESS_CONFIGS) for name in each.model_fields}
     for name in sorted(env):
         if name.startswith(ENV_PREFIX) and name not in known:
             guess = nearest(name, known)

@@ -32,8 +32,9 @@ ROLE = "role"
 KV = "KV cache and hand-off"
 CONTROL = "control plane"
 HTTP = "HTTP and routing"
+LOAD = "load"
 PROCESS = "process"
-GROUPS = (MODEL, ENGINE, ROLE, KV, HTTP, CONTROL, PROCESS)  # in the order of --help
+GROUPS = (MODEL, ENGINE, ROLE, KV, LOAD, HTTP, CONTROL, PROCESS)  # in the order of --help
 
 # Flags of other programs that people bring along: refused with what to use instead.
 REFUSED_FLAGS = {

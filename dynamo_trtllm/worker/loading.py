@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import aclosing
 
@@ -20,6 +21,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.5  # engines are asked what they do, they do not tell
 _SAY_EVERY_S = 30.0  # so that a long stage is not taken for a hang
+_NUMBERS = re.compile(r"[\d.]+")  # they move on within a stage
 _OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "note": logging.INFO}
 
@@ -77,7 +79,8 @@ async def _tell(starting: asyncio.Task[EngineInfo], engine: HasProgress, health:
     said = ""
     while not starting.done():
         health.reason = now = engine.progress()
-        if now and (now != said or loop.time() - said_s >= _SAY_EVERY_S):
+        stage = _NUMBERS.sub("", now)
+        if now and (stage != said or loop.time() - said_s >= _SAY_EVERY_S):
             _log.info("loading for %.0f s: %s", loop.time() - begun_s, now)
-            said, said_s = now, loop.time()
+            said, said_s = stage, loop.time()
         await asyncio.wait({starting}, timeout=_LOOK_EVERY_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table
 from dynamo_trtllm.engine.trtllm.preflight.rule import Clash, RoleRule
+from dynamo_trtllm.messages import Role
 
 _FRACTION = "kv_cache_config.free_gpu_memory_fraction"
 
@@ -30,14 +31,22 @@ def _request_over_pool(facts: RoleFacts) -> Clash | None:
     return Clash(other=f"KV for {table.pool_tokens} tokens: {_spent(table)}")
 
 
-def _load_over_capacity(facts: RoleFacts) -> Clash | None:
+def _load_over_kv(facts: RoleFacts) -> Clash | None:
+    return _load_over(facts, "KV")
+
+
+def _load_over_batch(facts: RoleFacts) -> Clash | None:
+    return _load_over(facts, "max_batch_size")
+
+
+def _load_over(facts: RoleFacts, limit: str) -> Clash | None:
+    """Prefill is left out: requests come to it one after the other, and waiting there is its way to work."""
     table, wanted = memory_table(facts), facts.load.concurrency
-    if table is None or wanted is None or table.concurrency is None or not table.blocks or table.concurrency >= wanted:
+    if table is None or wanted is None or table.concurrency is None or facts.role is Role.PREFILL:
         return None
-    field = "max_batch_size" if table.limited_by == "max_batch_size" else _FRACTION
-    return Clash(
-        field=field, other=f"{wanted} requests wanted, {table.concurrency} fit at once, limited by {table.limited_by}"
-    )
+    if not table.blocks or table.limited_by != limit or table.concurrency >= wanted:
+        return None
+    return Clash(other=f"{wanted} requests wanted, {table.concurrency} fit at once")
 
 
 def _spent(table: MemoryTable) -> str:
@@ -77,11 +86,19 @@ RULES = (
         test=_request_over_pool,
     ),
     RoleRule(
-        name="load-over-capacity",
+        name="load-over-kv",
         severity="warning",
         field=_FRACTION,
-        why="the wanted concurrency does not run at once: requests queue",
-        cure="raise what limits it, use more GPUs, or start more workers of this role",
-        test=_load_over_capacity,
+        why="the wanted concurrency does not fit the KV memory: requests queue",
+        cure="use more GPUs or workers of this role, fp8 KV where the GPU has it, or less concurrency",
+        test=_load_over_kv,
+    ),
+    RoleRule(
+        name="load-over-batch",
+        severity="note",
+        field="max_batch_size",
+        why="the wanted concurrency does not run at once: the rest queues, or is with prefill",
+        cure="raise it where memory allows, or start more workers of this role",
+        test=_load_over_batch,
     ),
 )

@@ -160,18 +160,9 @@ class RoleFacts:
         )
 
 
-def prompt_limit(args: Arguments, role: Role | None = None) -> int | None:
-    """The longest prompt a worker can take: the smaller of max_seq_len and the transfer buffer; None: no limit is set.
-
-    Given a role that reads prompts (prefill, aggregated) a step's tokens count too unless prompts are chunked, and the
-    buffer counts only where KV is handed over.
-    """
-    limits = [args.get("max_seq_len")]
-    if role is not Role.AGGREGATED:
-        limits.append(args.get(BUFFER))
-    if role in (Role.PREFILL, Role.AGGREGATED) and args.get("enable_chunked_prefill") is not True:
-        limits.append(args.get("max_num_tokens"))
-    known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+def prompt_limit(args: Arguments) -> int | None:
+    """The longest prompt to hand over: the smaller of max_seq_len and the transfer buffer; None: neither is set."""
+    known = [limit for limit in (args.get("max_seq_len"), args.get(BUFFER)) if isinstance(limit, int) and limit > 0]
     return min(known) if known else None
 
 

@@ -14,8 +14,6 @@ _KV = "kv_cache_config.dtype"
 _OVERRIDE = "OVERRIDE_QUANT_ALGO"
 _BIASED = ("CUTLASS", "TRITON", "TRTLLM")  # what computes experts with biases and gpt-oss' activation
 _FALLS_BACK = ("TRTLLM", "CUTEDSL")
-_FIRST_WITH = {"TRITON": (1, 1, 0), "AUTO": (1, 3, 0)}
-_GONE_FROM = {"WIDEEP": (1, 3, 0)}
 # CUTLASS' MXFP4 kernels by compute capability.
 _CUTLASS = {"W4A16_MXFP4": (90,), "W4A8_MXFP4_FP8": (100, 103), "W4A8_MXFP4_MXFP8": (100, 103, 120, 121)}
 _KV_KNOWN = ("auto", "fp8")
@@ -58,16 +56,6 @@ def _is_gpt_oss(facts: RoleFacts) -> bool:
 
 def _gpu(facts: RoleFacts) -> str:
     return f"{facts.gpu.name} (sm{facts.gpu.sm})" if facts.gpu else ""
-
-
-def _unknown_moe(facts: RoleFacts) -> Clash | None:
-    name = str(facts.args.get(_MOE) or "").upper()
-    if name in _FIRST_WITH and facts.line < _FIRST_WITH[name]:
-        first = ".".join(map(str, _FIRST_WITH[name]))
-        return Clash(other=f"release {facts.release}", cure=f"choose CUTLASS, or use {first} or newer")
-    if name in _GONE_FROM and facts.line >= _GONE_FROM[name]:
-        return Clash(other=f"release {facts.release}", cure="choose another")
-    return None
 
 
 def _moe_without_bias(facts: RoleFacts) -> Clash | None:
@@ -154,14 +142,6 @@ def _fp8_kv_on_hopper(facts: RoleFacts) -> Clash | None:
 
 
 RULES = (
-    RoleRule(
-        name="moe-backend-release",
-        severity="error",
-        field=_MOE,
-        why="this release has no such MoE kernels and refuses the name",
-        cure="choose one that it has, or another release",
-        test=_unknown_moe,
-    ),
     RoleRule(
         name="moe-backend-bias",
         severity="error",

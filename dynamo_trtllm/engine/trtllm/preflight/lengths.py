@@ -42,9 +42,7 @@ def _prompt_over_step(facts: RoleFacts) -> Clash | None:
 
 def _limit_over_step(facts: RoleFacts) -> Clash | None:
     """Without a load the longest prompt is what the other limits let in."""
-    limit = prompt_limit(facts.args, facts.role if facts.role is Role.AGGREGATED else None)
-    if facts.role is Role.AGGREGATED:
-        limit = facts.number("max_seq_len")
+    limit = prompt_limit(facts.args) if facts.is_disaggregated else facts.number("max_seq_len")
     if not _reads_whole_prompts(facts) or facts.load.isl is not None or limit is None or limit <= facts.max_num_tokens:
         return None
     return Clash(other=f"prompts of up to {limit} tokens, which max_seq_len and the buffer let in")
@@ -85,13 +83,6 @@ def _graph_over_batch(facts: RoleFacts) -> Clash | None:
     if key not in facts.args.leaves or largest <= facts.max_batch_size:
         return None
     return Clash(other=f"max_batch_size {facts.shown('max_batch_size')}", field=key)
-
-
-def _graph_sizes_disagree(facts: RoleFacts) -> Clash | None:
-    sizes, largest = facts.args.get(_GRAPHS), facts.number(_GRAPH)
-    if not isinstance(sizes, list) or not sizes or not largest or max(sizes) == largest:
-        return None
-    return Clash(other=f"{_GRAPHS} up to {max(sizes)}")
 
 
 RULES = (
@@ -169,13 +160,5 @@ RULES = (
         why="graphs for larger batches than can run are left out or cost memory and start time for nothing",
         cure="lower it to max_batch_size, or raise that",
         test=_graph_over_batch,
-    ),
-    RoleRule(
-        name="graph-sizes-disagree",
-        severity="error",
-        field=_GRAPH,
-        why="given both, TensorRT-LLM refuses a largest batch that is not the last of the list",
-        cure="leave one of the two out",
-        test=_graph_sizes_disagree,
     ),
 )

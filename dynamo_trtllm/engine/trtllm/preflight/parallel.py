@@ -86,17 +86,6 @@ def _attention_dp_alone(facts: RoleFacts) -> Clash | None:
     return Clash(other=f"{_TP} {facts.shown(_TP)}")
 
 
-def _balance_counts(facts: RoleFacts) -> Clash | None:
-    if not facts.on(_BALANCE):
-        return None
-    for name in ("timeout_iters", "batching_wait_iters"):
-        key = f"attention_dp_config.{name}"
-        count = facts.number(key)
-        if count is not None and count < 0:
-            return Clash(other="0 or more", field=key)
-    return None
-
-
 RULES = (
     RoleRule(
         name="expert-parallel-divides",
@@ -185,13 +174,5 @@ RULES = (
         why="one rank has nobody to share requests with",
         cure="leave it out, or raise tensor_parallel_size",
         test=_attention_dp_alone,
-    ),
-    RoleRule(
-        name="attention-dp-counts",
-        severity="error",
-        field="attention_dp_config.timeout_iters",
-        why="TensorRT-LLM refuses negative iteration counts when balancing",
-        cure="set it to 0 or more",
-        test=_balance_counts,
     ),
 )

@@ -1,0 +1,160 @@
+"""`python -m dynamo_trtllm.preflight`: from files and flags to findings and a memory estimate. Loads nothing."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dynamo_trtllm.cli import preflight_report
+from dynamo_trtllm.cli.preflight_report import Judged, Report
+from dynamo_trtllm.config.layers import located
+from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.preflight import PreflightConfig
+from dynamo_trtllm.engine.base import Finding
+from dynamo_trtllm.engine.checkpoint import Checkpoint, read_checkpoint
+from dynamo_trtllm.engine.shapes import SHAPES
+from dynamo_trtllm.engine.trtllm.args import TrtllmArgs, trtllm_args
+from dynamo_trtllm.engine.trtllm.gpu import Gpu, visible_gpus
+from dynamo_trtllm.engine.trtllm.preflight import Load, RoleFacts, check_pair, check_role, memory_table
+from dynamo_trtllm.engine.trtllm.preflight.gpus import known_gpu
+from dynamo_trtllm.engine.trtllm.preflight.memory import handoff_s
+from dynamo_trtllm.engine.trtllm.releases import Release, release_for
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Role
+
+PROG = "python -m dynamo_trtllm.preflight"
+_DESCRIPTION = (
+    "Judges TensorRT-LLM arguments before anything loads: each role alone, the pair, and the memory it takes."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ground:
+    """What all roles are judged for."""
+
+    release: Release
+    model: Checkpoint | None
+    gpu: Gpu | None
+    load: Load
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Exit status: 0 without errors, 1 with errors among the findings, 2 for a bad command line."""
+    try:
+        config = load(PreflightConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
+        report = judge(config)
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    sys.stdout.write(preflight_report.as_json(report) if config.json_output else preflight_report.as_text(report))
+    raise SystemExit(1 if report.count("error") else 0)
+
+
+def judge(config: PreflightConfig) -> Report:
+    """Raises ConfigError for what can't be judged: files, names and flags that are not there."""
+    ground = _Ground(
+        release=release_for(config.release),
+        model=_model(config.model_path),
+        gpu=_gpu(config.gpu),
+        load=Load(isl=config.isl, osl=config.osl, concurrency=config.concurrency),
+    )
+    roles = [
+        _judged(role, path, flags, config, ground)
+        for role, path, flags in (
+            (Role.PREFILL, config.prefill, config.prefill_args),
+            (Role.DECODE, config.decode, config.decode_args),
+            (Role.AGGREGATED, config.agg, config.agg_args),
+        )
+        if path is not None
+    ]
+    report = Report(release=config.release, gpu=ground.gpu.name if ground.gpu else None, roles=tuple(roles))
+    known = [judged.facts for judged in roles if judged.facts is not None]
+    if len(known) < 2:
+        return report
+    prefill, decode = known
+    prompt = prefill.longest_prompt
+    return replace(
+        report,
+        pair=tuple(check_pair(prefill, decode)),
+        handoff_tokens=prompt,
+        handoff_s={} if prompt is None else handoff_s(prefill, decode, prompt),
+    )
+
+
+def _judged(role: Role, path: Path, flags: str | None, config: PreflightConfig, ground: _Ground) -> Judged:
+    """Arguments that the release refuses are a finding too: the file is at fault, not the command line."""
+    if not located(path).is_file():
+        raise ConfigError(f"there is no file {path}", field=str(role))
+    worker = _worker(role, path, flags, config)
+    gpus = [ground.gpu] * 8 if ground.gpu else []
+    try:
+        args = trtllm_args(worker, ground.release, gpus)
+    except ConfigError as exc:
+        return Judged(role=role, facts=None, notes=(), findings=(_refused(exc, path),), memory=None)
+    facts = _facts(role, args, worker, config, ground)
+    return Judged(
+        role=role, facts=facts, notes=args.notes, findings=tuple(check_role(facts)), memory=memory_table(facts)
+    )
+
+
+def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) -> WorkerConfig:
+    """What the worker would read from its own command line; this process's environment is not its."""
+    fixed = [
+        f"--model-path={config.model_path or 'model'}",
+        "--engine=trtllm",
+        f"--extra-engine-args={path}",
+        f"--disaggregation-mode={role}",
+    ]
+    try:
+        words = shlex.split(flags or "")
+    except ValueError as exc:
+        raise ConfigError(f"the flags of the {role} worker can't be read: {exc}") from exc
+    try:
+        return load(WorkerConfig, prog=PROG, description=_DESCRIPTION, argv=[*fixed, *words], environ={}).config
+    except ConfigError as exc:
+        raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc
+
+
+def _facts(role: Role, args: TrtllmArgs, worker: WorkerConfig, config: PreflightConfig, ground: _Ground) -> RoleFacts:
+    return RoleFacts(
+        role=role,
+        args=args,
+        release=config.release,
+        model=ground.model,
+        gpu=ground.gpu,
+        load=ground.load,
+        environment=args.profile.environment,
+        strategy=worker.disaggregation_strategy,
+    )
+
+
+def _refused(error: ConfigError, path: Path) -> Finding:
+    return Finding(
+        severity="error",
+        rule="argument-refused",
+        field=error.field or "",
+        value=str(path),
+        why=error.message,
+        cure="change what the message names",
+    )
+
+
+def _model(name: str | None) -> Checkpoint | None:
+    if name is None:
+        return None
+    plain = name.removeprefix("openai/")
+    if plain in SHAPES and not Path(name).is_dir():
+        return SHAPES[plain]
+    return read_checkpoint(Path(name).expanduser())
+
+
+def _gpu(name: str | None) -> Gpu | None:
+    """Without a name this machine's, where it has one kind."""
+    if name is not None:
+        known = known_gpu(name.lower())
+        return Gpu(name=known.name, sm=known.sm, memory_bytes=known.memory_bytes)
+    here = visible_gpus()
+    return here[0] if here else None
