@@ -67,7 +67,7 @@ def find(release: Release, key: str) -> Found:
             return Found(Presence.PRESENT)  # inside a mapping with keys of its own
         field = next((fields[part] for owner in owners if part in (fields := release.fields(owner))), None)
         if field is None:
-            unread = any(release.presence(owner, part) is Presence.NOT_READ for owner in owners)
+            unread = any(_is_unread(release, owner, part) for owner in owners)
             return Found(Presence.NOT_READ if unread else Presence.ABSENT)
         owners = _owners(release, field.type)
     return Found(Presence.PRESENT, field)
@@ -115,8 +115,8 @@ def every_key(release: Release, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_known(key: str) -> bool:
-    """Whether any release has the argument, or was not read there."""
-    return any(find(release, key).presence is not Presence.ABSENT for release in releases())
+    """Whether any release, or a development commit, is known to have the argument."""
+    return bool(_where_else(key))
 
 
 def _check(values: Mapping[str, Any], release: Release, where: str, prefix: str) -> Iterator[NotRead]:
@@ -135,12 +135,16 @@ def _check(values: Mapping[str, Any], release: Release, where: str, prefix: str)
             yield from _check(value, release, where, f"{key}.")
 
 
+def _is_unread(release: Release, owner: str, part: str) -> bool:
+    """A class that a type names exists, whether or not anything was read of it."""
+    return not release.fields(owner) or release.presence(owner, part) is Presence.NOT_READ
+
+
 def _refuse(key: str, release: Release, where: str) -> NoReturn:
     having = [other.name for other in releases() if find(other, key).presence is Presence.PRESENT]
     if having:
-        problem = (
-            f"TensorRT-LLM {release.title} has no {key}; {', '.join(having)} has it: install that, or leave it out"
-        )
+        cure = f"it is in {', '.join(having)}: install one of these, or leave it out"
+        problem = f"TensorRT-LLM {release.title} has no {key}; {cure}"
         raise ConfigError(f"{where}: {problem}", field=key)
     parent, _, name = key.rpartition(".")
     field = find(release, parent).field if parent else None
