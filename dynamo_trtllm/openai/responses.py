@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
@@ -77,7 +77,7 @@ Format = Annotated[
 class TextConfig(Wire):
     no_ops: ClassVar = {"verbosity": ("medium",)}
 
-    format: Format = TextFormat(type="text")
+    format: Format = Field(default_factory=lambda: TextFormat(type="text"))
 
 
 class NamedTool(Wire):
@@ -121,14 +121,18 @@ def _include(value: Any) -> Any:
     return value
 
 
+ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | NamedTool | AllowedTools
+InputSent: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
+IncludeSent: TypeAlias = Literal["message.output_text.logprobs"]
+
+
 class ResponseRequest(SamplingFields):
     """A request for a response; valid for any model."""
 
-    hints: ClassVar = frozenset()  # those of chat are echoed here
+    hints: ClassVar = frozenset({"prompt_cache_retention"})  # the others of chat are echoed here
     no_ops: ClassVar = {name: values for name, values in NO_OPS.items() if name != "store"} | {
         "background": (False,),
         "truncation": ("disabled",),
-        "prompt_cache_retention": ("in_memory",),
         "prompt_cache_options": ({"mode": "implicit"},),
     }
     refused: ClassVar = frozenset(
@@ -144,17 +148,21 @@ class ResponseRequest(SamplingFields):
         }
     )
 
-    input: Annotated[list[InputItem], BeforeValidator(_input)]
+    input: Annotated[list[InputItem], BeforeValidator(_input, json_schema_input_type=InputSent)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, min_length=1)
     store: bool = True
     tools: list[Annotated[FunctionTool, BeforeValidator(_tool)]] = Field(default_factory=list, max_length=MAX_TOOLS)
-    tool_choice: Annotated[str | NamedTool | AllowedTools, BeforeValidator(_tool_choice)] = "auto"
+    tool_choice: Annotated[
+        str | NamedTool | AllowedTools, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)
+    ] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: int | None = Field(None, ge=1)  # counts built-in tools' calls, and there are none
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: Annotated[list[str], BeforeValidator(_include)] = Field(default_factory=list)
+    include: Annotated[list[str], BeforeValidator(_include, json_schema_input_type=list[IncludeSent])] = Field(
+        default_factory=list
+    )
     reasoning: Reasoning = Reasoning()
     text: TextConfig = TextConfig()
     metadata: dict[Short, Long] = Field(default_factory=dict, max_length=MAX_METADATA)

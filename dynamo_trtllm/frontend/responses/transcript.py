@@ -67,11 +67,11 @@ class _TextItem:
     def text(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
         self._texts.append(text)
         self._logprobs.extend(logprobs)
-        return self._event(f"{self.kind.event}.delta", delta=text, **self._with_logprobs(logprobs))
+        return self._event(f"{self.kind.event}.delta", delta=text, **self._with_logprobs(_without_bytes(logprobs)))
 
     def closing(self, status: str) -> Iterator[Event]:
         text = "".join(self._texts)
-        yield self._event(f"{self.kind.event}.done", text=text, **self._with_logprobs(self._logprobs))
+        yield self._event(f"{self.kind.event}.done", text=text, **self._with_logprobs(_without_bytes(self._logprobs)))
         yield self._event("content_part.done", part=self._part(text))
         yield _event("output_item.done", self._index, item=self.item(status))
 
@@ -192,3 +192,15 @@ def _logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict
         for each in (token, *token["top_logprobs"]):
             each["bytes"] = each["bytes"] or []
     return tokens
+
+
+def _without_bytes(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As events have them; the finished text has the bytes."""
+    return [
+        {
+            "token": each["token"],
+            "logprob": each["logprob"],
+            "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in each["top_logprobs"]],
+        }
+        for each in logprobs
+    ]
