@@ -1,0 +1,122 @@
+"""What changes which tokens are chosen is the same in one process and over two legs: a decode worker takes it up."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engine.torch import guided
+from dynamo_trtllm.errors import EngineRefused
+from dynamo_trtllm.messages import FinishReason, Guided, GuidedAlternative, Phase, Role, token_ids
+from tests.engines import answer, ask, check_nothing_left, collect, make, prompt_of, started, tokens, two_legs
+from tests.small_tokenizer import CONTROL, spell, write_tokenizer
+
+END, CHANNEL, MESSAGE, _ = CONTROL.values()
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 6},
+        "days": {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="session")
+def folder(gpt_oss: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with a tokenizer and a stop token of it."""
+    copy = tmp_path_factory.mktemp("guided") / "model"
+    shutil.copytree(gpt_oss, copy)
+    write_tokenizer(copy)
+    for name in ("config.json", "generation_config.json"):
+        file = json.loads((copy / name).read_text())
+        (copy / name).write_text(json.dumps(file | {"eos_token_id": END}))
+    return copy
+
+
+def form(after: tuple[int, ...] = (), literal: str = "") -> Guided:
+    alternative = GuidedAlternative(json_schema=json.dumps(SCHEMA), literal=literal)
+    return Guided(alternatives=(alternative,), after_ids=token_ids(after))
+
+
+def check_schema(text: str) -> None:
+    value = json.loads(text)
+    assert set(value) == {"city", "days"}
+    assert len(value["city"]) <= 6
+    assert 1 <= len(value["days"]) <= 3
+    assert set(value["days"]) <= {1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_guided_when_run_over_two_legs_then_the_same_json_as_in_one(folder: Path, temperature: float) -> None:
+    whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
+    async with started(whole, prefill, decode):
+        for seed in range(4):
+            sampling: dict[str, Any] = {"temperature": temperature, "seed": seed, "max_tokens": 200}
+            sampling["guided"] = form(literal="<|message|>")
+            chunks = await collect(whole, ask(prompt_of(20, seed), **sampling))
+            assert chunks[-1].finish_reason is FinishReason.STOP
+            ids = tokens(chunks)
+            assert tokens(await two_legs(prefill, decode, prompt_of(20, seed), **sampling)) == ids
+            assert (ids[0], ids[-1]) == (MESSAGE, END)
+            check_schema(spell(ids[1:-1]))
+        for engine in (whole, decode):
+            await check_nothing_left(engine)
+
+
+async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(folder: Path) -> None:
+    """The prefill leg's only token is `after` itself, so nothing but the ticket can tell the decode worker."""
+    whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
+    sampling: dict[str, Any] = {"max_tokens": 200, "guided": form((CHANNEL,)), "logit_bias": ((CHANNEL, 100.0),)}
+    async with started(whole, prefill, decode):
+        ids = await answer(whole, prompt_of(9), **sampling)
+        assert tokens(await two_legs(prefill, decode, prompt_of(9), **sampling)) == ids
+    assert (ids[0], ids[-1]) == (CHANNEL, END)
+    check_schema(spell(ids[1:-1]))
+
+
+@pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
+async def test_penalty_when_run_over_two_legs_then_the_first_token_counts_at_decode(folder: Path, penalty: str) -> None:
+    """The biases make 7 win, then 11 as long as 7 is penalized."""
+    whole, prefill, decode = (make("torch", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE))
+    async with started(whole, prefill, decode):
+        for temperature in (0.0, 0.9):
+            asked: dict[str, Any] = {"logit_bias": ((7, 80.0), (11, 60.0)), penalty: 40.0, "temperature": temperature}
+            asked |= {"seed": 3, "max_tokens": 12, "ignore_eos": True, "min_p": 0.02}
+            ids = await answer(whole, prompt_of(9), **asked)
+            assert ids[:2] == [7, 11]
+            assert tokens(await two_legs(prefill, decode, prompt_of(9), **asked)) == ids
+
+
+async def test_guided_when_the_schema_is_bad_then_refused_before_anything_is_computed(folder: Path) -> None:
+    prefill = make("torch", folder, Role.PREFILL)
+    bad = Guided(alternatives=(GuidedAlternative(json_schema='{"type": "objekt"}'),))
+    async with started(prefill):
+        with pytest.raises(EngineRefused, match="Invalid type: objekt"):
+            await collect(prefill, ask(prompt_of(9), phase=Phase.PREFILL, guided=bad))
+        with pytest.raises(EngineRefused, match="min_tokens must be 0"):
+            await collect(prefill, ask(prompt_of(9), phase=Phase.PREFILL, guided=form(), min_tokens=1))
+        await check_nothing_left(prefill)
+
+
+async def test_guided_when_llguidance_or_a_tokenizer_is_missing_then_the_engine_says_that_it_refuses(
+    folder: Path, gpt_oss: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make("torch", gpt_oss, Role.AGGREGATED)
+    try:
+        assert "guided" in (await engine.start()).refuses
+        with pytest.raises(EngineRefused, match="llguidance"):
+            await answer(engine, prompt_of(9), guided=form())
+    finally:
+        await engine.aclose()
+    monkeypatch.setattr(guided, "is_available", lambda: False)
+    engine = make("torch", folder, Role.AGGREGATED)
+    try:
+        assert "guided" in (await engine.start()).refuses
+    finally:
+        await engine.aclose()
