@@ -67,7 +67,7 @@ def find(release: Release, key: str) -> Found:
             return Found(Presence.PRESENT)  # inside a mapping with keys of its own
         field = next((fields[part] for owner in owners if part in (fields := release.fields(owner))), None)
         if field is None:
-            unread = any(_is_unread(release, owner, part) for owner in owners)
+            unread = any(release.presence(owner, part) is Presence.NOT_READ for owner in owners)
             return Found(Presence.NOT_READ if unread else Presence.ABSENT)
         owners = _owners(release, field.type)
     return Found(Presence.PRESENT, field)
@@ -133,11 +133,6 @@ def _check(values: Mapping[str, Any], release: Release, where: str, prefix: str)
         _check_value(key, value, field, release, where)
         if isinstance(value, Mapping) and _owners(release, field.type):
             yield from _check(value, release, where, f"{key}.")
-
-
-def _is_unread(release: Release, owner: str, part: str) -> bool:
-    """A class that a type names exists, whether or not anything was read of it."""
-    return not release.fields(owner) or release.presence(owner, part) is Presence.NOT_READ
 
 
 def _refuse(key: str, release: Release, where: str) -> NoReturn:

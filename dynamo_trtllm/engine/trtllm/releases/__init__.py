@@ -60,6 +60,7 @@ class Release:
     name: str
     owners: Mapping[str, Mapping[str, Field]]
     members: frozenset[str]  # `CompletionOutput.length`: properties and methods that are known by name only
+    mentioned: frozenset[str]  # every word of the types
     enums: Mapping[str, tuple[str, ...]]
     not_read: frozenset[str]
 
@@ -75,14 +76,17 @@ class Release:
             return Presence.PRESENT
         if self.not_read & {owner, dotted, f"{owner} in part"}:
             return Presence.NOT_READ
+        if self._has_read(owner):
+            return Presence.ABSENT
         # A class that this manifest is silent about exists if another release has it; no release has a misspelt one.
-        silent = not self.speaks_of(owner) and any(other.speaks_of(owner) for other in releases())
-        return Presence.NOT_READ if silent else Presence.ABSENT
+        return Presence.NOT_READ if any(other.speaks_of(owner) for other in releases()) else Presence.ABSENT
 
     def speaks_of(self, owner: str) -> bool:
-        """Whether the manifest names the class or method at all, be it as not read."""
-        has_members = any(member.startswith(f"{owner}.") for member in self.members)
-        return owner in self.owners or owner in self.not_read or has_members
+        """Whether the manifest names the class or method at all: as read, as not read, or as the type of something."""
+        return self._has_read(owner) or owner in self.not_read or owner in self.mentioned
+
+    def _has_read(self, owner: str) -> bool:
+        return owner in self.owners or any(member.startswith(f"{owner}.") for member in self.members)
 
     def fields(self, owner: str) -> Mapping[str, Field]:
         """The fields or parameters by name, in their order; empty for an owner that was not read or is not there."""
@@ -142,8 +146,15 @@ def _release(name: str) -> Release:
             _add_owners(owners, cls, entry)
         enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
         not_read |= {_in_part(text) for text in manifest["not_read"]}
-    unread = frozenset(not_read - owners.keys())
-    return Release(name=name, owners=owners, members=_members(enums), enums=enums, not_read=unread)
+    types = " ".join(field.type for fields in owners.values() for field in fields.values())
+    return Release(
+        name=name,
+        owners=owners,
+        members=_members(enums),
+        mentioned=frozenset(re.findall(r"\w+", types)),
+        enums=enums,
+        not_read=frozenset(not_read - owners.keys()),
+    )
 
 
 def _add_owners(owners: dict[str, Mapping[str, Field]], cls: str, entry: Mapping[str, Any]) -> None:

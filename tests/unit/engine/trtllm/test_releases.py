@@ -57,6 +57,7 @@ def test_releases_when_listed_then_oldest_first_and_the_candidate_says_what_was_
         ("LLM.generate_async", "cache_salt", "ABSENT PRESENT PRESENT PRESENT"),
         ("LLM.generate_async", "priority", "ABSENT ABSENT ABSENT PRESENT"),
         ("LLM.get_stats", "timeout", "PRESENT NOT_READ PRESENT NOT_READ"),
+        ("GuidedDecodingParams", "json", "NOT_READ NOT_READ NOT_READ NOT_READ"),  # named as a type, nowhere read
         ("LLMs", "generate_async", "ABSENT ABSENT ABSENT ABSENT"),
     ],
 )
