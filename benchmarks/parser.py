@@ -6,6 +6,7 @@ python -m benchmarks.parser [--rounds N]
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,15 +15,24 @@ from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.render import vocabulary
 from dynamo_trtllm.render.base import OutputParser
 from dynamo_trtllm.render.harmony import HarmonyRenderer
+from dynamo_trtllm.render.reasoning import ThinkSplit
+from dynamo_trtllm.render.split import SplitParser
+from dynamo_trtllm.render.tool_calls import CallReader, HermesCalls, JsonCalls
 
 _WORDS = "The quick brown fox jumps over the lazy dog; naïve 日本語 text and 🧑‍🚀 follow. " * 40
 _ARGUMENTS = '{"city": "Łódź", "days": [1, 2, 3], "note": "' + "rain and sun " * 100 + '"}'
 _ANALYSIS = "<|channel|>analysis<|message|>"
 _NEXT = "<|end|><|start|>assistant"
-STREAMS = {
+HARMONY = {
     "reasoning and answer": f"{_ANALYSIS}{_WORDS}{_NEXT}<|channel|>final<|message|>{_WORDS}<|return|>",
     "one call": f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{_ARGUMENTS}<|call|>",
     "headers only": f"{_ANALYSIS}a{_NEXT}" * 200,
+}
+_OBJECT = f'{{"name": "get_weather", "arguments": {_ARGUMENTS}}}'
+OTHERS: dict[str, tuple[Callable[[], CallReader], str]] = {
+    "basic and hermes, text": (HermesCalls, f"<think>{_WORDS}</think>{_WORDS}"),
+    "basic and hermes, one call": (HermesCalls, f"<tool_call>{_OBJECT}</tool_call>"),
+    "basic and json, one call": (JsonCalls, _OBJECT),
 }
 
 
@@ -31,9 +41,17 @@ def main() -> None:
     args.add_argument("--rounds", type=int, default=7)
     rounds = args.parse_args().rounds
     renderer, encoding = HarmonyRenderer(), vocabulary.load_harmony()
-    for name, text in STREAMS.items():
+    for name, text in HARMONY.items():
         ids = encoding.encode(text, allowed_special="all")
         _report(f"harmony, {name}", renderer.chat_parser, [token_ids([i]) for i in ids], rounds)
+    for name, (calls, text) in OTHERS.items():
+        pushes = [token_ids([i]) for i in renderer.encode(text)]
+        _report(name, functools.partial(_split, renderer, calls), pushes, rounds)
+
+
+def _split(renderer: HarmonyRenderer, calls: Callable[[], CallReader]) -> OutputParser:
+    text = renderer.text_parser()
+    return SplitParser(text, thinking=ThinkSplit(begins_inside=False), calls=calls(), forced=token_ids())
 
 
 def _report(name: str, make: Callable[[], OutputParser], pushes: Sequence[TokenIds], rounds: int) -> None:

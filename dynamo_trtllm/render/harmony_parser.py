@@ -24,7 +24,8 @@ _END: Final = 200007
 _MESSAGE: Final = 200008
 _CALL: Final = 200012
 _ENDS: Final = frozenset((_RETURN, _END, _CALL))
-_MAX_HEADER_TOKENS: Final = 160  # a longer header is none: OpenAI's tool names have 64 characters at most, ours 256
+_MAX_HEADER_TOKENS: Final = 288  # a longer header is none: names of tools have 256 characters at most
+_MAX_HEADER_BLANKS: Final = 12  # nor is one of many words
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
 
 
@@ -47,8 +48,8 @@ class _Goes(Enum):
 class HarmonyParser:
     """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
 
-    What is not Harmony is content, control tokens left out: a header that is none, is longer than 160 tokens or is
-    ended before its message begins, text between messages, calls without a name or of tools that gpt-oss was trained
+    What is not Harmony is content, control tokens left out: a header that is none, is too long or is ended
+    before its message begins, text between messages, calls without a name or of tools that gpt-oss was trained
     with and nobody offered. A header that the end of the output cuts off is dropped while it could still become one.
     `forced` was put behind the prompt and is no output. Without `is_reasoning_split` reasoning is content, without
     `is_call_split` the arguments of calls are.
@@ -69,6 +70,7 @@ class HarmonyParser:
         self._state = _In.HEADER
         self._goes = _Goes.CONTENT
         self._header: list[int] = []
+        self._blanks = 0  # in the header
         self._calls = 0
         self._out = Collected()
         self._run(forced)
@@ -111,7 +113,7 @@ class HarmonyParser:
             self._body([token_id])
             return
         self._header.append(token_id)
-        if len(self._header) > _MAX_HEADER_TOKENS or not self._can_be_header():
+        if not self._can_be_header():
             self._header_is_text()
 
     def _control(self, token_id: int) -> None:
@@ -127,8 +129,11 @@ class HarmonyParser:
             self._end_message()
 
     def _can_be_header(self) -> bool:
-        """False as soon as the text before the first control token can't become a recipient, and at a new line."""
-        if b"\n" in self._token_bytes(self._header[-1]):
+        """False when the text before the first control token can't become a recipient, at a new line, and when it
+        is too long."""
+        newest = self._token_bytes(self._header[-1])
+        self._blanks += newest.startswith(b" ")
+        if b"\n" in newest or self._blanks > _MAX_HEADER_BLANKS or len(self._header) > _MAX_HEADER_TOKENS:
             return False
         if self._header[0] >= FIRST_SPECIAL or len(self._header) > len(_RECIPIENT):
             return True
@@ -177,6 +182,7 @@ class HarmonyParser:
 
     def _clear_header(self) -> None:
         self._header = []
+        self._blanks = 0
         self._forced = 0
 
     def _open(self, goes: _Goes) -> None:

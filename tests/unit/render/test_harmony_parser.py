@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import openai_harmony as oh
 import pytest
@@ -13,8 +12,9 @@ import pytest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.render import vocabulary
-from dynamo_trtllm.render.base import Delta, OutputParser
+from dynamo_trtllm.render.base import OutputParser
 from dynamo_trtllm.render.harmony import HarmonyRenderer
+from tests.unit.render.folding import Seen, cut, fold
 
 START, END, MESSAGE, CHANNEL, CALL, RETURN = 200006, 200007, 200008, 200005, 200012, 200002
 ANALYSIS = "<|channel|>analysis<|message|>"
@@ -32,31 +32,8 @@ def ids_of(text: str) -> list[int]:
     return vocabulary.load_harmony().encode(text, allowed_special="all")
 
 
-@dataclass
-class Seen:
-    content: str = ""
-    reasoning: str = ""
-    calls: list[list[str]] = field(default_factory=list)
-    reasoning_tokens: int = 0
-
-    def add(self, delta: Delta) -> None:
-        self.content += delta.content
-        self.reasoning += delta.reasoning
-        self.reasoning_tokens += delta.reasoning_tokens
-        for call in delta.tool_calls:
-            if call.name is not None:
-                assert call.index == len(self.calls)
-                self.calls.append([call.name, ""])
-            self.calls[call.index][1] += call.arguments
-
-
-def parse(parser: OutputParser, ids: Iterable[int], step: int = 1) -> Seen:
-    seen = Seen()
-    left = list(ids)
-    for at in range(0, len(left), step):
-        seen.add(parser.push(token_ids(left[at : at + step])))
-    seen.add(parser.finish())
-    return seen
+def parse(parser: OutputParser, ids: Sequence[int], step: int = 1) -> Seen:
+    return fold(parser, cut(ids, [step]))
 
 
 STREAMS = {
@@ -90,6 +67,48 @@ STREAMS = {
     "stray markers in a body": (f"{FINAL}a<|constrain|>b<|message|>c<|endoftext|>d<|return|>", Seen("abcd")),
     "markers as text": (f"{FINAL}write <|end|> like that", Seen("write  like that")),
     "unknown channel": ("<|channel|>musing<|message|>x<|return|>", Seen("x")),
+    "second final": (f"{FINAL}a{NEXT}{FINAL}b<|return|>", Seen("ab")),
+    "call without a name": (" to=functions.<|channel|>commentary json<|message|>{}<|call|>", Seen("{}")),
+    "call without a recipient": ("<|channel|>commentary to= json<|message|>{}<|call|>", Seen("{}")),
+    "call with an impossible name": ("<|channel|>commentary to=functions.a/b<|message|>{}<|call|>", Seen("{}")),
+    "call with no namespace": ("<|channel|>commentary to=f<|message|>{}<|call|>", Seen("", "", [["f", "{}"]])),
+    "call with no to=": ("<|channel|>commentary functions.f json<|message|>{}<|call|>", Seen("", "", [["f", "{}"]])),
+    "call on no channel": (" to=functions.f<|message|>{}<|call|>", Seen("", "", [["f", "{}"]])),
+    "call on the final channel": (" to=functions.f<|channel|>final<|message|>{}<|call|>", Seen("", "", [["f", "{}"]])),
+    "recipient said twice": (
+        " to=functions.f<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+        Seen("", "", [["f", "{}"]]),
+    ),
+    "arguments that are no JSON": (
+        "<|channel|>commentary to=functions.f <|constrain|>python<|message|>f(1)<|call|>",
+        Seen("", "", [["f", "f(1)"]]),
+    ),
+    "own python": (
+        f"{ANALYSIS}Sum.{NEXT}<|channel|>analysis to=python code<|message|>1+1<|call|>",
+        Seen("1+1", "Sum.", [], 2),
+    ),
+    "own browser": ("<|channel|>commentary to=browser.search<|message|>{}<|call|>", Seen("{}")),
+    "own container": (" to=container.exec<|channel|>analysis<|message|>ls<|call|>", Seen("ls")),
+    "a function of such a name": (
+        " to=functions.python<|channel|>commentary<|message|>{}<|call|>",
+        Seen("", "", [["python", "{}"]]),
+    ),
+    "message to a person": ("<|channel|>analysis to=all<|message|>hm<|end|>", Seen("", "hm", [], 1)),
+    "two recipients": (
+        " to=functions.f<|channel|>commentary to=functions.g<|message|>{}<|call|>",
+        Seen(" to=functions.fcommentary to=functions.g{}"),
+    ),
+    "words in the header": ("<|channel|>final and then more<|message|>x<|return|>", Seen("final and then morex")),
+    "two channels": ("<|channel|>final<|channel|>analysis<|message|>x<|return|>", Seen("finalanalysisx")),
+    "header ended early": ("<|channel|>commentary to=functions.f<|call|>", Seen("commentary to=functions.f")),
+    "header with a line break": ("<|channel|>Sure:\nHello<|return|>", Seen("Sure:\nHello")),
+    "start twice": (f"<|start|>assistant<|start|>assistant{FINAL}x<|return|>", Seen("x")),
+    "another role": (f"{FINAL}x<|end|><|start|>user<|channel|>analysis<|message|>y<|end|>", Seen("xy")),
+    "unknown role": (f"<|start|>nobody{FINAL}x<|return|>", Seen("x")),
+    "no role": ("<|start|><|message|>x<|return|>", Seen("x")),
+    "call header cut off": (f"{ANALYSIS}Think{NEXT} to=functions.get_w", Seen("", "Think", [], 1)),
+    "late call header cut off": ("<|channel|>commentary to=functions.get_w", Seen()),
+    "wrong header cut off": ("<|channel|>no channel at all", Seen("no channel at all")),
     "only stop": ("<|return|>", Seen()),
     "nothing": ("", Seen()),
 }
@@ -154,6 +173,12 @@ def test_push_when_header_never_ends_then_it_becomes_content(renderer: HarmonyRe
     words = ids_of("<|channel|>" + "word " * 200)
     seen = parse(renderer.chat_parser(), words)
     assert seen.content == "word " * 200
+
+
+def test_push_when_a_header_has_many_words_then_they_are_not_held(renderer: HarmonyRenderer) -> None:
+    parser = renderer.chat_parser()
+    deltas = [parser.push(token_ids([i])).content for i in ids_of("<|channel|>" + "word " * 30)]
+    assert next(i for i, text in enumerate(deltas) if text) < 16
 
 
 def test_push_when_bytes_are_no_utf8_then_the_rest_still_comes(renderer: HarmonyRenderer) -> None:
@@ -250,3 +275,33 @@ def test_answer_header_when_harmony_then_it_opens_the_final_channel(renderer: Ha
     assert text == "<|channel|>final<|message|>"
     assert renderer.decode(ids) == text
     assert len(ids) == 3
+
+
+@pytest.mark.parametrize("step", [1, 5, 10_000])
+def test_push_when_no_reasoning_parser_is_named_then_reasoning_is_content(step: int) -> None:
+    made = HarmonyRenderer(reasoning_parser="none")
+    ids = ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}{{}}<|call|>")
+    assert parse(made.chat_parser(), ids, step) == Seen("Think.", "", [["get_weather", "{}"]])
+
+
+@pytest.mark.parametrize("step", [1, 5, 10_000])
+def test_push_when_no_tool_call_parser_is_named_then_arguments_are_content(step: int) -> None:
+    made = HarmonyRenderer(tool_call_parser="none")
+    ids = ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}{{}}<|call|>")
+    assert parse(made.chat_parser(), ids, step) == Seen("{}", "Think.", [], 2)
+
+
+def test_push_when_a_call_streams_then_the_first_arguments_leave_before_it_is_complete(
+    renderer: HarmonyRenderer,
+) -> None:
+    parser = renderer.chat_parser()
+    parser.push(token_ids(ids_of(CALL_F)))
+    arguments = ids_of('{"place": "Rome"}')
+    first = parser.push(token_ids(arguments[:1]))
+    assert [call.arguments for call in first.tool_calls] == ['{"']
+
+
+def test_push_when_a_tool_has_the_longest_name_then_its_call_is_read(renderer: HarmonyRenderer) -> None:
+    name = "aZ_9" * 64
+    ids = ids_of(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{}}<|call|>")
+    assert parse(renderer.chat_parser(), ids).calls == [[name, "{}"]]
