@@ -34,15 +34,32 @@ def make(kind: str, folder: Path, role: Role, *, carrier: str = "loopback", ttl_
         served_model_name="tiny",
         disaggregation_mode=role,
         ticket_ttl_s=ttl_s,
-        override_engine_args=args,
+        override_engine_args=trtllm_args(role, **args) if kind == "trtllm" else args,
     )
-    chosen = LoopbackCarrier() if carrier == "loopback" else select_carrier(carrier)
     number = list(Role).index(role) + 1
+    if kind == "trtllm":  # over the stand-in, which chooses the carrier itself
+        from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
+
+        return TrtllmEngine(config, instance_id=number)
+    chosen = LoopbackCarrier() if carrier == "loopback" else select_carrier(carrier)
     if kind == "mock":
         return MockEngine(config, instance_id=number, carrier=chosen)
     from dynamo_trtllm.engine.torch.engine import TorchEngine
 
     return TorchEngine(config, instance_id=number, carrier=chosen)
+
+
+def trtllm_args(role: Role, **args: Any) -> dict[str, Any]:
+    """TensorRT-LLM's names for what the contract sets."""
+    kv = dict(args.pop("kv_cache_config", {}))
+    if "kv_block_size" in args:
+        kv["tokens_per_block"] = args.pop("kv_block_size")
+    if "kv_cache_blocks" in args:
+        kv["max_tokens"] = args.pop("kv_cache_blocks") * 32
+    chosen: dict[str, Any] = {"disable_overlap_scheduler": True} if role is Role.PREFILL else {}
+    if role is not Role.AGGREGATED:
+        chosen["cache_transceiver_config"] = {"backend": "UCX", "max_tokens_in_buffer": 8192}
+    return chosen | ({"kv_cache_config": kv} if kv else {}) | args
 
 
 @asynccontextmanager
@@ -97,8 +114,12 @@ async def ticket_from(engine: Engine, prompt: array[int], **sampling: Any) -> Ha
 
 
 async def two_legs(prefill: Engine, decode: Engine, prompt: array[int], **sampling: Any) -> list[Chunk]:
+    """As a frontend does it: the prefill worker is told that its ticket was redeemed."""
     ticket = await ticket_from(prefill, prompt, **sampling)
-    return await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling))
+    try:
+        return await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling))
+    finally:
+        release(prefill, ticket, ReleaseOutcome.REDEEMED)
 
 
 def stats(engine: Engine) -> EngineStats:
@@ -111,8 +132,18 @@ def release(engine: Engine, ticket: HandoffTicket, outcome: ReleaseOutcome = Rel
     engine.release(ticket.ticket_id, outcome)
 
 
+async def check_stats(engine: Engine, **expected: int) -> None:
+    """Soon: an engine that is asked on a thread knows a moment later."""
+    deadline = time.monotonic() + 2
+    while True:
+        now = {name: getattr(stats(engine), name) for name in expected}
+        if now == expected or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.01)
+    assert now == expected
+
+
 async def check_nothing_left(engine: Engine) -> None:
     async with asyncio.timeout(5):
         await engine.drain()
-    left = stats(engine)
-    assert (left.running, left.waiting, left.kv_blocks_used, left.tickets_held) == (0, 0, 0, 0)
+    await check_stats(engine, running=0, waiting=0, kv_blocks_used=0, tickets_held=0)

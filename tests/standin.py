@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FAKES = Path(__file__).parent / "fakes"
 RELEASES = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc29")
 
@@ -32,6 +34,18 @@ def playing(release: str = "1.2.1", *, carrier: str = "tcp") -> Iterator[Any]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter waits milliseconds where it would wait seconds, for answers that do not come and for statistics."""
+    from dynamo_trtllm.engine.trtllm import stats
+    from dynamo_trtllm.engine.trtllm.flight import Flight
+
+    monkeypatch.setattr(stats, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(stats, "_PAUSE_S", 0.01)
+    defaults = Flight.wind_down.__kwdefaults__
+    monkeypatch.setitem(defaults, "kv_wait_s", 0.5)
+    monkeypatch.setitem(defaults, "answer_s", 0.5)
 
 
 def _forget() -> None:

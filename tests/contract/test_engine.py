@@ -1,9 +1,9 @@
-"""The contract of engines, held by the mock and by torch; hand-off by the loopback carrier."""
+"""The contract of engines, held by the mock, by torch, and by trtllm over the stand-in of TensorRT-LLM."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -28,23 +28,29 @@ from tests.engines import (
     answer,
     ask,
     check_nothing_left,
+    check_stats,
     collect,
     make,
     prompt_of,
     release,
     started,
-    stats,
     ticket_from,
     tokens,
     two_legs,
 )
+from tests.standin import hurry, playing
 
 Open = Callable[..., Any]
 
 
-@pytest.fixture(params=["mock", "torch"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(params=["mock", "torch", pytest.param("trtllm", id="trtllm stand-in")])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "trtllm":
+        hurry(monkeypatch)
+        with playing():
+            yield "trtllm"
+    else:
+        yield str(request.param)
 
 
 @pytest.fixture
@@ -90,7 +96,7 @@ async def test_two_legs_when_ticket_is_redeemed_then_tokens_equal_and_both_sides
         leg = chunks[-1].stats
         assert leg is not None
         assert leg.kv_bytes > 0
-        assert leg.transport == "loopback"
+        assert leg.transport in ("loopback", "trtllm/ucx")
         for engine in (prefill, decode):
             await check_nothing_left(engine)
 
@@ -99,8 +105,7 @@ async def test_ticket_when_held_then_blocks_stay_counted_until_release(open_engi
     engine = open_engine(Role.PREFILL)
     async with started(engine):
         ticket = await ticket_from(engine, prompt_of(100))
-        held = stats(engine)
-        assert (held.tickets_held, held.kv_blocks_used) == (1, 4)
+        await check_stats(engine, tickets_held=1, kv_blocks_used=4)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await engine.drain()
@@ -154,6 +159,8 @@ async def test_cancel_when_tokens_flow_then_nothing_left(open_engine: Open, role
             for _ in range(3):
                 await anext(stream)
         await check_nothing_left(engine)
+        if request.ticket is not None:
+            release(prefill, request.ticket)
         await check_nothing_left(prefill)
 
 
@@ -169,6 +176,7 @@ async def test_cancel_when_waiting_or_prefilling_then_nothing_left(open_engine: 
         assert len(await answer(engine, prompt_of(10))) == 8
 
 
+@pytest.mark.parametrize("kind", ["mock", "torch"], indirect=True)  # TensorRT-LLM's queue has no bound
 async def test_generate_when_queue_is_full_then_overloaded(open_engine: Open) -> None:
     engine = open_engine(max_batch_size=1, max_queue=1)
     async with started(engine):

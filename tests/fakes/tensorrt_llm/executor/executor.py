@@ -36,6 +36,7 @@ class GenerationExecutor:
     def __init__(self, core: Core, args: dict[str, Any]) -> None:
         self.doing_shutdown = False
         self.core = core
+        core.die = self.die
         self.args = args
         self._ids = itertools.count(1 << 62 if traps.is_on("big_ids") else 1)
         self._served: dict[int, Served] = {}

@@ -137,7 +137,9 @@ class Served:
     def _hand_out(self, chunk: Chunk) -> bool:
         params = None
         if not traps.is_on("no_context_params"):
-            params = context_answer(chunk.ticket, self._result.request_id, self._held_back)
+            params = context_answer(
+                self._call.disaggregated_params, chunk.ticket, self._result.request_id, self._held_back
+            )
         self._tell("not_finished" if traps.is_on("not_finished") else "length", disaggregated_params=params)
         return True
 

@@ -34,6 +34,7 @@ class Core:
         self._thread.start()
         self.engine: TorchEngine
         self.engine_model: str
+        self.die: Callable[[str], None] | None = None  # of the executor
         self._closing = threading.Lock()
         try:
             self.info: EngineInfo = self.call(self._open(args))
@@ -83,6 +84,13 @@ class Core:
 def live_stats() -> list[EngineStats]:
     """Of every engine that runs under a stand-in in this process: for tests that ask what is left."""
     return [core.stats() for core in _live if not core.loop.is_closed()]
+
+
+def kill_all(reason: str) -> None:
+    """As when a rank is lost: the executors of this process answer nothing any more."""
+    for core in _live:
+        if core.die is not None and not core.loop.is_closed():
+            core.die(reason)
 
 
 def _carrier(backend: str | None) -> Carrier | None:

@@ -23,7 +23,7 @@ class _State(msgspec.Struct, frozen=True):
     expected: dict[str, Any]  # what decode must be given as it was answered
 
 
-def context_answer(ticket: HandoffTicket | None, request_id: int, first: Sequence[tuple[int, Any]]) -> Any:
+def context_answer(asked: Any, ticket: HandoffTicket | None, request_id: int, first: Sequence[tuple[int, Any]]) -> Any:
     """`outputs[0].disaggregated_params` of a context-only request. `request_type` is still that of the request."""
     assert ticket is not None
     fields: dict[str, Any] = {
@@ -34,9 +34,10 @@ def context_answer(ticket: HandoffTicket | None, request_id: int, first: Sequenc
     if traps.is_on("draft_tokens"):
         fields["draft_tokens"] = list(_DRAFTS)
     if LINE >= (1, 3):
-        fields |= {"disagg_request_id": request_id, "ctx_dp_rank": 0, "ctx_info_endpoint": "tcp://127.0.0.1:1"}
+        fields |= {"ctx_dp_rank": 0, "ctx_info_endpoint": "tcp://127.0.0.1:1"}
+        fields["disagg_request_id"] = asked.disagg_request_id
         fields["ctx_usage"] = {"prompt_tokens": ticket.prompt_tokens}
-    expected = {name: value for name, value in fields.items() if name != "request_type"}
+    expected = {name: value for name, value in fields.items() if name not in ("request_type", "ctx_usage")}
     state = codec.encode(_State(VERSION, ticket, expected))
     if LINE >= (1, 3) and first[0][1] is not None:
         fields["first_gen_log_probs"] = [[entry] for _, entry in first]
