@@ -17,12 +17,13 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import Permits, Running
 from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.endpoints import CHAT, TEXT
+from dynamo_trtllm.frontend.errors import answer
 from dynamo_trtllm.frontend.exchange import Generation
-from dynamo_trtllm.frontend.http import header
+from dynamo_trtllm.frontend.http import header, internal
 from dynamo_trtllm.frontend.responses.dialect import Responses
 from dynamo_trtllm.frontend.responses.routes import response_routes
 from dynamo_trtllm.frontend.responses.shelf import Shelf, store_limits
-from dynamo_trtllm.frontend.routes import Answers, error_response
+from dynamo_trtllm.frontend.routes import Answers, docs, error_response, json_response, openapi
 from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.plane.store import MemoryStore, Store
@@ -65,9 +66,11 @@ def build_app(
             Route("/health", answers.health, methods=["GET"]),
             Route("/live", answers.live, methods=["GET"]),
             Route("/metrics", answers.metrics, methods=["GET"]),
+            Route("/openapi.json", openapi, methods=["GET"]),
+            Route("/docs", docs, methods=["GET"]),
         ],
         middleware=[Middleware(RequestIds)],
-        exception_handlers={HTTPException: _no_such_thing},
+        exception_handlers={HTTPException: _no_such_thing, Exception: _bug},
     )
     app.router.redirect_slashes = False
     app.state.running = edge.running
@@ -87,6 +90,7 @@ class RequestIds:
         given = header(scope, b"x-request-id") or ""
         request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
+        state["echoed_id"] = request_id
         state["request_id"] = request_id if ENGINE_ID.fullmatch(request_id) else ""
 
         async def send_with_id(message: Message) -> None:
@@ -95,6 +99,12 @@ class RequestIds:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+async def _bug(request: Request, _: Exception) -> Response:
+    """Of an endpoint that answers at once. Starlette raises the error again when this was sent, and it is logged."""
+    told = answer(internal())
+    return json_response(told.body, told.status, {"X-Request-Id": request.state.echoed_id})
 
 
 async def _no_such_thing(request: Request, exc: Exception) -> Response:

@@ -13,6 +13,7 @@ LIMITED = "rate_limit_error"
 UNAVAILABLE = "service_unavailable_error"
 SERVER = "server_error"
 RETRY_AFTER_S = 1
+RETRY_LATER = frozenset({429, 503})  # statuses that come with Retry-After
 
 
 class Row(NamedTuple):
@@ -65,5 +66,10 @@ class Answer(NamedTuple):
 def answer(error: DynamoError) -> Answer:
     """What a client is told. A class without a row of its own takes its parent's."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if row.status in (429, 503) else {}
-    return Answer(row.status, error_body(error.message, type=row.type, param=error.field, code=error.code), headers)
+    body = error_body(error.message, type=row.type, param=error.field, code=error.code)
+    return Answer(row.status, body, retry_headers(row.status))
+
+
+def retry_headers(status: int) -> dict[str, str]:
+    """Whatever else the answer holds."""
+    return {"Retry-After": str(RETRY_AFTER_S)} if status in RETRY_LATER else {}

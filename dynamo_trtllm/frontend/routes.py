@@ -1,9 +1,12 @@
-"""The endpoints that answer at once: models, readiness, health, metrics."""
+"""The endpoints that answer at once: models, readiness, health, metrics, the API's description."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import orjson
@@ -13,12 +16,17 @@ from starlette.responses import Response
 from dynamo_trtllm.discovery.keys import endpoint_of
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.base import Catalog
-from dynamo_trtllm.frontend.errors import INVALID, answer
+from dynamo_trtllm.frontend.errors import INVALID, answer, retry_headers
+from dynamo_trtllm.frontend.openapi import document
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.observe.metrics import CONTENT_TYPE, FrontendMetrics
 from dynamo_trtllm.openai.errors import error_body
 from dynamo_trtllm.openai.models import model_list, model_object
 
+PAGE_MAY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 NO_WORKER = "no worker has registered yet"
 WANTED = {
     Role.PREFILL: "prefill worker",
@@ -61,9 +69,9 @@ class Answers:
             self._models.get(name)
             missing = self._models.missing_roles(name)
         except ModelNotFound as error:
-            return json_response({"model": name, "status": "not_ready", "message": error.message}, 503)
+            return _not_ready(name, error.message)
         if missing:
-            return json_response({"model": name, "status": "not_ready", "message": _missing(name, missing)}, 503)
+            return _not_ready(name, _missing(name, missing))
         return json_response({"model": name, "status": "ready"})
 
     async def health(self, _: Request) -> Response:
@@ -85,6 +93,25 @@ class Answers:
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def openapi(_: Request) -> Response:
+    return Response(await asyncio.to_thread(_openapi), media_type="application/json")
+
+
+@cache
+def _openapi() -> bytes:
+    return orjson.dumps(document())
+
+
+async def docs(_: Request) -> Response:
+    """A page that lays out `/openapi.json`; loads nothing from anywhere else."""
+    page = files("dynamo_trtllm.frontend").joinpath("docs.html").read_bytes()
+    return Response(page, media_type="text/html", headers={"Content-Security-Policy": PAGE_MAY})
+
+
+def _not_ready(name: str, message: str) -> Response:
+    return json_response({"model": name, "status": "not_ready", "message": message}, 503, retry_headers(503))
 
 
 def _told(error: ModelNotFound) -> Response:

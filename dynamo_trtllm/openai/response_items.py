@@ -42,7 +42,17 @@ def _text(part: Any, index: int) -> str:
     return text
 
 
-Texts = Annotated[list[str], BeforeValidator(texts)]
+class Part(Wire):
+    """A text part as it may be sent."""
+
+    hints: ClassVar = _PART_FIELDS - {"type", "text", "annotations"}
+    no_ops: ClassVar = {"annotations": ([],)}
+
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+Texts = Annotated[list[str], BeforeValidator(texts, json_schema_input_type=str | list[Part])]
 
 
 class MessageItem(Wire):

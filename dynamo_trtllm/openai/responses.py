@@ -77,7 +77,7 @@ Format = Annotated[
 class TextConfig(Wire):
     no_ops: ClassVar = {"verbosity": ("medium",)}
 
-    format: Format = Field(default_factory=lambda: TextFormat(type="text"))
+    format: Format = TextFormat(type="text")
 
 
 class NamedTool(Wire):
@@ -164,7 +164,7 @@ class ResponseRequest(SamplingFields):
         default_factory=list
     )
     reasoning: Reasoning = Reasoning()
-    text: TextConfig = TextConfig()
+    text: TextConfig = Field(default_factory=TextConfig)
     metadata: dict[Short, Long] = Field(default_factory=dict, max_length=MAX_METADATA)
     user: str | None = None
     safety_identifier: str | None = None

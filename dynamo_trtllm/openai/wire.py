@@ -6,17 +6,20 @@ A field is honoured, is known to change nothing at the given value, or is refuse
 from __future__ import annotations
 
 import difflib
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
-from pydantic.json_schema import JsonSchemaValue
+from pydantic.json_schema import JsonSchemaValue, models_json_schema
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
 M = TypeVar("M", bound="Wire")
+_REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
@@ -122,6 +125,27 @@ def parse(model: type[M], body: bytes) -> M:
         return model.model_validate(data)
     except ValidationError as exc:
         raise _translated(exc.errors(include_url=False)[0]) from exc
+
+
+def request_schemas(*models: type[Wire]) -> dict[str, JsonSchemaValue]:
+    """JSON Schemas of the models and all they hold, by name, with references as OpenAPI spells them."""
+    _, together = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
+    spelled = re.sub(r"dynamo_trtllm__openai__(\w+?)__", r"\1.", json.dumps(together["$defs"]))  # where names are equal
+    schemas: dict[str, JsonSchemaValue] = json.loads(spelled)
+    return {name: _plain(schema) for name, schema in schemas.items()}
+
+
+def _plain(schema: Any) -> Any:
+    """Without what pydantic adds and nobody needs: titles, and defaults that say "not given"."""
+    if isinstance(schema, list):
+        return [_plain(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: _plain(value)
+        for key, value in schema.items()
+        if not (key == "title" and isinstance(value, str)) and not (key == "default" and (value is None or value == {}))
+    }
 
 
 def kind_of(value: Any) -> str:

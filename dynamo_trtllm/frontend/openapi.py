@@ -1,0 +1,211 @@
+"""`/openapi.json`: the paths with every status that they can answer, the request models, the answers' schemas."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+import dynamo_trtllm
+from dynamo_trtllm.frontend.errors import RETRY_LATER, TABLE
+from dynamo_trtllm.openai.answers import ANSWERS, TEXT, Schema, ref
+from dynamo_trtllm.openai.chat import ChatRequest
+from dynamo_trtllm.openai.completions import CompletionRequest
+from dynamo_trtllm.openai.responses import ResponseRequest
+from dynamo_trtllm.openai.wire import request_schemas
+
+JSON: Final = "application/json"
+EVENTS: Final = "text/event-stream"
+ANY_ERROR: Final = frozenset(row.status for row in TABLE.values())  # a generation may fail in every way there is
+LOOKED_UP: Final = frozenset({400, 404, 500, 503})  # a store may be away
+MEANINGS: Final = {
+    200: "the answer",
+    400: "the request is wrong; param names the field",
+    404: "no such model, or nothing of this id is kept",
+    409: "cancelled by somebody else's request",
+    413: "the body is too large",
+    415: "the body says that it is no JSON",
+    429: "as much is being served as this server takes",
+    500: "a fault of ours",
+    502: "a worker or the hand-off between two failed",
+    503: "nobody can serve this now",
+    504: "not done in time",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    method: str
+    path: str
+    id: str
+    about: str
+    answer: str  # schema of the 200
+    media: str = JSON
+    body: str | None = None  # schema of the request
+    event: str | None = None  # schema of one event, when the answer may be streamed
+    query: tuple[tuple[str, Schema], ...] = ()
+    errors: frozenset[int] = frozenset()
+    otherwise: tuple[tuple[int, str], ...] = ()  # statuses with another body than Error
+
+
+_LIMIT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}
+_ORDER: Final[Schema] = {"enum": ["asc", "desc"], "default": "desc"}
+
+OPERATIONS: Final = (
+    Operation(
+        method="post",
+        path="/v1/chat/completions",
+        id="createChatCompletion",
+        about="The next message of a conversation.",
+        body="ChatRequest",
+        answer="ChatCompletion",
+        event="ChatCompletionChunk",
+        errors=ANY_ERROR,
+    ),
+    Operation(
+        method="post",
+        path="/v1/completions",
+        id="createCompletion",
+        about="What follows a plain prompt.",
+        body="CompletionRequest",
+        answer="TextCompletion",
+        event="TextCompletion",
+        errors=ANY_ERROR,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses",
+        id="createResponse",
+        about="A response, which later ones can build on.",
+        body="ResponseRequest",
+        answer="Response",
+        event="ResponseEvent",
+        errors=ANY_ERROR,
+    ),
+    Operation(
+        method="get",
+        path="/v1/responses/{id}",
+        id="retrieveResponse",
+        about="A response that is kept.",
+        answer="Response",
+        errors=LOOKED_UP,
+    ),
+    Operation(
+        method="delete",
+        path="/v1/responses/{id}",
+        id="deleteResponse",
+        about="Forgets a response.",
+        answer="ResponseDeleted",
+        errors=LOOKED_UP,
+    ),
+    Operation(
+        method="post",
+        path="/v1/responses/{id}/cancel",
+        id="cancelResponse",
+        about="Ends a response that is being made.",
+        answer="Response",
+        errors=LOOKED_UP,
+    ),
+    Operation(
+        method="get",
+        path="/v1/responses/{id}/input_items",
+        id="listInputItems",
+        about="What a response was made from.",
+        answer="ResponseItems",
+        query=(("limit", _LIMIT), ("order", _ORDER), ("after", TEXT)),
+        errors=LOOKED_UP,
+    ),
+    Operation(method="get", path="/v1/models", id="listModels", about="All models served here.", answer="ModelList"),
+    Operation(
+        method="get",
+        path="/v1/models/{id}",
+        id="retrieveModel",
+        about="One model; its id may hold slashes.",
+        answer="Model",
+        errors=frozenset({404}),
+    ),
+    Operation(
+        method="get",
+        path="/v1/models/{id}/ready",
+        id="modelReady",
+        about="Whether the model can be served now; what is missing if not.",
+        answer="Ready",
+        otherwise=((503, "Ready"),),
+    ),
+    Operation(
+        method="get",
+        path="/health",
+        id="health",
+        about="The deployment: instances, and what is missing. Always 200.",
+        answer="Health",
+    ),
+    Operation(method="get", path="/live", id="live", about="Whether this process answers.", answer="Live"),
+    Operation(method="get", path="/metrics", id="metrics", about="Prometheus metrics.", answer="", media="text/plain"),
+)
+
+
+def document() -> dict[str, Any]:
+    """The whole OpenAPI 3.1 document."""
+    paths: dict[str, dict[str, Any]] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "dynamo_trtllm",
+            "version": dynamo_trtllm.__version__,
+            "description": "OpenAI's API over disaggregated workers. A field is honoured or refused by name; "
+            "null means: not given.",
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {"schemas": request_schemas(ChatRequest, CompletionRequest, ResponseRequest) | ANSWERS},
+    }
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": operation.id,
+        "summary": operation.about,
+        "parameters": _parameters(operation),
+        "responses": {str(status): answer for status, answer in sorted(_answers(operation).items())},
+    }
+    if operation.body is not None:
+        described["requestBody"] = {"required": True, "content": {JSON: {"schema": ref(operation.body)}}}
+    return described
+
+
+def _parameters(operation: Operation) -> list[dict[str, Any]]:
+    names = re.findall(r"{(\w+)}", operation.path)
+    found = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
+    ]
+    found += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query]
+    if operation.body is not None:
+        found += [
+            {"name": "x-request-id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}},
+            {"name": "x-dynamo-stats", "in": "header", "schema": {"enum": ["1"]}},
+        ]
+    return found
+
+
+def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
+    content: dict[str, Any] = {operation.media: {"schema": ref(operation.answer) if operation.answer else TEXT}}
+    if operation.event is not None:  # one event is of the named schema; the stream as a whole has none
+        content[EVENTS] = {"schema": TEXT, "x-event-schema": ref(operation.event)}
+    answers = {200: _answer(200, content)}
+    for status in operation.errors | {500}:
+        answers[status] = _answer(status, {JSON: {"schema": ref("Error")}})
+    for status, name in operation.otherwise:
+        answers[status] = _answer(status, {JSON: {"schema": ref(name)}})
+    if operation.event is not None:
+        for name in ("x-prefill-instance", "x-decode-instance"):
+            answers[200]["headers"][name] = {"schema": TEXT}
+    return answers
+
+
+def _answer(status: int, content: dict[str, Any]) -> dict[str, Any]:
+    headers: dict[str, Any] = {"x-request-id": {"required": True, "schema": TEXT}}
+    if status in RETRY_LATER:
+        headers["retry-after"] = {"required": True, "schema": {"type": "string", "pattern": "^[0-9]+$"}}
+    return {"description": MEANINGS[status], "headers": headers, "content": content}
