@@ -177,6 +177,7 @@ def check_needed(has: Mapping[str, frozenset[str]], version: str) -> None:
 
 def release_line(version: str) -> str:
     """1.2 for 1.2.1; a pre-release stands for itself, because candidates of one line differ."""
+    version = version.partition("+")[0]
     major, minor, *rest = version.split(".")
     final = all(part.isdigit() for part in rest)
     return f"{major}.{minor}" if final else version
