@@ -1,0 +1,119 @@
+"""Every TensorRT-LLM file in engine_configs/ against each release it claims, and the list of what was not read."""
+
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.trtllm import kernels
+from dynamo_trtllm.engine.trtllm.args import TrtllmArgs, trtllm_args
+from dynamo_trtllm.engine.trtllm.gpu import Gpu
+from dynamo_trtllm.engine.trtllm.releases import Presence, releases
+from dynamo_trtllm.engine.trtllm.vendor import NEEDED
+from dynamo_trtllm.errors import ConfigError
+from tests import not_read
+
+RELEASES = {release.name: release for release in releases()}
+FILES = not_read.files()
+CLAIMS = [(path, name) for path in FILES for name in not_read.claimed(path)]
+GPT_OSS = not_read.ROOT / "engine_configs" / "gpt-oss-120b"
+
+
+def named(value: object) -> str:
+    return value.relative_to(not_read.ROOT / "engine_configs").as_posix() if isinstance(value, Path) else str(value)
+
+
+def args(path: Path, release: str, sm: int = 100) -> TrtllmArgs:
+    config = WorkerConfig(model_path="m", extra_engine_args=path)
+    return trtllm_args(config, RELEASES[release], [Gpu(name="GPU", sm=sm, memory_bytes=1)])
+
+
+def test_files_when_listed_then_each_is_of_one_engine_and_claims_known_releases() -> None:
+    assert len(FILES) >= 15
+    others = set((not_read.ROOT / "engine_configs").rglob("*.yaml")) - set(FILES)
+    assert {path.parent.name for path in others} == {"tiny-gpt-oss"}  # the torch engine's
+    for path in FILES:
+        names = not_read.claimed(path)
+        assert names == tuple(name for name in RELEASES if name in names), path
+
+
+@pytest.mark.parametrize(("path", "name"), CLAIMS, ids=named)
+def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_is_taken(path: Path, name: str) -> None:
+    uses = list(not_read.arguments(path, RELEASES[name]))
+    assert [use.name for use in uses if use.presence is Presence.ABSENT] == []
+    unread = [use.name for use in uses if use.presence is Presence.NOT_READ]
+    merged = args(path, name)
+    assert len(merged.notes) == len(unread)  # no old spelling and no contradiction in what we ship
+
+
+def test_hopper_files_when_a_release_lacks_their_moe_backend_then_it_is_not_claimed() -> None:
+    for role in ("prefill", "decode"):
+        path = GPT_OSS / "hopper" / f"{role}.yaml"
+        assert "1.0.0" not in not_read.claimed(path)
+        with pytest.raises(ConfigError, match="'TRITON': expected one of"):
+            args(path, "1.0.0")
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES if path.stem == "prefill"}), ids=named)
+def test_pair_when_shipped_then_both_roles_agree_on_what_crosses(folder: Path) -> None:
+    assert not_read.claimed(folder / "prefill.yaml") == not_read.claimed(folder / "decode.yaml")
+    prefill, decode = (args(folder / f"{role}.yaml", "1.2.1") for role in ("prefill", "decode"))
+    for key in (
+        "cache_transceiver_config.backend",
+        "cache_transceiver_config.max_tokens_in_buffer",
+        "kv_cache_config.dtype",
+        "kv_cache_config.tokens_per_block",
+        "attn_backend",
+    ):
+        assert prefill.get(key) == decode.get(key), key
+    assert prefill.get("cache_transceiver_config.backend") == "UCX"
+    assert (
+        prefill.get("cache_transceiver_config.max_tokens_in_buffer") % prefill.get("kv_cache_config.tokens_per_block")
+        == 0
+    )
+    assert prefill.get("disable_overlap_scheduler") is True
+    assert (prefill.get("max_seq_len") or 0) <= (decode.get("max_seq_len") or 0)
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_file_when_it_names_a_moe_backend_then_the_profile_of_its_gpu_allows_it(path: Path) -> None:
+    sm = 90 if path.parent.name == "hopper" else 100
+    merged = args(path, "1.2.1", sm)
+    assert merged.get("moe_config.backend") in kernels.choose(None, [Gpu(name="", sm=sm, memory_bytes=1)]).quantization
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("prefill.yaml", {"cuda_graph_config.max_batch_size": 32, "enable_attention_dp": False, "stream_interval": 10}),
+        ("decode.yaml", {"cuda_graph_config.max_batch_size": 128, "enable_attention_dp": True, "max_num_tokens": 8192}),
+        ("v0.5/prefill.yaml", {"enable_chunked_prefill": True, "cache_transceiver_config.max_tokens_in_buffer": 65536}),
+        (
+            "v0.5/decode.yaml",
+            {"tensor_parallel_size": 4, "kv_cache_config.free_gpu_memory_fraction": 0.8, "max_num_tokens": 16384},
+        ),
+        (
+            "draft/prefill.yaml",
+            {"moe_expert_parallel_size": 4, "max_num_tokens": 16384, "moe_config.backend": "CUTLASS"},
+        ),
+        ("k8s-agg/agg.yaml", {"cuda_graph_config.max_batch_size": 800, "moe_config.backend": "TRTLLM"}),
+        ("k8s-disagg/prefill.yaml", {"tensor_parallel_size": 1, "max_batch_size": 64, "max_seq_len": 9000}),
+        (
+            "k8s-disagg/decode.yaml",
+            {"tensor_parallel_size": 4, "max_batch_size": 1280, "kv_cache_config.dtype": "fp8", "max_seq_len": 11000},
+        ),
+    ],
+)
+def test_file_when_it_is_a_guides_then_it_has_the_guides_values(file: str, expected: dict[str, object]) -> None:
+    merged = args(GPT_OSS / file, "1.2.1")
+    assert {key: merged.get(key) for key in expected} == expected
+
+
+def test_engine_when_it_needs_a_name_then_no_release_lacks_it() -> None:
+    assert [use for use in not_read.calls(NEEDED) if use.presence is Presence.ABSENT] == []
+
+
+def test_not_read_when_collected_then_printed_and_as_the_committed_page_says() -> None:
+    for use in not_read.not_read():
+        print(f"not read: {use.release} {use.name} ({use.where})")
+    assert not_read.page() == not_read.PAGE.read_text(encoding="utf-8"), "run python -m tests.not_read and commit"

@@ -1,0 +1,139 @@
+"""The guides' launch lines, word for word but for the module name: what each configures, or the line that refuses it.
+
+The guide of the Kubernetes targets (003) starts no process by hand and so has no line.
+"""
+
+import logging
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.engine.trtllm.args import trtllm_args
+from dynamo_trtllm.engine.trtllm.releases import releases
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Role
+
+DATA = Path(__file__).parents[1] / "data" / "guide_commands.txt"
+
+
+class Command(NamedTuple):
+    guide: str
+    module: str
+    environment: dict[str, str]
+    words: list[str]
+
+
+def commands() -> list[Command]:
+    found = []
+    for part in DATA.read_text().split("== ")[1:]:
+        guide, _, text = part.partition("\n")
+        for line in text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line.removesuffix("&"))
+            environment = dict(word.split("=") for word in words if re.fullmatch(r"[A-Z_]+=.*", word))
+            start = words.index("-m")
+            found.append(Command(guide, words[start + 1], environment, words[start + 2 :]))
+    return found
+
+
+def of(module: str) -> list[Any]:
+    return [pytest.param(each, id=f"{each.guide}-{i}") for i, each in enumerate(commands()) if each.module == module]
+
+
+def parsed(model: type, words: list[str], environment: dict[str, str] | None = None) -> Any:
+    return load(model, prog="p", description="d", argv=words, environ=environment or {}).config
+
+
+EXPECTED = {
+    ("000", Role.PREFILL): {"max_num_tokens": 20000, "max_batch_size": 32},
+    ("000", Role.DECODE): {"max_num_tokens": 16384, "max_batch_size": None},
+    ("001", Role.PREFILL): {"max_num_tokens": 20000, "max_batch_size": 32},
+    ("001", Role.DECODE): {"max_num_tokens": 16384, "max_batch_size": None},
+    ("002", Role.PREFILL): {"max_num_tokens": 20000, "max_batch_size": 32},
+    ("002", Role.DECODE): {"max_num_tokens": 16384, "max_batch_size": 128},
+}
+
+
+def test_commands_when_counted_then_those_of_all_guides() -> None:
+    assert [(each.guide, each.module.removeprefix("dynamo.")) for each in commands()] == [
+        *[(guide, name) for guide in ("000", "001", "002") for name in ("frontend", "trtllm", "trtllm")],
+        *[("004", name) for name in ("frontend", "vllm", "vllm")],
+    ]
+
+
+@pytest.mark.parametrize("command", of("dynamo.frontend"))
+def test_frontend_line_when_parsed_then_its_port_and_policy(command: Command) -> None:
+    config = parsed(FrontendConfig, command.words)
+    assert (config.http_port, config.router_mode) == (8000, "round-robin")
+
+
+@pytest.mark.parametrize("command", of("dynamo.trtllm"))
+def test_worker_line_when_parsed_then_what_the_guide_means(command: Command) -> None:
+    config = parsed(WorkerConfig, command.words, command.environment)
+    expected = EXPECTED[command.guide, config.disaggregation_mode] | {
+        "model_path": "/model",
+        "served_model_name": "gpt-oss-120b" if command.guide == "002" else "openai/gpt-oss-120b",
+        "disaggregation_strategy": "prefill_first",
+        "tensor_parallel_size": 4,
+        "expert_parallel_size": 4,
+        "free_gpu_memory_fraction": 0.9,
+        "engine": None,  # TensorRT-LLM where it is installed
+        "dyn_reasoning_parser": "gpt_oss" if command.guide == "001" else None,
+        "dyn_tool_call_parser": "harmony" if command.guide == "001" else None,
+        "kernels_profile": None,
+        "override_engine_args": None,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("command", of("dynamo.trtllm"))
+@pytest.mark.parametrize("release", releases(), ids=lambda release: release.name)
+def test_worker_line_when_merged_with_its_file_then_the_typed_flags_win_in_every_release(
+    command: Command, release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the guides' paths are not here: the shipped files are taken
+    config = parsed(WorkerConfig, command.words)
+    with caplog.at_level(logging.INFO):
+        args = trtllm_args(config, release, [])
+    assert f"{config.extra_engine_args} is not here; taken as engine_configs/gpt-oss-120b/" in caplog.text
+    is_prefill = config.disaggregation_mode is Role.PREFILL
+    for key, value in {
+        "tensor_parallel_size": 4,
+        "moe_expert_parallel_size": 4,
+        "kv_cache_config.free_gpu_memory_fraction": 0.9,
+        "max_num_tokens": 20000 if is_prefill else 16384,
+        "moe_config.backend": "CUTLASS",
+        "cache_transceiver_config.backend": "UCX",
+        "cache_transceiver_config.max_tokens_in_buffer": 65536,
+        "cuda_graph_config.max_batch_size": 32 if is_prefill else 128,
+        "enable_attention_dp": not is_prefill,
+        "enable_chunked_prefill": is_prefill,
+        "disable_overlap_scheduler": is_prefill,
+        "stream_interval": 10,
+    }.items():
+        assert args.get(key) == value, key
+    beaten = [] if is_prefill or command.guide == "001" else ["kv_cache_config.free_gpu_memory_fraction"]
+    assert list(args.notes) == [
+        f"--free-gpu-memory-fraction 0.9 beats {key} 0.8 of YAML {config.extra_engine_args}" for key in beaten
+    ]
+
+
+@pytest.mark.parametrize("command", of("dynamo.vllm"))
+def test_vllm_line_when_parsed_then_refused_with_what_to_use(command: Command) -> None:
+    refusal = (
+        "--is-prefill-worker is of the vllm engine, which is not in this version; use --disaggregation-mode prefill"
+        if "--is-prefill-worker" in command.words
+        else "flag --engine is 'vllm': the vllm engine is not in this version; choose trtllm, torch or mock"
+    )
+    with pytest.raises(ConfigError) as caught:
+        parsed(WorkerConfig, ["--engine", "vllm", *command.words])
+    assert caught.value.message == refusal
+
+
+def test_events_flag_when_typed_then_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="flag --publish-kv-events is 'True': no engine of this version publishes"):
+        parsed(WorkerConfig, ["--model", "m", "--publish-kv-events"])
