@@ -27,7 +27,6 @@ from dynamo_trtllm.plane.store import StoreLimits, too_large
 
 _log = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S: Final = 5.0
 _TIMEOUT_S: Final = 2.0  # of one call: an answer waits for it when JetStream is away
 _HEADROOM_BYTES: Final = 4096  # of a message, for subject and headers
 _COUNT: Final = struct.Struct("<I")  # before the bytes of the first piece: how many more there are
@@ -52,12 +51,14 @@ class JetStreamStore:
         self._piece_bytes = client.max_payload - _HEADROOM_BYTES
 
     @classmethod
-    async def connect(cls, url: str, namespace: str, limits: StoreLimits) -> JetStreamStore:
+    async def connect(
+        cls, url: str, namespace: str, limits: StoreLimits, *, connect_timeout_s: float = 5.0
+    ) -> JetStreamStore:
         """Raises Unreachable when no server answers at `url`, or one without JetStream."""
         client = Client()
         address = url.rpartition("@")[2]
         try:
-            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(connect_timeout_s):
                 await client.connect(
                     url,
                     error_cb=_on_error,
@@ -72,7 +73,7 @@ class JetStreamStore:
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             await client.close()
             raise Unreachable(
-                f"no JetStream at {address} ({exc or type(exc).__name__}); start nats-server with -js, "
+                f"JetStream at {address} can't be used ({exc or type(exc).__name__}); start nats-server with -js, "
                 "or choose --response-store memory"
             ) from exc
         return cls(client, bucket, limits.max_bytes)
@@ -82,7 +83,7 @@ class JetStreamStore:
             raise too_large(len(value), self._max_bytes)
         first = self._piece_bytes - _COUNT.size
         rest = [value[start : start + self._piece_bytes] for start in range(first, len(value), self._piece_bytes)]
-        with _translated("write"):
+        with self._connected("write"):
             for number, piece in enumerate(rest, start=1):
                 await self._bucket.put(f"{key}.{number}", piece)
             await self._bucket.put(key, _COUNT.pack(len(rest)) + value[:first])
@@ -103,7 +104,7 @@ class JetStreamStore:
         head = await self._piece(key)
         if head is None:
             return
-        with _translated("write"):
+        with self._connected("write"):
             await self._bucket.purge(key)
             for number in range(1, _COUNT.unpack_from(head)[0] + 1):
                 await self._bucket.purge(f"{key}.{number}")
@@ -117,11 +118,23 @@ class JetStreamStore:
             _log.debug("closing the connection to JetStream: %r", exc)
 
     async def _piece(self, key: str) -> bytes | None:
-        with _translated("read"):
+        with self._connected("read"):
             try:
                 return (await self._bucket.get(key)).value
             except js_errors.NotFoundError:
                 return None
+
+    @contextmanager
+    def _connected(self, what: str) -> Iterator[None]:
+        """Fails at once without a connection, where the client would wait for one."""
+        if not self._client.is_connected:
+            raise Disconnected(f"JetStream can't {what} a response: there is no connection to NATS")
+        try:
+            yield
+        except (js_errors.APIError, js_errors.NoStreamResponseError) as exc:
+            raise Unreachable(f"JetStream could not {what} a response: {exc}") from exc
+        except (nats_errors.Error, OSError, TimeoutError) as exc:
+            raise Disconnected(f"JetStream could not {what} a response: {exc or type(exc).__name__}") from exc
 
 
 async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> KeyValue:
@@ -148,16 +161,6 @@ async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> 
     except js_errors.BadRequestError as exc:
         _log.debug("the bucket %s was made by another frontend: %r", name, exc)
     return await context.key_value(name)
-
-
-@contextmanager
-def _translated(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (js_errors.APIError, js_errors.NoStreamResponseError) as exc:
-        raise Unreachable(f"JetStream could not {what} a response: {exc}") from exc
-    except (nats_errors.Error, OSError, TimeoutError) as exc:
-        raise Disconnected(f"JetStream could not {what} a response: {exc or type(exc).__name__}") from exc
 
 
 async def _on_error(error: Exception) -> None:
