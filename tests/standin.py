@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sys
@@ -34,6 +35,16 @@ def playing(release: str = "1.2.1", *, carrier: str = "tcp") -> Iterator[Any]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def trap_names() -> list[str]:
+    """Read off the source: importing the stand-in takes a second, which collecting tests should not."""
+    tree = ast.parse((FAKES / "tensorrt_llm" / "standin" / "traps.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TRAPS":
+            assert isinstance(node.value, ast.Dict)
+            return [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+    raise AssertionError("traps.py has no TRAPS")
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from tensorrt_llm.standin.core import Core
 from tensorrt_llm.standin.release import LINE, RELEASE, VERSION, checked_arguments
 
 _log = logging.getLogger(__name__)
+_SLOW_SHUTDOWN_S = 0.5
 
 
 class RequestOutput(GenerationResult):
@@ -35,6 +36,9 @@ def _signature(method: str) -> inspect.Signature:
             for f in fields
         ]
     )
+
+
+_GENERATE_ASYNC = _signature("generate_async")
 
 
 class LLM:
@@ -71,7 +75,7 @@ class LLM:
 
     def generate_async(self, *args: Any, **kwargs: Any) -> RequestOutput:
         """Returns at once."""
-        given = self.generate_async.__signature__.bind(self, *args, **kwargs)  # type: ignore[attr-defined]
+        given = _GENERATE_ASYNC.bind(self, *args, **kwargs)
         given.apply_defaults()
         call = given.arguments
         if self._executor is None or self._executor.is_shutdown():
@@ -93,7 +97,7 @@ class LLM:
         self._executor.submit(submission, result)
         return result
 
-    generate_async.__signature__ = _signature("generate_async")  # type: ignore[attr-defined]
+    generate_async.__signature__ = _GENERATE_ASYNC  # type: ignore[attr-defined]
 
     def _prepared(self, sampling: Any, params: Any) -> Any:
         """On the caller's object, as the real one does."""
@@ -153,7 +157,7 @@ class LLM:
         if executor is None:
             return
         if traps.is_on("shutdown_hangs"):
-            time.sleep(2.0)
+            time.sleep(_SLOW_SHUTDOWN_S)
         executor.shutdown()
         self._core.close()
 

@@ -58,7 +58,7 @@ TRAPS = {
     "stats_stale": Trap(False, "no statistics after the last request ended: the last row still shows it"),
     "stats_fail": Trap(False, "get_stats raises"),
     "start_fails": Trap(False, "the constructor raises"),
-    "shutdown_hangs": Trap(False, "shutdown takes 2 s"),
+    "shutdown_hangs": Trap(False, "shutdown takes half a second"),
 }
 
 _switched: dict[str, bool] = {}

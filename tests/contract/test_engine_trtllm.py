@@ -1,0 +1,422 @@
+"""What the trtllm engine promises beyond the contract: it survives every trap of TensorRT-LLM, played by a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.bundled import resolve
+from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    DynamoError,
+    EngineFailed,
+    EngineRefused,
+    HandoffTimeout,
+    TicketMismatch,
+    TransferFailed,
+)
+from dynamo_trtllm.messages import Chunk, FinishReason, Guided, GuidedAlternative, Phase, Role
+from tests.engines import (
+    answer,
+    ask,
+    check_nothing_left,
+    check_stats,
+    collect,
+    make,
+    prompt_of,
+    release,
+    started,
+    ticket_from,
+    tokens,
+    two_legs,
+)
+from tests.standin import RELEASES, hurry, playing, trap_names
+
+HARMONY_STOPS = (200002, 200012)
+PROMPT = prompt_of(70)
+# Those that change what an answer is made of, or take an answer away; every other is survived without a trace.
+FAILING = {
+    "refused_at_call": EngineRefused,
+    "request_fails": EngineRefused,
+    "step_fails": EngineRefused,
+    "finishes_timeout": DeadlineExceeded,
+    "never_answers": DeadlineExceeded,
+}
+ELSEWHERE = {
+    *FAILING,
+    "context_refuses_overlap",
+    "transfer_fails",
+    "transfer_hangs",
+    "executor_dies",
+    "no_context_params",
+    "start_fails",
+    "abort_never_answers",
+    "abort_lost",
+    "abort_slow",
+    "abort_drops_waiting",
+    "abort_keeps_context",
+}
+
+
+class Engines(NamedTuple):
+    package: Any  # the stand-in that they were started with
+    whole: Engine
+    prefill: Engine
+    decode: Engine
+
+    def all(self) -> tuple[Engine, ...]:
+        return self.whole, self.prefill, self.decode
+
+    def turned(self, *names: str) -> Any:
+        return self.package.standin.traps.turned(*names)
+
+
+@asynccontextmanager
+async def three(package: Any, folder: Path, **args: Any) -> AsyncIterator[Engines]:
+    engines = [make("trtllm", folder, role, **args) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)]
+    async with started(*engines):
+        yield Engines(package, *engines)
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+@pytest.fixture
+def package() -> Iterator[Any]:
+    with playing() as found:
+        yield found
+
+
+@pytest.fixture
+async def engines(package: Any, gpt_oss: Path) -> AsyncIterator[Engines]:
+    async with three(package, gpt_oss) as found:
+        yield found
+
+
+class Expected(NamedTuple):
+    free: list[int]
+    stopped: list[int]
+
+
+async def check_answers(engines: Engines, expected: Expected) -> None:
+    """Whole and in two legs, with a stop token and without, tokens and log-probabilities are what they should be."""
+    stop = {"stop_token_ids": (expected.stopped[-1],)}
+    cases = [({}, expected.free, FinishReason.LENGTH), (stop, expected.stopped, FinishReason.STOP)]
+    for sampling, wanted, reason in cases:
+        chosen = {"logprobs": 1, **sampling}
+        for chunks in (
+            await collect(engines.whole, ask(PROMPT, **chosen)),
+            await two_legs(engines.prefill, engines.decode, PROMPT, **chosen),
+        ):
+            assert tokens(chunks) == wanted
+            assert chunks[-1].finish_reason is reason
+            check_logprobs(chunks)
+    for engine in (engines.prefill, engines.decode, engines.whole):
+        await check_stats(engine, running=0)
+
+
+def check_logprobs(chunks: list[Chunk]) -> None:
+    """One for each token, and its own."""
+    assert [entry.token_id for chunk in chunks for entry in chunk.logprobs] == tokens(chunks)
+
+
+async def torch_answers(folder: Path) -> Expected:
+    """Of the torch engine itself."""
+    engine = make("torch", folder, Role.AGGREGATED)
+    async with started(engine):
+        free = await answer(engine, PROMPT)
+        return Expected(free, await answer(engine, PROMPT, stop_token_ids=(free[4],)))
+
+
+# --- answers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", RELEASES)
+async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(version: str, gpt_oss: Path) -> None:
+    expected = await torch_answers(gpt_oss)
+    assert len(expected.stopped) < len(expected.free)
+    with playing(version) as package:
+        async with three(package, gpt_oss) as engines:
+            await check_answers(engines, expected)
+            sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
+            chosen = await two_legs(engines.prefill, engines.decode, PROMPT, **sampled)
+            assert tokens(chosen) == await answer(engines.whole, PROMPT, **sampled)
+
+
+@pytest.mark.parametrize("trap", [name for name in trap_names() if name not in ELSEWHERE])
+async def test_answers_when_a_trap_is_turned_then_the_same(trap: str, gpt_oss: Path, package: Any) -> None:
+    expected = await torch_answers(gpt_oss)
+    traps = package.standin.traps
+    with traps.turned(traps.flipped(trap)):
+        async with three(package, gpt_oss) as engines:
+            await check_answers(engines, expected)
+
+
+async def test_answers_when_steps_bring_several_tokens_then_none_is_lost(gpt_oss: Path, package: Any) -> None:
+    async with three(package, gpt_oss, stream_interval=3) as engines:
+        await check_answers(engines, await torch_answers(gpt_oss))
+
+
+async def test_prefill_when_one_token_is_wanted_then_no_context_only_call_is_made(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    plain = engines.package.llmapi.LLM.generate_async
+
+    def noted(self: Any, **call: Any) -> Any:
+        seen.append(call.get("disaggregated_params"))
+        return plain(self, **call)
+
+    monkeypatch.setattr(engines.package.llmapi.LLM, "generate_async", noted)
+    (last,) = await collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL, max_tokens=1))
+    assert (last.finish_reason, last.ticket, len(last.token_ids)) == (FinishReason.LENGTH, None, 1)
+    assert seen == [None]
+
+
+# --- Harmony's stop tokens, with the bundled model --------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", HARMONY_STOPS)
+async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_ticket_is_left(
+    stop: int, package: Any
+) -> None:
+    folder = resolve("tiny-gpt-oss")
+    forced = {"logit_bias": ((stop, 1000.0),), "max_tokens": 20}
+    async with three(package, folder) as engines:
+        for engine, phase in ((engines.whole, Phase.WHOLE), (engines.prefill, Phase.PREFILL)):
+            (last,) = await collect(engine, ask(PROMPT, phase=phase, **forced))
+            assert (list(last.token_ids), last.finish_reason, last.ticket) == ([stop], FinishReason.STOP, None)
+            await check_nothing_left(engine)
+        on = await collect(engines.whole, ask(PROMPT, ignore_eos=True, **forced))
+        assert tokens(on) == [stop] * 20
+
+
+# --- refusals --------------------------------------------------------------------------------------------
+
+
+async def test_cache_salt_when_the_release_lacks_it_then_refused_by_name(gpt_oss: Path) -> None:
+    request = msgspec.structs.replace(ask(PROMPT), cache_salt="tenant")
+    for version in ("1.0.0", "1.1.0"):
+        with playing(version):
+            engine = make("trtllm", gpt_oss, Role.AGGREGATED)
+            async with started(engine):
+                if version == "1.1.0":
+                    assert len(tokens(await collect(engine, request))) == 8
+                    continue
+                with pytest.raises(EngineRefused) as caught:
+                    await collect(engine, request)
+                assert caught.value.field == "cache_salt"
+
+
+async def test_guided_when_no_backend_is_set_then_refused_by_name(engines: Engines) -> None:
+    guided = Guided(alternatives=(GuidedAlternative(json_schema="{}"),))
+    with pytest.raises(EngineRefused) as caught:
+        await answer(engines.whole, PROMPT, guided=guided)
+    assert caught.value.field == "guided"
+
+
+@pytest.mark.parametrize(
+    ("role", "args", "why"),
+    [
+        (
+            Role.PREFILL,
+            {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 64}},
+            "max_tokens_in_buffer",
+        ),
+        (Role.AGGREGATED, {"max_num_tokens": 64}, "max_num_tokens"),
+        (Role.AGGREGATED, {"max_seq_len": 65}, "max_seq_len"),
+    ],
+)
+async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_sets_it(
+    gpt_oss: Path, package: Any, role: Role, args: dict[str, Any], why: str
+) -> None:
+    engine = make("trtllm", gpt_oss, role, **args)
+    phase = Phase.PREFILL if role is Role.PREFILL else Phase.WHOLE
+    async with started(engine):
+        with pytest.raises(ContextTooLong, match=why):
+            await collect(engine, ask(prompt_of(65), phase=phase))
+        await collect(engine, ask(prompt_of(64), phase=phase, max_tokens=1))
+
+
+@pytest.mark.parametrize(("theirs", "ours"), list(itertools.permutations(RELEASES, 2)))
+async def test_ticket_when_decode_is_of_another_release_then_refused_by_name(
+    theirs: str, ours: str, gpt_oss: Path
+) -> None:
+    with playing(theirs):
+        prefill = make("trtllm", gpt_oss, Role.PREFILL)
+        async with started(prefill):
+            ticket = await ticket_from(prefill, PROMPT)
+            with playing(ours):
+                decode = make("trtllm", gpt_oss, Role.DECODE)
+                async with started(decode):
+                    with pytest.raises(TicketMismatch) as caught:
+                        await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+                    await check_nothing_left(decode)
+            assert caught.value.field == "release"
+            release(prefill, ticket)
+            await check_nothing_left(prefill)
+
+
+# --- failures --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trap", FAILING)
+async def test_request_when_it_fails_then_named_and_the_engine_goes_on(trap: str, engines: Engines) -> None:
+    request = ask(PROMPT)
+    if trap == "never_answers":
+        request = msgspec.structs.replace(request, deadline=time.time() + 0.2)
+    with engines.turned(trap):
+        with pytest.raises(DynamoError) as caught:
+            await collect(engines.whole, request)
+        assert type(caught.value) is FAILING[trap]
+        await check_nothing_left(engines.whole)
+    await engines.whole.check()
+    assert len(await answer(engines.whole, PROMPT)) == 8
+
+
+async def test_step_when_it_fails_then_all_requests_of_the_rank_fail_and_the_next_is_served(engines: Engines) -> None:
+    with engines.turned("step_fails"):
+        results = await asyncio.gather(
+            *(answer(engines.whole, prompt_of(40, n), max_tokens=200) for n in range(4)), return_exceptions=True
+        )
+    assert {type(result) for result in results} == {EngineRefused}
+    assert len(await answer(engines.whole, PROMPT)) == 8
+    await check_nothing_left(engines.whole)
+
+
+@pytest.mark.parametrize(("trap", "error"), [("transfer_fails", TransferFailed), ("finishes_timeout", HandoffTimeout)])
+async def test_decode_when_the_kv_does_not_come_then_a_handoff_error(
+    trap: str, error: type[DynamoError], engines: Engines
+) -> None:
+    ticket = await ticket_from(engines.prefill, PROMPT)
+    with engines.turned(trap), pytest.raises(DynamoError) as caught:
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+    assert isinstance(caught.value, (error, TransferFailed, DeadlineExceeded))
+    await check_nothing_left(engines.decode)
+    release(engines.prefill, ticket)
+    await check_nothing_left(engines.prefill)
+
+
+async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_ticket(gpt_oss: Path, package: Any) -> None:
+    prefill, decode = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4), make("trtllm", gpt_oss, Role.DECODE)
+    async with started(prefill, decode):
+        ticket = await ticket_from(prefill, PROMPT)
+        with package.standin.traps.turned("transfer_hangs"), pytest.raises(HandoffTimeout):
+            await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+        await check_nothing_left(decode)
+        await check_nothing_left(prefill)
+
+
+async def test_prefill_when_nothing_is_handed_over_then_refused_with_the_cure(engines: Engines) -> None:
+    with engines.turned("no_context_params"), pytest.raises(EngineRefused, match=r"cache_transceiver_config\.backend"):
+        await collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL))
+    await check_nothing_left(engines.prefill)
+
+
+async def test_prefill_when_the_scheduler_overlaps_then_the_vendors_words_reach_the_caller(
+    gpt_oss: Path, package: Any
+) -> None:
+    engine = make("trtllm", gpt_oss, Role.PREFILL, disable_overlap_scheduler=False)
+    async with started(engine):
+        with package.standin.traps.turned("context_refuses_overlap"), pytest.raises(EngineRefused, match="overlap"):
+            await collect(engine, ask(PROMPT, phase=Phase.PREFILL))
+
+
+async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_failed(engines: Engines) -> None:
+    engine = engines.whole
+    await engine.check()
+    async with aclosing(engine.generate(ask(PROMPT, max_tokens=1500))) as running:
+        await anext(running)
+        with engines.turned("executor_dies"), pytest.raises(EngineFailed):
+            await answer(engine, PROMPT)
+        with pytest.raises(EngineFailed):
+            async for _ in running:
+                pass
+    for _ in range(2):
+        with pytest.raises(EngineFailed):
+            await engine.check()
+    with pytest.raises(EngineFailed):
+        await answer(engine, PROMPT)
+    await engine.drain()
+
+
+async def test_executor_when_it_dies_unseen_then_check_finds_out(engines: Engines) -> None:
+    engines.package.standin.core.kill_all("a rank was lost")
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineFailed):
+        await engines.whole.check()
+
+
+async def test_start_when_the_constructor_fails_then_engine_failed_with_its_words(gpt_oss: Path, package: Any) -> None:
+    engine = make("trtllm", gpt_oss, Role.AGGREGATED)
+    with package.standin.traps.turned("start_fails"), pytest.raises(EngineFailed, match="Executor worker"):
+        await engine.start()
+    await engine.aclose()
+
+
+# --- cancellation ----------------------------------------------------------------------------------------
+
+ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_waiting", "abort_keeps_context"]
+
+
+@pytest.mark.parametrize("trap", ABORTS)
+async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path, package: Any) -> None:
+    async with three(package, gpt_oss, max_batch_size=1, max_seq_len=600) as engines:
+        with engines.turned(*([trap] if trap else [])):
+            await cancel_while_waiting_and_running(engines)
+            await cancel_both_legs(engines)
+        for engine in engines.all():
+            await asyncio.wait_for(engine.drain(), 5)
+            await check_stats(engine, running=0, waiting=0, kv_blocks_used=0, tickets_held=0)
+        expected = await answer(engines.whole, PROMPT)
+        assert tokens(await two_legs(engines.prefill, engines.decode, PROMPT)) == expected
+
+
+async def cancel_while_waiting_and_running(engines: Engines) -> None:
+    """One streams, two wait for its place: all three are cancelled."""
+    engine = engines.whole
+    async with aclosing(engine.generate(ask(PROMPT, max_tokens=200))) as running:
+        await anext(running)
+        waiting = [asyncio.create_task(answer(engine, prompt_of(40, n), max_tokens=50)) for n in range(2)]
+        await asyncio.sleep(0.02)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def cancel_both_legs(engines: Engines) -> None:
+    prefilling = asyncio.create_task(collect(engines.prefill, ask(prompt_of(500), phase=Phase.PREFILL)))
+    await asyncio.sleep(0)
+    prefilling.cancel()
+    await asyncio.gather(prefilling, return_exceptions=True)
+    for steps in (0, 1, 3):
+        ticket = await ticket_from(engines.prefill, PROMPT, max_tokens=150)
+        decoding = ask(PROMPT, phase=Phase.DECODE, ticket=ticket, max_tokens=150)
+        async with aclosing(engines.decode.generate(decoding)) as stream:
+            if steps == 0:
+                first = asyncio.ensure_future(anext(stream))
+                await asyncio.sleep(0)
+                first.cancel()
+                await asyncio.gather(first, return_exceptions=True)
+            for _ in range(steps):
+                await anext(stream)
+        release(engines.prefill, ticket)
+
+
+async def test_ticket_when_refused_then_the_vendor_is_asked_to_let_go(engines: Engines) -> None:
+    ticket = await ticket_from(engines.prefill, PROMPT)
+    await check_stats(engines.prefill, tickets_held=1, kv_blocks_used=3)
+    release(engines.prefill, ticket)
+    await check_nothing_left(engines.prefill)
