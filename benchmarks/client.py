@@ -1,0 +1,241 @@
+"""Load on any OpenAI-compatible server: many streamed chats at once, raw records and figures.
+
+python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --requests 320 --isl 128 --osl 256
+
+Closed loop: --concurrency requests are always under way. Open loop: --rate sends that many a second (Poisson) whatever
+the answers do; latency counts from the planned time, so that a server that stalls can't hide it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import msgspec
+import orjson
+import uvloop
+
+from benchmarks.figures import Figures, ProcessMeter, figures, table
+from benchmarks.stream import Record, StreamConnection
+
+_WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
+    "not what all were we when your can said there use an each which she do how their if will up other about out many"
+).split()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What to send. Seconds and tokens."""
+
+    url: str
+    model: str
+    concurrency: int = 1
+    rate: float = 0.0  # requests per second; 0: closed loop
+    requests: int = 16
+    seconds: float = 120.0  # no new request after this
+    isl: int = 128  # words of the prompt, near enough its tokens
+    osl: int = 64  # max_tokens
+    timeout_s: float = 120.0
+    fresh_connections: bool = False
+    ignore_eos: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)  # put into every body
+    seed: int = 0  # 0: prompts that no earlier run sent, because servers cache
+    keep_text: bool = False
+
+
+class Client:
+    """Runs one load. `on_record` sees each record as its request ends."""
+
+    def __init__(self, load: Load, on_record: Callable[[Record], None] = lambda _: None) -> None:
+        self._load = load
+        self._on_record = on_record
+        self._random = random.Random(load.seed or time.time_ns())
+        at = urlsplit(load.url)
+        self._host, self._port = at.hostname or "localhost", at.port or 80
+        self._path = at.path.rstrip("/") + "/v1/chat/completions"
+        self._idle: deque[StreamConnection] = deque()
+        self._sent = 0
+
+    async def run(self, requests: int | None = None) -> list[Record]:
+        """All records, in the order in which the requests ended. `requests` instead of the load's, for a warm-up."""
+        wanted = self._load.requests if requests is None else requests
+        records: list[Record] = []
+        if self._load.rate > 0:
+            await self._open_loop(wanted, records)
+        else:
+            left = iter(range(wanted))
+            until_s = time.perf_counter() + self._load.seconds
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._load.concurrency, wanted)):
+                    group.create_task(self._lane(left, until_s, records))
+        return records
+
+    async def _lane(self, left: Iterator[int], until_s: float, records: list[Record]) -> None:
+        """One request after the other, out of those that all lanes share."""
+        for _ in left:
+            now = time.perf_counter()
+            if now > until_s:
+                return
+            await self._one(now, records)
+
+    async def _open_loop(self, wanted: int, records: list[Record]) -> None:
+        begun_s = at_s = time.perf_counter()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(wanted):
+                at_s += self._random.expovariate(self._load.rate)
+                if at_s - begun_s > self._load.seconds:
+                    return
+                await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
+                group.create_task(self._one(at_s, records))
+
+    def aclose(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _one(self, planned_s: float, records: list[Record]) -> None:
+        self._sent += 1
+        record = Record(index=self._sent, planned_s=planned_s)
+        connection = await self._connected(record)
+        if connection is not None:
+            await connection.exchange(self._request(), record, self._load.timeout_s)
+            if connection.is_open and record.error != "timeout" and not self._load.fresh_connections:
+                self._idle.append(connection)
+            else:
+                connection.close()
+        records.append(record)
+        self._on_record(record)
+
+    async def _connected(self, record: Record) -> StreamConnection | None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                return connection
+        try:
+            return await StreamConnection.connect(self._host, self._port, keep_text=self._load.keep_text)
+        except OSError:
+            record.error, record.end_s = "connect", time.perf_counter()
+            await asyncio.sleep(0.05)  # a server that is away is not asked thousands of times
+            return None
+
+    def _request(self) -> bytes:
+        load = self._load
+        body: dict[str, Any] = {
+            "model": load.model,
+            "messages": [{"role": "user", "content": " ".join(self._random.choices(_WORDS, k=load.isl))}],
+            "max_tokens": load.osl,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if load.ignore_eos:
+            body["ignore_eos"] = True
+        content = orjson.dumps(body | load.extra)
+        head = (
+            f"POST {self._path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: application/json\r\n"
+            f"Accept: text/event-stream\r\nContent-Length: {len(content)}\r\n\r\n"
+        )
+        return head.encode() + content
+
+
+async def measured(load: Load, *, warmup: int, pids: dict[str, int]) -> tuple[Figures, list[Record]]:
+    """Warm-up, then the load with the cost of the named processes."""
+    client = Client(load)
+    try:
+        if warmup:
+            await client.run(warmup)
+        meter = ProcessMeter(pids)
+        meter.start()
+        begun_s = time.perf_counter()
+        records = await client.run()
+        wall_s = time.perf_counter() - begun_s
+        good = [record for record in records if record.is_ok]
+        costs = meter.costs(wall_s=wall_s, tokens=sum(record.output_tokens for record in good), requests=len(good))
+        return figures(records, wall_s=wall_s, osl=load.osl, processes=costs), records
+    finally:
+        client.aclose()
+
+
+def only_model(url: str) -> str:
+    """The model that the server has, when it is one. Exits with a line otherwise."""
+    try:
+        with urlopen(url.rstrip("/") + "/v1/models", timeout=10) as answer:
+            names = [model["id"] for model in orjson.loads(answer.read())["data"]]
+    except OSError as exc:
+        raise SystemExit(
+            f"benchmarks.client: nobody answers at {url} ({exc}); start a deployment or name --url"
+        ) from exc
+    if len(names) != 1:
+        raise SystemExit(f"benchmarks.client: name one with --model: {', '.join(names) or 'none is served yet'}")
+    return str(names[0])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.client", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--url", default="http://localhost:8000")
+    add("--model", help="default: the only one that is served")
+    add("--concurrency", type=int, default=1, help="requests under way at once (closed loop)")
+    add("--rate", type=float, default=0.0, help="requests per second; above 0: open loop")
+    add("--requests", type=int, default=16)
+    add("--seconds", type=float, default=120.0, help="no new request after this")
+    add("--warmup", type=int, default=0, help="requests sent first and not counted")
+    add("--isl", type=int, default=128, help="words of the prompt, near enough its tokens")
+    add("--osl", type=int, default=64, help="max_tokens")
+    add("--timeout-s", type=float, default=120.0, help="longest wait for one answer")
+    add("--fresh-connections", action="store_true", help="a new connection for every request")
+    add("--no-ignore-eos", action="store_true", help="leave out ignore_eos, which not every server knows")
+    add("--extra", type=orjson.loads, default={}, help="JSON object put into every body")
+    add("--seed", type=int, default=0, help="of the prompts; 0: other ones every time")
+    add(
+        "--pid",
+        action="append",
+        default=[],
+        metavar="NAME=PID",
+        help="charge this process and its children; repeatable",
+    )
+    add("--records", type=Path, help="write one JSON line per request to this file")
+    add("--json", action="store_true", help="figures as one JSON line")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Exit status 1 when no request was answered."""
+    args = _arguments()
+    load = Load(
+        url=args.url,
+        model=args.model or only_model(args.url),
+        concurrency=args.concurrency,
+        rate=args.rate,
+        requests=args.requests,
+        seconds=args.seconds,
+        isl=args.isl,
+        osl=args.osl,
+        timeout_s=args.timeout_s,
+        fresh_connections=args.fresh_connections,
+        ignore_eos=not args.no_ignore_eos,
+        extra=args.extra,
+        seed=args.seed,
+    )
+    pids = {name: int(pid) for name, _, pid in (each.partition("=") for each in args.pid)}
+    found, records = uvloop.run(measured(load, warmup=args.warmup, pids=pids))
+    if args.records:
+        encode = msgspec.json.Encoder(enc_hook=list).encode
+        args.records.write_bytes(b"".join(encode(record) + b"\n" for record in records))
+    sys.stdout.write(orjson.dumps(found).decode() + "\n" if args.json else table(found))
+    raise SystemExit(0 if found["ok"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Records of a load run to figures, and what processes cost meanwhile. Reads /proc through psutil; prints nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict
+
+import psutil
+
+from benchmarks.stream import Record
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+
+
+class Figures(TypedDict):
+    """Times in milliseconds, rates per second of the measured window."""
+
+    ok: int
+    errors: dict[str, int]
+    wall_s: float
+    requests_per_s: float
+    tokens_per_s: float
+    events_per_token: float
+    prompt_tokens: float  # mean per request
+    cached_tokens: float
+    wrong_length: int  # ended before max_tokens
+    ttft_ms: dict[str, float]
+    itl_ms: dict[str, float]  # between reads that brought text
+    tpot_ms: dict[str, float]  # mean gap between tokens, per request
+    e2e_ms: dict[str, float]
+    processes: dict[str, dict[str, float]]  # cpu_s, cores, cpu_ms_per_1k_tokens, cpu_ms_per_request, rss_mib
+
+
+class ProcessMeter:
+    """CPU of processes and of all their children, from `start` to `costs`. The client's own is `client`."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._roots = {name: psutil.Process(pid) for name, pid in pids.items()} | {"client": psutil.Process()}
+        self._before: dict[str, dict[int, float]] = {}
+
+    def start(self) -> None:
+        self._before = {name: _cpu_by_pid(root) for name, root in self._roots.items()}
+
+    def costs(self, *, wall_s: float, tokens: int, requests: int) -> dict[str, dict[str, float]]:
+        found = {}
+        for name, root in self._roots.items():
+            before = self._before[name]
+            cpu_s = sum(now - before.get(pid, 0.0) for pid, now in _cpu_by_pid(root).items())
+            found[name] = {
+                "cpu_s": cpu_s,
+                "cores": cpu_s / wall_s,
+                "cpu_ms_per_1k_tokens": cpu_s * 1e6 / tokens if tokens else 0.0,
+                "cpu_ms_per_request": cpu_s * 1e3 / requests if requests else 0.0,
+                "rss_mib": sum(process.memory_info().rss for process in _alive(root)) / (1 << 20),
+            }
+        return found
+
+
+def _alive(root: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _cpu_by_pid(root: psutil.Process) -> dict[int, float]:
+    """CPU seconds to the nanosecond: the POSIX CPU clock of each process, where /proc rounds to 10 ms."""
+    found = {}
+    for process in _alive(root):
+        try:
+            found[process.pid] = time.clock_gettime((~process.pid << 3) | 2)
+        except OSError:  # it ended between the two calls
+            continue
+    return found
+
+
+def figures(records: Sequence[Record], *, wall_s: float, osl: int, processes: dict[str, dict[str, float]]) -> Figures:
+    """`osl`: max_tokens of every request."""
+    good = [record for record in records if record.is_ok]
+    tokens = sum(record.output_tokens for record in good)
+    firsts = [(record, record.first_s) for record in good if record.first_s is not None]
+    return {
+        "ok": len(good),
+        "errors": dict(Counter(record.error for record in records if not record.is_ok)),
+        "wall_s": wall_s,
+        "requests_per_s": len(good) / wall_s,
+        "tokens_per_s": tokens / wall_s,
+        "events_per_token": sum(record.events for record in good) / tokens if tokens else 0.0,
+        "prompt_tokens": _mean(record.prompt_tokens for record in good),
+        "cached_tokens": _mean(record.cached_tokens for record in good),
+        "wrong_length": sum(record.output_tokens != osl for record in good),
+        "ttft_ms": _quantiles(first - record.planned_s for record, first in firsts),
+        "itl_ms": _quantiles(gap for record in good for gap in record.gaps_s),
+        "tpot_ms": _quantiles(
+            ((record.last_s or first) - first) / (record.output_tokens - 1)
+            for record, first in firsts
+            if record.output_tokens > 1
+        ),
+        "e2e_ms": _quantiles(record.end_s - record.planned_s for record in good),
+        "processes": processes,
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def _quantiles(seconds: Iterable[float]) -> dict[str, float]:
+    """In milliseconds, by nearest rank; empty for no values."""
+    values = sorted(seconds)
+    if not values:
+        return {}
+    return {name: values[min(len(values) - 1, int(q * len(values)))] * 1e3 for name, q in QUANTILES.items()}
+
+
+def table(found: Figures) -> str:
+    """For people."""
+    lines = [
+        f"{found['ok']} requests in {found['wall_s']:.1f} s, {found['requests_per_s']:.1f} requests/s, "
+        f"{found['tokens_per_s']:.0f} tokens/s, {found['events_per_token']:.2f} events per token",
+    ]
+    if found["errors"]:
+        lines.append("errors: " + ", ".join(f"{code} {count}" for code, count in sorted(found["errors"].items())))
+    if found["wrong_length"]:
+        lines.append(f"{found['wrong_length']} answers ended early")
+    lines.append(f"{'ms':<8}" + "".join(f"{name:>10}" for name in QUANTILES))
+    for name, values in (
+        ("TTFT", found["ttft_ms"]),
+        ("ITL", found["itl_ms"]),
+        ("TPOT", found["tpot_ms"]),
+        ("whole", found["e2e_ms"]),
+    ):
+        if values:
+            lines.append(f"{name:<8}" + "".join(f"{values[q]:>10.2f}" for q in QUANTILES))
+    for name, cost in found["processes"].items():
+        lines.append(
+            f"{name}: {cost['cores']:.2f} cores, {cost['cpu_ms_per_1k_tokens']:.1f} ms CPU per 1,000 tokens, "
+            f"{cost['cpu_ms_per_request']:.2f} per request, {cost['rss_mib']:.0f} MiB"
+        )
+    return "\n".join(lines) + "\n"

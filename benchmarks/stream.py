@@ -1,0 +1,183 @@
+"""One keep-alive HTTP/1.1 connection that streams server-sent events and notes when they came. For the load client.
+
+Events are counted on the wire, so that the client costs little and several events of one read share its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from typing import cast
+
+import httptools
+import msgspec
+import orjson
+
+_DATA = b"data: "
+_DONE = b"[DONE]"
+_SHOWN = (b'"content":"', b'"reasoning_content":"', b'"arguments":"', b'"text":"')
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One request as the client saw it. Times are seconds of one monotonic clock."""
+
+    index: int
+    planned_s: float  # when it should have been sent; latency counts from here
+    status: int = 0  # HTTP; 0: no answer
+    error: str = ""  # "", the code of the server's error, or connect, cut (the connection ended), timeout, no_end
+    first_s: float | None = None  # first event with text
+    last_s: float | None = None
+    end_s: float = 0.0
+    events: int = 0  # with text
+    output_tokens: int = 0  # as the server counts them
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    text: str | None = None  # content, when it is kept
+    finish: str | None = None
+    gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))  # between reads that brought text
+
+    @property
+    def is_ok(self) -> bool:
+        return not self.error
+
+
+class StreamConnection(asyncio.Protocol):
+    """Serves one request at a time. Made by `connect`."""
+
+    def __init__(self, *, keep_text: bool) -> None:
+        self._keep_text = keep_text
+        self._transport: asyncio.Transport | None = None
+        self._record: Record | None = None
+        self._done: asyncio.Future[None] | None = None
+        self.is_open = False
+
+    @classmethod
+    async def connect(cls, host: str, port: int, *, keep_text: bool) -> StreamConnection:
+        """Raises OSError when nobody listens."""
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(lambda: cls(keep_text=keep_text), host, port)
+        return connection
+
+    async def exchange(self, request: bytes, record: Record, timeout_s: float) -> None:
+        """Sends one request and fills `record` until the answer's end. Whatever happens is in the record."""
+        self._record, self._rest, self._body, self._ended = record, b"", bytearray(), False
+        self._parser = httptools.HttpResponseParser(self)
+        self._done = asyncio.get_running_loop().create_future()
+        if self._transport is None or not self.is_open:
+            self._end("cut")
+        else:
+            self._transport.write(request)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._done
+        except TimeoutError:
+            record.error, record.end_s = "timeout", time.perf_counter()
+        finally:
+            self._record = self._done = None
+
+    def close(self) -> None:
+        self.is_open = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # --- asyncio.Protocol ------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport, self.is_open = cast("asyncio.Transport", transport), True  # uvloop's is not derived from it
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_open = False
+        self._end("cut")
+
+    def data_received(self, data: bytes) -> None:
+        if self._record is None:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._end("bad_http")
+            self.close()
+
+    # --- httptools -------------------------------------------------------------------------------------
+
+    def on_headers_complete(self) -> None:
+        assert self._record is not None
+        self._record.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        record = self._record
+        if record is None:
+            return
+        if record.status != 200:
+            self._body += body
+            return
+        now = time.perf_counter()
+        *whole, self._rest = (self._rest + body).split(b"\n\n")
+        shown = sum(self._take(event[len(_DATA) :], record) for event in whole if event.startswith(_DATA))
+        if not shown:
+            return
+        if record.last_s is None:
+            record.first_s = now
+        else:
+            record.gaps_s.append(now - record.last_s)
+        record.events += shown
+        record.last_s = now
+
+    def on_message_complete(self) -> None:
+        record = self._record
+        if record is None:
+            return
+        if record.status != 200:
+            self._end(_error_code(bytes(self._body)) or f"http_{record.status}")
+        else:
+            self._end("" if self._ended else "no_end")
+        if not self._parser.should_keep_alive():
+            self.close()
+
+    # --- events ----------------------------------------------------------------------------------------
+
+    def _take(self, event: bytes, record: Record) -> bool:
+        """Whether the event shows text."""
+        if event == _DONE:
+            self._ended = True
+            return False
+        if b'"usage":{' in event or b'"error":' in event:
+            self._take_end(orjson.loads(event), record)
+        if self._keep_text or b'"finish_reason":"' in event:
+            self._take_choices(orjson.loads(event), record)
+        return any(mark in event and mark + b'"' not in event for mark in _SHOWN)
+
+    def _take_end(self, event: dict[str, object], record: Record) -> None:
+        match event:
+            case {"error": {"code": code}}:
+                record.error = str(code)
+            case {"usage": {"completion_tokens": int(made), "prompt_tokens": int(prompt)} as usage}:
+                record.output_tokens, record.prompt_tokens = made, prompt
+                details = usage.get("prompt_tokens_details") or {}
+                record.cached_tokens = details.get("cached_tokens", 0)
+
+    def _take_choices(self, event: dict[str, object], record: Record) -> None:
+        match event:
+            case {"choices": [{"delta": {**delta}, "finish_reason": finish}]}:
+                record.finish = str(finish) if finish else record.finish
+                if self._keep_text:
+                    record.text = (record.text or "") + str(delta.get("content") or "")
+
+    def _end(self, error: str) -> None:
+        record = self._record
+        if record is None or self._done is None or self._done.done():
+            return
+        record.error = record.error or error
+        record.end_s = time.perf_counter()
+        self._done.set_result(None)
+
+
+def _error_code(body: bytes) -> str:
+    try:
+        match orjson.loads(body):
+            case {"error": {"code": str(code)}}:
+                return code
+    except orjson.JSONDecodeError:
+        pass
+    return ""

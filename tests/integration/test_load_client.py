@@ -1,0 +1,112 @@
+"""The load client against a server that answers what a test wants: what it counts and what it calls an error."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from benchmarks.client import Client, Load
+from benchmarks.figures import figures
+from benchmarks.stream import Record
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+USAGE = b'"usage":{"completion_tokens":2,"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}'
+WHOLE = [
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{"content":"b"},"finish_reason":null}]}\n\n',
+    b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n',
+    b'data: {"choices":[],' + USAGE + b"}\n\n",
+    b"data: [DONE]\n\n",
+]
+FAILED = [
+    *WHOLE[:2],
+    b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"disconnected"}}\n\n',
+    WHOLE[-1],
+]
+REFUSAL = b'{"error":{"message":"full","type":"rate_limit_error","param":null,"code":"overloaded"}}'
+
+Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
+
+
+def chunked(*events: bytes, cut: bool = False) -> Answer:
+    """Events one by one; `cut` ends the connection instead of the answer."""
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        for event in events:
+            writer.write(b"%x\r\n%b\r\n" % (len(event), event))
+            await writer.drain()
+        if cut:
+            writer.close()
+        else:
+            writer.write(b"0\r\n\r\n")
+
+    return answer
+
+
+async def refused(writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 429 Too Many\r\nContent-Length: %d\r\n\r\n%b" % (len(REFUSAL), REFUSAL))
+
+
+async def silent(_: asyncio.StreamWriter) -> None:
+    return
+
+
+@asynccontextmanager
+async def serving(answer: Answer) -> AsyncIterator[str]:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                length = int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])
+                await reader.readexactly(length)
+                await answer(writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def records_of(answer: Answer, *, requests: int = 1, **load: object) -> list[Record]:
+    async with serving(answer) as url:
+        client = Client(Load(url=url, model="m", requests=requests, osl=2, timeout_s=0.3, **load))  # type: ignore[arg-type]
+        try:
+            return await client.run()
+        finally:
+            client.aclose()
+
+
+async def test_run_when_answers_are_whole_then_events_tokens_and_text_are_counted() -> None:
+    records = await records_of(chunked(*WHOLE), requests=6, concurrency=2, keep_text=True)
+    assert [(r.error, r.events, r.output_tokens, r.text, r.finish) for r in records] == [("", 2, 2, "ab", "length")] * 6
+    found = figures(records, wall_s=2.0, osl=2, processes={})
+    assert (found["ok"], found["tokens_per_s"], found["events_per_token"], found["wrong_length"]) == (6, 6.0, 1.0, 0)
+    assert (found["prompt_tokens"], found["cached_tokens"]) == (9, 4)
+    assert found["ttft_ms"]["p50"] > 0
+
+
+async def test_run_when_open_loop_then_all_are_sent() -> None:
+    assert [r.error for r in await records_of(chunked(*WHOLE), requests=5, rate=1000.0)] == [""] * 5
+
+
+async def test_run_when_an_answer_is_not_whole_then_it_is_called_by_its_error() -> None:
+    for answer, error in (
+        (chunked(*WHOLE[:3], cut=True), "cut"),
+        (chunked(*WHOLE[:3]), "no_end"),
+        (chunked(*FAILED), "disconnected"),
+        (refused, "overloaded"),
+        (silent, "timeout"),
+    ):
+        (record,) = await records_of(answer)
+        assert record.error == error
+
+
+async def test_run_when_nobody_listens_then_connect() -> None:
+    client = Client(Load(url="http://127.0.0.1:1", model="m", requests=1))
+    (record,) = await client.run()
+    assert record.error == "connect"
