@@ -8,7 +8,7 @@ from typing import NamedTuple
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import CallMode, Options, refuse
-from dynamo_trtllm.messages import Guided, GuidedAlternative, TokenIds, Tool, token_ids
+from dynamo_trtllm.messages import Guided, GuidedAlternative, TokenIds, Tool
 from dynamo_trtllm.render.base import NOTHING_FORCED
 
 
@@ -52,9 +52,7 @@ def guiding(tools: tuple[Tool, ...], options: Options, served: ServedModel) -> G
 
 
 def _one_call(tool: Tool, options: Options, served: ServedModel) -> Guiding:
-    header = served.renderer.call_header(tool.name)
-    if header is None:
-        refuse(options.name("tool_choice"), served.card, "its chat template has no form of a call that can be forced")
+    header = _call_header(tool, options, served)
     if tool.name not in options.strict_tools:
         return Guiding(forced=header)
     _check_guidable(options, "tool_choice", served)
@@ -62,32 +60,36 @@ def _one_call(tool: Tool, options: Options, served: ServedModel) -> Guiding:
 
 
 def _some_call(tools: tuple[Tool, ...], options: Options, served: ServedModel) -> Guiding:
-    """The header is forced up to the name, the rest of it and the arguments are guided."""
-    opening = served.renderer.call_header(None)
-    if opening is None:
-        refuse(options.name("tool_choice"), served.card, "its chat template has no form of a call that can be forced")
+    """What the calls' headers share is forced where the format can begin in the middle of one; the rest is guided."""
     _check_guidable(options, "tool_choice", served)
+    forced = served.renderer.call_header(None) or NOTHING_FORCED
+    shared = served.renderer.decode(forced)
     alternatives = []
     for tool in tools:
-        header = served.renderer.call_header(tool.name)
-        assert header is not None  # as `opening` is there
-        literal = served.renderer.decode(header).removeprefix(served.renderer.decode(opening))
-        alternatives.append(GuidedAlternative(literal=literal, json_schema=_schema(tool)))
-    return Guiding(forced=opening, guided=Guided(alternatives=tuple(alternatives)))
+        header = served.renderer.decode(_call_header(tool, options, served))
+        alternatives.append(GuidedAlternative(literal=header.removeprefix(shared), json_schema=_schema(tool)))
+    return Guiding(forced=forced, guided=Guided(alternatives=tuple(alternatives)))
+
+
+def _call_header(tool: Tool, options: Options, served: ServedModel) -> TokenIds:
+    header = served.renderer.call_header(tool.name)
+    if header is None:
+        refuse(options.name("tool_choice"), served.card, "its output format has no call that can be forced")
+    return header
 
 
 def _json_answer(json_schema: str, has_tools: bool, options: Options, served: ServedModel) -> Guiding:
     _check_guidable(options, "response_format", served)
     spelled, ids = served.renderer.answer_header()
-    if not ids:
-        if has_tools:
-            refuse(options.name("response_format"), served.card, "it can't be combined with tools there")
-        return Guiding(guided=Guided(alternatives=(GuidedAlternative(json_schema=json_schema),)))
+    if has_tools and served.card.renderer != "harmony":  # only there a call is told from an answer by its header
+        refuse(options.name("response_format"), served.card, "in its output format that leaves no room for tool calls")
+    if len(ids) <= 1:
+        alternative = GuidedAlternative(json_schema=json_schema)
+        return Guiding(guided=Guided(alternatives=(alternative,), after=spelled, after_ids=ids))
     # the header's last token is forced: models also write "final <|constrain|>json" and must not slip out by it
-    before, last = ids[:-1], served.renderer.decode(ids[-1:])
+    last = served.renderer.decode(ids[-1:])
     alternative = GuidedAlternative(literal=last, json_schema=json_schema)
-    after = spelled.removesuffix(last)
-    return Guiding(guided=Guided(alternatives=(alternative,), after=after, after_ids=token_ids(before)))
+    return Guiding(guided=Guided(alternatives=(alternative,), after=spelled.removesuffix(last), after_ids=ids[:-1]))
 
 
 def _check_guidable(options: Options, field: str, served: ServedModel) -> None:

@@ -29,11 +29,15 @@ def _text(value: Any) -> Any:
         text = part.get("text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(text, str):
             invalid(f'must hold parts of the form {{"type": "text", "text": "…"}}; the one at index {index} is not')
+        if extra := sorted(part.keys() - {"type", "text"} - TextPart.hints):
+            unsupported(f"holds a part with {extra[0]!r} at index {index}, which is not supported; leave it out")
         texts.append(text)
     return "\n".join(texts)
 
 
 class TextPart(Wire):
+    hints: ClassVar = frozenset({"prompt_cache_breakpoint"})
+
     type: Literal["text"]
     text: str
 

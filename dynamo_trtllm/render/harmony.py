@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import openai_harmony as oh
 
-from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_ids
 from dynamo_trtllm.render import vocabulary
 from dynamo_trtllm.render.base import NOTHING_FORCED, TOOL_NAME, OutputParser
@@ -153,8 +153,9 @@ def harmony_messages(conversation: Conversation, today: date) -> Iterator[oh.Mes
     """The messages harmony asks for, in order; each has exactly one content. Raises InvalidRequest."""
     effort = _EFFORTS.get(conversation.reasoning_effort)
     if effort is None:
-        raise InvalidRequest(
-            f"reasoning_effort is {conversation.reasoning_effort!r}; use low, medium or high", field="reasoning_effort"
+        raise UnsupportedParameter(
+            f"reasoning_effort {conversation.reasoning_effort!r} is not one of Harmony's; use low, medium or high",
+            field="reasoning_effort",
         )
     system = oh.SystemContent.new().with_reasoning_effort(effort).with_conversation_start_date(today.isoformat())
     yield oh.Message.from_role_and_content(oh.Role.SYSTEM, system)
