@@ -1,4 +1,7 @@
-"""Rules about memory: do weights and KV fit, is it enough for the load. Estimates, not to the last GiB. Pure."""
+"""Rules about memory: do weights and KV fit, is it enough for the load. Pure.
+
+They are estimates, so what is not sure is not said: KV counts as if windows were freed.
+"""
 
 from __future__ import annotations
 
@@ -26,27 +29,28 @@ def _no_room_for_kv(facts: RoleFacts) -> Clash | None:
 
 def _request_over_pool(facts: RoleFacts) -> Clash | None:
     table, longest = memory_table(facts), facts.max_seq_len
-    if table is None or not table.pool_tokens or longest is None or table.pool_tokens >= longest:
+    if table is None or not table.pool_tokens or longest is None or table.pool_tokens * table.window_gain >= longest:
         return None
     return Clash(other=f"KV for {table.pool_tokens} tokens: {_spent(table)}")
 
 
 def _load_over_kv(facts: RoleFacts) -> Clash | None:
-    return _load_over(facts, "KV")
+    return _load_over(facts, "KV", gain=True)
 
 
 def _load_over_batch(facts: RoleFacts) -> Clash | None:
-    return _load_over(facts, "max_batch_size")
+    return _load_over(facts, "max_batch_size", gain=False)
 
 
-def _load_over(facts: RoleFacts, limit: str) -> Clash | None:
+def _load_over(facts: RoleFacts, limit: str, *, gain: bool) -> Clash | None:
     """Prefill is left out: requests come to it one after the other, and waiting there is its way to work."""
     table, wanted = memory_table(facts), facts.load.concurrency
     if table is None or wanted is None or table.concurrency is None or facts.role is Role.PREFILL:
         return None
-    if not table.blocks or table.limited_by != limit or table.concurrency >= wanted:
+    fitting = int(table.concurrency * table.window_gain) if gain else table.concurrency
+    if not table.blocks or table.limited_by != limit or fitting >= wanted:
         return None
-    return Clash(other=f"{wanted} requests wanted, {table.concurrency} fit at once")
+    return Clash(other=f"{wanted} requests wanted, {fitting} fit at once")
 
 
 def _spent(table: MemoryTable) -> str:

@@ -26,7 +26,7 @@ def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
     for rule in PAIR_RULES:
         clash = rule.test(prefill, decode)
         if clash is not None:
-            value = f"prefill: {prefill.shown(clash.field or rule.field)}"
+            value = clash.value or f"prefill: {prefill.shown(clash.field or rule.field)}"
             findings.append(found(rule, clash, value))
     return sorted(findings, key=_severity)
 

@@ -38,6 +38,11 @@ class MemoryTable:
     concurrency: int | None  # requests of the load at once in this engine, by KV and by batch
     limited_by: str = ""  # "KV" or "max_batch_size"
 
+    @property
+    def window_gain(self) -> float:
+        """How many times more fits if TensorRT-LLM frees what left the windows."""
+        return self.kv_token_bytes / max(1, self.windowed_token_bytes)
+
 
 def memory_table(facts: RoleFacts) -> MemoryTable | None:
     """None without a model."""

@@ -52,16 +52,16 @@ def judged(rules: Sequence[RoleRule], facts: RoleFacts) -> Iterator[Finding]:
     for rule in rules:
         clash = rule.test(facts)
         if clash is not None:
-            yield found(rule, clash, facts.shown(clash.field or rule.field))
+            yield found(rule, clash, clash.value or facts.shown(clash.field or rule.field))
 
 
 def found(rule: RoleRule | PairRule, clash: Clash, value: str) -> Finding:
-    """`value`: the field as it is, for where the clash does not say."""
+    """`value`: the field as it is, with its source."""
     return Finding(
         severity=rule.severity,
         rule=rule.name,
         field=clash.field or rule.field,
-        value=clash.value or value,
+        value=value,
         other=clash.other,
         why=clash.why or rule.why,
         cure=clash.cure or rule.cure,
