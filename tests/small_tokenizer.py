@@ -17,7 +17,12 @@ def write_tokenizer(folder: Path) -> Path:
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added = [{"id": number, "content": text} | flags for text, number in CONTROL.items()]
     decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    file = {"added_tokens": added, "decoder": decoder, "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    file = {
+        "added_tokens": added,
+        "pre_tokenizer": decoder,
+        "decoder": decoder,
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(file), encoding="utf-8")
     return path
