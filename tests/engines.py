@@ -76,7 +76,12 @@ def prompt_of(length: int, seed: int = 1) -> array[int]:
 
 
 def ask(
-    prompt: array[int], *, phase: Phase = Phase.WHOLE, ticket: HandoffTicket | None = None, **sampling: Any
+    prompt: array[int],
+    *,
+    phase: Phase = Phase.WHOLE,
+    ticket: HandoffTicket | None = None,
+    resumed_tokens: int = 0,
+    **sampling: Any,
 ) -> GenerateRequest:
     chosen = Sampling(**{"max_tokens": 8, "temperature": 0.0, **sampling})
     return GenerateRequest(
@@ -87,6 +92,7 @@ def ask(
         deadline=time.time() + 60,
         phase=phase,
         ticket=ticket,
+        resumed_tokens=resumed_tokens,
     )
 
 

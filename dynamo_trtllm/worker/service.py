@@ -11,7 +11,17 @@ from pathlib import Path
 from dynamo_trtllm import codec
 from dynamo_trtllm.engine.base import Engine, HasTickets
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
-from dynamo_trtllm.messages import Chunk, Control, FilePiece, FileRequest, GenerateRequest, Phase, Release, Role
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FilePiece,
+    FileRequest,
+    GenerateRequest,
+    Instance,
+    Phase,
+    Release,
+    Role,
+)
 from dynamo_trtllm.observe.logging import request_id
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 
@@ -35,11 +45,12 @@ class WorkerService:
     """`plane.base.Service` over one engine. `files` maps sha256 to a path."""
 
     def __init__(
-        self, engine: Engine, *, model: str, role: Role, files: Mapping[str, Path], metrics: WorkerMetrics
+        self, engine: Engine, instance: Instance, *, files: Mapping[str, Path], metrics: WorkerMetrics
     ) -> None:
         self._engine = engine
-        self._model = model
-        self._role = role
+        self._model = instance.card.name
+        self._role = instance.role
+        self._phases = _PHASES[instance.role] | ({Phase.WHOLE} if instance.serves_whole else set())
         self._files = files
         self._metrics = metrics
 
@@ -67,7 +78,7 @@ class WorkerService:
     def _check(self, request: GenerateRequest) -> None:
         if request.model != self._model:
             raise ModelNotFound(f"this worker serves {self._model!r}, not {request.model!r}", field="model")
-        if request.phase not in _PHASES[self._role]:
+        if request.phase not in self._phases:
             raise InvalidRequest(f"a {self._role} worker does not serve the {request.phase} leg", field="phase")
         if (request.phase is Phase.DECODE) != (request.ticket is not None):
             raise InvalidRequest(f"the {request.phase} leg came with{'out' if request.ticket is None else ''} a ticket")

@@ -142,9 +142,7 @@ class Worker:
         await loading.preflight(engine, peers)
         info = await loading.start(engine, self._health)
         instance, files = self._describe(info)
-        service = WorkerService(
-            engine, model=instance.card.name, role=instance.role, files=files, metrics=self._metrics
-        )
+        service = WorkerService(engine, instance, files=files, metrics=self._metrics)
         serving = await plane.serve(instance.subject, service)
         stack.push_async_callback(serving.aclose)
         registration = await discovery.register(instance)
@@ -180,6 +178,7 @@ class Worker:
             layout=info.layout,
             limits=info.limits,
             pairing=info.pairing,
+            serves_whole=info.serves_whole,
             strategy=config.disaggregation_strategy,
             version=__version__,
         )

@@ -23,6 +23,7 @@ from dynamo_trtllm.messages import (
     FinishReason,
     Phase,
     Role,
+    token_ids,
 )
 from tests.engines import (
     answer,
@@ -99,6 +100,31 @@ async def test_two_legs_when_ticket_is_redeemed_then_tokens_equal_and_both_sides
         assert leg.transport in ("loopback", "trtllm/ucx")
         for engine in (prefill, decode):
             await check_nothing_left(engine)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 7, "top_k": 50}, {"frequency_penalty": 1.5}])
+async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_that_of_an_undisturbed_run(
+    kind: str, open_engine: Open, sampling: dict[str, Any]
+) -> None:
+    if sampling and kind != "torch":
+        pytest.skip("it promises this for greedy requests only")
+    whole, prefill, decode = open_engine(), open_engine(Role.PREFILL), open_engine(Role.DECODE)
+    async with started(whole, prefill, decode):
+        undisturbed = await answer(whole, prompt_of(70), max_tokens=24, **sampling)
+        for made in (1, 7, 22):
+            so_far = prompt_of(70) + token_ids(undisturbed[:made])
+            rest = {"max_tokens": 24 - made, "resumed_tokens": made, **sampling}
+            assert tokens(await collect(whole, ask(so_far, **rest))) == undisturbed[made:]
+            assert tokens(await two_legs(prefill, decode, so_far, **rest)) == undisturbed[made:]
+
+
+async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_those_of_an_aggregated_one(
+    open_engine: Open,
+) -> None:
+    whole, decode = open_engine(), open_engine(Role.DECODE)
+    async with started(whole, decode):
+        assert await answer(decode, prompt_of(70)) == await answer(whole, prompt_of(70))
+        await check_nothing_left(decode)
 
 
 async def test_ticket_when_held_then_blocks_stay_counted_until_release(open_engine: Open) -> None:

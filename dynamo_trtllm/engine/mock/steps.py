@@ -37,7 +37,7 @@ class Sequence:
         return token
 
     def next_token(self) -> int:
-        at = self.produced
+        at = self.request.resumed_tokens + self.produced
         self.produced += 1
         return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
 

@@ -133,6 +133,7 @@ class TorchEngine:
             ),
             refuses=() if self._guides is not None else ("guided",),
             files=model.files,
+            serves_whole=True,
         )
 
     async def _warm_up(self) -> None:

@@ -69,9 +69,8 @@ class Holder:
     """A worker's service that notes which pieces were asked for, and may garble what it gives."""
 
     def __init__(self, files: Mapping[str, Path], *, garbled: bool = False) -> None:
-        self._service = WorkerService(
-            NoEngine(), model="tiny", role=Role.AGGREGATED, files=files, metrics=WorkerMetrics()
-        )
+        instance = make_instance(1, role=Role.AGGREGATED)
+        self._service = WorkerService(NoEngine(), instance, files=files, metrics=WorkerMetrics())
         self.garbled = garbled
         self.asked: list[FileRequest] = []
 

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -32,7 +33,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observe.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
-from tests.instances import LAYOUT
+from tests.instances import LAYOUT, make_instance
 
 ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
 FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.WHOLE)]
@@ -90,10 +91,18 @@ class TicketEngine(PlainEngine):
 class Desk:
     """A service with its metrics."""
 
-    def __init__(self, engine: PlainEngine, role: Role = Role.AGGREGATED, files: dict[str, Path] | None = None) -> None:
+    def __init__(
+        self,
+        engine: PlainEngine,
+        role: Role = Role.AGGREGATED,
+        files: dict[str, Path] | None = None,
+        *,
+        serves_whole: bool = False,
+    ) -> None:
         self.engine = engine
         self.metrics = WorkerMetrics()
-        self.service = WorkerService(engine, model="tiny", role=role, files=files or {}, metrics=self.metrics)
+        instance = msgspec.structs.replace(make_instance(1, role=role), serves_whole=serves_whole)
+        self.service = WorkerService(engine, instance, files=files or {}, metrics=self.metrics)
 
     async def ask(self, **fields: Any) -> list[Chunk]:
         async with aclosing(self.service.generate(request(**fields))) as chunks:
@@ -143,6 +152,11 @@ async def test_generate_when_ticket_and_phase_disagree_then_refused(
     with pytest.raises(InvalidRequest, match="ticket"):
         await desk.ask(phase=phase, ticket=ticket)
     assert desk.engine.asked == 0
+
+
+async def test_generate_when_a_decode_worker_serves_whole_requests_too_then_they_pass() -> None:
+    desk = Desk(PlainEngine(), Role.DECODE, serves_whole=True)
+    assert await desk.ask(phase=Phase.WHOLE) == list(ANSWER)
 
 
 async def test_generate_when_the_model_is_another_then_model_not_found_names_both() -> None:
