@@ -1,0 +1,131 @@
+"""Every call, argument and attribute of TensorRT-LLM that the adapter uses, held against each release's manifest.
+
+The names are recorded while requests run over the stand-in of each release. Absent fails; what was not read passes and
+is on docs/trtllm-not-read.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.engine.trtllm.releases import Presence, Release, release_for
+from dynamo_trtllm.engine.trtllm.vendor import NEEDED, OPTIONAL
+from dynamo_trtllm.errors import EngineError
+from dynamo_trtllm.messages import Guided, GuidedAlternative, Role
+from tests.engines import answer, ask, check_stats, collect, make, prompt_of, started, stats, two_legs
+from tests.not_read import RESULTS
+from tests.recording import Uses, recorded
+from tests.standin import RELEASES, hurry, playing
+
+PROMPT = prompt_of(40)
+# Each request uses what the others don't; one that the played release refuses is refused before it touches a name.
+SAMPLINGS = [
+    {"logprobs": 2},
+    {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 3},
+    {"min_tokens": 2, "stop_token_ids": (7,), "ignore_eos": True},
+    {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+    {"logit_bias": ((9, 1000.0),), "stop_token_ids": (9,)},
+    {"guided": Guided(alternatives=(GuidedAlternative(json_schema="{}"),))},
+    {"guided": Guided(alternatives=(GuidedAlternative(json_schema='{"type":"object"}'),))},
+    {"guided": Guided(alternatives=(GuidedAlternative(json_schema="{}", literal="x"),))},
+]
+PLAIN_ARGS = {"guided_decoding_backend": "xgrammar"}
+
+
+def sampler_args(release: Release) -> dict[str, object]:
+    """The sampler that takes penalties, where the release has a choice."""
+    has = release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT
+    return PLAIN_ARGS | ({"sampler_type": "TRTLLMSampler"} if has else {})
+
+
+async def record(version: str, folder: Path) -> Uses:
+    uses: Uses = set()
+    with playing(version) as package, recorded(package, uses):
+        args = sampler_args(release_for(version))
+        roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
+        whole, prefill, decode = (make("trtllm", folder, role, **args) for role in roles)
+        async with started(whole, prefill, decode):
+            for sampling in SAMPLINGS:
+                try:
+                    await answer(whole, PROMPT, **sampling)
+                except EngineError as exc:
+                    print(f"{version}: {exc}")
+            await two_legs(prefill, decode, PROMPT, logprobs=1)
+            salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
+            if version != "1.0.0":
+                await collect(whole, salted)
+            async with aclosing(whole.generate(ask(PROMPT, max_tokens=300))) as stream:
+                await anext(stream)
+            await whole.check()
+            stats(whole)
+            await check_stats(whole, running=0)
+            await asyncio.sleep(0.1)  # a poll of the statistics
+    return uses
+
+
+@pytest.fixture(scope="module")
+def uses(gpt_oss: Path) -> dict[str, Uses]:
+    with pytest.MonkeyPatch.context() as patched:
+        hurry(patched)
+        return {version: asyncio.run(record(version, gpt_oss)) for version in RELEASES}
+
+
+def is_public(name: str) -> bool:
+    return not name.startswith("_")
+
+
+def absent(found: Iterable[tuple[str, str]], release: Release) -> list[str]:
+    """Names that the release is known not to have. Manifests are of public names."""
+    named = [(owner, name) for owner, name in found if is_public(name)]
+    return [f"{owner}.{name}" for owner, name in named if release.presence(owner, name) is Presence.ABSENT]
+
+
+def without(release: Release, owner: str, name: str) -> Release:
+    """The release as if the name had been renamed in it."""
+    fields = {key: field for key, field in release.owners.get(owner, {}).items() if key != name}
+    owners = {key: value for key, value in release.owners.items() if key != f"{owner}.{name}"}
+    members = release.members - {f"{owner}.{name}"}
+    return replace(
+        release, owners={**owners, owner: {**fields, "renamed": next(iter(fields.values()), None)}}, members=members
+    )  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_names_when_used_then_no_release_lacks_them(version: str, uses: dict[str, Uses]) -> None:
+    release = release_for(version)
+    for owner, name in sorted(uses[version]):
+        if release.presence(owner, name) is Presence.NOT_READ:
+            print(f"not read: {version} {owner}.{name}")
+    assert absent(uses[version], release) == []
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_names_when_one_present_is_renamed_then_it_is_found(version: str, uses: dict[str, Uses]) -> None:
+    release = release_for(version)
+    present = [use for use in uses[version] if release.presence(*use) is Presence.PRESENT]
+    assert len(present) > 25
+    for owner, name in present:
+        assert absent(uses[version], without(release, owner, name)) == [f"{owner}.{name}"]
+
+
+def test_names_when_recorded_then_they_are_those_that_the_adapter_says_it_uses(uses: dict[str, Uses]) -> None:
+    """So that its check at start, and the page of what was not read, miss nothing and name nothing that is unused."""
+    said = {(owner, name) for table in (NEEDED, OPTIONAL, RESULTS) for owner, names in table.items() for name in names}
+    touched = {(owner, name) for found in uses.values() for owner, name in found if owner != "TorchLlmArgs"}
+    methods = {("LLM", owner.partition(".")[2]) for owner, _ in touched if owner.startswith("LLM.")}
+    assert touched | methods == said
+
+
+def test_arguments_when_recorded_then_the_adapter_adds_only_what_every_release_has(uses: dict[str, Uses]) -> None:
+    for version, found in uses.items():
+        added = {name for owner, name in found if owner == "TorchLlmArgs"}
+        assert {"model", "backend", "enable_iter_perf_stats"} <= added
+        release = release_for(version)
+        assert [name for name in added if release.presence("TorchLlmArgs", name) is not Presence.PRESENT] == []
