@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.layers import Layer, Layered
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.arguments import Described, file_layer, flag_layers, override_layer
+from dynamo_trtllm.engine.checkpoint import read_checkpoint
 from dynamo_trtllm.engine.trtllm import kernels, schema
 from dynamo_trtllm.engine.trtllm.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engine.trtllm.kernels import KernelProfile
@@ -85,7 +87,13 @@ def trtllm_args(config: WorkerConfig, release: Release, gpus: Sequence[Gpu] | No
         _translated(override_layer(config), notes),
     ]
     unread = [found for layer in given for found in schema.check(layer.values, release, layer.source)]
-    merged = layers.merge([_advice(profile, given, release, notes), *given])
+    wanted = layers.merge(
+        [
+            Layer(profile.engine_args, profile.source),
+            Layer(profile.mxfp4_args if _is_mxfp4(config.model_path) else {}, profile.source),
+        ]
+    )
+    merged = layers.merge([_advice(wanted.leaves, given, release, notes), *given])
     schema.check_together({key: leaf.value for key, leaf in merged.leaves.items()})
     return TrtllmArgs(
         release=release,
@@ -117,25 +125,37 @@ def _translated(layer: Layer, notes: list[str]) -> Layer:
     return layer._replace(values=values)
 
 
-def _advice(profile: KernelProfile, given: Sequence[Layer], release: Release, notes: list[str]) -> Layer:
-    """The profile's arguments, without those that the release can't take or that somebody decided another way."""
+def _is_mxfp4(model_path: str) -> bool:
+    """What the profiles' MoE back ends are for; other models' experts run on the release's own choice.
+
+    Yes where no model can be read: nothing is loaded then, and it is what the profiles were made for.
+    """
+    try:
+        return read_checkpoint(Path(model_path)).quantization == "mxfp4"
+    except ConfigError:
+        return True
+
+
+def _advice(wanted: Mapping[str, Layered], given: Sequence[Layer], release: Release, notes: list[str]) -> Layer:
+    """A profile's arguments, without those that the release can't take or that somebody decided another way."""
     decided = layers.merge(given).leaves
     kept: dict[str, Layered] = {}
-    for key, leaf in layers.merge([Layer(profile.engine_args, profile.source)]).leaves.items():
-        nested = layers.nested({key: leaf})
+    source = next((leaf.source for leaf in wanted.values()), "")
+    for key, leaf in wanted.items():
         if schema.find(release, key).presence is Presence.ABSENT and schema.is_known(key):
-            notes.append(f"{profile.source}: {key} is left out, TensorRT-LLM {release.title} has no such argument")
+            notes.append(f"{source}: {key} is left out, TensorRT-LLM {release.title} has no such argument")
             continue
         try:
-            schema.check(nested, release, profile.source)
+            schema.check(layers.nested({key: leaf}), release, source)
         except ConfigError as exc:
             if not schema.is_known(key):
                 raise
-            notes.append(f"{exc.message}; left out")
+            if key not in decided:
+                notes.append(f"{exc.message}; left out")
             continue
         if _EITHER.get(key) not in decided:
             kept[key] = leaf
-    return Layer(layers.nested(kept), profile.source, yields=True)
+    return Layer(layers.nested(kept), source, yields=True)
 
 
 def _unchecked(found: schema.NotRead, release: Release) -> str:

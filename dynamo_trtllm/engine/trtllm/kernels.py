@@ -21,7 +21,13 @@ _log = logging.getLogger(__name__)
 FOLDER = Path("kernels_config")
 BY_GPU = ("blackwell", "blackwell-rtx", "hopper")  # the profiles that a GPU can choose
 FALLBACK = "fallback"
-_KEYS = ("sm", "quantization", "engine_args", "environment")
+_KINDS: Mapping[str, type] = {
+    "sm": list,
+    "quantization": dict,
+    "engine_args": dict,
+    "mxfp4_args": dict,
+    "environment": dict,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +40,7 @@ class KernelProfile:
         str, str
     ]  # MoE back end -> what it runs MXFP4 weights as; the first is meant, all are allowed
     engine_args: Mapping[str, Any]
+    mxfp4_args: Mapping[str, Any]  # on top, for models whose weights are MXFP4
     environment: Mapping[str, str]
 
     @property
@@ -73,8 +80,8 @@ def load(name: str) -> KernelProfile:
             f"--kernels-profile {name}: there is no such profile; known: {known}", field="kernels_profile"
         )
     data = layers.read_yaml(found)
-    layers.check_keys(data, _KEYS, str(path))
-    for key, kind in (("sm", list), ("quantization", dict), ("engine_args", dict), ("environment", dict)):
+    layers.check_keys(data, _KINDS, str(path))
+    for key, kind in _KINDS.items():
         if not isinstance(data.get(key, kind()), kind):
             raise ConfigError(f"{path}: {key} is {data[key]!r}: expected a {kind.__name__}", field=key)
     for key in ("quantization", "environment"):
@@ -86,6 +93,7 @@ def load(name: str) -> KernelProfile:
         sm=tuple(data.get("sm", ())),
         quantization=data.get("quantization", {}),
         engine_args=data.get("engine_args", {}),
+        mxfp4_args=data.get("mxfp4_args", {}),
         environment=data.get("environment", {}),
     )
 

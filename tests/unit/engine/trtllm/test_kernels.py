@@ -55,7 +55,7 @@ def test_choose_when_a_file_is_named_then_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("engine_args: {stream_interval: 4}\nenvironment: {A_B: 'x'}\n")
     assert choose(str(path), gpus(90)) == KernelProfile(
-        name="mine", sm=(), quantization={}, engine_args={"stream_interval": 4}, environment={"A_B": "x"}
+        name="mine", sm=(), quantization={}, engine_args={"stream_interval": 4}, mxfp4_args={}, environment={"A_B": "x"}
     )
 
 
@@ -85,7 +85,8 @@ def test_choose_when_the_working_directory_is_elsewhere_then_the_shipped_ones_ar
 def test_profile_when_shipped_then_the_newest_release_takes_its_arguments(name: str) -> None:
     profile = kernels.load(name)
     assert schema.check(profile.engine_args, newest(), name) == []
-    backend = profile.engine_args.get("moe_config", {}).get("backend")
+    assert schema.check(profile.mxfp4_args, newest(), name) == []
+    backend = profile.mxfp4_args.get("moe_config", {}).get("backend")
     assert backend == next(iter(profile.quantization), None)  # the first is the default
 
 
@@ -103,7 +104,7 @@ def test_apply_when_the_user_exported_a_variable_then_it_stays_and_it_is_said(
     monkeypatch.setenv("TRTLLM_ENABLE_PDL", "")  # so that it is restored
     monkeypatch.delenv("TRTLLM_ENABLE_PDL")
     environment = {"UCX_MEMTYPE_CACHE": "n", "TRTLLM_ENABLE_PDL": "1"}
-    profile = KernelProfile(name="test", sm=(), quantization={}, engine_args={}, environment=environment)
+    profile = KernelProfile(name="test", sm=(), quantization={}, engine_args={}, mxfp4_args={}, environment=environment)
     with caplog.at_level(logging.INFO):
         kernels.apply(profile)
     assert os.environ["UCX_MEMTYPE_CACHE"] == "y"

@@ -1,5 +1,6 @@
 """The arguments of `LLM`: from which place each comes, and what is refused before anything loads."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,27 @@ def test_args_when_the_profile_has_a_key_of_another_release_then_left_out_and_of
     path.write_text("engine_args: {num_serve_frontend: 2}")
     with pytest.raises(ConfigError, match="kernels profile p: unknown key 'num_serve_frontend'"):
         merged(kernels_profile=str(path))
+
+
+CHECKPOINT = {
+    "model_type": "mixtral",
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "vocab_size": 8,
+}
+
+
+@pytest.mark.parametrize("quantization", [None, "mxfp4"])
+def test_args_when_the_weights_are_not_mxfp4_then_the_profile_leaves_the_experts_alone(
+    quantization: str | None, tmp_path: Path
+) -> None:
+    described = CHECKPOINT | ({"quantization_config": {"quant_method": quantization}} if quantization else {})
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    args = trtllm_args(WorkerConfig(model_path=str(tmp_path)), release(), HOPPER)
+    assert args.get("moe_config.backend") == ("TRITON" if quantization else "CUTLASS")  # CUTLASS is the default
+    assert args.leaves["cuda_graph_config.enable_padding"].source == "kernels profile hopper"
 
 
 def test_args_when_graphs_are_switched_off_then_the_profile_does_not_bring_them_back() -> None:
