@@ -52,11 +52,16 @@ def guiding(tools: tuple[Tool, ...], options: Options, served: ServedModel) -> G
 
 
 def _one_call(tool: Tool, options: Options, served: ServedModel) -> Guiding:
+    """The header is forced. The arguments are held to the schema if it is strict, else to JSON where that can be had:
+    a model that did not mean to call would go on with prose."""
     header = _call_header(tool, options, served)
-    if tool.name not in options.strict_tools:
+    if tool.name in options.strict_tools:
+        _check_guidable(options, "tool_choice", served)
+        return Guiding(forced=header, guided=Guided(alternatives=(GuidedAlternative(json_schema=_schema(tool)),)))
+    asked = options.sampling
+    if "guided" in served.card.refuses or asked.ignore_eos or asked.min_tokens:
         return Guiding(forced=header)
-    _check_guidable(options, "tool_choice", served)
-    return Guiding(forced=header, guided=Guided(alternatives=(GuidedAlternative(json_schema=_schema(tool)),)))
+    return Guiding(forced=header, guided=Guided(alternatives=(GuidedAlternative(json_schema="{}"),)))
 
 
 def _some_call(tools: tuple[Tool, ...], options: Options, served: ServedModel) -> Guiding:

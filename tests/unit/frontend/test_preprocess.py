@@ -14,7 +14,7 @@ from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, U
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import Options
 from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_chat, prepare_conversation, prepare_text
-from dynamo_trtllm.messages import Conversation, GuidedAlternative, Message, ModelCard, Sampling
+from dynamo_trtllm.messages import Conversation, Guided, GuidedAlternative, Message, ModelCard, Sampling
 from dynamo_trtllm.openai.chat import ChatRequest
 from dynamo_trtllm.openai.completions import CompletionRequest
 from dynamo_trtllm.openai.wire import parse
@@ -228,7 +228,7 @@ def test_tool_choice_named_then_the_calls_header_is_forced_and_told_to_the_parse
     plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
     assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
     (choice,) = plan.choices
-    assert choice.request.sampling.guided is None
+    assert choice.request.sampling.guided == Guided(alternatives=(GuidedAlternative(json_schema="{}"),))
     delta = choice.parser.push(harmony.renderer.encode('{"city": "Bern"}'))
     (call,) = delta.tool_calls
     assert (call.name, call.arguments) == ("get_weather", '{"city": "Bern"}')
@@ -236,8 +236,19 @@ def test_tool_choice_named_then_the_calls_header_is_forced_and_told_to_the_parse
 
 def test_tool_choice_required_with_one_tool_then_as_if_named(harmony: ServedModel) -> None:
     named = chat(harmony, tools=[WEATHER], tool_choice=NAMED)
-    required = chat(refusing(harmony, "guided"), tools=[WEATHER], tool_choice="required")
-    assert required.choices[0].request == named.choices[0].request
+    assert chat(harmony, tools=[WEATHER], tool_choice="required").choices[0].request == named.choices[0].request
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_one_call_when_nothing_can_be_guided_then_its_header_is_forced_all_the_same(
+    harmony: ServedModel, choice: Any
+) -> None:
+    plans = [chat(refusing(harmony, "guided"), tools=[WEATHER], tool_choice=choice)]
+    plans.append(chat(harmony, tools=[WEATHER], tool_choice=choice, min_tokens=1))
+    plans.append(chat(harmony, tools=[WEATHER], tool_choice=choice, ignore_eos=True))
+    for plan in plans:
+        assert plan.choices[0].request.sampling.guided is None
+        assert prompt(plan, harmony).endswith(f"{HEADER}get_weather{REST}")
 
 
 def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: ServedModel) -> None:
@@ -367,6 +378,7 @@ def test_chat_template_then_developer_is_system_and_what_it_ignores_is_refused(m
 def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(make_template: Any) -> None:
     served = make_template()
     guided = chat(served, response_format=FORMAT).choices[0].request.sampling.guided
+    assert guided is not None
     assert guided.after == ""
     assert json.loads(guided.alternatives[0].json_schema) == CITY
     with pytest.raises(UnsupportedParameter) as refused:
@@ -379,6 +391,7 @@ def test_chat_template_when_a_call_is_demanded_then_in_the_form_of_its_parser(ma
     opening = '<tool_call>\n{"name": "get_weather", "arguments":'
     assert prompt(chat(served, tools=[WEATHER, TIME], tool_choice=NAMED), served).endswith(opening)
     guided = chat(served, tools=[WEATHER, TIME], tool_choice="required").choices[0].request.sampling.guided
+    assert guided is not None
     assert [each.literal for each in guided.alternatives] == [opening, opening.replace("weather", "time")]
     with pytest.raises(UnsupportedParameter) as refused:
         chat(make_template(), tools=[WEATHER], tool_choice=NAMED)
