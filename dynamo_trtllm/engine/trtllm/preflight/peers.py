@@ -3,69 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 from dynamo_trtllm.engine.base import Finding
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.handoff.tickets import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, Role
 
-PEER_RULES = ("peer-engine", "peer-strategy", "peer-layout", "peer-pairing", "peer-context")
 _OPPOSITE = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
-_SAME = "start both workers with the same model and settings"
+_SAME = (
+    "start both workers with the same model and settings (one that was killed stays registered for --lease-ttl-s; "
+    "roll changed settings out under another --namespace)"
+)
 
 
 def judged_peers(mine: RoleFacts, peers: Sequence[Instance], pairing: Mapping[str, str] | None) -> Iterator[Finding]:
-    """A difference keeps the two from pairing: an error with every peer of the other role, a warning with some."""
-    wanted = _OPPOSITE.get(mine.role)
-    if wanted is None:
-        return
-    others = [peer for peer in peers if peer.role is wanted]
+    """A difference keeps the two from pairing: an error if no peer of the other role is left, else a warning."""
+    others = [peer for peer in peers if peer.role is _OPPOSITE.get(mine.role)]
     found = {peer.id: list(_differences(mine, peer, pairing)) for peer in others}
-    alone = bool(others) and all(found.values())
+    alone = all(found.values())
     for peer in others:
-        for rule, field, value, other in found[peer.id]:
-            yield _finding(rule, field, value, f"{_name(peer)}: {other}", "error" if alone else "warning")
-    for peer in others:
-        yield from _contexts(mine, peer)
+        for difference in found[peer.id]:
+            yield _finding(difference, peer, "error" if alone else "warning")
 
 
-def _differences(
-    mine: RoleFacts, peer: Instance, pairing: Mapping[str, str] | None
-) -> Iterator[tuple[str, str, str, str]]:
-    """(rule, field, our value, theirs) of everything that must be equal and is not."""
+class _Difference(NamedTuple):
+    rule: str
+    field: str
+    ours: str
+    theirs: str
+
+
+def _differences(mine: RoleFacts, peer: Instance, pairing: Mapping[str, str] | None) -> Iterator[_Difference]:
+    """Everything that must fit and does not."""
     if peer.engine != "trtllm":
-        yield "peer-engine", "engine", "trtllm", peer.engine
+        yield _Difference("peer-engine", "engine", "trtllm", peer.engine)
         return
     if peer.strategy != mine.strategy:
-        yield "peer-strategy", "disaggregation_strategy", mine.strategy, peer.strategy
+        yield _Difference("peer-strategy", "disaggregation_strategy", mine.strategy, peer.strategy)
     layout = mine.layout()
     for name in EQUAL_LAYOUT if layout is not None else ():
         ours, theirs = getattr(layout, name), getattr(peer.layout, name)
         if ours != theirs:
-            yield "peer-layout", f"layout.{name}", str(ours), str(theirs)
-    for name in sorted({*pairing, *peer.pairing}) if pairing is not None else ():
-        if pairing is not None and pairing.get(name) != peer.pairing.get(name):
-            yield "peer-pairing", name, str(pairing.get(name, "unset")), str(peer.pairing.get(name, "unset"))
+            yield _Difference("peer-layout", f"layout.{name}", str(ours), str(theirs))
+    if pairing is not None:
+        for name in sorted({*pairing, *peer.pairing}):
+            if pairing.get(name) != peer.pairing.get(name):
+                texts = (str(side.get(name, "unset")) for side in (pairing, peer.pairing))
+                yield _Difference("peer-pairing", name, *texts)
+    if not _lengths_fit(mine, peer):
+        yield _Difference("peer-context", "max_seq_len", mine.shown("max_seq_len"), str(peer.card.context_length))
 
 
-def _contexts(mine: RoleFacts, peer: Instance) -> Iterator[Finding]:
-    """Decode must take what prefill lets in; a card is one per model, so any difference is worth saying."""
+def _lengths_fit(mine: RoleFacts, peer: Instance) -> bool:
+    """Decode must take what prefill lets in."""
     ours, theirs = mine.max_seq_len, peer.card.context_length
     if ours is None or not theirs:
-        return
-    prefill, decode = (ours, theirs) if mine.role is Role.PREFILL else (theirs, ours)
-    if prefill > decode:
-        yield _finding("peer-context", "max_seq_len", mine.shown("max_seq_len"), f"{_name(peer)}: {theirs}", "error")
+        return True
+    return ours <= theirs if mine.role is Role.PREFILL else theirs <= ours
 
 
-def _finding(rule: str, field: str, value: str, other: str, severity: str) -> Finding:
-    why, cure = _WORDS[rule]
+def _finding(difference: _Difference, peer: Instance, severity: Literal["error", "warning"]) -> Finding:
+    why, cure = PEER_RULES[difference.rule]
     return Finding(
-        severity="error" if severity == "error" else "warning",
-        rule=rule,
-        field=field,
-        value=value,
-        other=other,
+        severity=severity,
+        rule=difference.rule,
+        field=difference.field,
+        value=difference.ours,
+        other=f"{_name(peer)}: {difference.theirs}",
         why=why,
         cure=cure,
     )
@@ -75,7 +80,8 @@ def _name(peer: Instance) -> str:
     return f"{peer.role} worker {peer.id:x}"
 
 
-_WORDS = {
+# Why and cure, by rule.
+PEER_RULES: Mapping[str, tuple[str, str]] = {
     "peer-engine": ("KV of one engine means nothing to another", "start both workers with the same --engine"),
     "peer-strategy": ("the two legs would wait for one another", "give both the same --disaggregation-strategy"),
     "peer-layout": ("blocks are copied as they are, so both sides must lay KV out alike", _SAME),

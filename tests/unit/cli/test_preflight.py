@@ -1,0 +1,159 @@
+"""The preflight command as it is typed: what it prints, and with which status it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dynamo_trtllm.cli.preflight import main
+
+CONFIGS = Path(__file__).resolve().parents[3] / "engine_configs" / "gpt-oss-120b"
+TARGET = ["--prefill", f"{CONFIGS}/k8s-disagg/prefill.yaml", "--decode", f"{CONFIGS}/k8s-disagg/decode.yaml"]
+KNOWN = ["--gpu", "gb200", "--model", "gpt-oss-120b"]
+LOAD = ["--isl", "8192", "--osl", "1024", "--concurrency", "1536"]
+
+Changed = Callable[..., list[str]]
+
+
+@pytest.fixture
+def changed(tmp_path: Path) -> Changed:
+    """The Kubernetes pair with the decode role's arguments changed."""
+
+    def write(**changes: Any) -> list[str]:
+        values = yaml.safe_load((CONFIGS / "k8s-disagg" / "decode.yaml").read_text())
+        path = tmp_path / "decode.yaml"
+        path.write_text(yaml.safe_dump({**values, **changes}))
+        return [*TARGET[:3], str(path)]
+
+    return write
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    """(exit status, stdout, stderr)."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    said = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, said.out, said.err
+
+
+def test_main_when_the_pair_is_right_then_tables_and_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *TARGET, *KNOWN, *LOAD)
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "TensorRT-LLM 1.2.1 on gb200"
+    assert lines[-1].startswith("0 errors, 0 warnings, ")
+    cells = {line[:30].strip(): line[30:].split() for line in lines}
+    assert cells["weights"] == ["60.8", "GiB", "15.2", "GiB"]
+    assert cells["KV of one token"] == ["36.0", "KiB", "9.0", "KiB"]
+    assert cells["tokens of one request"] == ["8,192", "9,216"]
+    assert "1,280 (by max_batch_size)" in out
+    assert "hand-off of 8192 tokens at full rate" in out
+
+
+def test_main_when_something_is_wrong_then_field_both_values_why_cure_and_status_1(
+    capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
+    status, out, _ = run(capsys, *changed(max_seq_len=8500), *KNOWN)
+    assert status == 1
+    assert "error    pair: max_seq_len  [seq-len-order]" in out
+    assert f"prefill: 9000 (YAML {CONFIGS}/k8s-disagg/prefill.yaml)" in out
+    assert "decode: 8500 (YAML " in out
+    assert "why:  prefill would take prompts whose request does not fit decode" in out
+    assert "cure: set it to at most 8500 on prefill" in out
+    assert out.splitlines()[2].startswith("error")  # the worst first
+
+
+def test_main_when_only_warnings_are_found_then_status_0(capsys: pytest.CaptureFixture[str], changed: Changed) -> None:
+    status, out, _ = run(capsys, *changed(load_format="dummy"), *KNOWN)
+    assert status == 0
+    assert "warning  decode: load_format  [dummy-weights]" in out
+
+
+def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the_findings(
+    capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
+    argv = changed(moe_config={"backend": "TRITON"}, cache_transceiver_config={"backend": "UCX"}, kv_cache_config={})
+    status, out, _ = run(capsys, *argv, *KNOWN, "--release", "1.0.0")
+    assert status == 1
+    assert "[argument-refused]" in out
+    assert "moe_config.backend is 'TRITON'" in out
+
+
+def test_main_when_json_is_asked_then_it_is_all_there(capsys: pytest.CaptureFixture[str], changed: Changed) -> None:
+    argv = changed(kv_cache_config={"dtype": "auto", "enable_block_reuse": False})
+    status, out, _ = run(capsys, *argv, *KNOWN, *LOAD, "--json")
+    body = json.loads(out)
+    assert status == 1
+    assert (body["release"], body["gpu"], body["errors"]) == ("1.2.1", "gb200", 1)
+    (error,) = [found for found in body["findings"] if found["severity"] == "error"]
+    assert (error["role"], error["rule"], error["field"]) == ("pair", "kv-dtype-equal", "kv_cache_config.dtype")
+    assert set(error) == {"role", "severity", "rule", "field", "value", "other", "why", "cure"}
+    assert [table["role"] for table in body["memory"]] == ["prefill", "decode"]
+    assert body["memory"][0]["kv_token_bytes"] == 36 * 1024
+    assert body["handoff"]["tokens"] == 8192
+    assert set(body["handoff"]["seconds"]) == {"NVLink", "PCIe", "network (400 Gb/s)"}
+
+
+def test_main_when_flags_are_added_then_they_beat_the_file_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, *TARGET, *KNOWN, "--decode-args", "--max-seq-len 8000 --max-batch-size 64")
+    assert status == 1
+    assert "decode: 8000 (flag --max-seq-len)" in out
+    assert "--max-seq-len 8000 beats max_seq_len 11000" in out
+
+
+def test_main_when_one_worker_serves_whole_requests_then_it_is_judged_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--tensor-parallel-size 4 --expert-parallel-size 4 --max-batch-size 800"
+    status, out, _ = run(capsys, "--agg", f"{CONFIGS}/k8s-agg/agg.yaml", "--agg-args", flags, *KNOWN)
+    assert status == 0
+    assert "prefill_and_decode, 4 GPUs" in out
+    assert "hand-off" not in out
+
+
+def test_main_when_model_and_gpu_are_unknown_then_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, *TARGET)
+    assert status == 0
+    assert "on an unknown GPU (see --gpu)" in out
+    assert "no memory estimate: it needs --model-path" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "nothing to judge; give --prefill and --decode, or --agg"),
+        ([*TARGET, "--agg", "a.yaml"], "--agg is for workers of whole requests"),
+        ([*TARGET, "--osl", "5"], "--osl and --concurrency say nothing without --isl"),
+        ([*TARGET, "--gpu", "b2000"], "--gpu b2000 is not known; known: a100"),
+        ([*TARGET, "--model", "no/where"], "model folder no/where does not exist"),
+        ([*TARGET, "--release", "new"], "version 'new' is not one"),
+        (["--prefill", "no.yaml"], "there is no file no.yaml"),
+        ([*TARGET, "--decode-args", "--max-sequence-len 5"], "the flags of the decode worker: unknown flag"),
+        ([*TARGET, "--decode-args", "--x 'y"], "the flags of the decode worker can't be read: No closing quotation"),
+        ([*TARGET, "--isl", "0"], "flag --isl is '0'"),
+    ],
+)
+def test_main_when_the_command_line_is_bad_then_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (2, "")
+    assert err.startswith("python -m dynamo_trtllm.preflight: ")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_module_when_asked_for_help_then_it_teaches() -> None:
+    command = [sys.executable, "-m", "dynamo_trtllm.preflight", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    for word in ("--prefill", "--decode", "--agg", "--gpu", "--isl", "--json", "exit status: 0 without errors"):
+        assert word in done.stdout
