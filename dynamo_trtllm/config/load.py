@@ -74,6 +74,11 @@ def process_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def is_color_refused() -> bool:
+    """Whether NO_COLOR asks for plain text: set to anything but nothing."""
+    return bool(os.environ.get("NO_COLOR"))
+
+
 def config_table(loaded: Loaded[C]) -> str:
     """Field, value and source, one line each."""
     rows = [(name, _shown(getattr(loaded.config, name)), source) for name, source in loaded.sources.items()]

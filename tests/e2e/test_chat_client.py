@@ -1,0 +1,124 @@
+"""The terminal client against real frontends: from a pipe, and in a terminal of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.cluster import TINY, Cluster, command
+from tests.e2e.conftest import TorchCluster
+
+MODULE = "dynamo_trtllm.chat"
+TIMEOUT_S = 15.0
+
+
+class Terminal:
+    """The client with a person in front of it."""
+
+    def __init__(self, cluster: Cluster, *argv: str) -> None:
+        self._mine, theirs = pty.openpty()
+        words = [sys.executable, "-m", MODULE, "--url", cluster.frontend.url(), *argv]
+        env = {name: value for name, value in cluster.env.items() if name != "NO_COLOR"}
+        self.process = subprocess.Popen(
+            words, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+        )
+        os.close(theirs)
+        self._seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._mine, text.encode())
+
+    def until(self, *texts: str) -> str:
+        """What was shown up to the last of these texts, in this order; shown text is used up."""
+        deadline, shown = time.monotonic() + TIMEOUT_S, ""
+        for text in texts:
+            while text not in self._seen:
+                ready, _, _ = select.select([self._mine], [], [], max(0.0, deadline - time.monotonic()))
+                assert ready, f"no {text!r} in {shown + self._seen!r}"
+                self._seen += os.read(self._mine, 65536).decode(errors="replace")
+            before, found, self._seen = self._seen.partition(text)
+            shown += before + found
+        return shown
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._mine)
+
+
+@pytest.fixture
+def terminal(mock_cluster: Cluster) -> Iterator[Terminal]:
+    made = Terminal(mock_cluster, "--max-tokens", "2000")
+    yield made
+    made.close()
+
+
+def test_chat_when_questions_come_from_a_pipe_then_each_is_answered_without_colors(
+    torch_cluster: TorchCluster,
+) -> None:
+    cluster = torch_cluster.cluster
+    argv = ["--url", cluster.frontend.url(), "--model", TINY, "--temperature", "0", "--max-tokens", "60"]
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE, *argv, "--reasoning-effort", "low"],
+        input="What is prefill?\n\nWhat is decode?\n",
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.count("TTFT"), done.stderr.count("tokens/s")) == (0, 2, 2), done.stderr
+    assert len(done.stdout.splitlines()) >= 2
+    assert "\x1b" not in done.stdout + done.stderr
+    assert "<|" not in done.stdout
+
+
+def test_chat_when_several_models_are_served_and_none_is_named_then_says_which(torch_cluster: TorchCluster) -> None:
+    cluster = torch_cluster.cluster
+    status, said = command([MODULE, "--url", cluster.frontend.url()], cluster.env)
+    assert status == 2
+    assert len(said) == 1
+    assert f"choose one with --model: {TINY}, {TINY}-aggregated" in said[0]
+
+
+def test_chat_when_there_is_no_frontend_then_one_line_and_exit_status_1(mock_cluster: Cluster) -> None:
+    status, said = command([MODULE, "--url", "http://127.0.0.1:1"], mock_cluster.env)
+    assert status == 1
+    assert len(said) == 1
+    assert "no frontend answers at http://127.0.0.1:1" in said[0]
+
+
+def test_chat_when_the_model_is_unknown_then_the_question_is_answered_with_one_line(mock_cluster: Cluster) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE, "--url", mock_cluster.frontend.url(), "--model", "nobody"],
+        input="hi\n",
+        env=mock_cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("error: ")
+    assert "'nobody'" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_chat_when_interrupted_in_a_terminal_then_the_answer_ends_and_the_program_goes_on(terminal: Terminal) -> None:
+    terminal.until("mock at http://", "> ")
+    terminal.type("Tell me all.\n")
+    terminal.until("Tell me all.\r\n", "\x1b[0m")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.until("stopped; ", "> ")
+    terminal.type("/reset\n")
+    terminal.until("forgotten", "> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(TIMEOUT_S) == 0

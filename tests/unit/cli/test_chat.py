@@ -1,0 +1,279 @@
+"""The terminal client without a terminal and without a server: what is shown, said, counted and asked."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.cli.chat import HELP, Chat, Notes, main, only_model
+from dynamo_trtllm.cli.chat_http import ChatFailed, error_text, events
+from dynamo_trtllm.cli.chat_turn import Kind, Screen, Shown, Turn
+from dynamo_trtllm.config.chat import ChatConfig
+from dynamo_trtllm.config.load import is_color_refused, load
+from dynamo_trtllm.errors import ConfigError
+
+
+def chunk(finish: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}], "usage": None}
+
+
+def usage(tokens: int) -> dict[str, Any]:
+    return {"choices": [], "usage": {"completion_tokens": tokens}}
+
+
+def called(name: str | None = None, arguments: str = "") -> dict[str, Any]:
+    function = {"arguments": arguments} | ({"name": name} if name else {})
+    return chunk(tool_calls=[{"index": 0, "function": function}])
+
+
+ANSWER = [
+    chunk(role="assistant", content=""),
+    chunk(reasoning_content="Hm."),
+    chunk(content="Fo"),
+    chunk(content="ur."),
+]
+ENDING = [chunk("stop"), usage(4)]
+
+
+class Server:
+    """Answers each request with the next script, and keeps the requests."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self.scripts = list(scripts)
+        self.requests: list[Mapping[str, Any]] = []
+        self.closed = 0
+
+    def __call__(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+        self.requests.append(body)
+        try:
+            for event in self.scripts.pop(0):
+                if isinstance(event, BaseException):
+                    raise event
+                yield event
+        finally:
+            self.closed += 1
+
+
+class Talk:
+    """A chat whose both outputs are kept."""
+
+    def __init__(self, server: Server, *, has_colors: bool = False, **config: Any) -> None:
+        self.out, self.notes = io.StringIO(), io.StringIO()
+        self.chat = Chat(
+            ChatConfig(model="m", **config),
+            server,
+            Screen(self.out, has_colors=has_colors),
+            Notes(self.notes, has_colors=has_colors),
+        )
+
+
+def clock(*times: float) -> Callable[[], float]:
+    left = iter(times)
+    return lambda: next(left)
+
+
+def test_run_when_an_answer_streams_then_parts_are_told_apart_and_the_turn_is_reported() -> None:
+    talk = Talk(Server([*ANSWER, *ENDING]))
+    talk.chat.run(["2+2?\n"])
+    assert talk.out.getvalue() == "[reasoning] Hm.\nFour.\n"
+    assert talk.notes.getvalue().startswith("TTFT ")
+    assert " ms, 4 tokens, " in talk.notes.getvalue()
+    assert talk.notes.getvalue().endswith(" tokens/s\n")
+
+
+def test_run_when_there_are_colors_then_reasoning_is_dim_and_content_is_not() -> None:
+    talk = Talk(Server([*ANSWER, *ENDING]), has_colors=True)
+    talk.chat.run(["2+2?"])
+    reasoning, _, content = talk.out.getvalue().partition("Hm.")
+    assert reasoning.endswith("\x1b[2m")
+    assert content.startswith("\x1b[0m\n")
+    assert "\x1b[2m" not in content
+
+
+def test_run_when_a_tool_is_called_then_name_and_arguments_are_shown_as_they_come() -> None:
+    talk = Talk(
+        Server([called("f"), called(arguments='{"a":'), called(arguments=" 1}"), chunk("tool_calls"), usage(9)])
+    )
+    talk.chat.run(["?"])
+    assert talk.out.getvalue() == '[tool call] f {"a": 1}\n'
+    assert "ended by tool_calls" in talk.notes.getvalue()
+
+
+def test_run_when_two_tools_are_called_then_each_has_its_line() -> None:
+    talk = Talk(Server([called("f", "{}"), called("g", "[]"), chunk("tool_calls")]))
+    talk.chat.run(["?"])
+    assert talk.out.getvalue() == "[tool call] f {}\n[tool call] g []\n"
+
+
+def test_run_when_questions_follow_then_the_conversation_goes_with_them() -> None:
+    server = Server([*ANSWER, *ENDING], [chunk(content="Five.")], [chunk(content="x")])
+    talk = Talk(server, system="Be brief.", reasoning_effort="low", max_tokens=9, temperature=0)
+    talk.chat.run(["2+2?", "", "  2+3? ", "/reset", "again"])
+    system = {"role": "system", "content": "Be brief."}
+    first = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Four."}]
+    assert server.requests[1] == {
+        "model": "m",
+        "messages": [system, *first, {"role": "user", "content": "2+3?"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "reasoning_effort": "low",
+        "max_tokens": 9,
+        "temperature": 0,
+    }
+    assert server.requests[2]["messages"] == [system, {"role": "user", "content": "again"}]
+    assert "forgotten" in talk.notes.getvalue()
+
+
+def test_run_when_nothing_is_chosen_then_the_request_leaves_it_to_the_server() -> None:
+    server = Server([])
+    Talk(server).chat.run(["hi"])
+    assert server.requests == [
+        {
+            "model": "m",
+            "messages": [{"role": "user", "content": "hi"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+def test_run_when_the_answer_fails_then_it_is_one_line_and_the_question_is_forgotten() -> None:
+    server = Server([chunk(content="Fo"), ChatFailed("no worker")], [chunk(content="x")])
+    talk = Talk(server)
+    talk.chat.run(["a", "b"])
+    assert talk.out.getvalue() == "Fo\nx\n"
+    assert "error: no worker\n" in talk.notes.getvalue()
+    assert talk.chat.failures == 1
+    assert server.requests[1]["messages"] == [{"role": "user", "content": "b"}]
+
+
+def test_run_when_interrupted_then_the_answer_ends_and_the_program_does_not() -> None:
+    server = Server([chunk(content="Fo"), KeyboardInterrupt()], [chunk(content="x")])
+    talk = Talk(server, has_colors=True)
+    talk.chat.run(["a", "b"])
+    assert "stopped; TTFT" in talk.notes.getvalue()
+    assert server.closed == 2
+    assert server.requests[1]["messages"][:2] == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "Fo"},
+    ]
+    assert talk.chat.failures == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("/help", HELP), ("/what now", "/what is no command; /help lists them\n")], ids=str
+)
+def test_run_when_a_line_is_a_command_then_nothing_is_asked(line: str, said: str) -> None:
+    talk = Talk(Server())
+    talk.chat.run([line])
+    assert talk.notes.getvalue() == said
+
+
+def test_run_when_told_to_exit_then_no_line_is_read_after_it() -> None:
+    def lines() -> Iterator[str]:
+        yield "/exit"
+        raise AssertionError("another line was read")
+
+    Talk(Server()).chat.run(lines())
+
+
+def test_show_when_the_model_writes_control_characters_then_the_terminal_does_not_get_them() -> None:
+    out = io.StringIO()
+    screen = Screen(out, has_colors=False)
+    screen.show(Shown(Kind.CONTENT, "a\x1b[31mb\x07\r\x9bc\td\n"))
+    screen.end()
+    assert out.getvalue() == "a[31mbc\td\n"
+
+
+def test_report_when_times_are_known_then_first_and_following_tokens_are_apart() -> None:
+    turn = Turn(clock=clock(10.0, 10.25, 10.75))
+    for event in (chunk(content="a"), chunk(content="b"), *ENDING):
+        list(turn.add(event))
+    assert turn.report() == "TTFT 250 ms, 4 tokens, 6.0 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ([], "no text came"),
+        ([chunk("length"), usage(3)], "no text came, 3 tokens, ended by length"),
+        ([chunk(content="a"), usage(1)], "TTFT 0 ms, 1 tokens"),
+        ([{"choices": None}, {"choices": [{"delta": None}]}], "no text came"),
+    ],
+)
+def test_report_when_little_came_then_it_says_so(script: list[dict[str, Any]], expected: str) -> None:
+    turn = Turn(clock=lambda: 1.0)
+    for event in script:
+        list(turn.add(event))
+    assert turn.report() == expected
+
+
+def test_events_when_the_stream_ends_well_then_all_data_came() -> None:
+    lines = [b'data: {"a": 1}\n', b"\n", b": comment\n", b'data:{"a": 2}\n', b"data: [DONE]\n", b"data: no\n"]
+    assert list(events(lines)) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([b'data: {"a": 1}\n'], "ended early"),
+        ([b'data: {"error": {"message": "no\\nworker"}}\n'], "^no worker$"),
+        ([b"data: {\n"], "not JSON"),
+        ([b"data: 7\n"], "no JSON object"),
+    ],
+)
+def test_events_when_the_stream_breaks_then_it_is_one_line(lines: list[bytes], message: str) -> None:
+    with pytest.raises(ChatFailed, match=message) as caught:
+        list(events(lines))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [{"error": "bad"}, {"detail": "bad"}, {"error": {"message": "bad"}}])
+def test_error_text_when_the_envelope_is_another_then_its_words_are_kept(body: dict[str, Any]) -> None:
+    assert "bad" in error_text(body)
+
+
+def test_only_model_when_there_is_one_then_it_is_taken() -> None:
+    assert only_model(["a"], "http://x") == "a"
+
+
+@pytest.mark.parametrize(("names", "message"), [([], "serves no model yet"), (["a", "b"], "choose one .*: a, b")])
+def test_only_model_when_there_is_no_choice_to_make_then_it_says_what_to_do(names: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        only_model(names, "http://x")
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", "http://x:0", "http://x:99999", "http://[x"])
+def test_url_when_it_is_no_address_of_a_server_then_it_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"--url is .* expected an address like"):
+        load(ChatConfig, prog="x", description="x", argv=["--url", url], environ={})
+
+
+@pytest.mark.parametrize("url", ["http://x:8000", "http://x:8000/", "http://x:8000/v1", "http://x:8000/v1/"])
+def test_url_when_it_is_the_base_of_an_sdk_then_it_is_taken_too(url: str) -> None:
+    assert ChatConfig(url=url).url == "http://x:8000"
+
+
+@pytest.mark.parametrize("argv", [["--temperature", "3"], ["--max-tokens", "0"], ["--reasoning-effort", "huge"]])
+def test_main_when_a_flag_is_wrong_then_one_line_and_exit_status_2(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert argv[0] in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("value", "refused"), [(None, False), ("", False), ("1", True), ("0", True)])
+def test_is_color_refused_when_no_color_is_set_then_by_any_text(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, refused: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if value is not None:
+        monkeypatch.setenv("NO_COLOR", value)
+    assert is_color_refused() is refused
