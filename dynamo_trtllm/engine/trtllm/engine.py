@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,14 @@ from dynamo_trtllm.engine.trtllm import gpu, kernels, settings
 from dynamo_trtllm.engine.trtllm.args import trtllm_args
 from dynamo_trtllm.engine.trtllm.desk import Terms
 from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS
-from dynamo_trtllm.engine.trtllm.loading import Loading
+from dynamo_trtllm.engine.trtllm.loading import Loading, on_thread
 from dynamo_trtllm.engine.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import release_for
 from dynamo_trtllm.engine.trtllm.serving import Serving
 from dynamo_trtllm.engine.trtllm.vendor import Vendor, installed_version, load_vendor, release_line
 from dynamo_trtllm.engine.weights import weight_bytes
-from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
+from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed, EngineNotReady
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -58,7 +59,6 @@ class TrtllmEngine:
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._model = config.served_model_name or self._checkpoint.folder.name
         self._holder = instance_id
-        self._ticket_ttl_s = config.ticket_ttl_s
         self._facts = RoleFacts(
             role=config.disaggregation_mode,
             args=self._args,
@@ -69,6 +69,7 @@ class TrtllmEngine:
             environment={**self._args.profile.environment, **process_environment()},
             strategy=config.disaggregation_strategy,
         )
+        self._ticket_ttl_s = settings.ticket_ttl_s(self._facts, config.ticket_ttl_s)
         self._pairing = settings.pairing(self._facts, release_line(version))
         self._loading: Loading[tuple[Vendor, Any]] | None = None
         self._llm: Any = None
@@ -110,8 +111,11 @@ class TrtllmEngine:
         """On a thread. The environment is set before the vendor is imported, which reads it."""
         kernels.apply(self._args.profile)
         vendor = load_vendor()
+        values = settings.llm_values(self._args, self._release, model=str(self._checkpoint.folder))
         try:
-            llm = vendor.llm(**settings.llm_values(self._args, self._release, model=str(self._checkpoint.folder)))
+            llm = vendor.llm(**values)
+        except (ValueError, TypeError) as exc:
+            raise ConfigError(f"TensorRT-LLM {vendor.version} refuses the engine arguments: {exc}") from exc
         except (vendor.request_error, *VENDOR_ERRORS) as exc:
             raise EngineFailed(f"TensorRT-LLM could not be started: {exc}") from exc
         return vendor, llm
@@ -180,7 +184,7 @@ class TrtllmEngine:
             return
         try:
             async with asyncio.timeout(_SHUTDOWN_S):
-                await asyncio.to_thread(_shut_down, llm)
+                await on_thread(partial(_shut_down, llm), name="trtllm-shutdown")
         except TimeoutError:
             _log.error("TensorRT-LLM did not shut down in %g s", _SHUTDOWN_S)
 

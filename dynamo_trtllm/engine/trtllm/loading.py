@@ -1,4 +1,4 @@
-"""The blocking construction of an engine on a thread of its own, with a heartbeat on the log and a word for /health.
+"""The blocking construction of an engine on a thread of its own, and a word for people on how far it is.
 
 Knows no vendor: what is built, and how it is thrown away, is given.
 """
@@ -13,10 +13,46 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 _log = logging.getLogger(__name__)
-_HEARTBEAT_S = 10.0
+_LOOK_EVERY_S = 2.0  # the driver is not asked more often
 _GIB = 1 << 30
 
 T = TypeVar("T")
+
+
+def on_thread(call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None) -> asyncio.Future[T]:
+    """Runs `call` on a daemon thread, so that one that never returns holds up neither the loop's end nor the process.
+
+    `unwanted` gets the result, on that thread, when the future was cancelled meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            if error is not None:
+                _log.debug("%s failed, and nobody waits for it: %s", name, error)
+            elif unwanted is not None:
+                threading.Thread(target=unwanted, args=(value,), name=f"{name}-unwanted", daemon=True).start()
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)
+
+    def run() -> None:
+        value: T | None = None
+        error: BaseException | None = None
+        try:
+            value = call()
+        except BaseException as exc:  # noqa: BLE001 - carried to the loop, where it is raised
+            error = exc
+        try:
+            loop.call_soon_threadsafe(settle, value, error)
+        except RuntimeError:  # the loop is closed
+            if error is None and unwanted is not None and value is not None:
+                unwanted(value)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
 
 
 class Loading(Generic[T]):
@@ -28,67 +64,27 @@ class Loading(Generic[T]):
         *,
         discard: Callable[[T], None],
         gpu_bytes_used: Callable[[], int | None],
-        weight_bytes: int | None,
+        weight_bytes: int,
     ) -> None:
-        """`weight_bytes`: of one GPU; with it "weights" and what comes after can be told apart from outside."""
+        """`weight_bytes`: of one GPU; by it loading weights and what comes after are told apart from outside."""
         self._build = build
         self._discard = discard
         self._gpu_bytes_used = gpu_bytes_used
         self._weight_bytes = weight_bytes
-        self._began = time.monotonic()
-        self._bytes_before = gpu_bytes_used()
-        self._lock = threading.Lock()  # between the thread that has built and the loop that no longer waits
-        self._abandoned = False
+        self._bytes_before = self._bytes_now = gpu_bytes_used()
+        self._looked_at = time.monotonic()
 
     async def built(self) -> T:
-        """Waits. Raises what `build` raises. Cancelled it lets go at once; the thread cleans up after itself."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-        threading.Thread(target=self._run, args=(loop, done), name="trtllm-load", daemon=True).start()
-        try:
-            while True:
-                await asyncio.wait({done}, timeout=_HEARTBEAT_S)
-                if done.done():
-                    return done.result()
-                _log.info("%s", self.progress())
-        except asyncio.CancelledError:
-            with self._lock:
-                self._abandoned = True
-            if done.done() and not done.cancelled() and done.exception() is None:
-                self._discard(done.result())
-            raise
+        """Raises what `build` raises. Cancelled it lets go at once; what is still built then is discarded."""
+        return await on_thread(self._build, name="trtllm-load", unwanted=self._discard)
 
     def progress(self) -> str:
-        """What can be seen from outside: how long, how much GPU memory, and so which phase."""
-        seconds = time.monotonic() - self._began
-        used = self._gpu_bytes_used()
-        if used is None or self._bytes_before is None:
-            return f"building the engine, {seconds:.0f} s"
-        own = max(0, used - self._bytes_before)
-        phase = "building the engine"
-        if self._weight_bytes is not None:
-            loaded = own >= self._weight_bytes
-            phase = "capturing CUDA graphs and warming up" if loaded else "loading weights"
-        return f"{phase}, {seconds:.0f} s, {own / _GIB:.1f} GiB of GPU memory"
-
-    def _run(self, loop: asyncio.AbstractEventLoop, done: asyncio.Future[T]) -> None:
-        try:
-            value = self._build()
-        except BaseException as exc:  # noqa: BLE001 - carried to the loop, where it is raised
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, done, None, exc)
-            return
-        with self._lock:
-            if not self._abandoned and not loop.is_closed():
-                loop.call_soon_threadsafe(_settle, done, value, None)
-                return
-        self._discard(value)
-
-
-def _settle(done: asyncio.Future[T], value: Any, error: BaseException | None) -> None:
-    if done.done():
-        return
-    if error is None:
-        done.set_result(value)
-    else:
-        done.set_exception(error)
+        """What can be seen from outside: how much GPU memory is taken, and so which phase it is."""
+        if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            self._bytes_now = self._gpu_bytes_used()
+        if self._bytes_now is None or self._bytes_before is None:
+            return "building the engine"
+        own = max(0, self._bytes_now - self._bytes_before)
+        phase = "capturing CUDA graphs and warming up" if own >= self._weight_bytes else "loading weights"
+        return f"{phase}, {own / _GIB:.1f} GiB of GPU memory taken"

@@ -126,7 +126,7 @@ def _sampling(sampling: Sampling, rules: Rules, stop_ids: frozenset[int], max_to
         "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
     }
     if sampling.min_tokens > 0:
-        values["min_tokens"] = sampling.min_tokens
+        values["min_tokens"] = sampling.min_tokens  # the vendor keeps the end id back; other stop tokens still stop
     if sampling.min_p > 0:
         values["min_p"] = sampling.min_p
     values |= _greedy() if sampling.temperature == 0 else _random(sampling)

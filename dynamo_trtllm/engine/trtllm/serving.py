@@ -91,6 +91,7 @@ class Serving:
             self._failed = EngineFailed(why)
             for flight in self._flights:
                 flight.interrupt()
+            self._desk.close()  # the KV is gone with the executor
         return EngineFailed(self._failed.message)
 
     async def drain(self) -> None:
@@ -102,7 +103,6 @@ class Serving:
         for task in self._winding_down:
             task.cancel()
         await asyncio.gather(*self._winding_down, return_exceptions=True)
-        self._desk.close()
         await asyncio.to_thread(self._polled.stop)
 
     # --- requests --------------------------------------------------------------------------------------

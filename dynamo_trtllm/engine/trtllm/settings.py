@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from dynamo_trtllm.engine.checkpoint import Checkpoint
 from dynamo_trtllm.engine.trtllm.preflight import facts as preflight
-from dynamo_trtllm.engine.trtllm.preflight.facts import BUFFER, RoleFacts
+from dynamo_trtllm.engine.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import Presence, Release
 from dynamo_trtllm.engine.trtllm.requests import HARMONY_STOP_IDS, Rules
 from dynamo_trtllm.engine.trtllm.vendor import Capabilities
@@ -86,6 +86,17 @@ def pairing(facts: RoleFacts, line: str) -> dict[str, str]:
     if attention != _ATTENTION:
         found["tensor_parallel_size"] = str(facts.tensor_parallel)
     return found
+
+
+def ticket_ttl_s(facts: RoleFacts, asked_s: float) -> float:
+    """How long a ticket may promise its KV: the vendor's own time-out for transfers may come first."""
+    timeout_ms = facts.number(TIMEOUT)
+    if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= asked_s:
+        return asked_s
+    _log.warning(
+        "--ticket-ttl-s %g is cut to %g, for TensorRT-LLM frees KV after %s", asked_s, timeout_ms / 1000, TIMEOUT
+    )
+    return timeout_ms / 1000
 
 
 def limits(facts: RoleFacts) -> Limits:
