@@ -1,0 +1,112 @@
+"""`/v1/responses`: what the model is shown of items, earlier responses and references."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.messages import FinishReason, Message, ToolCall
+from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
+from tests.unit.frontend.scripted import CALL, REASONING, chunk, front, stop
+
+
+async def test_input_items_then_the_conversation_they_are() -> None:
+    served = front(stop("x"))
+    given = [
+        {"role": "user", "content": "Is it up?"},
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}]}
+        | {"content": [{"type": "reasoning_text", "text": "check"}]},
+        {"type": "function_call", "call_id": "call-1", "name": "get_system_health", "arguments": "{}"},
+        {"type": "function_call", "call_id": "call-2", "name": "get_system_health", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "call-1", "output": "ok"},
+        {"type": "function_call_output", "call_id": "call-2", "output": [{"type": "input_text", "text": "fine"}]},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "only this"}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "It is."}]},
+        {"role": "user", "content": "Thanks"},
+    ]
+    await made(served, input=given, instructions="Be short.", tools=[TOOL], reasoning={"effort": "high"})
+    conversation = served.catalog.renderer.conversations[0]
+    calls = tuple(ToolCall(id=f"call-{number}", name="get_system_health", arguments="{}") for number in (1, 2))
+    assert conversation.messages == (
+        Message(role="system", content="Be short."),
+        Message(role="user", content="Is it up?"),
+        Message(role="assistant", reasoning="check", tool_calls=calls),
+        Message(role="tool", content="ok", tool_call_id="call-1"),
+        Message(role="tool", content="fine", tool_call_id="call-2"),
+        Message(role="assistant", content="It is.", reasoning="only this"),
+        Message(role="user", content="Thanks"),
+    )
+    assert [tool.name for tool in conversation.tools] == ["get_system_health"]
+    assert conversation.reasoning_effort == "high"
+
+
+async def test_previous_response_when_a_tool_was_called_then_reasoning_call_and_result_are_shown() -> None:
+    served = front(chunk("why", ids=[REASONING]), chunk("{}", ids=[CALL]), stop())
+    first = await made(served, input="Is it up?", instructions="Only this time.", tools=[TOOL])
+    call = first["output"][-1]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "ok"}
+    second = await made(served, input=[result], tools=[TOOL], previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    assert served.catalog.renderer.conversations[1].messages == (
+        Message(role="user", content="Is it up?"),
+        Message(
+            role="assistant",
+            reasoning="why",
+            tool_calls=(ToolCall(id=call["call_id"], name="get_system_health", arguments="{}"),),
+        ),
+        Message(role="tool", content="ok", tool_call_id=call["call_id"]),
+    )
+
+
+async def test_previous_response_when_the_ones_before_it_are_deleted_then_it_stands_alone() -> None:
+    served = front(stop("a"))
+    first = await made(served, input="one")
+    second = await made(served, input="two", previous_response_id=first["id"])
+    assert (await ask(served, "DELETE", f"{PATH}/{first['id']}")).status_code == 200
+    await made(served, input="three", previous_response_id=second["id"])
+    shown = [message.content for message in served.catalog.renderer.conversations[2].messages]
+    assert shown == ["one", "a", "two", "a", "three"]
+
+
+async def test_call_when_it_was_cut_then_it_is_not_shown_again() -> None:
+    served = front(chunk("{", ids=[CALL], finish=FinishReason.LENGTH))
+    first = await made(served, tools=[TOOL])
+    await made(served, input="go on", previous_response_id=first["id"])
+    assert [message.role for message in served.catalog.renderer.conversations[1].messages] == ["user", "user"]
+
+
+async def test_item_reference_then_the_item_of_a_kept_response() -> None:
+    served = front(stop("kept words"))
+    first = await made(served)
+    listed = (await ask(served, "GET", f"{PATH}/{first['id']}/input_items")).json()["data"]
+    references = [{"type": "item_reference", "id": each["id"]} for each in (*listed, *first["output"])]
+    await made(served, input=[*references, {"role": "user", "content": "more"}])
+    shown = [message.content for message in served.catalog.renderer.conversations[1].messages]
+    assert shown == ["hi", "kept words", "more"]
+
+
+async def test_item_reference_when_there_is_no_such_item_then_404_or_400() -> None:
+    served = front(stop("x"))
+    first = await made(served)
+    gone = first["output"][0]["id"].replace("o0000", "o0009")
+    response = await ask(served, "POST", PATH, json=body(input=[{"id": gone}]))
+    check_error(response, 404, "response_not_found", "input[0].id")
+    response = await ask(served, "POST", PATH, json=body(input=[{"id": "msg_abc"}]))
+    check_error(response, 400, "invalid_request", "input[0].id")
+
+
+async def test_result_of_no_call_then_400_says_what_to_send() -> None:
+    result = {"type": "function_call_output", "call_id": "call-9", "output": "ok"}
+    response = await ask(front(stop()), "POST", PATH, json=body(input=[result]))
+    assert "previous_response_id" in check_error(response, 400, "invalid_request", "input")
+
+
+async def test_too_many_tokens_then_the_field_is_called_as_here() -> None:
+    response = await ask(front(stop()), "POST", PATH, json=body(max_output_tokens=5000))
+    assert "max_output_tokens" in check_error(response, 400, "context_length_exceeded", "max_output_tokens")
+    response = await ask(front(stop()), "POST", PATH, json=body(input="x" * 200))
+    check_error(response, 400, "context_length_exceeded", "input")
+
+
+async def test_long_conversation_then_answered_as_well() -> None:
+    served = front(stop("x"), max_body_bytes=1 << 20)
+    many = [{"role": "user", "content": ""} for _ in range(200)]
+    await made(served, input=[*many, {"role": "user", "content": "hi"}])
+    assert len(served.catalog.renderer.conversations[0].messages) == 201

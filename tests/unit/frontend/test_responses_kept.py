@@ -1,0 +1,192 @@
+"""`/v1/responses`: what is kept, looked up, deleted and cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response
+
+from tests.unit.frontend.responses_client import (
+    EVENT,
+    ITEM,
+    PATH,
+    TOOL,
+    ask,
+    body,
+    check_error,
+    check_unknown,
+    made,
+    parsed,
+)
+from tests.unit.frontend.scripted import CALL, CONTENT, REASONING, Front, chunk, front, stop
+
+
+async def test_kept_response_then_got_listed_and_deleted() -> None:
+    served = front(stop("Hello"))
+    response = await made(served, input=[{"role": "user", "content": "one"}, {"role": "user", "content": "two"}])
+    path = f"{PATH}/{response['id']}"
+    assert (await ask(served, "GET", path)).json() == response
+    listed = (await ask(served, "GET", f"{path}/input_items")).json()
+    assert [item["content"][0]["text"] for item in listed["data"]] == ["two", "one"]
+    assert (listed["first_id"], listed["has_more"]) == (listed["data"][0]["id"], False)
+    for item in listed["data"]:
+        check_unknown(ITEM.validate_json(json.dumps(item), strict=True))
+    assert (await ask(served, "DELETE", path)).json() == {"id": response["id"], "object": "response", "deleted": True}
+    check_error(await ask(served, "GET", path), 404, "response_not_found")
+    check_error(await ask(served, "DELETE", path), 404, "response_not_found")
+    check_error(await ask(served, "GET", f"{path}/input_items"), 404, "response_not_found")
+
+
+async def test_input_items_then_paged_as_asked() -> None:
+    served = front(stop("Hello"))
+    response = await made(served, input=[{"role": "user", "content": str(number)} for number in range(5)])
+    path = f"{PATH}/{response['id']}/input_items"
+    first = (await ask(served, "GET", f"{path}?order=asc&limit=2")).json()
+    assert [item["content"][0]["text"] for item in first["data"]] == ["0", "1"]
+    assert first["has_more"]
+    rest = (await ask(served, "GET", f"{path}?order=asc&after={first['last_id']}")).json()
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "3", "4"]
+    assert not rest["has_more"]
+    for query, field in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
+        check_error(await ask(served, "GET", f"{path}?{query}"), 400, "invalid_request", field)
+    check_error(await ask(served, "GET", f"{path}?after=nobody"), 404, "response_not_found", "after")
+    check_error(await ask(served, "GET", f"{path}?before=x"), 400, "unsupported_parameter", "before")
+
+
+async def test_every_kind_of_item_then_listed_as_the_sdk_has_it() -> None:
+    served = front(chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), chunk("{}", ids=[CALL]), stop())
+    first = await made(served, tools=[TOOL])
+    result = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "ok"}
+    second = await made(served, input=[result], previous_response_id=first["id"])
+    listed = (await ask(served, "GET", f"{PATH}/{second['id']}/input_items?order=asc")).json()["data"]
+    kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
+    assert [item["type"] for item in listed] == kinds
+    for item in listed:
+        check_unknown(ITEM.validate_json(json.dumps(item), strict=True))
+    assert len({item["id"] for item in listed}) == len(listed)
+
+
+async def test_store_false_then_nothing_is_kept() -> None:
+    served = front(stop("x"))
+    response = await made(served, store=False)
+    message = check_error(await ask(served, "GET", f"{PATH}/{response['id']}"), 404, "response_not_found")
+    assert "store=false" in message
+
+
+@pytest.mark.parametrize(
+    ("response_id", "words"),
+    [("resp_" + "0" * 40, "--response-store jetstream"), ("resp_1", "no id of a response"), ("x", "no id")],
+)
+async def test_id_of_another_frontend_then_says_what_to_do(response_id: str, words: str) -> None:
+    served = front(stop("x"))
+    assert words in check_error(await ask(served, "GET", f"{PATH}/{response_id}"), 404, "response_not_found")
+    response = await ask(served, "POST", PATH, json=body(previous_response_id=response_id))
+    assert words in check_error(response, 404, "response_not_found", "previous_response_id")
+
+
+async def test_store_when_it_is_full_then_the_oldest_goes() -> None:
+    served = front(stop("x"), response_store_entries=2)
+    ids = [(await made(served))["id"] for _ in range(3)]
+    statuses = [(await ask(served, "GET", f"{PATH}/{each}")).status_code for each in ids]
+    assert statuses == [404, 200, 200]
+
+
+async def test_store_when_a_response_is_larger_than_it_then_answered_all_the_same() -> None:
+    served = front(stop("x"), response_store_bytes=64)
+    response = await made(served)
+    assert response["status"] == "completed"
+    assert (await ask(served, "GET", f"{PATH}/{response['id']}")).status_code == 404
+
+
+@pytest.mark.parametrize("query", ["stream=true", "starting_after=3", "include=reasoning.encrypted_content"])
+async def test_retrieve_with_what_we_do_not_honour_then_refused_by_name(query: str) -> None:
+    served = front(stop("x"))
+    response = await made(served)
+    refused = await ask(served, "GET", f"{PATH}/{response['id']}?{query}")
+    check_error(refused, 400, "unsupported_parameter", query.partition("=")[0])
+
+
+class Reader:
+    """A client of a stream that says when text arrives."""
+
+    def __init__(self, served: Front, request: dict[str, Any]) -> None:
+        self.text = ""
+        self.arrived = asyncio.Event()
+        self._served = served
+        self._request = json.dumps(request).encode()
+        self._sent = False
+
+    async def run(self) -> None:
+        scope = {"type": "http", "method": "POST", "path": PATH, "headers": [], "query_string": b"", "raw_path": b""}
+        await self._served.app(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._sent:
+            await asyncio.Event().wait()
+        self._sent = True
+        return {"type": "http.request", "body": self._request, "more_body": False}
+
+    async def _send(self, message: Any) -> None:
+        self.text += message.get("body", b"").decode()
+        if "delta" in self.text:
+            self.arrived.set()
+
+
+async def test_running_stream_then_seen_and_cancelled() -> None:
+    served = front(chunk("Hel"), asyncio.Event(), stop("lo"))
+    reader = Reader(served, body(stream=True))
+    task = asyncio.create_task(reader.run())
+    await reader.arrived.wait()
+    response_id = parsed(reader.text)[0]["response"]["id"]
+    path = f"{PATH}/{response_id}"
+    running = (await ask(served, "GET", path)).json()
+    assert (running["status"], running["output"][0]["content"][0]["text"]) == ("in_progress", "Hel")
+    listed = (await ask(served, "GET", f"{path}/input_items")).json()
+    assert listed["data"][0]["content"][0]["text"] == "hi"
+    check_error(await ask(served, "DELETE", path), 400, "invalid_request")
+    cancelled = (await ask(served, "POST", f"{path}/cancel")).json()
+    await task
+    Response.model_validate_json(json.dumps(cancelled), strict=True)
+    assert cancelled["status"] == "cancelled"
+    assert served.pipeline.running == 0
+    *_, done, last = parsed(reader.text)
+    assert done["item"]["status"] == "incomplete"
+    assert (last["type"], last["response"]) == ("response.incomplete", cancelled)
+    EVENT.validate_json(json.dumps(last), strict=True)
+    assert (await ask(served, "GET", path)).json() == cancelled
+    assert (await ask(served, "POST", f"{path}/cancel")).json() == cancelled
+
+
+async def test_cancel_when_it_is_not_to_be_kept_then_ended_and_forgotten() -> None:
+    served = front(chunk("Hel"), asyncio.Event(), stop("lo"))
+    reader = Reader(served, body(stream=True, store=False))
+    task = asyncio.create_task(reader.run())
+    await reader.arrived.wait()
+    path = f"{PATH}/{parsed(reader.text)[0]['response']['id']}"
+    assert (await ask(served, "GET", path)).status_code == 404
+    assert (await ask(served, "POST", f"{path}/cancel")).json()["status"] == "cancelled"
+    await task
+    assert served.pipeline.running == 0
+    assert (await ask(served, "GET", path)).status_code == 404
+
+
+async def test_cancel_when_it_has_ended_then_the_response_as_it_is() -> None:
+    served = front(stop("x"))
+    response = await made(served)
+    assert (await ask(served, "POST", f"{PATH}/{response['id']}/cancel")).json() == response
+    check_error(await ask(served, "POST", f"{PATH}/resp_1/cancel"), 404, "response_not_found")
+
+
+async def test_stream_when_its_client_leaves_then_the_response_is_forgotten() -> None:
+    served = front(chunk("Hel"), asyncio.Event(), stop("lo"))
+    reader = Reader(served, body(stream=True))
+    task = asyncio.create_task(reader.run())
+    await reader.arrived.wait()
+    path = f"{PATH}/{parsed(reader.text)[0]['response']['id']}"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert served.pipeline.running == 0
+    check_error(await ask(served, "GET", path), 404, "response_not_found")
