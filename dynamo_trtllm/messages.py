@@ -134,6 +134,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     phase: Phase = Phase.WHOLE
     ticket: HandoffTicket | None = None  # set exactly when phase is DECODE
     resumed_tokens: int = 0  # so many of the last `token_ids` are the answer's: another worker made them and left
+    reservation_id: str | None = None  # decode leg: the slot that was reserved for it
     cache_salt: str | None = None  # KV is reused only among requests with the same salt
 
 
@@ -227,7 +228,26 @@ class FilePiece(msgspec.Struct, frozen=True):
     total_bytes: int
 
 
-Control = Release | FileRequest
+class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
+    """Keeps a decode slot for a request whose prefill has not run yet. Answered with nothing, or Overloaded."""
+
+    reservation_id: str
+    expires_at: float  # seconds since the epoch; forgotten then
+
+
+class Unreserve(msgspec.Struct, frozen=True, tag="unreserve"):
+    """The slot is not needed after all. Unknown reservations are no error."""
+
+    reservation_id: str
+
+
+class Restart(msgspec.Struct, frozen=True, tag="restart"):
+    """Asks a worker whose transfers keep failing to drain and to exit with a status that has it started again."""
+
+    reason: str
+
+
+Control = Release | FileRequest | Reserve | Unreserve | Restart
 
 # --- conversation: what the renderer takes -------------------------------------------------------------
 

@@ -91,6 +91,8 @@ class WorkerService:
                 return b""
             case FileRequest(sha256, offset):
                 return codec.encode(self._piece(sha256, offset))
+            case _:
+                raise InvalidRequest(f"this worker does not know the verb {type(verb).__name__.lower()}")
 
     def _piece(self, sha256: str, offset: int) -> FilePiece:
         path = self._files.get(sha256)
