@@ -16,6 +16,7 @@ from dynamo_trtllm.openai.wire import request_schemas
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
+DONE: Final = "[DONE]"
 ANY_ERROR: Final = frozenset(row.status for row in TABLE.values())  # a generation may fail in every way there is
 LOOKED_UP: Final = frozenset({400, 404, 500, 503})  # a store may be away
 MEANINGS: Final = {
@@ -183,16 +184,19 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
     found += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query]
     if operation.body is not None:
         found += [
-            {"name": "x-request-id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}},
-            {"name": "x-dynamo-stats", "in": "header", "schema": {"enum": ["1"]}},
+            {"name": name, "in": "header", "description": about, "schema": TEXT}
+            for name, about in (
+                ("x-request-id", "Up to 128 visible ASCII characters: echoed, and in every log line of the request."),
+                ("x-dynamo-stats", "1: the answer tells who served it and where its time went."),
+            )
         ]
     return found
 
 
 def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
     content: dict[str, Any] = {operation.media: {"schema": ref(operation.answer) if operation.answer else TEXT}}
-    if operation.event is not None:  # one event is of the named schema; the stream as a whole has none
-        content[EVENTS] = {"schema": TEXT, "x-event-schema": ref(operation.event)}
+    if operation.event is not None:
+        content[EVENTS] = {"schema": _event(operation.event, ends=operation.event != "ResponseEvent")}
     answers = {200: _answer(200, content)}
     for status in operation.errors | {500}:
         answers[status] = _answer(status, {JSON: {"schema": ref("Error")}})
@@ -202,6 +206,16 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
         for name in ("x-prefill-instance", "x-decode-instance"):
             answers[200]["headers"][name] = {"schema": TEXT}
     return answers
+
+
+def _event(name: str, *, ends: bool) -> Schema:
+    """One event of a stream: OpenAPI 3.1 has no words for the whole. `ends`: there is a last one without JSON."""
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [ref(name), ref("Error")]}}
+    return {
+        "type": "object",
+        "properties": {"event": TEXT, "data": {"anyOf": [data, {"const": DONE}]} if ends else data},
+        "required": ["data"],
+    }
 
 
 def _answer(status: int, content: dict[str, Any]) -> dict[str, Any]:

@@ -150,9 +150,6 @@ class Choice(Wire):
     allowed: tuple[str, ...] | None = None  # None: all tools
 
 
-# What may be sent as `tool_choice`: for the schema of the API.
-
-
 class FunctionName(Wire):
     name: str
 
@@ -179,20 +176,14 @@ def _tool_choice(value: Any) -> Any:
     match value:
         case "auto" | "none" | "required":
             return Choice(mode=value)
-        case {"type": "function", "function": {"name": str(name), **rest}} if not rest:
-            return Choice(mode="named", name=name)
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
-            return Choice(mode=mode, allowed=tuple(map(_allowed, tools)))
+        case {"type": "function"}:
+            return Choice(mode="named", name=ToolNamed.model_validate(value).function.name)
+        case {"type": "allowed_tools"}:
+            allowed = ToolsAllowed.model_validate(value).allowed_tools
+            return Choice(mode=allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
         case {"type": "custom"}:
             unsupported("of type 'custom' is not supported; only 'function' is")
     invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
-
-
-def _allowed(tool: Any) -> str:
-    match tool:
-        case {"type": "function", "function": {"name": str(name)}}:
-            return name
-    invalid('may allow tools of the form {"type": "function", "function": {"name": "…"}} only')
 
 
 class ChatRequest(SamplingFields):

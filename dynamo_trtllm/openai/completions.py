@@ -36,7 +36,9 @@ def _ids(value: Any, where: str) -> list[int]:
     return value
 
 
-PromptSent: TypeAlias = str | list[TokenId] | list[str | list[TokenId]]
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+PromptSent: TypeAlias = _Text | _Ids | Annotated[list[_Text | _Ids], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class CompletionRequest(SamplingFields):

@@ -64,6 +64,16 @@ class Characters:
         return Delta()
 
 
+class PlainCharacters:
+    """Everything is content; markers are left out."""
+
+    def push(self, ids: TokenIds) -> Delta:
+        return Delta(content="".join(chr(token_id) for token_id in ids if token_id > HALF))
+
+    def finish(self) -> Delta:
+        return Delta()
+
+
 class CharacterRenderer:
     stop_token_ids: tuple[int, ...] = (END,)
     variables = frozenset({"tools", "reasoning_effort"})
@@ -92,8 +102,8 @@ class CharacterRenderer:
     def answer_header(self) -> tuple[str, TokenIds]:
         return chr(CONTENT), token_ids([CONTENT])
 
-    def text_parser(self) -> Characters:
-        return Characters()
+    def text_parser(self) -> PlainCharacters:
+        return PlainCharacters()
 
 
 class Catalog:

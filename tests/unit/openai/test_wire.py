@@ -78,10 +78,10 @@ def test_field_we_do_not_honour_then_refused_by_its_name(fields: dict[str, Any],
         ({"logit_bias": {"5": 101}}, "logit_bias must have numbers from -100 to 100 as values, not 101 for token 5"),
         ({"logit_bias": {"5": True}}, "logit_bias must have numbers from -100 to 100 as values, not True"),
         ({"tool_choice": "any"}, "tool_choice must be 'auto', 'none', 'required', or an object"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice must be 'auto', 'none', 'required', or an object"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function is required"),
         (
             {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [1]}}},
-            "tool_choice may",
+            "tool_choice.allowed_tools.tools[0] must be an object, not a number",
         ),
         ({"response_format": {"type": "xml"}}, "response_format.type must be 'text', 'json_object' or 'json_schema'"),
         (

@@ -1,0 +1,130 @@
+"""Generated requests against `/openapi.json`: what the schema forbids is refused, and every answer is as described.
+
+The pipeline plays all sorts of answers and errors, but none that is a 500: one would be a fault of the edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from dynamo_trtllm import errors
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import ModelNotFound
+from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, TokenIds
+from tests.unit.frontend.scripted import (
+    CALL,
+    CARD,
+    CONTENT,
+    REASONING,
+    Catalog,
+    CharacterRenderer,
+    Front,
+    Scripted,
+    chunk,
+    stop,
+)
+
+CHECKED = [
+    negative_data_rejection,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+SCRIPTS: list[list[Any]] = [
+    [chunk("Hel"), chunk("lo", finish=FinishReason.LENGTH)],
+    [chunk("why", ids=[REASONING]), chunk("{", ids=[CALL]), stop("}")],
+    [chunk("why", ids=[REASONING]), chunk("so", ids=[CONTENT]), stop()],
+    [chunk("ab", logprobs=True), stop()],
+    [stop()],
+    [errors.NoInstances("no decode worker")],
+    [errors.DeadlineExceeded("late")],
+    [chunk("a"), errors.Disconnected("lost")],
+]
+
+
+class ShowsNames(CharacterRenderer):
+    def render(self, conversation: Conversation) -> TokenIds:
+        names = "".join(message.name or "" for message in conversation.messages)
+        return self.encode(names) + super().render(conversation)
+
+
+class AnyModel(Catalog):
+    """Serves whatever is asked for, but for some names."""
+
+    def get(self, name: str) -> ServedModel:
+        if len(name) % 5 == 4:
+            raise ModelNotFound(f"model {name!r} is not served here", field="model")
+        return ServedModel(CARD, self.renderer)
+
+
+class Varied(Scripted):
+    """Another script for each prompt."""
+
+    def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+        self.script = SCRIPTS[(sum(request.token_ids) + request.sampling.max_tokens) % len(SCRIPTS)]
+        return super().generate(request, trace)
+
+
+def served() -> Front:
+    catalog = AnyModel()
+    catalog.renderer = ShowsNames()
+    return Front(Varied([]), FrontendConfig(), catalog)
+
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", served().app)
+
+
+@schema.hook
+def map_body(context: Any, body: Any) -> Any:
+    """A response that is not kept is one 404 like any other: most bodies shall get further."""
+    if isinstance(body, dict) and isinstance(previous := body.get("previous_response_id"), str) and len(previous) % 4:
+        return {name: value for name, value in body.items() if name != "previous_response_id"}
+    return body
+
+
+def bounded(examples: int) -> hypothesis.settings:
+    """The same cases in every run."""
+    return hypothesis.settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=5000,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+def check_answer(case: schemathesis.Case) -> None:
+    answer = case.call()
+    assert answer.status_code != 500, answer.text
+    case.validate_response(answer, checks=CHECKED)
+
+
+@schema.parametrize()
+@bounded(15)
+def test_generated_request_then_an_answer_as_described(case: schemathesis.Case) -> None:
+    check_answer(case)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@schema.parametrize()
+@bounded(600)
+def test_generated_requests_when_many_then_each_answer_as_described(case: schemathesis.Case) -> None:
+    check_answer(case)
