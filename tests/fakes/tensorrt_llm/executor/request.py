@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _DEADLINE_S = 86_400.0  # the real one knows no deadline
 _BURST_TOKENS = 4
+_LONG_TOKENS = 1000
 
 
 class Served:
@@ -72,6 +73,9 @@ class Served:
             if traps.is_on(name):
                 act(f"CUDA error: the stand-in was told so ({name})")
                 return True
+        if traps.is_on("dies_of_long") and self._call.sampling.max_tokens > _LONG_TOKENS:
+            self._executor.on_fatal("CUDA error: the stand-in was told so (dies_of_long)")
+            return True
         if traps.is_on("request_fails"):
             raise ValueError("the stand-in was told to fail this request")
         return False

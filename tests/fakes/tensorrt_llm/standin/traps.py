@@ -44,6 +44,7 @@ TRAPS = {
     "transfer_fails": Trap(False, "a decode fails because its KV did not come, alone"),
     "step_fails": Trap(False, "a step fails: all active requests fail with one message, the executor lives"),
     "executor_dies": Trap(False, "a step fails fatally: all requests fail, the executor is shut down"),
+    "dies_of_long": Trap(False, "as executor_dies, at a request that may make more than 1000 tokens"),
     "finishes_timeout": Trap(False, "requests end with finish_reason 'timeout'"),
     "no_context_params": Trap(False, "a context_only answer has no disaggregated_params"),
     # what never comes

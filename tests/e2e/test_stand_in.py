@@ -1,0 +1,113 @@
+"""Workers with TensorRT-LLM's adapter over its stand-in: real processes, the bundled model, a torch engine beside.
+
+The checks are those of tests/gpu/trtllm, which the real package is held to: here it is known that their text works.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.launch import demo
+from tests.e2e.cluster import TINY, Cluster, Process
+from tests.gpu.trtllm import checks
+from tests.standin import FAKES
+
+pytestmark = pytest.mark.timeout(180)  # the first test also starts the cluster
+
+ROOT = Path(__file__).parents[2]
+TORCH = "torch"
+PYTHONPATH = os.pathsep.join([str(FAKES), str(ROOT)])
+SITE = checks.Site(model=TINY, gpus=0, env={"PYTHONPATH": PYTHONPATH, "STANDIN_CARRIER": "tcp"})
+
+
+@pytest.fixture(scope="module")
+def served(etcd_server: str, nats_server: str) -> Iterator[checks.Served]:
+    cluster = Cluster(etcd_server, nats_server, f"stand-in-{secrets.token_hex(4)}")
+    try:
+        cluster.torch("prefill_and_decode", TORCH)
+        yield checks.start(cluster, SITE)
+    finally:
+        cluster.stop()
+
+
+def chat(served: checks.Served, model: str) -> Mapping[str, Any]:
+    """The demo's question, answered greedily."""
+    with served.cluster.client() as client:
+        answer = client.post("/v1/chat/completions", json=demo.body(model) | {"temperature": 0, "logprobs": True})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return {
+        "message": choice["message"] | {"tool_calls": None},
+        "reason": choice["finish_reason"],
+        "tokens": [entry["token"] for entry in choice["logprobs"]["content"]],
+    }
+
+
+def test_answer_when_the_demos_question_is_asked_then_token_for_token_that_of_the_torch_engine(
+    served: checks.Served,
+) -> None:
+    handed = chat(served, checks.PAIR)
+    assert handed == chat(served, TORCH) == chat(served, checks.WHOLE)
+    assert len(handed["tokens"]) > 20
+    with served.cluster.client(120.0) as client:
+        for length in checks.PROMPT_TOKENS:
+            assert checks.greedy(client, checks.PAIR, length) == checks.greedy(client, TORCH, length)
+
+
+def test_workers_when_they_start_then_their_log_says_that_tensorrt_llm_is_a_stand_in(served: checks.Served) -> None:
+    for worker in served.workers():
+        worker.wait_for("STAND-IN: this is not TensorRT-LLM")
+
+
+def test_greedy_when_split_over_two_engines_then_equal_to_one(served: checks.Served) -> None:
+    checks.check_parity(served)
+
+
+def test_cancel_when_tokens_flow_then_nothing_left(served: checks.Served) -> None:
+    checks.check_cancellation(served)
+
+
+def test_prompt_when_longer_than_a_step_then_chunked_or_refused(served: checks.Served) -> None:
+    checks.check_chunked_prefill(served)
+
+
+def test_attention_dp_when_on_then_tokens_equal_to_one_rank(served: checks.Served) -> None:
+    checks.check_attention_dp(served)
+
+
+def test_drain_when_a_request_runs_then_it_is_finished(served: checks.Served) -> None:
+    checks.check_drain(served)
+
+
+def test_executor_when_it_dies_then_the_worker_leaves(served: checks.Served) -> None:
+    def kill(_: Process) -> None:
+        """It dies of the request: the first of more than one token, which the worker's own start is not."""
+
+    checks.check_death(served, kill, env={"STANDIN_TRAPS": "dies_of_long"})
+
+
+CONTRADICTIONS = [(["--stand-in"], "goes with --engine trtllm"), (["--engine"], "needs a value")]
+
+
+@pytest.mark.parametrize(("argv", "said"), CONTRADICTIONS)
+def test_demo_when_flags_contradict_then_it_says_so(argv: list[str], said: str) -> None:
+    done = subprocess.run([ROOT / "scripts" / "demo", *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.search(said, done.stderr)
+
+
+def test_worker_when_neither_package_nor_stand_in_is_there_then_one_line_says_how_to_get_it(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "dynamo_trtllm", "--model", TINY, "--engine", "trtllm"]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 2
+    assert "pip install tensorrt-llm" in done.stderr.splitlines()[-1]
