@@ -1,0 +1,58 @@
+"""Which engine is meant when none is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.factory import create_engine
+from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
+from dynamo_trtllm.errors import ConfigError
+from tests.standin import playing
+
+
+def without_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorrt_llm" else found(name, *rest)
+    )
+
+
+def test_engine_when_none_is_named_and_trtllm_is_not_there_then_one_line_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_trtllm(monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        create_engine(WorkerConfig(model_path="m"), instance_id=1)
+    message = caught.value.message
+    assert all(each in message for each in ("pip install tensorrt-llm", "--engine torch", "--engine mock"))
+    assert "\n" not in message
+
+
+def test_engine_when_trtllm_is_named_and_not_there_then_it_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_trtllm(monkeypatch)
+    with pytest.raises(ConfigError, match="pip install tensorrt-llm"):
+        create_engine(WorkerConfig(model_path="m", engine="trtllm"), instance_id=1)
+
+
+def test_engine_when_none_is_named_and_trtllm_is_there_then_it_is_meant(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+    config = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 64, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with playing():
+        assert isinstance(create_engine(WorkerConfig(model_path=str(tmp_path)), instance_id=1), TrtllmEngine)
+
+
+def test_factory_when_it_decides_then_trtllm_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_trtllm(monkeypatch)
+    sys.modules.pop("tensorrt_llm", None)
+    with pytest.raises(ConfigError):
+        create_engine(WorkerConfig(model_path="m"), instance_id=1)
+    assert "tensorrt_llm" not in sys.modules
