@@ -11,13 +11,13 @@ from dynamo_trtllm.frontend.dialect import Events, Fold, Job
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.preprocess import Identity, Plan
 from dynamo_trtllm.frontend.responses.answer import Answer, ResponseEvents, ResponseFold
-from dynamo_trtllm.frontend.responses.items import Item, normalized
+from dynamo_trtllm.frontend.responses.items import Item, characters, normalized
 from dynamo_trtllm.frontend.responses.plan import prepare_turn
 from dynamo_trtllm.frontend.responses.shelf import Shelf
 from dynamo_trtllm.openai.response_items import InputItem, ItemReference
 from dynamo_trtllm.openai.responses import ResponseRequest
 
-THREAD_ITEMS: Final = 64  # conversations of more are rendered in a thread, to not hold up other streams
+THREAD_CHARS: Final = 64 << 10  # conversations of more are rendered in a thread, to not hold up other streams
 
 
 class Responses:
@@ -38,7 +38,7 @@ class Responses:
             previous = await self._shelf.find(body.previous_response_id, "previous_response_id")
             items += previous.conversation
         items += await self._own(body.input)
-        if off_loop or len(items) > THREAD_ITEMS:
+        if off_loop or characters(items) > THREAD_CHARS:
             return await asyncio.to_thread(prepare_turn, body, items, served, identity)
         return prepare_turn(body, items, served, identity)
 

@@ -69,6 +69,16 @@ def named(items: Iterable[Item], response_id: str) -> list[Item]:
     ]
 
 
+def characters(items: Iterable[Item]) -> int:
+    """How much text they hold."""
+    return sum(
+        len(item.get("output", ""))
+        + len(item.get("arguments", ""))
+        + sum(len(p["text"]) for p in item.get("content", ()))
+        for item in items
+    )
+
+
 class _Turn:
     """An assistant's turn while its items come: reasoning, then text, then calls, as Harmony wants them."""
 

@@ -135,10 +135,7 @@ class Transcript:
 
     def finish(self, status: str) -> list[Event]:
         """Closes the open item: "completed", or "incomplete" when it was cut short."""
-        events: list[Event] = []
-        if self._logprobs and isinstance(self._open, _TextItem) and self._open.kind is _MESSAGE:
-            events.append(self._open.text("", self._take_logprobs()))
-        return events + self._close(status)
+        return self._close(status)
 
     def items(self, status: str) -> list[Item]:
         """All items so far; one that is still open has this status."""
@@ -168,7 +165,10 @@ class Transcript:
     def _close(self, status: str) -> list[Event]:
         if self._open is None:
             return []
-        events = list(self._open.closing(status))
+        events: list[Event] = []
+        if self._logprobs and isinstance(self._open, _TextItem) and self._open.kind is _MESSAGE:
+            events.append(self._open.text("", self._take_logprobs()))
+        events += self._open.closing(status)
         self._done.append(events[-1]["item"])
         self._open = None
         return events

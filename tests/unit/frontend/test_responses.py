@@ -27,6 +27,12 @@ ANSWERS: dict[str, list[Chunk]] = {
     "cut": [chunk("Hel"), chunk("l", finish=FinishReason.LENGTH)],
     "a call that is cut": [chunk("{", ids=[CALL], finish=FinishReason.LENGTH)],
     "with logprobs": [*(chunk(each, logprobs=True) for each in ("Hé", chr(HALF), "x")), stop()],
+    "with logprobs before reasoning": [
+        chunk("H", logprobs=True),
+        chunk(chr(HALF), logprobs=True),
+        chunk("w", ids=[REASONING]),
+        stop(),
+    ],
     "with logprobs at the end": [chunk("H", logprobs=True), chunk(chr(HALF), logprobs=True), stop()],
 }
 

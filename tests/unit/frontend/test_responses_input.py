@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.messages import FinishReason, Message, ToolCall
+import threading
+
+import pytest
+
+from dynamo_trtllm.frontend.responses import dialect
+from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
 from tests.unit.frontend.scripted import CALL, REASONING, chunk, front, stop
 
@@ -105,8 +110,18 @@ async def test_too_many_tokens_then_the_field_is_called_as_here() -> None:
     check_error(response, 400, "context_length_exceeded", "input")
 
 
-async def test_long_conversation_then_answered_as_well() -> None:
-    served = front(stop("x"), max_body_bytes=1 << 20)
-    many = [{"role": "user", "content": ""} for _ in range(200)]
-    await made(served, input=[*many, {"role": "user", "content": "hi"}])
-    assert len(served.catalog.renderer.conversations[0].messages) == 201
+async def test_long_conversation_then_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dialect, "THREAD_CHARS", 30)
+    served = front(stop("x"))
+    rendered_in: list[str] = []
+    render = served.catalog.renderer.render
+
+    def noted(conversation: Conversation) -> TokenIds:
+        rendered_in.append(threading.current_thread().name)
+        return render(conversation)
+
+    monkeypatch.setattr(served.catalog.renderer, "render", noted)
+    first = await made(served, input="a" * 20)
+    await made(served, input="b" * 20, previous_response_id=first["id"])
+    here = threading.current_thread().name
+    assert [name == here for name in rendered_in] == [True, False]
