@@ -1,0 +1,177 @@
+"""The description of the API: whole, true to what is answered, and readable with nothing else at hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import httpx
+import jsonschema_rs
+import pytest
+from starlette.routing import Route
+
+from dynamo_trtllm import errors
+from dynamo_trtllm.frontend.errors import TABLE
+from dynamo_trtllm.frontend.openapi import document
+from dynamo_trtllm.messages import Role
+from tests.instances import make_instance
+from tests.unit.frontend.scripted import CALL, MODEL, REASONING, Catalog, Front, chunk, front, stop
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+STATS = {"x-dynamo-stats": "1"}
+UNLISTED = {"/openapi.json", "/docs"}
+
+
+async def ask(served: Front, method: str, path: str, **kwargs: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app=served.app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+        return await client.request(method, path, **kwargs)
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
+
+
+@cache
+def schema(name: str) -> jsonschema_rs.Validator:
+    return jsonschema_rs.validator_for({"$ref": f"#/components/schemas/{name}", "components": document()["components"]})
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            if key == "$ref":
+                yield each
+            else:
+                yield from references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
+async def test_openapi_then_it_is_served_and_every_reference_leads_somewhere() -> None:
+    response = await ask(front(), "GET", "/openapi.json")
+    assert response.headers["content-type"] == "application/json"
+    described = response.json()
+    assert described["openapi"].startswith("3.1")
+    names = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
+    assert set(references(described)) <= names
+    for each in described["components"]["schemas"].values():
+        jsonschema_rs.meta.validate(each)
+
+
+def test_openapi_then_it_lists_exactly_the_routes_of_the_app() -> None:
+    routes = {
+        (re.sub(r"{\w+(:path)?}", "{id}", route.path), method.lower())
+        for route in front().app.routes
+        if isinstance(route, Route) and route.path not in UNLISTED
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    assert routes == {(path, method) for path, methods in document()["paths"].items() for method in methods}
+
+
+def test_openapi_then_a_generation_lists_every_status_that_an_error_can_have() -> None:
+    for path in (CHAT, TEXT, "/v1/responses"):
+        answers = document()["paths"][path]["post"]["responses"]
+        assert set(answers) == {"200", *(str(row.status) for row in TABLE.values())}
+        for status in ("429", "503"):
+            assert answers[status]["headers"]["retry-after"]["required"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": True, "top_logprobs": 2}, {"n": 2}])
+async def test_chat_then_whole_and_streamed_answers_are_as_described(fields: dict[str, Any]) -> None:
+    script = [chunk("why", ids=[REASONING], logprobs=True), chunk("{", ids=[CALL], logprobs=True), stop("}")]
+    whole = await ask(front(*script), "POST", CHAT, json=chat(**fields), headers=STATS)
+    schema("ChatCompletion").validate(whole.json())
+    streamed = await ask(front(*script), "POST", CHAT, json=chat(stream=True, **fields), headers=STATS)
+    for line in streamed.text.split("\n\n")[:-2]:
+        schema("ChatCompletionChunk").validate(json.loads(line.removeprefix("data: ")))
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": 2}, {"echo": True, "n": 2}])
+async def test_text_then_whole_and_streamed_answers_are_as_described(fields: dict[str, Any]) -> None:
+    asked = {"model": MODEL, "prompt": "hi"} | fields
+    script = [chunk("ab", logprobs=True), stop("c")]
+    schema("TextCompletion").validate((await ask(front(*script), "POST", TEXT, json=asked, headers=STATS)).json())
+    streamed = await ask(front(*script), "POST", TEXT, json=asked | {"stream": True}, headers=STATS)
+    for line in streamed.text.split("\n\n")[:-2]:
+        schema("TextCompletion").validate(json.loads(line.removeprefix("data: ")))
+
+
+async def test_endpoints_that_answer_at_once_then_as_described() -> None:
+    served = front()
+    served.catalog.up = [make_instance(1, role=Role.PREFILL), make_instance(2)]
+    for path, name in (("/health", "Health"), ("/live", "Live"), ("/v1/models", "ModelList")):
+        schema(name).validate((await ask(served, "GET", path)).json())
+    schema("Model").validate((await ask(served, "GET", f"/v1/models/{MODEL}")).json())
+    schema("Ready").validate((await ask(served, "GET", f"/v1/models/{MODEL}/ready")).json())
+    served.catalog.missing = [Role.DECODE]
+    schema("Health").validate((await ask(served, "GET", "/health")).json())
+    not_ready = await ask(served, "GET", f"/v1/models/{MODEL}/ready")
+    schema("Ready").validate(not_ready.json())
+    assert (not_ready.status_code, not_ready.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize(
+    "script", [[errors.NoInstances("none")], [chunk("a"), errors.Disconnected("lost")], [RuntimeError("bug")]]
+)
+async def test_errors_then_as_described(script: list[Any]) -> None:
+    schema("Error").validate((await ask(front(*script), "POST", CHAT, json=chat())).json())
+
+
+ACCEPTED: dict[str, list[dict[str, Any]]] = {
+    "ChatRequest": [
+        chat(stop="x", seed=None, metadata={"a": 1}, functions=[]),
+        chat(tool_choice={"type": "function", "function": {"name": "f"}}),
+        {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "stop": ["a", "b"]},
+        chat(logit_bias={"17": -100}, reasoning_effort="low", response_format={"type": "json_object"}),
+    ],
+    "CompletionRequest": [{"model": "m", "prompt": prompt} for prompt in ("a", [1, 2], ["a", "b"], [[1], [2, 3]])],
+    "ResponseRequest": [
+        {"model": "m", "input": "hi", "text": {"format": {"type": "text"}}},
+        {"model": "m", "input": [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}]},
+    ],
+}
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "ChatRequest": [{"model": "m"}, chat(temprature=1), chat(stop=[""]), chat(n=0), chat(modalities=["audio"])],
+    "CompletionRequest": [{"model": "m", "prompt": ""}, {"model": "m", "prompt": "a", "suffix": "b"}],
+    "ResponseRequest": [{"model": "m", "input": []}, {"model": "m", "input": "hi", "background": True}],
+}
+
+
+@pytest.mark.parametrize(("name", "body"), [(name, body) for name, bodies in ACCEPTED.items() for body in bodies])
+def test_request_that_is_taken_then_its_schema_takes_it(name: str, body: dict[str, Any]) -> None:
+    schema(name).validate(body)
+
+
+@pytest.mark.parametrize(("name", "body"), [(name, body) for name, bodies in REFUSED.items() for body in bodies])
+def test_request_that_is_refused_then_its_schema_refuses_it(name: str, body: dict[str, Any]) -> None:
+    assert not schema(name).is_valid(body)
+
+
+async def test_docs_then_a_page_that_needs_nothing_from_elsewhere() -> None:
+    response = await ask(front(), "GET", "/docs")
+    assert response.headers["content-type"].startswith("text/html")
+    assert "connect-src 'self'" in response.headers["content-security-policy"]
+    assert not re.search(r"https?:|//\w+\.|<script src|<link rel=\"stylesheet", response.text)
+    assert 'fetch("openapi.json")' in response.text
+    assert "prefers-color-scheme: dark" in response.text
+    assert len(response.content) < 20_000
+
+
+async def test_bug_of_an_endpoint_that_answers_at_once_then_500_in_the_shape_of_all_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def names(_: Catalog) -> list[str]:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(Catalog, "names", names)
+    response = await ask(front(), "GET", "/v1/models", headers={"x-request-id": "job-7"})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "job-7"
