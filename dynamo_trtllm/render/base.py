@@ -69,7 +69,8 @@ class Renderer(Protocol):
     def call_header(self, name: str | None) -> TokenIds | None:
         """Ids that, put after the rendering, make the model call a tool. With a name the output goes on inside the
         arguments; with None it goes on with the name, right after `to=functions.`, and the rest of the header.
-        None where the format has no such header. Raises InvalidRequest for a name that can't be rendered."""
+        None where there is no such header, or no parser for calls. Raises InvalidRequest for a name that can't be
+        rendered."""
         ...
 
     def answer_header(self) -> tuple[str, TokenIds]:

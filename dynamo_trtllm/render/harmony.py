@@ -92,6 +92,8 @@ class HarmonyRenderer:
         )
 
     def call_header(self, name: str | None) -> TokenIds | None:
+        if not self._is_call_split:
+            return None
         if name is not None:
             _check_name(name, "tool_choice")
         rest = "" if name is None else f"{name} {_JSON}<|message|>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections.abc import Sequence
@@ -28,8 +29,11 @@ def renderer() -> HarmonyRenderer:
     return HarmonyRenderer()
 
 
+harmony = functools.cache(vocabulary.load_harmony)  # which checks the file at each call
+
+
 def ids_of(text: str) -> list[int]:
-    return vocabulary.load_harmony().encode(text, allowed_special="all")
+    return harmony().encode(text, allowed_special="all")
 
 
 def parse(parser: OutputParser, ids: Sequence[int], step: int = 1) -> Seen:
@@ -132,7 +136,7 @@ def test_push_when_stream_is_well_formed_then_bodies_equal_those_of_openai_harmo
 ) -> None:
     ids = ids_of(STREAMS[name][0])
     expected = Seen()
-    for message in vocabulary.load_harmony().parse_messages_from_completion_tokens(ids, oh.Role.ASSISTANT):
+    for message in harmony().parse_messages_from_completion_tokens(ids, oh.Role.ASSISTANT):
         body = "".join(part.text for part in message.content if isinstance(part, oh.TextContent))
         if message.recipient is not None:
             expected.calls.append([message.recipient.removeprefix("functions."), body])
@@ -289,6 +293,7 @@ def test_push_when_no_tool_call_parser_is_named_then_arguments_are_content(step:
     made = HarmonyRenderer(tool_call_parser="none")
     ids = ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}{{}}<|call|>")
     assert parse(made.chat_parser(), ids, step) == Seen("{}", "Think.", [], 2)
+    assert made.call_header("get_weather") is None
 
 
 def test_push_when_a_call_streams_then_the_first_arguments_leave_before_it_is_complete(
