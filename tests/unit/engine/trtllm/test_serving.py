@@ -8,6 +8,7 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.engine.trtllm import serving as serving_module
@@ -168,8 +169,8 @@ async def started(at: Serving, llm: Llm, request: GenerateRequest) -> tuple[asyn
     return task, llm.results[-1]
 
 
-async def a_ticket(ttl_s: float = 60.0) -> HandoffTicket:
-    at, llm = make(Role.PREFILL, ttl_s=ttl_s)
+async def a_ticket() -> HandoffTicket:
+    at, llm = make(Role.PREFILL)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
     (chunk,) = await task
@@ -263,7 +264,8 @@ async def test_decode_when_its_kv_never_comes_then_the_abort_does_not_wait_for_e
 
 async def test_decode_when_the_ticket_ends_first_then_handoff_timeout(decode: tuple[Serving, Llm]) -> None:
     at, llm = decode
-    task, _ = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket(ttl_s=0.05)))
+    ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 0.2)
+    task, _ = await started(at, llm, ask(Phase.DECODE, ticket=ticket))
     with pytest.raises(HandoffTimeout):
         await task
     await check_idle(at)
