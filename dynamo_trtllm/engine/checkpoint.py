@@ -16,7 +16,8 @@ from dynamo_trtllm.errors import ConfigError
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 WEIGHT_INDEX = "model.safetensors.index.json"
-SERVED_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER = "tokenizer.json"
+SERVED_FILES = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 

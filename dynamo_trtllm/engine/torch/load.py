@@ -22,13 +22,12 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as vendor_logging
 
+from dynamo_trtllm.engine.checkpoint import TOKENIZER, renderer_of, served_files
 from dynamo_trtllm.engine.torch.args import TorchArgs
 from dynamo_trtllm.engine.torch.attention import NAME, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 
 _log = logging.getLogger(__name__)
-_TOKENIZER = "tokenizer.json"
-_SERVED_FILES = (_TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -79,7 +78,6 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
 
 def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, dtype: str) -> LoadedModel:
     text = config.get_text_config()
-    harmony = config.model_type == "gpt_oss"
     return LoadedModel(
         module=module,
         device=device,
@@ -90,9 +88,9 @@ def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, d
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         windows=_windows(text),
-        renderer="harmony" if harmony else "chat_template",
-        files={} if harmony else {name: folder / name for name in _SERVED_FILES if (folder / name).is_file()},
-        tokenizer=folder / _TOKENIZER if (folder / _TOKENIZER).is_file() else None,
+        renderer=renderer_of(config.model_type),
+        files=served_files(folder, config.model_type),
+        tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
     )
 
 

@@ -34,16 +34,12 @@ def mxfp4_algorithm(facts: RoleFacts) -> str | None:
     """How an MXFP4 model will be computed; None: it is not one, or the GPU is not known."""
     if not _is_mxfp4(facts) or facts.gpu is None:
         return None
-    override = _override(facts)
+    override = facts.variable(_OVERRIDE)
     if override:
         return override
     if facts.gpu.sm < 100:
         return "W4A16_MXFP4"
     return "W4A8_MXFP4_FP8" if moe_backend(facts) == "TRITON" else "W4A8_MXFP4_MXFP8"
-
-
-def _override(facts: RoleFacts) -> str:
-    return str(facts.args.get(f"env_overrides.{_OVERRIDE}") or facts.environment.get(_OVERRIDE, ""))
 
 
 def _is_mxfp4(facts: RoleFacts) -> bool:
@@ -70,6 +66,8 @@ def _moe_falls_back(facts: RoleFacts) -> Clash | None:
     name = moe_backend(facts)
     if facts.gpu is None or name not in _FALLS_BACK or not (_is_mxfp4(facts) or name == "TRTLLM"):
         return None
+    if facts.model is not None and not facts.model.num_experts:
+        return None
     if name == "TRTLLM" and 100 <= facts.gpu.sm < 120:
         return None
     better = "TRITON" if 90 <= facts.gpu.sm < 100 else "CUTLASS"
@@ -89,7 +87,9 @@ def _moe_quantization(facts: RoleFacts) -> Clash | None:
         fits = 100 <= facts.gpu.sm < 120
     if fits:
         return None
-    return Clash(other=f"{algorithm} on {_gpu(facts)}", cure=_kernel_cure(facts.gpu.sm, bool(_override(facts))))
+    return Clash(
+        other=f"{algorithm} on {_gpu(facts)}", cure=_kernel_cure(facts.gpu.sm, bool(facts.variable(_OVERRIDE)))
+    )
 
 
 def _kernel_cure(sm: int, overridden: bool) -> str:

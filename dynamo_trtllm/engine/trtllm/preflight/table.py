@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.engine.trtllm.preflight import capacity, hardware, lengths, parallel, transfer, values
+from dynamo_trtllm.engine.trtllm.preflight import capacity, environment, hardware, lengths, parallel, transfer, values
 
-ROLE_RULES = (*values.RULES, *lengths.RULES, *parallel.RULES, *transfer.RULES, *hardware.RULES, *capacity.RULES)
+ROLE_RULES = (
+    *values.RULES,
+    *lengths.RULES,
+    *parallel.RULES,
+    *transfer.RULES,
+    *environment.RULES,
+    *hardware.RULES,
+    *capacity.RULES,
+)

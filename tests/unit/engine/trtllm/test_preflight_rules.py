@@ -88,6 +88,8 @@ ERRORS = [
     Planted("kv-dtype-gpu", "error", both={K + "dtype": "nvfp4"}, known={"on": "h200", "release": "1.3.0rc27"}),
     Planted("weights-over-memory", "error", known={"on": "rtx-5090"}),
     Planted("no-room-for-kv", "error", prefill={T + "max_tokens_in_buffer": 2_097_152}, known={"on": "gb200"}),
+    Planted("ucx-without-cuda", "error", known={"environment": {"UCX_TLS": "tcp,self"}}),
+    Planted("ucx-without-cuda", "error", both={"env_overrides.UCX_TLS": "tcp"}),
     Planted("model-equal", "error", known_decode={"model": LLAMA}),
     Planted("strategy-equal", "error", known_decode={"strategy": "decode_first"}),
     Planted("transceiver-equal", "error", decode={T + "backend": "NIXL"}),
@@ -137,6 +139,14 @@ WARNINGS = [
     ),
     Planted(
         "host-offload-chunked", "warning", prefill={K + "host_cache_size": 1 << 30, "enable_chunked_prefill": True}
+    ),
+    Planted("variable-wrong-answers", "warning", known={"environment": {"ENABLE_PERFECT_ROUTER": "1"}}),
+    Planted("variable-wrong-answers", "warning", decode={"env_overrides.TLLM_OVERRIDE_LAYER_NUM": "2"}),
+    Planted("variable-broken-transfer", "warning", known={"environment": {"TRTLLM_DISAGG_LAYERWISE": "1"}}),
+    Planted(
+        "variable-waiting-decode",
+        "warning",
+        known={"environment": {"TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP": "1"}},
     ),
     Planted("host-offload-corruption", "warning", decode={K + "host_cache_size": 1 << 30}, known={"release": "1.1.0"}),
     Planted("speculative-disaggregated", "warning", both=SPECULATIVE),
@@ -286,6 +296,15 @@ def test_timeout_rules_when_1_2_has_none_then_silent() -> None:
 @pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 8}])
 def test_pair_when_tensor_parallelism_differs_with_trtllm_attention_then_silent(changes: dict[str, Any]) -> None:
     assert check_pair(facts(P), facts(D, changes)) == []
+
+
+@pytest.mark.parametrize("given", ["", "all", "cuda_ipc,cuda_copy,sm,tcp,self", "tcp,cuda", "^ib"])
+def test_ucx_rule_when_cuda_is_among_the_transports_then_silent(given: str) -> None:
+    assert check_role(facts(D, environment={"UCX_TLS": given, "TRTLLM_DISAGG_LAYERWISE": "0"})) == []
+
+
+def test_moe_rules_when_the_model_has_no_experts_then_silent() -> None:
+    assert check_role(facts(D, model=LLAMA, on="h200")) == []
 
 
 def test_rules_when_model_gpu_and_load_are_unknown_then_they_stay_silent() -> None:
