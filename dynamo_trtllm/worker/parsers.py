@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.checkpoint import CONFIG, renderer_of
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.render.formats import PARSERS
+
+
+def check_flags(config: WorkerConfig) -> None:
+    """As `parsers`, before minutes of loading, where the model's folder tells its format."""
+    if config.engine == "mock" or (config.dyn_reasoning_parser is None and config.dyn_tool_call_parser is None):
+        return
+    try:
+        model_type = json.loads((Path(config.model_path) / CONFIG).read_bytes())["model_type"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return  # the engine finds out what kind of model it is, or that it is none
+    parsers(config, renderer_of(model_type))
 
 
 def parsers(config: WorkerConfig, renderer: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ from dynamo_trtllm.plane.base import Serving
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker import loading
 from dynamo_trtllm.worker.health import Health, HealthServer
-from dynamo_trtllm.worker.parsers import parsers
+from dynamo_trtllm.worker.parsers import check_flags, parsers
 from dynamo_trtllm.worker.service import WorkerService, digest
 
 _log = logging.getLogger(__name__)
@@ -126,6 +126,7 @@ class Worker:
 
     async def _start(self, stack: AsyncExitStack) -> _Parts:
         self._config = config = await asyncio.to_thread(_resolved, self._config)
+        await asyncio.to_thread(check_flags, config)
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await stack.enter_async_context(

@@ -1,12 +1,14 @@
 """Parser flags: what a model's format brings is meant without a flag, what it does not have is refused by name."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.worker.parsers import parsers
+from dynamo_trtllm.worker.parsers import check_flags, parsers
 
 
 @pytest.mark.parametrize(
@@ -50,3 +52,21 @@ def test_parsers_when_the_format_has_them_not_then_refused_by_flag(renderer: str
     with pytest.raises(ConfigError, match=f"--dyn-{flag}-parser {value}: .* or leave the flag out") as caught:
         parsers(WorkerConfig(model_path="m", **{field: value}), renderer)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("model_type", "parser"), [("gpt_oss", "basic"), ("llama", "gpt_oss")])
+def test_check_flags_when_the_folder_tells_the_format_then_it_is_refused_before_loading(
+    tmp_path: Path, model_type: str, parser: Any
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match=f"--dyn-reasoning-parser {parser}"):
+        check_flags(WorkerConfig(model_path=str(tmp_path), dyn_reasoning_parser=parser))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"model_type": "llama"}'])
+def test_check_flags_when_the_folder_tells_nothing_against_it_then_it_passes(
+    tmp_path: Path, content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    check_flags(WorkerConfig(model_path=str(tmp_path), dyn_reasoning_parser="basic"))
