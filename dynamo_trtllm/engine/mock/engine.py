@@ -89,6 +89,7 @@ class MockEngine:
             renderer="harmony",
             layout=self._layout,
             limits=Limits(max_batch_size=self._args.max_batch_size, kv_blocks=self._args.kv_cache_blocks),
+            refuses=_REFUSES,
             serves_whole=True,
         )
 

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 
 # Between the parts of a JSON text; without a bound a model can write blanks until its budget is spent.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
+_QUOTED: Final = re.compile(r"\n\s*1 \| start: ")  # where an error goes on with the grammar
 _ANY_OBJECT: Final = {"type": "object"}
 
 
@@ -118,8 +119,9 @@ class Guides:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """In one line, without the place in a grammar that the client did not write."""
-    return " ".join(matcher.get_error().split()).rpartition("failed to compile JSON schema: ")[2]
+    """In one line, without the grammar around the schema, which the client did not write."""
+    said = _QUOTED.split(matcher.get_error(), maxsplit=1)[0]
+    return " ".join(said.split()).rpartition("failed to compile JSON schema: ")[2]
 
 
 def _grammar(alternatives: tuple[GuidedAlternative, ...], specials: Mapping[str, int]) -> str:

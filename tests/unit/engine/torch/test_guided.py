@@ -136,6 +136,7 @@ def test_schema_that_cannot_be_followed_then_refused_with_the_reason(guides: Gui
     with pytest.raises(EngineRefused, match=reason) as refused:
         guides.compile(guided(schema), STOPS)
     assert "\n" not in refused.value.message
+    assert "form0" not in refused.value.message
     assert refused.value.field == "guided"
 
 
