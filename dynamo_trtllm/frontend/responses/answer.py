@@ -13,7 +13,7 @@ from dynamo_trtllm.frontend.postprocess import Piece, Usage
 from dynamo_trtllm.frontend.responses.items import Item, named
 from dynamo_trtllm.frontend.responses.plan import TurnPlan
 from dynamo_trtllm.frontend.responses.shelf import Kept
-from dynamo_trtllm.frontend.responses.transcript import Event, Transcript
+from dynamo_trtllm.frontend.responses.transcript import Growth, Told, Transcript, spelled_head
 from dynamo_trtllm.openai.responses import AllowedTools, JsonSchemaFormat, NamedTool, ResponseRequest
 
 
@@ -30,7 +30,7 @@ class Answer:
         self._finish = ""
         self.final: dict[str, Any] | None = None  # what was answered, once it is complete
 
-    def push(self, piece: Piece) -> list[Event]:
+    def push(self, piece: Piece) -> list[Told]:
         self._finish = piece.finish or self._finish
         return self.transcript.push(piece)
 
@@ -46,7 +46,7 @@ class Answer:
         told = {"code": _error_code(error), "message": error.message}
         return self._base | {"status": "failed", "error": told, "output": self.transcript.items("incomplete")}
 
-    def close(self, usage: Usage, stats: Stats | None) -> list[Event]:
+    def close(self, usage: Usage, stats: Stats | None) -> list[Told]:
         """Events of the end of the last item; `final` is set."""
         cut = self._finish == "length"
         events = self.transcript.finish("incomplete" if cut else "completed")
@@ -100,11 +100,13 @@ class ResponseEvents:
             events.append({"type": "response.failed", "response": self.answer.failed(error)})
         return b"".join(map(self._spelled, events))
 
-    def _spelled(self, event: Event) -> bytes:
-        kind: str = event["type"]
-        event["sequence_number"] = self._next
+    def _spelled(self, told: Told) -> bytes:
+        number = self._next
         self._next += 1
-        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+        if isinstance(told, Growth):
+            return told.around.spelled + orjson.dumps(told.text) + b',"sequence_number":%d}\n\n' % number
+        told["sequence_number"] = number
+        return spelled_head(told) + orjson.dumps(told) + b"\n\n"
 
 
 class ResponseFold:

@@ -1,13 +1,16 @@
 """Pieces → output items, and the events that tell of each change. Streamed and whole answers are this one fold.
 
-An event is a JSON object without its sequence number. Pure; nothing that a piece holds is dropped.
+An event is a JSON object without its sequence number; those that come per token are spelled from a template. Pure;
+nothing that a piece holds is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import orjson
 
 from dynamo_trtllm.frontend.answer import chat_logprobs, tool_call_id
 from dynamo_trtllm.frontend.postprocess import Piece
@@ -17,6 +20,33 @@ from dynamo_trtllm.render.base import Renderer, ToolCallDelta
 
 Event: TypeAlias = dict[str, Any]
 Item: TypeAlias = dict[str, Any]
+
+
+class Growth(NamedTuple):
+    """The event that text was added to the open item, and nothing else."""
+
+    around: Around
+    text: str
+
+    @property
+    def event(self) -> Event:
+        return self.around.event | {"delta": self.text}
+
+
+class Around:
+    """What all growths of one item have in common: the event without its text, and how its bytes begin."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.spelled = spelled_head(event) + orjson.dumps(event)[:-1] + b',"delta":'
+
+
+def spelled_head(event: Event) -> bytes:
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\ndata: "
+
+
+Told: TypeAlias = Event | Growth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +85,7 @@ class _TextItem:
         self._index = index
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
+        self._around = Around(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
 
     def item(self, status: str) -> Item:
         return {"id": self._id, **self.kind.head, "status": status, "content": [self._part("".join(self._texts))]}
@@ -64,10 +95,13 @@ class _TextItem:
         yield _event("output_item.added", self._index, item=empty)
         yield self._event("content_part.added", part=self._part(""))
 
-    def text(self, text: str, logprobs: list[dict[str, Any]]) -> Event:
+    def text(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
         self._texts.append(text)
+        growth = Growth(self._around, text)
+        if not logprobs:
+            return growth
         self._logprobs.extend(logprobs)
-        return self._event(f"{self.kind.event}.delta", delta=text, **self._with_logprobs(_without_bytes(logprobs)))
+        return growth.event | {"logprobs": _without_bytes(logprobs)}
 
     def closing(self, status: str) -> Iterator[Event]:
         text = "".join(self._texts)
@@ -94,6 +128,7 @@ class _CallItem:
         self._name = name
         self._call_id = tool_call_id()
         self._arguments: list[str] = []
+        self._around = Around(_event("function_call_arguments.delta", index, item_id=self._id))
 
     def item(self, status: str) -> Item:
         head = {"id": self._id, "type": "function_call", "status": status, "call_id": self._call_id}
@@ -102,9 +137,9 @@ class _CallItem:
     def opening(self) -> Iterator[Event]:
         yield _event("output_item.added", self._index, item=self.item("in_progress"))
 
-    def arguments(self, text: str) -> Event:
+    def arguments(self, text: str) -> Growth:
         self._arguments.append(text)
-        return _event("function_call_arguments.delta", self._index, item_id=self._id, delta=text)
+        return Growth(self._around, text)
 
     def closing(self, status: str) -> Iterator[Event]:
         arguments = "".join(self._arguments)
@@ -122,18 +157,19 @@ class Transcript:
         self._open: _TextItem | _CallItem | None = None
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
 
-    def push(self, piece: Piece) -> list[Event]:
-        events: list[Event] = []
+    def push(self, piece: Piece) -> list[Told]:
+        events: list[Told] = []
         if piece.reasoning:
             events += self._text(_REASONING, piece.reasoning)
-        self._logprobs.extend(piece.logprobs)
+        if piece.logprobs:
+            self._logprobs.extend(piece.logprobs)
         if piece.content:
             events += self._text(_MESSAGE, piece.content)
         for call in piece.tool_calls:
             events += self._call(call)
         return events
 
-    def finish(self, status: str) -> list[Event]:
+    def finish(self, status: str) -> list[Told]:
         """Closes the open item: "completed", or "incomplete" when it was cut short."""
         return self._close(status)
 
@@ -141,7 +177,7 @@ class Transcript:
         """All items so far; one that is still open has this status."""
         return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
 
-    def _text(self, kind: _TextKind, text: str) -> list[Event]:
+    def _text(self, kind: _TextKind, text: str) -> list[Told]:
         opened, events = self._open, []
         if not isinstance(opened, _TextItem) or opened.kind is not kind:
             events = self._close("completed")
@@ -151,7 +187,7 @@ class Transcript:
         events.append(opened.text(text, self._take_logprobs() if kind.has_logprobs else []))
         return events
 
-    def _call(self, delta: ToolCallDelta) -> list[Event]:
+    def _call(self, delta: ToolCallDelta) -> list[Told]:
         events = []
         if delta.name is not None:
             events = self._close("completed")
@@ -162,14 +198,15 @@ class Transcript:
             events.append(self._open.arguments(delta.arguments))
         return events
 
-    def _close(self, status: str) -> list[Event]:
+    def _close(self, status: str) -> list[Told]:
         if self._open is None:
             return []
-        events: list[Event] = []
+        events: list[Told] = []
         if self._logprobs and isinstance(self._open, _TextItem) and self._open.kind is _MESSAGE:
             events.append(self._open.text("", self._take_logprobs()))
-        events += self._open.closing(status)
-        self._done.append(events[-1]["item"])
+        closing = list(self._open.closing(status))
+        events += closing
+        self._done.append(closing[-1]["item"])
         self._open = None
         return events
 

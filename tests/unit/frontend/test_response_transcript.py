@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dynamo_trtllm.frontend.postprocess import Piece
 from dynamo_trtllm.frontend.responses.items import messages_of
-from dynamo_trtllm.frontend.responses.transcript import Transcript
+from dynamo_trtllm.frontend.responses.transcript import Growth, Transcript
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.render.base import ToolCallDelta
 from tests.unit.frontend.responses_client import EVENT
@@ -49,9 +49,9 @@ def scripts(draw: st.DrawFn) -> list[Piece]:
 
 def run(script: list[Piece]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     transcript = Transcript(RESPONSE, CharacterRenderer())
-    events = [event for piece in script for event in transcript.push(piece)]
-    events += transcript.finish("completed")
-    return events, transcript.items("completed")
+    told = [each for piece in script for each in transcript.push(piece)]
+    told += transcript.finish("completed")
+    return [each.event if isinstance(each, Growth) else each for each in told], transcript.items("completed")
 
 
 def text_of(items: list[dict[str, Any]], kind: str) -> str:
