@@ -18,7 +18,7 @@ JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DONE: Final = "[DONE]"
 ANY_ERROR: Final = frozenset(row.status for row in TABLE.values())  # a generation may fail in every way there is
-LOOKED_UP: Final = frozenset({400, 404, 500, 503})  # a store may be away
+LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})  # a store may be away, or hold what we can not read
 MEANINGS: Final = {
     200: "the answer",
     400: "the request is wrong; param names the field",

@@ -1,0 +1,161 @@
+"""CPU time from a token to the bytes of its event: parsing, stop strings, JSON, and the whole exchange around them.
+
+One token per engine step, as a busy server sees them. Prints, judges nothing; needs no server and no model.
+
+python -m benchmarks.frontend_step [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend.admission import Permits, Running
+from dynamo_trtllm.frontend.dialect import Heading, Job
+from dynamo_trtllm.frontend.endpoints import CHAT
+from dynamo_trtllm.frontend.exchange import Generation
+from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.frontend.postprocess import Output
+from dynamo_trtllm.frontend.preprocess import Identity, prepare_chat
+from dynamo_trtllm.frontend.run import Edge
+from dynamo_trtllm.frontend.sse import ChatEvents
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelCard, Role, token_ids
+from dynamo_trtllm.observe.metrics import FrontendMetrics
+from dynamo_trtllm.openai.chat import ChatRequest
+from dynamo_trtllm.openai.wire import parse
+from dynamo_trtllm.render import vocabulary
+from dynamo_trtllm.render.harmony import HarmonyRenderer
+
+RENDERER = HarmonyRenderer()
+CARD = ModelCard(
+    name="openai/gpt-oss-120b", context_length=1 << 20, vocab_size=201088, eos_token_ids=(200002,), renderer="harmony"
+)
+SERVED = ServedModel(CARD, RENDERER)
+PROSE = 'The quick brown fox jumps over the lazy dog, says the engine; "why" it does so nobody knows.\n' * 50
+ARGUMENTS = '{"place": "Łódź", "unit": "celsius", "days": [1, 2, 3], "detailed": true}' * 50
+HEADERS = {
+    "content": "<|channel|>final<|message|>",
+    "reasoning": "<|channel|>analysis<|message|>",
+    "tool arguments": " to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>",
+}
+
+
+class Stream(NamedTuple):
+    header: list[int]
+    body: list[int]
+    end: int
+
+
+def stream(channel: str, steps: int) -> Stream:
+    text = ARGUMENTS if channel == "tool arguments" else PROSE
+    body = list(RENDERER.encode(text))
+    body = (body * (steps // len(body) + 1))[:steps]
+    header = vocabulary.load_harmony().encode(HEADERS[channel], allowed_special="all")
+    return Stream(header, body, 200012 if channel == "tool arguments" else 200002)
+
+
+def chunks(made: Stream) -> list[Chunk]:
+    steps = [Chunk(token_ids=token_ids([each])) for each in (*made.header, *made.body)]
+    return [*steps, Chunk(token_ids=token_ids([made.end]), finish_reason=FinishReason.STOP)]
+
+
+def request(**fields: Any) -> bytes:
+    asked = {"model": CARD.name, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    return json.dumps(asked | fields).encode()
+
+
+def cpu_us(work: Callable[[], None], steps: int) -> float:
+    best = float("inf")
+    for _ in range(3):
+        begun = time.process_time()
+        work()
+        best = min(best, time.process_time() - begun)
+    return best / steps * 1e6
+
+
+def inner(channel: str, steps: int, **fields: Any) -> float:
+    """Parsing and JSON alone."""
+    made = chunks(stream(channel, steps))
+    body = parse(ChatRequest, request(**fields))
+
+    def work() -> None:
+        plan = prepare_chat(body, SERVED, Identity(request_id="r", deadline=0))
+        events = ChatEvents(Job(heading=Heading(id="chatcmpl-1", model=CARD.name, created=0), body=body, plan=plan))
+        outputs = [Output(prepared, index) for index, prepared in enumerate(plan.choices)]
+        for chunk in made:
+            for output in outputs:
+                events.piece(output.push(chunk))
+
+    return cpu_us(work, steps * body.n)
+
+
+class Played:
+    """A pipeline and a catalog in one."""
+
+    def __init__(self, made: list[Chunk]) -> None:
+        self._made = made
+
+    async def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+        for chunk in self._made:
+            yield chunk
+
+    def get(self, name: str) -> ServedModel:
+        return SERVED
+
+    def names(self) -> list[str]:
+        return [CARD.name]
+
+    def instances(self) -> list[Instance]:
+        return []
+
+    def missing_roles(self, name: str) -> list[Role]:
+        return []
+
+
+def whole(channel: str, steps: int, **fields: Any) -> float:
+    """The exchange from body to last byte, all but the socket and the pipeline."""
+    played, config = Played(chunks(stream(channel, steps))), FrontendConfig()
+    edge = Edge(
+        config=config,
+        models=played,
+        pipeline=played,
+        metrics=FrontendMetrics(),
+        permits=Permits(config.max_inflight),
+        running=Running(),
+    )
+    app, sent = Generation(CHAT, edge), request(**fields)
+
+    async def exchange() -> None:
+        told = [{"type": "http.request", "body": sent, "more_body": False}]
+
+        async def receive() -> Any:
+            return told.pop() if told else await asyncio.Event().wait()
+
+        async def send(_: Any) -> None:
+            pass
+
+        await app({"type": "http", "headers": []}, receive, send)
+
+    return cpu_us(lambda: asyncio.run(exchange()), steps * int(fields.get("n", 1)))
+
+
+def main() -> None:
+    args = argparse.ArgumentParser(description=__doc__)
+    args.add_argument("--steps", type=int, default=20_000)
+    steps = args.parse_args().steps
+    print(f"{'CPU per delta, us':24}{'parse + JSON':>14}{'whole exchange':>16}")
+    cases: list[tuple[str, str, dict[str, Any]]] = [(channel, channel, {}) for channel in HEADERS]
+    cases.append(("content, 4 stop strings", "content", {"stop": ["STOP", "END", "</s>", "\n\n\n"]}))
+    cases.append(("content, n=4", "content", {"n": 4}))
+    for name, channel, fields in cases:
+        print(f"{name:24}{inner(channel, steps, **fields):14.2f}{whole(channel, steps, **fields):16.2f}")
+
+
+if __name__ == "__main__":
+    main()
