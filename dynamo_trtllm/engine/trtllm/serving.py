@@ -74,7 +74,7 @@ class Serving:
         if not self._healthy():
             raise self.fail("TensorRT-LLM's executor has shut down after an error; see its log")
         waiting = [flight.born for flight in self._flights if not flight.winding_down]
-        if self._polled.started and waiting:
+        if self._polled.is_polling and waiting:
             still_s = time.monotonic() - max(self._last_result_at, self._polled.changed_at, min(waiting))
             if still_s > self._stall_s:
                 raise self.fail(f"no iteration and no result for {still_s:.0f} s with {len(waiting)} requests waiting")

@@ -40,8 +40,9 @@ class StatsPoller:
         self.changed_at = time.monotonic()
 
     @property
-    def started(self) -> bool:
-        return self._thread is not None
+    def is_polling(self) -> bool:
+        """False before `start`, and once the vendor has failed to answer."""
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
         """Idempotent."""
