@@ -181,6 +181,19 @@ async def test_stream_when_a_worker_fails_then_error_and_failed_response() -> No
     assert failed["response"]["output"][0]["content"][0]["text"] == "Hel"
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.Overloaded("full"), "rate_limit_exceeded"),
+        (errors.EngineFailed("gone"), "server_error"),
+        (errors.ContextTooLong("long"), "invalid_prompt"),
+    ],
+)
+async def test_stream_when_it_fails_then_the_code_is_one_of_the_api(error: errors.DynamoError, code: str) -> None:
+    *_, told, failed = await events(front(chunk("Hel"), error))
+    assert (told["code"], failed["response"]["error"]["code"]) == (error.code, code)
+
+
 async def test_failure_before_a_token_then_a_status_of_its_own() -> None:
     for stream in (False, True):
         response = await ask(front(errors.Overloaded("full")), "POST", PATH, json=body(stream=stream))

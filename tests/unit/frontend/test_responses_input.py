@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from typing import Any
 
 import pytest
+from openai.types.responses import Response
 
 from dynamo_trtllm.frontend.responses import dialect
 from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
@@ -108,6 +111,51 @@ async def test_too_many_tokens_then_the_field_is_called_as_here() -> None:
     assert "max_output_tokens" in check_error(response, 400, "context_length_exceeded", "max_output_tokens")
     response = await ask(front(stop()), "POST", PATH, json=body(input="x" * 200))
     check_error(response, 400, "context_length_exceeded", "input")
+
+
+OTHER = TOOL | {"name": "restart"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        ("auto", ["get_system_health", "restart"]),
+        ("none", []),
+        ({"type": "function", "name": "restart"}, ["get_system_health", "restart"]),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "restart"}]}, ["restart"]),
+    ],
+)
+async def test_tool_choice_then_the_tools_that_the_model_is_told_of(choice: Any, told: list[str]) -> None:
+    served = front(chunk("{}", ids=[CALL]), stop())
+    response = await made(served, tools=[TOOL, OTHER], tool_choice=choice)
+    assert [tool.name for tool in served.catalog.renderer.conversations[0].tools] == told
+    assert response["tool_choice"] == choice
+    Response.model_validate_json(json.dumps(response), strict=True)
+
+
+async def test_tool_choice_when_it_names_a_tool_then_its_call_is_forced() -> None:
+    served = front(chunk("{}", ids=[CALL]), stop())
+    choice = {"type": "function", "name": "get_system_health"}
+    response = await made(served, tools=[TOOL], tool_choice=choice)
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+    assert served.pipeline.requests[0].token_ids[-1] == CALL
+
+
+async def test_tool_choice_when_it_names_no_tool_then_400() -> None:
+    response = await ask(front(stop()), "POST", PATH, json=body(tool_choice={"type": "function", "name": "f"}))
+    check_error(response, 400, "invalid_request", "tool_choice")
+
+
+async def test_text_format_then_the_engine_is_held_to_it_and_it_is_echoed() -> None:
+    served = front(stop("{}"))
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}}
+    wanted = {"type": "json_schema", "name": "health", "schema": schema}
+    response = await made(served, text={"format": wanted})
+    guided = served.pipeline.requests[0].sampling.guided
+    assert guided is not None
+    assert json.loads(guided.alternatives[0].json_schema) == schema
+    assert response["text"]["format"] == wanted | {"strict": True}
+    Response.model_validate_json(json.dumps(response), strict=True)
 
 
 async def test_long_conversation_then_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
