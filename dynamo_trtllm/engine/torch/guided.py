@@ -64,7 +64,7 @@ class Guide:
         if self._free is not None:
             return
         allowed = self._allowed()
-        logits[~torch.from_numpy(allowed).to(logits.device)] = -torch.inf
+        logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
 
     def _allowed(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         is_over = self.failure is not None or self._matcher.is_stopped()
