@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
@@ -33,13 +33,22 @@ CARD = ModelCard(name=MODEL, context_length=100, vocab_size=0x3000, eos_token_id
 
 
 class Characters:
-    """The parser of `CharacterRenderer`: REASONING, CONTENT and CALL switch the channel."""
+    """The parser of `CharacterRenderer`: REASONING, CONTENT and CALL switch the channel.
 
-    def __init__(self) -> None:
+    A call that was forced is told with the first tokens.
+    """
+
+    def __init__(self, forced: TokenIds = NOTHING_FORCED) -> None:
         self._channel = CONTENT
         self._calls = 0
+        self._forced = self._read(forced).tool_calls
 
     def push(self, ids: TokenIds) -> Delta:
+        delta, forced = self._read(ids), self._forced
+        self._forced = ()
+        return replace(delta, tool_calls=forced + delta.tool_calls) if forced else delta
+
+    def _read(self, ids: TokenIds) -> Delta:
         if self._channel == CONTENT and min(ids, default=END) > HALF:
             return Delta(content=ids.tobytes().decode("utf-32-le"))  # no marker in it: fast, for tests that send much
         content, reasoning, calls, count = "", "", [], 0
@@ -92,9 +101,7 @@ class CharacterRenderer:
         return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)
 
     def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> Characters:
-        parser = Characters()
-        parser.push(forced)
-        return parser
+        return Characters(forced)
 
     def call_header(self, name: str | None) -> TokenIds | None:
         return token_ids([CALL])

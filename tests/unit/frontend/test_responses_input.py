@@ -126,7 +126,7 @@ OTHER = TOOL | {"name": "restart"}
     ],
 )
 async def test_tool_choice_then_the_tools_that_the_model_is_told_of(choice: Any, told: list[str]) -> None:
-    served = front(chunk("{}", ids=[CALL]), stop())
+    served = front(stop("x"))
     response = await made(served, tools=[TOOL, OTHER], tool_choice=choice)
     assert [tool.name for tool in served.catalog.renderer.conversations[0].tools] == told
     assert response["tool_choice"] == choice
@@ -134,10 +134,11 @@ async def test_tool_choice_then_the_tools_that_the_model_is_told_of(choice: Any,
 
 
 async def test_tool_choice_when_it_names_a_tool_then_its_call_is_forced() -> None:
-    served = front(chunk("{}", ids=[CALL]), stop())
+    served = front(chunk("{}"), stop())
     choice = {"type": "function", "name": "get_system_health"}
     response = await made(served, tools=[TOOL], tool_choice=choice)
-    assert [item["type"] for item in response["output"]] == ["function_call"]
+    (call,) = response["output"]
+    assert (call["name"], call["arguments"]) == ("get_system_health", "{}")
     assert served.pipeline.requests[0].token_ids[-1] == CALL
 
 
