@@ -16,6 +16,7 @@ from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, P
 # Harmony's ends of a turn: <|return|> and <|call|>. Releases before 1.2 stop at neither of their own accord, later
 # ones only when no end id is given; so the engine always names them.
 HARMONY_STOP_IDS = (200002, 200012)
+_DEFAULTS = Sampling(max_tokens=1)
 _NO_END = -1  # what TensorRT-LLM itself sends for a request that never ends by token
 
 
@@ -25,7 +26,7 @@ class Rules:
 
     role: Role
     context_length: int  # prompt and output
-    prompt_limit: int  # longest prompt
+    prompt_limit: int  # longest prompt; leaves room for a token in the context
     prompt_limit_why: str  # the argument that sets it, for people
     vocab_size: int
     end_ids: tuple[int, ...]  # the model's own stop tokens, the chief one first
@@ -84,30 +85,24 @@ def _check(request: GenerateRequest, rules: Rules) -> None:
             f"a prompt of {tokens} tokens is longer than this worker takes, {rules.prompt_limit} "
             f"({rules.prompt_limit_why}); shorten it"
         )
-    if tokens >= rules.context_length:
-        raise ContextTooLong(
-            f"a prompt of {tokens} tokens leaves no room in the context of {rules.context_length}; shorten it"
-        )
     if max(request.token_ids) >= rules.vocab_size:
         raise EngineRefused(
             f"token id {max(request.token_ids)} is not in the vocabulary of {rules.vocab_size}", field="token_ids"
         )
     if request.phase is not Phase.WHOLE and rules.role is Role.AGGREGATED:
         raise EngineRefused(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
-    for name in asked_for(request):
-        if name in rules.refuses:
+    for name in rules.refuses:
+        if _is_used(request, name):
             raise EngineRefused(
                 f"{name} can't be honoured by this worker's TensorRT-LLM; leave it out, or see why in its log",
                 field=name,
             )
 
 
-def asked_for(request: GenerateRequest) -> list[str]:
-    """Which of the fields that a release may lack the request uses."""
-    defaults = Sampling(max_tokens=1)
-    fields = (name for name in Sampling.__struct_fields__ if name != "max_tokens")
-    used = [name for name in fields if getattr(request.sampling, name) != getattr(defaults, name)]
-    return [*used, "cache_salt"] if request.cache_salt is not None else used
+def _is_used(request: GenerateRequest, name: str) -> bool:
+    if name == "cache_salt":
+        return request.cache_salt is not None
+    return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 
 def _sampling(sampling: Sampling, rules: Rules, stop_ids: frozenset[int], max_tokens: int) -> dict[str, Any]:

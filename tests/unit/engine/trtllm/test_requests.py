@@ -144,11 +144,6 @@ def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
     make_call(ask(40), rules())
 
 
-def test_prompt_when_it_fills_the_context_then_refused() -> None:
-    with pytest.raises(ContextTooLong, match="leaves no room"):
-        make_call(ask(40), rules(context_length=40))
-
-
 @pytest.mark.parametrize(
     ("request_", "field"),
     [
