@@ -28,10 +28,12 @@ STOP_TIMEOUT_S = 10.0
 
 
 class Process:
-    """One `python -m dynamo_trtllm…` whose log is read line by line."""
+    """One `python -m dynamo_trtllm…`, or `command`, whose log is read line by line."""
 
-    def __init__(self, module: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        self._child = spawn([sys.executable, "-m", module, *argv], env=env, stderr=subprocess.PIPE)
+    def __init__(
+        self, module: str, argv: Sequence[str], env: Mapping[str, str], *, command: Sequence[str] | None = None
+    ) -> None:
+        self._child = spawn([*(command or (sys.executable, "-m", module)), *argv], env=env, stderr=subprocess.PIPE)
         self.lines: list[str] = []
         self._is_over = False
         self._news = threading.Condition()
@@ -109,13 +111,18 @@ class Cluster:
         self._processes.append(Process(module, argv, {**self.env, **env}))
         return self._processes[-1]
 
-    def torch(self, role: str, name: str = TINY) -> Process:
-        argv = ["--engine", "torch", "--model", TINY, "--served-model-name", name]
+    def torch(self, role: str, name: str = TINY, *flags: str, model: str = TINY) -> Process:
+        argv = ["--engine", "torch", "--model", model, "--served-model-name", name, *flags]
         return self._worker(role, argv)
 
     def mock(self, role: str, name: str, **engine_args: Any) -> Process:
         argv = ["--engine", "mock", "--model", name, "--lease-ttl-s", "1"]
         return self._worker(role, [*argv, "--override-engine-args", json.dumps(engine_args)])
+
+    def script(self, command: Sequence[str], argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
+        """A program of somebody's own that serves."""
+        self._processes.append(Process(command[-1], argv, {**self.env, **env}, command=command))
+        return self._processes[-1]
 
     def trtllm(self, role: str, name: str, model: str, env: Mapping[str, str], **engine_args: Any) -> Process:
         argv = ["--engine", "trtllm", "--model", model, "--served-model-name", name]

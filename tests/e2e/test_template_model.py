@@ -1,0 +1,95 @@
+"""A model with a chat template through real processes: parser flags on the worker, tool calls at the SDK."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.e2e.cluster import Cluster, command, events
+from tests.tiny_models import save_tiny_llama
+
+pytestmark = pytest.mark.timeout(120)  # a worker of its own is started
+
+NAME = "template-model"
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {"is_warm": {"type": "boolean"}},
+    "required": ["is_warm"],
+    "additionalProperties": False,
+}
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "strict": True, "parameters": PARAMETERS}}
+
+
+def body(choice: Any, **fields: Any) -> dict[str, Any]:
+    message = {"role": "user", "content": "Is it warm?"}
+    tools = [tool("look"), tool("ask")]
+    return {"model": NAME, "messages": [message], "tools": tools, "tool_choice": choice, "max_tokens": 100, **fields}
+
+
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights and a vocabulary of bytes, which has the markers of calls as special tokens."""
+    made = save_tiny_llama(tmp_path_factory.mktemp("llama"))
+    words = ["<pad>", "<|end|>", "<|stop|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*words[:3], "<tool_call>", "</tool_call>"])
+    tokenizer.save(str(made / "tokenizer.json"))
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return made
+
+
+@pytest.fixture
+def cluster(make_cluster: Callable[..., Cluster], folder: Path) -> Cluster:
+    made = make_cluster()
+    flags = ("--dyn-tool-call-parser", "hermes", "--dyn-reasoning-parser", "basic")
+    made.torch("prefill_and_decode", NAME, *flags, model=str(folder))
+    made.until_ready(NAME)
+    return made
+
+
+def test_chat_when_calls_are_demanded_of_a_template_model_then_they_are_read_by_the_flag_of_its_worker(
+    cluster: Cluster,
+) -> None:
+    with cluster.client() as client:
+        for choice, names in ((NAMED, {"look"}), ("required", {"look", "ask"})):
+            answer = client.post("/v1/chat/completions", json=body(choice)).json()
+            message = answer["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            assert call["function"]["name"] in names
+            assert set(json.loads(call["function"]["arguments"])) == {"is_warm"}
+            assert not message["content"]
+            assert answer["choices"][0]["finish_reason"] == "tool_calls"
+        with client.stream("POST", "/v1/chat/completions", json=body(NAMED, stream=True)) as response:
+            deltas = [c["delta"] for e in events(response.iter_lines()) for c in e["choices"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert calls[0]["function"]["name"] == "look"
+    assert len(calls) > 3
+    assert set(json.loads("".join(call["function"]["arguments"] for call in calls))) == {"is_warm"}
+
+
+def test_worker_when_the_parser_is_of_another_format_then_it_ends_before_it_loads(
+    mock_cluster: Cluster, folder: Path
+) -> None:
+    argv = ["--engine", "torch", "--model", str(folder), "--dyn-reasoning-parser", "gpt_oss"]
+    status, said = command(["dynamo_trtllm", *argv], mock_cluster.env)
+    assert status == 2
+    assert said[-1].endswith("choose one or leave the flag out")
+    assert "--dyn-reasoning-parser gpt_oss: this model has a chat template" in said[-1]
