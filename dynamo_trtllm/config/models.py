@@ -278,7 +278,9 @@ class FrontendConfig(ConnectionConfig):
         default=32 << 20, description="largest request body", json_schema_extra=setting(HTTP)
     )
     max_inflight: PositiveInt = Field(
-        default=4096, description="requests at once; one more is answered 429", json_schema_extra=setting(HTTP)
+        default=4096,
+        description="choices at once, n of a request counted n times; one more is answered 429",
+        json_schema_extra=setting(HTTP),
     )
     retry_limit: NonNegativeInt = Field(
         default=3,

@@ -186,7 +186,7 @@ def _parameters(operation: Operation) -> list[dict[str, Any]]:
         found += [
             {"name": name, "in": "header", "description": about, "schema": TEXT}
             for name, about in (
-                ("x-request-id", "Up to 128 visible ASCII characters: echoed, and in every log line of the request."),
+                ("x-request-id", "Up to 128 visible ASCII characters: echoed, and in the log lines of the request."),
                 ("x-dynamo-stats", "1: the answer tells who served it and where its time went."),
             )
         ]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from dynamo_trtllm.errors import DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.errors import TABLE, answer
+
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
@@ -19,6 +24,19 @@ def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) 
     assert told.status == TABLE[cls].status
     assert told.body["error"]["code"] == cls.code
     assert ("Retry-After" in told.headers) == (told.status in (429, 503))
+
+
+def test_docs_then_every_code_that_can_be_answered_is_listed_with_its_status() -> None:
+    rows = [line.split("|") for line in (DOCS / "api.md").read_text().splitlines() if line.startswith("| ")]
+    listed = {
+        (int(status), code)
+        for _, statuses, *rest in rows
+        for status in re.findall(r"\d{3}", statuses)
+        for code in re.findall(r"`(\w+)`", " ".join(rest))
+    }
+    leaves = [cls for cls in TABLE if cls is InvalidRequest or not cls.__subclasses__()]
+    wanted = {(TABLE[cls].status, cls.code) for cls in leaves if cls is not ConfigError}  # one that ends the start
+    assert wanted <= listed
 
 
 def test_retryable_classes_then_no_client_error_but_429() -> None:
