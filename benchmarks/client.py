@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import sys
 import time
@@ -52,14 +53,22 @@ class Load:
     extra: dict[str, Any] = field(default_factory=dict)  # put into every body
     seed: int = 0  # 0: prompts that no earlier run sent, because servers cache
     keep_text: bool = False
+    prompts: tuple[str, ...] = ()  # taken in turn, by the record's index, instead of random words
 
 
 class Client:
-    """Runs one load. `on_record` sees each record as its request ends."""
+    """Runs one load. `on_record` sees each record as its request ends; `connection` reads the answers."""
 
-    def __init__(self, load: Load, on_record: Callable[[Record], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        load: Load,
+        on_record: Callable[[Record], None] = lambda _: None,
+        connection: type[StreamConnection] = StreamConnection,
+    ) -> None:
         self._load = load
         self._on_record = on_record
+        self._connection = connection
+        self._until_s = math.inf
         self._random = random.Random(load.seed or time.time_ns())
         at = urlsplit(load.url)
         self._host, self._port = at.hostname or "localhost", at.port or 80
@@ -71,30 +80,34 @@ class Client:
         """All records, in the order in which the requests ended. `requests` instead of the load's, for a warm-up."""
         wanted = self._load.requests if requests is None else requests
         records: list[Record] = []
+        self._until_s = time.perf_counter() + self._load.seconds
         if self._load.rate > 0:
             await self._open_loop(wanted, records)
         else:
             left = iter(range(wanted))
-            until_s = time.perf_counter() + self._load.seconds
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._load.concurrency, wanted)):
-                    group.create_task(self._lane(left, until_s, records))
+                    group.create_task(self._lane(left, records))
         return records
 
-    async def _lane(self, left: Iterator[int], until_s: float, records: list[Record]) -> None:
+    def stop(self) -> None:
+        """No new request from now on; `run` ends with those under way."""
+        self._until_s = 0.0
+
+    async def _lane(self, left: Iterator[int], records: list[Record]) -> None:
         """One request after the other, out of those that all lanes share."""
         for _ in left:
             now = time.perf_counter()
-            if now > until_s:
+            if now > self._until_s:
                 return
             await self._one(now, records)
 
     async def _open_loop(self, wanted: int, records: list[Record]) -> None:
-        begun_s = at_s = time.perf_counter()
+        at_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(wanted):
                 at_s += self._random.expovariate(self._load.rate)
-                if at_s - begun_s > self._load.seconds:
+                if at_s > self._until_s:
                     return
                 await asyncio.sleep(max(0.0, at_s - time.perf_counter()))
                 group.create_task(self._one(at_s, records))
@@ -108,7 +121,7 @@ class Client:
         record = Record(index=self._sent, planned_s=planned_s)
         connection = await self._connected(record)
         if connection is not None:
-            await connection.exchange(self._request(), record, self._load.timeout_s)
+            await connection.exchange(self._request(record.index), record, self._load.timeout_s)
             if connection.is_open and record.error != "timeout" and not self._load.fresh_connections:
                 self._idle.append(connection)
             else:
@@ -122,17 +135,19 @@ class Client:
             if connection.is_open:
                 return connection
         try:
-            return await StreamConnection.connect(self._host, self._port, keep_text=self._load.keep_text)
+            return await self._connection.connect(self._host, self._port, keep_text=self._load.keep_text)
         except OSError:
             record.error, record.end_s = "connect", time.perf_counter()
             await asyncio.sleep(0.05)  # a server that is away is not asked thousands of times
             return None
 
-    def _request(self) -> bytes:
+    def _request(self, index: int) -> bytes:
         load = self._load
+        prompts = load.prompts
+        prompt = prompts[(index - 1) % len(prompts)] if prompts else " ".join(self._random.choices(_WORDS, k=load.isl))
         body: dict[str, Any] = {
             "model": load.model,
-            "messages": [{"role": "user", "content": " ".join(self._random.choices(_WORDS, k=load.isl))}],
+            "messages": [{"role": "user", "content": prompt}],
             "max_tokens": load.osl,
             "stream": True,
             "stream_options": {"include_usage": True},
