@@ -278,3 +278,4 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tools: tuple[Tool, ...] = ()
     reasoning_effort: str = "medium"  # low, medium, high
     template_args: Mapping[str, Any] = {}  # extra variables of a chat template
+    answer_schema: str = ""  # JSON Schema that the answer is held to; formats with a place for it tell the model

@@ -124,10 +124,13 @@ def _without_implied(messages: tuple[Message, ...], card: ModelCard, options: Op
 
 
 def _check_names(conversation: Conversation, ids: TokenIds, served: ServedModel, options: Options) -> None:
-    """A name that the prompt does not show is refused: the prompt is the same without it."""
+    """A name that the prompt does not show is refused: the prompt is the same without it. Formats treat all messages
+    of a role alike, so the first name of each role is tried."""
+    tried: set[str] = set()
     for index, message in enumerate(conversation.messages):
-        if message.name is None:
+        if message.name is None or message.role in tried:
             continue
+        tried.add(message.role)
         messages = list(conversation.messages)
         messages[index] = msgspec.structs.replace(message, name=None)
         if served.renderer.render(msgspec.structs.replace(conversation, messages=tuple(messages))) == ids:

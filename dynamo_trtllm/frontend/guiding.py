@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.models import ServedModel
-from dynamo_trtllm.frontend.options import CallMode, Options, refuse
+from dynamo_trtllm.frontend.options import ANY_OBJECT, CallMode, Options, refuse
 from dynamo_trtllm.messages import Guided, GuidedAlternative, TokenIds, Tool
 from dynamo_trtllm.render.base import NOTHING_FORCED
 
@@ -28,13 +28,14 @@ def tools_told(tools: tuple[Tool, ...], options: Options) -> tuple[Tool, ...]:
                 f"{options.name('tool_choice')} names the function {name!r}, which is not among the tools",
                 field=options.name("tool_choice"),
             )
-    if choice.mode is CallMode.REQUIRED and not tools:
-        raise InvalidRequest(
-            f"{options.name('tool_choice')} is 'required' and there are no tools", field=options.name("tool_choice")
-        )
     if choice.mode is CallMode.NONE:
         return ()
-    return tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
+    told = tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
+    if choice.mode is CallMode.REQUIRED and not told:
+        raise InvalidRequest(
+            f"{options.name('tool_choice')} requires a call and there are no tools", field=options.name("tool_choice")
+        )
+    return told
 
 
 def guiding(tools: tuple[Tool, ...], options: Options, served: ServedModel) -> Guiding:
@@ -61,7 +62,7 @@ def _one_call(tool: Tool, options: Options, served: ServedModel) -> Guiding:
     asked = options.sampling
     if "guided" in served.card.refuses or asked.ignore_eos or asked.min_tokens:
         return Guiding(forced=header)
-    return Guiding(forced=header, guided=Guided(alternatives=(GuidedAlternative(json_schema="{}"),)))
+    return Guiding(forced=header, guided=Guided(alternatives=(GuidedAlternative(json_schema=ANY_OBJECT),)))
 
 
 def _some_call(tools: tuple[Tool, ...], options: Options, served: ServedModel) -> Guiding:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import msgspec
 
 from dynamo_trtllm.errors import UnsupportedParameter
 from dynamo_trtllm.messages import ModelCard, Sampling
 
+ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 
 
@@ -41,7 +42,7 @@ class Options:
     tool_choice: ToolChoice = ToolChoice()
     strict_tools: frozenset[str] = frozenset()  # whose arguments must be JSON of their schema
     parallel_tool_calls: bool = True
-    json_schema: str | None = None  # the answer's text must be JSON of this schema; "{}": any object
+    json_schema: str | None = None  # the answer's text must be JSON of this schema
     cache_salt: str | None = None
     effort_given: bool = False  # the client asked for the conversation's reasoning_effort
     names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> those of the API, where they differ

@@ -11,7 +11,7 @@ from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, rendered, text_sampling
 from dynamo_trtllm.frontend.guiding import guiding, tools_told
 from dynamo_trtllm.frontend.models import ServedModel
-from dynamo_trtllm.frontend.options import Options, refuse, refuse_unhonoured
+from dynamo_trtllm.frontend.options import ANY_OBJECT, Options, refuse, refuse_unhonoured
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
 from dynamo_trtllm.openai.chat import ChatRequest
 from dynamo_trtllm.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -64,7 +64,8 @@ def prepare_conversation(conversation: Conversation, options: Options, served: S
     renderer, asked = served.renderer, options.sampling
     refuse_unhonoured(asked, options.cache_salt, served.card, options.names)
     tools = tools_told(conversation.tools, options)
-    prompt = rendered(msgspec.structs.replace(conversation, tools=tools), served, options)
+    schema = options.json_schema if options.json_schema != ANY_OBJECT else None
+    prompt = rendered(msgspec.structs.replace(conversation, tools=tools, answer_schema=schema or ""), served, options)
     forced, guided = guiding(tools, options, served)
     ids = prompt + forced
     sampling = _sampling(asked, _output_budget(asked.max_tokens or None, len(ids), served, options), served, options)

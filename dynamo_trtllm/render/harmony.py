@@ -29,6 +29,7 @@ _CALL: Final = 200012
 _MAX_WORD_CHARS: Final = 16384
 _LONG_WORD: Final = re.compile(rf"\S{{{_MAX_WORD_CHARS}}}|\s{{{_MAX_WORD_CHARS}}}")
 _INSTRUCTIONS: Final = "(instructions)"  # stands in for them while openai-harmony makes the frame
+_FORMATS: Final = "# Response Formats\n\n## answer"
 _JSON: Final = "<|constrain|>json"
 _ANSWER: Final = "<|channel|>final<|message|>"
 _EFFORTS: Final = {
@@ -164,7 +165,10 @@ def harmony_messages(conversation: Conversation, today: date) -> Iterator[oh.Mes
     lead = 0
     while lead < len(conversation.messages) and conversation.messages[lead].role in ("system", "developer"):
         lead += 1
-    instructions = "\n\n".join(message.content for message in conversation.messages[:lead] if message.content)
+    told = [message.content for message in conversation.messages[:lead] if message.content]
+    if conversation.answer_schema:
+        told.append(f"{_FORMATS}\n\n{conversation.answer_schema}")
+    instructions = "\n\n".join(told)
     if instructions or conversation.tools:
         yield _developer(instructions, conversation.tools)
     last_answer = max(

@@ -283,6 +283,7 @@ def test_tool_choice_none_and_allowed_tools_then_the_model_is_told_of_those_only
         {"tool_choice": NAMED},
         {"tool_choice": NAMED, "tools": [TIME]},
         {"tool_choice": "required"},
+        {"tools": [TIME], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}},
         {
             "tools": [TIME],
             "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
@@ -320,6 +321,14 @@ def test_response_format_then_guided_after_the_final_channel(harmony: ServedMode
     (alternative,) = guided.alternatives
     assert (alternative.literal, json.loads(alternative.json_schema)) == ("<|message|>", schema)
     assert chat(harmony, response_format={"type": "text"}).choices[0].request.sampling.guided is None
+
+
+def test_json_schema_in_harmony_then_the_model_is_told_of_it_after_the_instructions(harmony: ServedModel) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    shown = prompt(chat(harmony, messages=messages, response_format=FORMAT), harmony)
+    schema = json.dumps(CITY, separators=(",", ":"))
+    assert f"# Instructions\n\nBe brief.\n\n# Response Formats\n\n## answer\n\n{schema}<|end|>" in shown
+    assert "Formats" not in prompt(chat(harmony, response_format={"type": "json_object"}), harmony)
 
 
 @pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
