@@ -310,3 +310,15 @@ def test_push_when_a_tool_has_the_longest_name_then_its_call_is_read(renderer: H
     name = "aZ_9" * 64
     ids = ids_of(f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{}}<|call|>")
     assert parse(renderer.chat_parser(), ids).calls == [[name, "{}"]]
+
+
+def test_push_when_tokens_come_one_by_one_then_a_delta_takes_less_than_a_millisecond_of_cpu(
+    renderer: HarmonyRenderer,
+) -> None:
+    pushes = [token_ids([i]) for i in ids_of(f"{ANALYSIS}Think.{NEXT}{CALL_F}" + '{"place": "Rome"}' * 50)]
+    parser, times_s = renderer.chat_parser(), []
+    for ids in pushes:
+        began = time.thread_time()
+        parser.push(ids)
+        times_s.append(time.thread_time() - began)
+    assert sorted(times_s)[int(len(times_s) * 0.99)] < 1e-3
