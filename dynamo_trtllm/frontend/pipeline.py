@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError, NoInstances, StreamIncomplete
+from dynamo_trtllm.errors import DynamoError, HandoffTimeout, NoInstances, StreamIncomplete, TransferFailed
 from dynamo_trtllm.frontend.recovery import Recovery, RecoveryLimits
 from dynamo_trtllm.messages import (
     Chunk,
@@ -32,6 +32,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
 )
 from dynamo_trtllm.plane.base import Plane
+from dynamo_trtllm.router.pairs import Pair, PairBook, spelled
 from dynamo_trtllm.router.policy import Placement, place
 from dynamo_trtllm.router.view import ClusterView
 
@@ -64,8 +65,16 @@ class PipelineOptions:
 class Pipeline:
     """Owns the releases it sends; close it after the last stream."""
 
-    def __init__(self, view: ClusterView, plane: Plane, options: PipelineOptions | None = None) -> None:
+    def __init__(
+        self,
+        view: ClusterView,
+        plane: Plane,
+        options: PipelineOptions | None = None,
+        book: PairBook | None = None,
+    ) -> None:
+        """`book` gets the outcome of every hand-off, and keeps requests off the pairs it has shut."""
         self._view = view
+        self._book = book or PairBook()
         self._plane = plane
         self._options = options or PipelineOptions()
         self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
@@ -81,7 +90,7 @@ class Pipeline:
             placement = await self._placed(recovery)
             trace.prefill_instance = trace.decode_instance = None
             try:
-                async with aclosing(self._legs(placement, recovery.remaining(), trace)) as chunks:
+                async with aclosing(self.legs(placement, recovery.remaining(), trace)) as chunks:
                     async for chunk in chunks:
                         recovery.took(chunk)
                         yield chunk
@@ -116,17 +125,23 @@ class Pipeline:
     def _place(self, recovery: Recovery, turn: int) -> Placement:
         model = recovery.request.model
         view = self._view.model(model).without(recovery.gone)
-        return place(view, model, turn, avoid=recovery.shunned, decode_fallback=self._options.decode_fallback)
+        fallback = self._options.decode_fallback
+        return place(view, model, turn, self._book, avoid=recovery.shunned, decode_fallback=fallback)
 
-    def _legs(self, placement: Placement, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+    def legs(self, placement: Placement, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+        """One attempt on the given instances, with no recovery; as `generate` otherwise."""
         if placement.prefill is None:
             return self._whole(placement.decode, request, trace)
         return self._pair(placement.prefill, placement.decode, request, trace)
 
     async def _whole(self, instance: Instance, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
         trace.decode_instance = instance.id
+        noted = False
         async with aclosing(self._plane.generate(instance.subject, request)) as chunks:
             async for chunk in chunks:
+                if not noted:
+                    noted = True
+                    self._note_passed((None, instance.id))
                 trace.decode_stats = chunk.stats or trace.decode_stats
                 yield chunk
 
@@ -146,11 +161,23 @@ class Pipeline:
                     if outcome is ReleaseOutcome.REFUSED:
                         outcome = ReleaseOutcome.REDEEMED  # a first chunk means that the KV has arrived
                         self._post_release(prefill, last.ticket, outcome)
+                        self._note_passed((prefill.id, decode.id))
                     trace.decode_stats = chunk.stats or trace.decode_stats
                     yield chunk
+        except (TransferFailed, HandoffTimeout) as exc:
+            self._note_failed((prefill.id, decode.id), exc)
+            raise
         finally:
             if outcome is ReleaseOutcome.REFUSED:
                 self._post_release(prefill, last.ticket, outcome)
+
+    def _note_passed(self, pair: Pair) -> None:
+        if self._book.passed(pair, time.monotonic()):
+            _log.info("%s works", spelled(pair))
+
+    def _note_failed(self, pair: Pair, error: DynamoError) -> None:
+        if self._book.failed(pair, f"{error.code}: {error.message}", time.monotonic()):
+            _log.error("%s is quarantined (%s): %s", spelled(pair), error.code, error.message)
 
     async def _prefill(self, instance: Instance, request: GenerateRequest, trace: Trace) -> Chunk:
         """The terminal chunk of the prefill leg: with a ticket, or with the whole answer."""

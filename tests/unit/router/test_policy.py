@@ -10,6 +10,7 @@ import pytest
 
 from dynamo_trtllm.errors import NoInstances, TicketMismatch
 from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.router.pairs import BreakerLimits, PairBook
 from dynamo_trtllm.router.policy import place
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import LAYOUT, make_instance
@@ -29,8 +30,8 @@ def decodes(*ids: int, **fields: Any) -> tuple[Instance, ...]:
     return some(Role.DECODE, *ids, **fields)
 
 
-def served(view: ModelView, turns: int) -> list[tuple[int, int]]:
-    placements = [place(view, "tiny", turn) for turn in range(turns)]
+def served(view: ModelView, turns: int, book: PairBook | None = None) -> list[tuple[int, int]]:
+    placements = [place(view, "tiny", turn, book or PairBook()) for turn in range(turns)]
     return [(p.prefill.id if p.prefill else 0, p.decode.id) for p in placements]
 
 
@@ -66,7 +67,7 @@ def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, 
 )
 def test_place_when_no_pair_matches_then_mismatch_names_the_field(field: dict[str, Any], said: str) -> None:
     with pytest.raises(TicketMismatch) as caught:
-        place(ModelView(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0)
+        place(ModelView(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBook())
     assert caught.value.message.endswith(f"matches a decode worker: {said}")
 
 
@@ -80,7 +81,7 @@ def test_place_when_no_pair_matches_then_mismatch_names_the_field(field: dict[st
 )
 def test_place_when_roles_are_missing_then_no_instances_names_them(view: ModelView, missing: str) -> None:
     with pytest.raises(NoInstances, match=f"model 'tiny' has {missing} now"):
-        place(view, "tiny", 0)
+        place(view, "tiny", 0, PairBook())
 
 
 def test_place_when_there_is_no_pair_then_aggregated_take_turns() -> None:
@@ -95,5 +96,39 @@ def test_place_when_there_is_a_pair_then_it_goes_before_aggregated() -> None:
 
 def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same() -> None:
     two, one = ModelView(prefill=prefills(1, 2), decode=decodes(11)), ModelView(prefill=prefills(1), decode=decodes(11))
-    assert all(place(two, "tiny", turn, avoid=1).prefill == two.prefill[1] for turn in range(3))
-    assert place(one, "tiny", 0, avoid=1).prefill == one.prefill[0]
+    assert all(place(two, "tiny", turn, PairBook(), avoid=1).prefill == two.prefill[1] for turn in range(3))
+    assert place(one, "tiny", 0, PairBook(), avoid=1).prefill == one.prefill[0]
+
+
+def shut(*pairs: tuple[int | None, int]) -> PairBook:
+    book = PairBook(BreakerLimits(failures=1))
+    for pair in pairs:
+        book.failed(pair, f"{pair} is broken", 0.0)
+    return book
+
+
+def test_place_when_there_are_as_many_prefills_as_decodes_then_every_pair_meets() -> None:
+    pairs = served(ModelView(prefill=prefills(1, 2), decode=decodes(11, 12)), 40)
+    assert Counter(pairs) == {(1, 11): 10, (2, 12): 10, (1, 12): 10, (2, 11): 10}
+
+
+def test_place_when_a_pair_is_shut_then_its_instances_serve_with_others() -> None:
+    view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12))
+    pairs = served(view, 40, shut((1, 11)))
+    assert set(pairs) == {(2, 11), (1, 12), (2, 12)}
+    assert Counter(d for _, d in pairs) == {11: 20, 12: 20}
+
+
+def test_place_when_all_pairs_of_a_decode_are_shut_then_it_is_left_out() -> None:
+    view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12))
+    assert {d for _, d in served(view, 8, shut((1, 11), (2, 11)))} == {12}
+
+
+def test_place_when_every_pair_is_shut_then_no_instances_says_why() -> None:
+    with pytest.raises(NoInstances, match=r"quarantined: \(1, 11\) is broken"):
+        place(ModelView(prefill=prefills(1), decode=decodes(11)), "tiny", 0, shut((1, 11)))
+
+
+def test_place_when_an_aggregated_instance_is_shut_then_another_serves() -> None:
+    view = ModelView(aggregated=some(Role.AGGREGATED, 21, 22))
+    assert {d for _, d in served(view, 4, shut((None, 21)))} == {22}

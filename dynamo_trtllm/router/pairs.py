@@ -1,0 +1,123 @@
+"""Which prefill and decode instances were seen to hand KV over, and which are kept apart for now. Pure; owns no clock.
+
+A pair is (prefill, decode), or (None, id) for an instance that does whole requests. Each has a breaker: after some
+failures in a row it is open and the pair gets no requests; when its time is over one canary is let through, whose
+outcome closes the breaker or opens it for longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from dynamo_trtllm.router.view import ModelView
+
+Pair: TypeAlias = tuple[int | None, int]
+
+
+class PairState(StrEnum):
+    UNTRIED = "untried"
+    WORKING = "working"
+    FAILING = "failing"  # it failed lately, and still gets requests
+    QUARANTINED = "quarantined"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerLimits:
+    failures: int = 3  # in a row, until the breaker opens
+    open_s: float = 5.0  # doubled each time it opens again
+    max_open_s: float = 120.0
+
+
+@dataclass(slots=True)
+class PairRecord:
+    """What is known of one pair. Times are seconds of the clock that callers pass."""
+
+    state: PairState = PairState.UNTRIED
+    reason: str = ""
+    seen_at: float = 0.0  # last outcome
+    failures: int = 0  # in a row
+    openings: int = 0  # since it last worked
+    open_until: float = 0.0
+
+
+class PairBook:
+    """Written by the pipeline (what requests met) and by the canaries; read by placement, health and readiness."""
+
+    def __init__(self, limits: BreakerLimits | None = None) -> None:
+        self._limits = limits or BreakerLimits()
+        self._records: dict[Pair, PairRecord] = {}
+        self._shut: set[Pair] = set()
+
+    def passed(self, pair: Pair, now: float) -> bool:
+        """KV was read at the other end. True when the pair did not work before."""
+        record = self._records.setdefault(pair, PairRecord())
+        changed = record.state is not PairState.WORKING
+        if changed:
+            record.state, record.reason, record.failures, record.openings = PairState.WORKING, "", 0, 0
+            self._shut.discard(pair)
+        record.seen_at = now
+        return changed
+
+    def failed(self, pair: Pair, reason: str, now: float) -> bool:
+        """True when this opened the breaker."""
+        limits, record = self._limits, self._records.setdefault(pair, PairRecord())
+        record.reason, record.seen_at = reason, now
+        record.failures += 1
+        if record.failures < limits.failures and record.state is not PairState.QUARANTINED:
+            record.state = PairState.FAILING
+            return False
+        record.state = PairState.QUARANTINED
+        record.open_until = now + min(limits.max_open_s, limits.open_s * 2**record.openings)
+        record.openings += 1
+        self._shut.add(pair)
+        return record.openings == 1
+
+    def is_shut(self, pair: Pair) -> bool:
+        """Whether requests are kept off this pair."""
+        return pair in self._shut
+
+    @property
+    def has_shut(self) -> bool:
+        """Whether any pair is kept apart: mostly none is, and placement has nothing to look up."""
+        return bool(self._shut)
+
+    def record(self, pair: Pair) -> PairRecord:
+        return self._records.get(pair, PairRecord())
+
+    def due(self, pairs: Iterable[Pair], now: float, interval_s: float) -> list[Pair]:
+        """Those that a canary should try now: new ones, idle ones, and quarantined ones whose time is over."""
+        return [pair for pair in pairs if now >= self._due_at(pair, interval_s)]
+
+    def next_due_at(self, pairs: Iterable[Pair], interval_s: float) -> float | None:
+        return min((self._due_at(pair, interval_s) for pair in pairs), default=None)
+
+    def _due_at(self, pair: Pair, interval_s: float) -> float:
+        record = self._records.get(pair)
+        if record is None:
+            return 0.0
+        if record.state is PairState.QUARANTINED:
+            return record.open_until
+        return record.seen_at + (interval_s if record.state is PairState.WORKING else min(1.0, interval_s))
+
+    def keep_only(self, ids: Collection[int]) -> None:
+        """Forgets pairs of instances that are gone."""
+        gone = [pair for pair in self._records if not all(i is None or i in ids for i in pair)]
+        for pair in gone:
+            del self._records[pair]
+            self._shut.discard(pair)
+
+
+def pairs_of(view: ModelView) -> list[Pair]:
+    """Every pair of a model that may hand KV over, and every instance that does whole requests."""
+    keys = view.keys
+    matched = [(p.id, d.id) for p in view.prefill for d in view.decode if keys[p.id] == keys[d.id]]
+    return [*matched, *((None, instance.id) for instance in view.aggregated)]
+
+
+def spelled(pair: Pair) -> str:
+    """For people."""
+    prefill, decode = pair
+    return f"instance {decode:x}" if prefill is None else f"pair {prefill:x} -> {decode:x}"

@@ -1,0 +1,72 @@
+"""What is known of pairs: breakers, and which pair a canary tries when."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.messages import Role
+from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState, pairs_of, spelled
+from dynamo_trtllm.router.view import ModelView
+from tests.instances import make_instance
+
+PAIR = (1, 2)
+LIMITS = BreakerLimits(failures=2, open_s=10.0, max_open_s=35.0)
+
+
+def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_longer_each_time() -> None:
+    book = PairBook(LIMITS)
+    assert not book.failed(PAIR, "x", 0.0)
+    assert book.record(PAIR).state is PairState.FAILING
+    assert not book.is_shut(PAIR)
+    assert book.failed(PAIR, "y", 1.0)
+    assert book.is_shut(PAIR)
+    assert (book.record(PAIR).reason, book.record(PAIR).open_until) == ("y", 11.0)
+    for now, until in ((11.0, 31.0), (31.0, 66.0), (66.0, 101.0)):
+        assert not book.failed(PAIR, "z", now)
+        assert book.record(PAIR).open_until == until
+
+
+def test_passed_when_it_was_quarantined_then_it_serves_again_and_its_past_is_forgotten() -> None:
+    book = PairBook(LIMITS)
+    for now in (0.0, 1.0, 2.0):
+        book.failed(PAIR, "x", now)
+    assert book.passed(PAIR, 40.0)
+    assert not book.is_shut(PAIR)
+    assert not book.has_shut
+    assert not book.passed(PAIR, 41.0)
+    book.failed(PAIR, "x", 50.0)
+    assert book.record(PAIR).state is PairState.FAILING
+    assert book.failed(PAIR, "x", 51.0)
+    assert book.record(PAIR).open_until == 61.0
+
+
+def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
+    book = PairBook(BreakerLimits(failures=1, open_s=10.0))
+    assert book.due([PAIR], 0.0, 30.0) == [PAIR]
+    book.passed(PAIR, 100.0)
+    assert book.due([PAIR], 129.0, 30.0) == []
+    assert book.due([PAIR], 130.0, 30.0) == [PAIR]
+    book.failed(PAIR, "x", 200.0)
+    assert book.due([PAIR], 209.0, 30.0) == []
+    assert book.next_due_at([PAIR], 30.0) == 210.0
+    assert book.due([PAIR], 210.0, 30.0) == [PAIR]
+
+
+def test_keep_only_when_an_instance_is_gone_then_its_pairs_are_forgotten() -> None:
+    book = PairBook(BreakerLimits(failures=1))
+    book.failed(PAIR, "x", 0.0)
+    book.failed((None, 3), "x", 0.0)
+    book.keep_only({1, 3})
+    assert not book.is_shut(PAIR)
+    assert book.is_shut((None, 3))
+
+
+def test_pairs_of_when_roles_are_mixed_then_matching_pairs_and_whole_instances() -> None:
+    view = ModelView(
+        prefill=(make_instance(1, role=Role.PREFILL),),
+        decode=(make_instance(2), make_instance(3)),
+        aggregated=(make_instance(4, role=Role.AGGREGATED),),
+    )
+    assert pairs_of(view) == [(1, 2), (1, 3), (None, 4)]
+
+
+def test_spelled_when_printed_then_ids_are_those_of_subjects() -> None:
+    assert (spelled((0xA, 0xB)), spelled((None, 0xB))) == ("pair a -> b", "instance b")
