@@ -1,78 +1,17 @@
-"""What a request comes down to: prompts, samplings, forced and guided forms, and refusals in the API's words."""
+"""What a request comes down to: choices, prompts, samplings, and refusals in the API's words."""
 
 from __future__ import annotations
 
-import json
-from datetime import date
 from typing import Any
 
-import msgspec
-import orjson
 import pytest
 
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import Options
-from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_chat, prepare_conversation, prepare_text
-from dynamo_trtllm.messages import Conversation, Guided, GuidedAlternative, Message, ModelCard, Sampling
-from dynamo_trtllm.openai.chat import ChatRequest
-from dynamo_trtllm.openai.completions import CompletionRequest
-from dynamo_trtllm.openai.wire import parse
-from dynamo_trtllm.render.harmony import HarmonyRenderer
-from dynamo_trtllm.render.template import ChatTemplateRenderer
-from tests.small_tokenizer import CONTROL, write_tokenizer
-
-CARD = ModelCard(name="m", context_length=2000, vocab_size=201088, eos_token_ids=(200002, 200012), renderer="harmony")
-IDENTITY = Identity(request_id="id", deadline=5.0)
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
-TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": CITY}}
-HEADER = "<|channel|>commentary to=functions."
-REST = " <|constrain|>json<|message|>"
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if enable_thinking %}think{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def harmony() -> ServedModel:
-    return ServedModel(CARD, HarmonyRenderer(today=lambda: date(2026, 1, 2)))
-
-
-@pytest.fixture(scope="module")
-def make_template(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    tokenizer = write_tokenizer(tmp_path_factory.mktemp("tokenizer")).read_bytes()
-
-    def make(template: str = TEMPLATE, **parsers: str) -> ServedModel:
-        config = json.dumps({"chat_template": template}).encode()
-        files = {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
-        stops = (CONTROL["<|end|>"],)
-        card = msgspec.structs.replace(CARD, renderer="chat_template", vocab_size=320, eos_token_ids=stops, **parsers)
-        return ServedModel(card, ChatTemplateRenderer(files, stop_token_ids=stops, **parsers))
-
-    return make
-
-
-def chat(served: ServedModel, **fields: Any) -> Plan:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
-    return prepare_chat(parse(ChatRequest, orjson.dumps(body)), served, IDENTITY)
-
-
-def text(served: ServedModel, **fields: Any) -> Plan:
-    body = {"model": "m", "prompt": "hi"} | fields
-    return prepare_text(parse(CompletionRequest, orjson.dumps(body)), served, IDENTITY)
-
-
-def refusing(served: ServedModel, *fields: str) -> ServedModel:
-    return ServedModel(msgspec.structs.replace(served.card, refuses=fields), served.renderer)
-
-
-def prompt(plan: Plan, served: ServedModel) -> str:
-    return served.renderer.decode(plan.choices[0].request.token_ids)
-
+from dynamo_trtllm.frontend.preprocess import prepare_conversation
+from dynamo_trtllm.messages import Conversation, Message, Sampling
+from tests.unit.frontend.planning import IDENTITY, TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
 
 # --- choices -------------------------------------------------------------------------------------------
 
@@ -222,122 +161,6 @@ def test_best_of_when_the_engine_has_no_logprobs_then_refused(harmony: ServedMod
     assert len(text(served, n=2, best_of=2).choices) == 2
 
 
-# --- tools and forms -----------------------------------------------------------------------------------
-
-
-def test_tool_choice_named_then_the_calls_header_is_forced_and_told_to_the_parser(harmony: ServedModel) -> None:
-    plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
-    assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
-    (choice,) = plan.choices
-    assert choice.request.sampling.guided == Guided(alternatives=(GuidedAlternative(json_schema="{}"),))
-    delta = choice.parser.push(harmony.renderer.encode('{"city": "Bern"}'))
-    (call,) = delta.tool_calls
-    assert (call.name, call.arguments) == ("get_weather", '{"city": "Bern"}')
-
-
-def test_tool_choice_required_with_one_tool_then_as_if_named(harmony: ServedModel) -> None:
-    named = chat(harmony, tools=[WEATHER], tool_choice=NAMED)
-    assert chat(harmony, tools=[WEATHER], tool_choice="required").choices[0].request == named.choices[0].request
-
-
-@pytest.mark.parametrize("choice", [NAMED, "required"])
-def test_one_call_when_nothing_can_be_guided_then_its_header_is_forced_all_the_same(
-    harmony: ServedModel, choice: Any
-) -> None:
-    plans = [chat(refusing(harmony, "guided"), tools=[WEATHER], tool_choice=choice)]
-    plans.append(chat(harmony, tools=[WEATHER], tool_choice=choice, min_tokens=1))
-    plans.append(chat(harmony, tools=[WEATHER], tool_choice=choice, ignore_eos=True))
-    for plan in plans:
-        assert plan.choices[0].request.sampling.guided is None
-        assert prompt(plan, harmony).endswith(f"{HEADER}get_weather{REST}")
-
-
-def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: ServedModel) -> None:
-    plan = chat(harmony, tools=[WEATHER, TIME], tool_choice="required")
-    assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}")
-    (choice,) = plan.choices
-    guided = choice.request.sampling.guided
-    assert guided is not None
-    assert (guided.after, list(guided.after_ids)) == ("", [])
-    assert [(each.literal, json.loads(each.json_schema)) for each in guided.alternatives] == [
-        (f"get_weather{REST}", CITY),
-        (f"get_time{REST}", {"type": "object"}),
-    ]
-    header = harmony.renderer.call_header("get_time")
-    assert header is not None
-    delta = choice.parser.push(harmony.renderer.encode("get_time") + header[-4:])
-    assert [call.name for call in delta.tool_calls] == ["get_time"]
-
-
-def test_tool_choice_none_and_allowed_tools_then_the_model_is_told_of_those_only(harmony: ServedModel) -> None:
-    assert "get_weather" not in prompt(chat(harmony, tools=[WEATHER, TIME], tool_choice="none"), harmony)
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
-    shown = prompt(chat(harmony, tools=[WEATHER, TIME], tool_choice=allowed), harmony)
-    assert "get_time" not in shown
-    assert shown.endswith(f"{HEADER}get_weather{REST}")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_choice": NAMED},
-        {"tool_choice": NAMED, "tools": [TIME]},
-        {"tool_choice": "required"},
-        {"tools": [TIME], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}},
-        {
-            "tools": [TIME],
-            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
-        },
-    ],
-)
-def test_tool_choice_among_tools_that_are_not_there_then_invalid(harmony: ServedModel, fields: dict[str, Any]) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        chat(harmony, **fields)
-    assert refused.value.field == "tool_choice"
-
-
-def test_strict_tool_then_guided_where_a_call_is_demanded_and_refused_elsewhere(harmony: ServedModel) -> None:
-    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
-    (choice,) = chat(harmony, tools=[strict], tool_choice=NAMED).choices
-    guided = choice.request.sampling.guided
-    assert guided is not None
-    assert guided.alternatives == (GuidedAlternative(json_schema=json.dumps(CITY)),)
-    with pytest.raises(UnsupportedParameter, match=r"^tools\.strict"):
-        chat(harmony, tools=[strict])
-
-
-def test_parallel_tool_calls_false_then_one_call_at_most(harmony: ServedModel) -> None:
-    assert chat(harmony, tools=[TIME], parallel_tool_calls=False).choices[0].max_tool_calls == 1
-    assert chat(harmony, tools=[TIME]).choices[0].max_tool_calls is None
-
-
-@pytest.mark.parametrize(("form", "schema"), [({"type": "json_object"}, {}), (FORMAT, CITY)])
-def test_response_format_then_guided_after_the_final_channel(harmony: ServedModel, form: Any, schema: Any) -> None:
-    plan = chat(harmony, response_format=form, tools=[TIME])
-    guided = plan.choices[0].request.sampling.guided
-    assert guided is not None
-    assert guided.after == "<|channel|>final"
-    assert harmony.renderer.decode(guided.after_ids) == guided.after
-    (alternative,) = guided.alternatives
-    assert (alternative.literal, json.loads(alternative.json_schema)) == ("<|message|>", schema)
-    assert chat(harmony, response_format={"type": "text"}).choices[0].request.sampling.guided is None
-
-
-def test_json_schema_in_harmony_then_the_model_is_told_of_it_after_the_instructions(harmony: ServedModel) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
-    shown = prompt(chat(harmony, messages=messages, response_format=FORMAT), harmony)
-    schema = json.dumps(CITY, separators=(",", ":"))
-    assert f"# Instructions\n\nBe brief.\n\n# Response Formats\n\n## answer\n\n{schema}<|end|>" in shown
-    assert "Formats" not in prompt(chat(harmony, response_format={"type": "json_object"}), harmony)
-
-
-@pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
-def test_guided_form_with_what_keeps_an_answer_going_then_invalid(harmony: ServedModel, field: str) -> None:
-    with pytest.raises(InvalidRequest, match="whose output ends by its form") as refused:
-        chat(harmony, response_format={"type": "json_object"}, **{field: 1 if field == "min_tokens" else True})
-    assert refused.value.field == field
-
-
 # --- messages ------------------------------------------------------------------------------------------
 
 
@@ -366,7 +189,7 @@ def test_name_of_a_tools_result_then_it_must_be_that_of_the_call(harmony: Served
     assert refused.value.field == "messages[2].name"
 
 
-def test_chat_template_then_developer_is_system_and_what_it_ignores_is_refused(make_template: Any) -> None:
+def test_chat_template_then_developer_is_system_and_what_it_ignores_is_refused(make_template: TemplateModels) -> None:
     served = make_template()
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi"}]
     plan = chat(served, messages=messages, tools=[TIME], chat_template_kwargs={"enable_thinking": True})
@@ -383,29 +206,6 @@ def test_chat_template_then_developer_is_system_and_what_it_ignores_is_refused(m
         assert refused.value.field == param
     with pytest.raises(UnsupportedParameter, match=r"^tools is not supported"):
         chat(make_template("{% for m in messages %}{{ m.content }}{% endfor %}"), tools=[TIME])
-
-
-def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(make_template: Any) -> None:
-    served = make_template()
-    guided = chat(served, response_format=FORMAT).choices[0].request.sampling.guided
-    assert guided is not None
-    assert guided.after == ""
-    assert json.loads(guided.alternatives[0].json_schema) == CITY
-    with pytest.raises(UnsupportedParameter) as refused:
-        chat(served, response_format=FORMAT, tools=[TIME])
-    assert refused.value.field == "response_format"
-
-
-def test_chat_template_when_a_call_is_demanded_then_in_the_form_of_its_parser(make_template: Any) -> None:
-    served = make_template(tool_call_parser="hermes")
-    opening = '<tool_call>\n{"name": "get_weather", "arguments":'
-    assert prompt(chat(served, tools=[WEATHER, TIME], tool_choice=NAMED), served).endswith(opening)
-    guided = chat(served, tools=[WEATHER, TIME], tool_choice="required").choices[0].request.sampling.guided
-    assert guided is not None
-    assert [each.literal for each in guided.alternatives] == [opening, opening.replace("weather", "time")]
-    with pytest.raises(UnsupportedParameter) as refused:
-        chat(make_template(), tools=[WEATHER], tool_choice=NAMED)
-    assert refused.value.field == "tool_choice"
 
 
 def test_conversation_of_another_api_then_errors_use_its_names(harmony: ServedModel) -> None:
