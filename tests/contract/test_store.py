@@ -7,6 +7,7 @@ import contextlib
 import re
 import secrets
 import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
@@ -182,3 +183,18 @@ async def test_connect_when_nobody_is_there_then_unreachable(own_nats: Callable[
     server.kill()
     with pytest.raises(Unreachable, match="--response-store memory"):
         await JetStreamStore.connect(server.address, "n", limits(), connect_timeout_s=0.3)
+
+
+async def test_jetstream_when_the_server_is_frozen_then_calls_and_close_are_bounded(
+    own_nats: Callable[[], TestServer],
+) -> None:
+    server = own_nats()
+    store = await JetStreamStore.connect(server.address, "n", limits())
+    server.pause()
+    begun = time.monotonic()
+    with pytest.raises((Disconnected, Unreachable)):
+        await store.put("resp_1", secrets.token_bytes(3 * MIB))
+    with pytest.raises((Disconnected, Unreachable)):
+        await store.get("resp_1")
+    await store.aclose()
+    assert time.monotonic() - begun < 10
