@@ -1,0 +1,63 @@
+"""A worker inside a program of your own: your event loop, your other work beside it, your decision when to stop.
+
+    python examples/embedded_torch.py --etcd-endpoints http://localhost:2379 --nats-server nats://localhost:4222
+    python -m dynamo_trtllm.frontend --http-port 8000
+
+Then ask the frontend for the model `embedded`. SIGTERM or Ctrl-C finishes what runs and leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.messages import Role
+from dynamo_trtllm.worker.worker import Worker
+
+log = logging.getLogger("embedded")
+
+
+async def other_work() -> None:
+    """Whatever your program does besides."""
+    minutes = 0
+    while True:
+        await asyncio.sleep(60)
+        minutes += 1
+        log.info("%d minutes of other work", minutes)
+
+
+async def run(config: WorkerConfig) -> None:
+    worker = Worker(config)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, worker.stop)
+    async with asyncio.TaskGroup() as group:
+        beside = group.create_task(other_work())
+        await worker.serve()  # until worker.stop(); raises when the engine fails, which ends the group
+        beside.cancel()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--etcd-endpoints", default="http://localhost:2379")
+    parser.add_argument("--nats-server", default="nats://localhost:4222")
+    parser.add_argument("--namespace", default="dynamo")
+    given = parser.parse_args()
+    logging.basicConfig(level=logging.INFO)
+    config = WorkerConfig(
+        model_path="tiny-gpt-oss",  # the model that comes with the package, or a folder
+        served_model_name="embedded",
+        engine="torch",
+        disaggregation_mode=Role.AGGREGATED,
+        etcd_endpoints=given.etcd_endpoints,
+        nats_server=given.nats_server,
+        namespace=given.namespace,
+        override_engine_args={"max_batch_size": 8},
+    )
+    asyncio.run(run(config))
+
+
+if __name__ == "__main__":
+    main()
