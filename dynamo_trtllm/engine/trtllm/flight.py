@@ -42,14 +42,33 @@ class Flight:
         self._keeps_kv = call.hands_over
         self._reader = reader
         self._stream = result.__aiter__() if call.streaming else None
-        self._timer: asyncio.Timeout | None = None
+        self._waiter: asyncio.Task[Any] | None = None  # in a wait for the vendor
+        self._alarm: asyncio.TimerHandle | None = None
+        self._rang = False
 
-    async def step(self, until: float) -> Step:
-        """The next result. `until`: on the loop's clock. Raises TimeoutError then, or when interrupted.
+    def due_in(self, left_s: float) -> None:
+        """From now on waits end then, in TimeoutError. One timer for many waits: one for each would cost more than
+        all else that is done for a token."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._rang = False
+        self._alarm = asyncio.get_running_loop().call_later(max(0.0, left_s), self.interrupt)
 
-        Raises NotMigratable for a stream that ends with no reason, and whatever the vendor raises.
-        """
-        await self._advance(until)
+    def close(self) -> None:
+        """No wait will follow."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    def interrupt(self) -> None:
+        """Ends the wait for the vendor, or the next one, with TimeoutError."""
+        self._rang = True
+        if self._waiter is not None:
+            self._waiter.cancel()
+
+    async def step(self) -> Step:
+        """The next result. Raises TimeoutError when it is overdue, NotMigratable for a stream that ends with no
+        reason, and whatever the vendor raises."""
+        await self._advance()
         if self.finished and self.result.outputs[0].finish_reason is None:
             raise NotMigratable("TensorRT-LLM ended a request with no reason")
         step = self._reader.read(self.result.outputs[0])
@@ -67,12 +86,21 @@ class Flight:
             return LegStats(prefill_s=first_s, cached_tokens=cached_tokens)
         return LegStats(handoff_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
 
-    async def _advance(self, until: float) -> None:
+    async def _advance(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._rang:
+            raise TimeoutError
+        cancels = task.cancelling()
+        self._waiter = task
         try:
-            async with asyncio.timeout_at(until) as self._timer:
-                await self._result()
+            await self._result()
+        except asyncio.CancelledError:
+            if self._rang and task.uncancel() <= cancels:  # ours, and nobody else's
+                raise TimeoutError from None
+            raise
         finally:
-            self._timer = None
+            self._waiter = None
         if not self.started:
             self.started = True
             self._started_at = time.monotonic()
@@ -89,11 +117,6 @@ class Flight:
             pass
         self.finished = True
 
-    def interrupt(self) -> None:
-        """Ends a wait in `step` with TimeoutError."""
-        if self._timer is not None:
-            self._timer.reschedule(asyncio.get_running_loop().time())
-
     def abort(self) -> None:
         """Asks the engine to stop. Does not wait; an executor that is gone already is no error."""
         try:
@@ -106,15 +129,14 @@ class Flight:
 
         A decode leg is aborted only after its first result, because a transfer under way can't be taken back.
         """
-        loop = asyncio.get_running_loop()
         try:
             if self.fetches_kv and not self.started:
-                await self._first_result(loop.time() + kv_wait_s)
+                await self._first_result(kv_wait_s)
             if not self.finished:
                 self.abort()
-            until = loop.time() + answer_s
+            self.due_in(answer_s)
             while not self.finished:
-                await self._advance(until)
+                await self._advance()
             if self._keeps_kv and self.result.outputs[0].finish_reason in HANDED_OVER:
                 self.abort()  # it was done before it heard of the abort: its KV would wait for a decode worker
         except TimeoutError:
@@ -122,8 +144,9 @@ class Flight:
         except VENDOR_ERRORS as exc:
             _log.debug("request %s ended after its abort: %s", self.request_id, exc)
 
-    async def _first_result(self, until: float) -> None:
+    async def _first_result(self, wait_s: float) -> None:
+        self.due_in(wait_s)
         try:
-            await self._advance(until)
+            await self._advance()
         except TimeoutError:
             _log.warning("request %s was cancelled, and its KV has not come", self.request_id)

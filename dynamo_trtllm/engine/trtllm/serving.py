@@ -151,6 +151,10 @@ class Serving:
         except (self._vendor.request_error, *VENDOR_ERRORS) as exc:
             raise self._translated(exc) from exc
         flight = Flight(request, call, result, reader)
+        ends = request.deadline
+        if request.ticket is not None:
+            ends = min(ends, request.ticket.expires_at)  # after it nobody keeps the KV that is to come
+        flight.due_in(ends - time.time())
         self._flights.add(flight)
         self._note_idle()
         return flight
@@ -186,17 +190,17 @@ class Serving:
         """The next result, or the error that ends the request. The deadlines are kept here: the vendor has none."""
         if self._failed is not None:
             raise EngineFailed(self._failed.message)
-        until = request.deadline
-        if flight.fetches_kv and not flight.started and request.ticket is not None:
-            until = min(until, request.ticket.expires_at)  # after it nobody keeps the KV
+        fetching = flight.fetches_kv and not flight.started
         try:
-            step = await flight.step(asyncio.get_running_loop().time() + until - time.time())
+            step = await flight.step()
         except TimeoutError as exc:
             raise self._late(request, flight) from exc
         except (self._vendor.request_error, *VENDOR_ERRORS) as exc:
             flight.finished = True
             raise self._translated(exc, flight) from exc
         self._last_result_at = time.monotonic()
+        if fetching:
+            flight.due_in(request.deadline - time.time())
         return step
 
     def _late(self, request: GenerateRequest, flight: Flight) -> DynamoError:
@@ -247,6 +251,7 @@ class Serving:
 
     def _forget(self, flight: Flight) -> None:
         self._flights.discard(flight)
+        flight.close()
         self._note_idle()
 
     def _note_idle(self) -> None:

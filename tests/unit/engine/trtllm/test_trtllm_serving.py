@@ -416,3 +416,56 @@ async def test_close_when_streams_run_then_they_end_and_tickets_are_forgotten() 
     with pytest.raises(EngineFailed):
         await running
     await check_idle(at)
+
+
+# --- one timer for many waits --------------------------------------------------------------------------
+
+
+async def test_deadline_when_it_passes_while_nobody_waits_then_the_next_wait_ends() -> None:
+    at, llm = make(Role.AGGREGATED)
+    stream = at.generate(ask(within_s=0.02))
+    async with aclosing(stream):
+        pull = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        llm.results[0].say(1)
+        await pull
+        await asyncio.sleep(0.05)
+        llm.results[0].say(2)
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+    await check_idle(at)
+
+
+async def test_deadline_when_the_task_is_cancelled_at_the_same_time_then_it_stays_cancelled() -> None:
+    at, llm = make(Role.AGGREGATED)
+    task, _ = await started(at, llm, ask())
+    task.cancel()
+    at.fail("at the same time")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+
+
+async def test_deadline_when_it_ends_a_wait_then_the_task_itself_is_not_cancelled() -> None:
+    at, llm = make(Role.AGGREGATED)
+
+    async def survives() -> int:
+        with pytest.raises(DeadlineExceeded):
+            await anext(at.generate(ask(within_s=0.01)))
+        await asyncio.sleep(0)
+        current = asyncio.current_task()
+        assert current is not None
+        return current.cancelling()
+
+    assert await asyncio.create_task(survives()) == 0
+    await check_idle(at)
+
+
+async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[Serving, Llm]) -> None:
+    at, llm = decode
+    ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 0.1)
+    task, result = await started(at, llm, ask(Phase.DECODE, ticket=ticket))
+    result.say(7)
+    await asyncio.sleep(0.15)
+    result.say(8, finish="length")
+    assert [list(chunk.token_ids) for chunk in await task] == [[7], [8]]
