@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.engine.trtllm.requests import Rules, make_call
@@ -169,6 +170,11 @@ def test_call_when_token_is_not_in_the_vocabulary_then_refused() -> None:
 def test_call_when_aggregated_then_no_leg_of_a_pair_is_served() -> None:
     with pytest.raises(EngineRefused, match="aggregated"):
         make_call(ask(), rules(role=Role.AGGREGATED))
+
+
+def test_call_when_an_answer_is_resumed_then_its_tokens_are_prompt() -> None:
+    request = msgspec.structs.replace(ask(10), resumed_tokens=4)
+    assert make_call(request, rules(refuses=("resumed_tokens",))).prompt == list(range(10))
 
 
 # --- guided --------------------------------------------------------------------------------------------

@@ -447,7 +447,7 @@ async def test_deadline_when_the_task_is_cancelled_at_the_same_time_then_it_stay
 
 
 async def test_deadline_when_it_ends_a_wait_then_the_task_itself_is_not_cancelled() -> None:
-    at, llm = make(Role.AGGREGATED)
+    at, _llm = make(Role.AGGREGATED)
 
     async def survives() -> int:
         with pytest.raises(DeadlineExceeded):
