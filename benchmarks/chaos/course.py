@@ -1,0 +1,86 @@
+"""The course of one fault: load, the fault in its middle, the load's end, then what is still held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.chaos.deployment import Deployment
+from benchmarks.chaos.faults import Fault, Scene
+from benchmarks.chaos.judge import Kind, Rules, Verdict, judged
+from benchmarks.chaos.load import load
+from benchmarks.client import Client
+
+_WHOLE_S = 60.0
+_MARGIN_S = 5.0
+_HOLD_S = 5.0  # the frontend's default --hold-for-roles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """How long and how much. Seconds and tokens."""
+
+    seconds: float = 20.0  # 3 parts before the fault, 4 of it, 3 after it
+    streams: int = 16
+    osl: int = 50
+    hung_s: float | None = None
+
+    @property
+    def edge_s(self) -> float:
+        return 0.3 * self.seconds
+
+    @property
+    def outage_s(self) -> float:
+        return 0.4 * self.seconds
+
+    def silence_s(self, stall_timeout_s: float) -> float:
+        """The longest that is not called hung: the outage, twice to notice a dead peer, and the wait for a role."""
+        return self.hung_s or self.outage_s + 2 * stall_timeout_s + _HOLD_S + _MARGIN_S
+
+
+async def run(deployment: Deployment, fault: Fault, course: Course, texts: Sequence[str]) -> Verdict:
+    """Judges it and leaves the deployment whole. Raises NotServing when it can't be made whole again."""
+    hung_s = course.silence_s(deployment.options.stall_timeout_s)
+    scene = Scene(deployment=deployment, outage_s=course.outage_s, osl=course.osl, hung_s=hung_s)
+    client = Client(load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s))
+    try:
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(client.run())
+            await asyncio.sleep(course.edge_s)
+            await fault.apply(scene)
+            await asyncio.sleep(course.edge_s)
+            client.stop()
+        records = [*running.result(), *scene.records]
+    finally:
+        client.aclose()
+    rules = Rules(texts=texts, osl=course.osl, hung_s=hung_s, frontend_dies=fault.kills_frontend)
+    verdict = judged(fault.name, records, rules)
+    if fault.is_launcher:
+        return _of_launcher(verdict)
+    await asyncio.to_thread(deployment.wait_whole, _WHOLE_S)
+    verdict.leak(await asyncio.to_thread(still_held, deployment))
+    deployment.note_processes()
+    return verdict
+
+
+def _of_launcher(verdict: Verdict) -> Verdict:
+    """What did not come to its end was cut; what is left is judged when the deployment is closed."""
+    right = verdict.counts[Kind.RIGHT]
+    return Verdict(
+        fault=verdict.fault,
+        sent=verdict.sent,
+        counts=Counter({Kind.RIGHT: right, Kind.CUT: verdict.sent - right}),
+    )
+
+
+def still_held(deployment: Deployment) -> list[str]:
+    """What has not gone within the life of a ticket and a margin."""
+    until = time.monotonic() + deployment.options.ticket_ttl_s + _MARGIN_S + deployment.options.stall_timeout_s
+    while held := deployment.held():
+        if time.monotonic() > until:
+            return held
+        time.sleep(0.1)
+    return []

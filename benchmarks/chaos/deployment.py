@@ -1,0 +1,293 @@
+"""A deployment of real processes under the launcher: two prefill and two decode workers, a frontend, etcd and NATS.
+
+It knows each process by name and asks it over HTTP; it judges nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import orjson
+import psutil
+
+from benchmarks.chaos.servers import Server, free_port
+from dynamo_trtllm.launch.children import spawn
+
+WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
+FRONTEND = "frontend"
+_NAME_VARIABLE = "CHAOS_PROCESS"
+_HELD = ("running", "waiting", "kv_blocks_used", "tickets_held")
+_HTTP_TIMEOUT_S = 2.0
+_READY_S = 120.0
+_STOP_S = 45.0
+_MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
+_ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
+    "mock": {"step_s": 0.02, "kv_cache_blocks": 1024},
+    "torch": {"carrier": "tcp", "dtype": "float32", "max_batch_size": 64},
+}
+
+
+class NotServing(Exception):
+    """A deployment that does not come up, or back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a deployment is set up. Seconds."""
+
+    engine: Literal["mock", "torch"] = "mock"
+    stall_timeout_s: float = 5.0
+    lease_ttl_s: float = 5.0
+    ticket_ttl_s: float = 5.0
+    is_launcher_victim: bool = False  # etcd and NATS are the launcher's own then, and end with it
+
+    @property
+    def model(self) -> str:
+        return _MODELS[self.engine]
+
+
+class Deployment:
+    """Start it from the main thread, and always `stop` it. All its processes die with this one."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.namespace = f"chaos-{secrets.token_hex(4)}"
+        self.url = f"http://127.0.0.1:{free_port()}"
+        self.servers: dict[str, Server] = {}
+        self.lines: list[str] = []  # all that the launcher wrote
+        self._folder = Path(tempfile.mkdtemp(prefix="dynamo-chaos-"))
+        self._instances: dict[str, str] = {}
+        self._health: dict[str, str] = {}
+        self._seen: dict[int, psutil.Process] = {}
+        self._launcher: subprocess.Popen[bytes] | None = None
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Returns when all serve. Raises NotServing with the end of the log."""
+        if not self.options.is_launcher_victim:
+            self.servers = {"etcd": Server("etcd", self._folder / "e"), "nats": Server("nats", self._folder / "n")}
+        (self._folder / "tmp").mkdir()
+        file = self._folder / "deployment.yaml"
+        file.write_bytes(orjson.dumps(self._deployment()))  # JSON is YAML
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        env |= {"TMPDIR": str(self._folder / "tmp"), "PYTHONUNBUFFERED": "1"}
+        argv = [sys.executable, "-m", "dynamo_trtllm.launch", str(file)]
+        self._launcher = spawn(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        threading.Thread(target=self._read, args=(self._launcher,), name="chaos-launcher-log", daemon=True).start()
+        self.wait_whole(_READY_S)
+
+    def stop(self) -> list[str]:
+        """Ends everything. What outlived the launcher, or lies in its temporary folder, one line each."""
+        launcher = self._launcher
+        left: list[str] = []
+        if launcher is not None:
+            self.note_processes()
+            self.resume_all()
+            launcher.send_signal(signal.SIGCONT)
+            launcher.terminate()
+            try:
+                launcher.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                left.append(f"the launcher did not end within {_STOP_S:g} s of SIGTERM")
+                launcher.kill()
+                launcher.wait()
+            left += self.left_over()
+        for server in self.servers.values():
+            server.close()
+        for process in self._seen.values():
+            if process.is_running():
+                process.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return left
+
+    def left_over(self, within_s: float = 5.0) -> list[str]:
+        """Once the launcher has ended: processes and files that stayed after it."""
+        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=within_s)
+        left = [f"process {process.pid} lives on" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        files = [path for path in (self._folder / "tmp").rglob("*") if path.is_file()]
+        return left + [f"file {path.relative_to(self._folder)} was left" for path in files]
+
+    def _deployment(self) -> dict[str, Any]:
+        options = self.options
+        services = {kind: server.address for kind, server in self.servers.items()}
+        if services:
+            services["etcd"] = f"http://{services['etcd']}"
+        return {
+            "namespace": self.namespace,
+            "services": services,
+            "frontend": {
+                "http-host": "127.0.0.1",
+                "http-port": int(self.url.rpartition(":")[2]),
+                "stall-timeout-s": options.stall_timeout_s,
+            },
+            "workers": [self._worker(name) for name in WORKERS],
+            "restart": {"max_restarts": 1000, "window_s": 1},
+        }
+
+    def _worker(self, name: str) -> dict[str, Any]:
+        options = self.options
+        flags = {
+            "model": options.model,
+            "engine": options.engine,
+            "override-engine-args": _ENGINE_ARGS[options.engine],
+            "lease-ttl-s": options.lease_ttl_s,
+            "ticket-ttl-s": options.ticket_ttl_s,
+            "system-port": 0,
+        }
+        env = {_NAME_VARIABLE: name, "OMP_NUM_THREADS": "1"}
+        return {"name": name, "disaggregation_mode": role(name), "flags": flags, "env": env}
+
+    def _read(self, launcher: subprocess.Popen[bytes]) -> None:
+        assert launcher.stdout is not None
+        with launcher.stdout as output:
+            for raw in output:
+                line = raw.decode(errors="replace").rstrip()
+                self.lines.append(line)
+                name, _, text = line.partition("|")
+                self._take(name.strip(), text.strip())
+
+    def _take(self, name: str, text: str) -> None:
+        if found := re.search(r"health at http://localhost:(\d+)", text):
+            self._health[name] = f"http://127.0.0.1:{found[1]}"
+        elif name != "launch":
+            return
+        elif found := re.match(r"(\S+) is ready after .* as instance ([0-9a-f]+)", text):
+            self._instances[found[1]] = found[2]
+        elif found := re.match(r"(\S+) (?:was killed|exited)", text):
+            self._instances.pop(found[1], None)
+            self._health.pop(found[1], None)
+
+    # --- processes -------------------------------------------------------------------------------------
+
+    def processes(self) -> Iterator[tuple[str, psutil.Process]]:
+        """The launcher and what it has started, by name."""
+        if self._launcher is None or self._launcher.poll() is not None:
+            return
+        launcher = psutil.Process(self._launcher.pid)
+        yield "launcher", launcher
+        for child in launcher.children(recursive=True):
+            try:
+                name = child.environ().get(_NAME_VARIABLE)
+                words = " ".join(child.cmdline())
+            except psutil.Error:  # it has just ended
+                continue
+            if name is None:
+                name = next((kind for kind in ("etcd", "nats") if f"/{kind}" in words), FRONTEND)
+            self._seen[child.pid] = child
+            yield name, child
+
+    def note_processes(self) -> None:
+        """Remembers all that runs now, for the judgment of what is left."""
+        for _ in self.processes():
+            pass
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """To the launcher, a worker or the frontend. Raises NotServing when there is none of the name."""
+        for found, process in self.processes():
+            if found == name:
+                process.send_signal(number)
+                return
+        raise NotServing(f"no process {name} runs")
+
+    def resume_all(self) -> None:
+        """Whatever a fault has frozen goes on."""
+        for _, process in self.processes():
+            process.send_signal(signal.SIGCONT)
+        for server in self.servers.values():
+            server.send(signal.SIGCONT)
+
+    def wait_launcher(self, timeout_s: float) -> bool:
+        """Whether the launcher has ended in time."""
+        assert self._launcher is not None
+        try:
+            self._launcher.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    # --- state -----------------------------------------------------------------------------------------
+
+    def instance(self, name: str) -> str | None:
+        """A worker's id in hexadecimal, while it serves."""
+        return self._instances.get(name)
+
+    def wait_whole(self, timeout_s: float) -> None:
+        """Until all serve and the frontend knows exactly them. Raises NotServing saying what is missing."""
+        until = time.monotonic() + timeout_s
+        while lacking := self._lacking():
+            if time.monotonic() > until:
+                raise NotServing("\n".join([f"not whole within {timeout_s:g} s: {lacking}", *self.lines[-30:]]))
+            time.sleep(0.05)
+
+    def _lacking(self) -> str:
+        assert self._launcher is not None
+        if self._launcher.poll() is not None:
+            raise NotServing("\n".join(["the launcher ended", *self.lines[-30:]]))
+        missing = [name for name in WORKERS if name not in self._instances]
+        if missing:
+            return f"{', '.join(missing)} not serving"
+        try:
+            health = orjson.loads(fetch(f"{self.url}/health"))
+            fetch(f"{self.url}/v1/models/{self.options.model}/ready")
+        except OSError as exc:
+            return f"the frontend: {exc}"
+        known = {instance["instance_id"] for instance in health["instances"]}
+        wanted = {int(instance, 16) for instance in self._instances.values()}
+        if known != wanted:
+            return f"the frontend knows {len(known)} instances, {len(known & wanted)} of them living"
+        return ""
+
+    def held(self) -> list[str]:
+        """What requests hold at this moment, one line each."""
+        found = []
+        for name in WORKERS:
+            numbers = _metrics(self._health.get(name, ""))
+            found += [f"{name} {key} {numbers[key]:g}" for key in _HELD if numbers.get(key)]
+        inflight = _metrics(self.url).get("inflight")
+        return found + ([f"frontend inflight {inflight:g}"] if inflight else [])
+
+    def migrations(self) -> float:
+        """Requests that the frontend has continued elsewhere so far."""
+        text = fetch(f"{self.url}/metrics").decode()
+        return sum(float(value) for value in re.findall(r"^dynamo_trtllm_migrations_total\S* (\S+)$", text, re.M))
+
+
+def role(name: str) -> str:
+    """Of a worker by its name."""
+    return name.partition("-")[0]
+
+
+def fetch(url: str) -> bytes:
+    """Raises OSError for no answer, and for one that is not a success."""
+    try:
+        with urlopen(url, timeout=_HTTP_TIMEOUT_S) as answer:
+            return bytes(answer.read())
+    except HTTPError as exc:
+        exc.close()
+        raise OSError(f"{url} answered {exc.code}") from None
+
+
+def _metrics(url: str) -> dict[str, float]:
+    """The unlabelled ones, short names. NaN for a process that does not answer."""
+    try:
+        text = fetch(f"{url}/metrics").decode()
+    except (OSError, ValueError):
+        return {"running": math.nan, "inflight": math.nan}
+    return {name: float(value) for name, value in re.findall(r"^dynamo_trtllm_(\w+) (\S+)$", text, re.M)}

@@ -1,0 +1,179 @@
+"""The faults by name. Each is done to a deployment under load, lasts as long as the scene says, and is mended."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.chaos import intruders
+from benchmarks.chaos.deployment import FRONTEND, WORKERS, Deployment
+from benchmarks.stream import Record
+
+_REPLACED_S = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Scene:
+    """Where a fault happens."""
+
+    deployment: Deployment
+    outage_s: float
+    osl: int
+    hung_s: float
+    records: list[Record] = field(default_factory=list)  # of further requests that are judged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """`apply` does it and mends it."""
+
+    name: str
+    what: str
+    apply: Callable[[Scene], Awaitable[None]]
+    kills_frontend: bool = False
+    spares_requests: bool = False  # none may be answered with an error before its first token
+    is_launcher: bool = False  # only what is left afterwards is judged
+
+
+async def _signal(name: str, number: signal.Signals, scene: Scene) -> None:
+    scene.deployment.send(name, number)
+    await asyncio.sleep(scene.outage_s)
+
+
+async def _freeze(name: str, scene: Scene) -> None:
+    scene.deployment.send(name, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(scene.outage_s)
+    finally:
+        scene.deployment.resume_all()
+
+
+async def _end_server(kind: str, number: signal.Signals, loses_data: bool, scene: Scene) -> None:
+    server = scene.deployment.servers[kind]
+    server.send(number)
+    if loses_data:
+        server.lose_data()
+    await asyncio.sleep(scene.outage_s)
+    server.start()  # in this thread: the server dies with the thread that started it
+
+
+async def _freeze_server(kind: str, scene: Scene) -> None:
+    server = scene.deployment.servers[kind]
+    server.send(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(scene.outage_s)
+    finally:
+        server.send(signal.SIGCONT)
+
+
+async def _roll(scene: Scene) -> None:
+    """Each worker leaves with SIGTERM when the one before has its successor."""
+    deployment = scene.deployment
+    for name in WORKERS:
+        before = deployment.instance(name)
+        deployment.send(name, signal.SIGTERM)
+        async with asyncio.timeout(_REPLACED_S):
+            while deployment.instance(name) in (None, before):  # noqa: ASYNC110  # another process, seen in its log
+                await asyncio.sleep(0.05)
+        await asyncio.to_thread(deployment.wait_whole, _REPLACED_S)
+
+
+async def _launcher(number: signal.Signals, scene: Scene) -> None:
+    deployment = scene.deployment
+    deployment.note_processes()
+    deployment.send("launcher", number)
+    if number is signal.SIGSTOP:
+        await asyncio.sleep(scene.outage_s)
+        deployment.send("launcher", signal.SIGKILL)
+    await asyncio.to_thread(deployment.wait_launcher, _REPLACED_S)
+
+
+def _of_worker(role: str) -> list[Fault]:
+    name = f"{role}-1"
+    spared = partial(Fault, spares_requests=True)
+    return [
+        spared(name=f"kill-{role}", what=f"kill -9 of a {role} worker", apply=partial(_signal, name, signal.SIGKILL)),
+        spared(name=f"freeze-{role}", what=f"SIGSTOP of a {role} worker, then SIGCONT", apply=partial(_freeze, name)),
+        spared(name=f"term-{role}", what=f"SIGTERM of a {role} worker", apply=partial(_signal, name, signal.SIGTERM)),
+    ]
+
+
+def _of_server(kind: str, *, spares: bool) -> list[Fault]:
+    def fault(name: str, what: str, apply: Callable[[Scene], Awaitable[None]]) -> Fault:
+        return Fault(name=f"{name}-{kind}", what=what, apply=apply, spares_requests=spares)
+
+    end = partial(_end_server, kind)
+    return [
+        fault("kill", f"kill -9 of {kind}, then its start", partial(end, signal.SIGKILL, False)),
+        fault("freeze", f"SIGSTOP of {kind}, then SIGCONT", partial(_freeze_server, kind)),
+        fault("restart", f"SIGTERM of {kind}, then its start", partial(end, signal.SIGTERM, False)),
+        fault("empty", f"kill -9 of {kind}, then its start with no data", partial(end, signal.SIGKILL, True)),
+    ]
+
+
+def _of_frontend() -> list[Fault]:
+    return [
+        Fault(
+            name="kill-frontend",
+            what="kill -9 of the frontend",
+            apply=partial(_signal, FRONTEND, signal.SIGKILL),
+            kills_frontend=True,
+        ),
+        Fault(name="freeze-frontend", what="SIGSTOP of the frontend, then SIGCONT", apply=partial(_freeze, FRONTEND)),
+        Fault(
+            name="term-frontend",
+            what="SIGTERM of the frontend",
+            apply=partial(_signal, FRONTEND, signal.SIGTERM),
+            kills_frontend=True,
+        ),
+    ]
+
+
+def _of_launcher() -> list[Fault]:
+    numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
+    tells = {"kill": "kill -9", "freeze": "SIGSTOP, then kill -9,", "term": "SIGTERM"}
+    return [
+        Fault(
+            name=f"{word}-launcher",
+            what=f"{tells[word]} of the launcher: only what is left is judged",
+            apply=partial(_launcher, number),
+            kills_frontend=True,
+            is_launcher=True,
+        )
+        for word, number in numbers.items()
+    ]
+
+
+async def _apply_intruder(act: Callable[..., Awaitable[list[Record]]], scene: Scene) -> None:
+    scene.records += await act(scene.deployment, seconds=scene.outage_s, osl=scene.osl, hung_s=scene.hung_s)
+
+
+def _of_intruders() -> list[Fault]:
+    def fault(name: str, what: str, act: Callable[..., Awaitable[list[Record]]]) -> Fault:
+        return Fault(name=name, what=what, apply=partial(_apply_intruder, act))
+
+    return [
+        fault("slow-consumer", "clients that stop reading, then read on", intruders.slow_consumers),
+        fault("full-kv", "long requests for more KV than there is, then gone", intruders.full_kv),
+        fault("dead-transfer", "a prefill worker whose KV never arrives", intruders.dead_transfer),
+        fault("garbage", "bytes and frames that nobody meant, on all subjects", intruders.garbage),
+        fault("late-ticket", "a prefill worker whose clock is an hour behind", intruders.late_ticket),
+    ]
+
+
+FAULTS = {
+    fault.name: fault
+    for fault in (
+        *_of_worker("prefill"),
+        *_of_worker("decode"),
+        *_of_frontend(),
+        *_of_server("etcd", spares=True),
+        *_of_server("nats", spares=False),
+        *_of_intruders(),
+        Fault(name="rolling", what="SIGTERM of each worker, one by one", apply=_roll, spares_requests=True),
+        *_of_launcher(),
+    )
+}

@@ -1,0 +1,157 @@
+"""`scripts/chaos`: kills, freezes and fools the parts of a deployment under load, and judges every request.
+
+Starts two prefill workers, two decode workers, a frontend, etcd and NATS on free ports in a temporary folder, keeps
+streams running through them, applies the fault in the middle of the load, and looks at the end of each request:
+
+  right        whole, and the text of an undisturbed run
+  named_error  an error of the API's form with a code, as a status or as the stream's last event
+  cut          its frontend died
+  wrong        other text, or another length
+  lost         neither an end nor an error
+  hung         silent for longer than --hung-s
+  leaked       things that are still held after it: requests, KV blocks, tickets, processes, files
+
+Exit status 1 when wrong, lost, hung or leaked is not 0, or a request was refused that another worker could have served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import signal
+import sys
+from collections.abc import Sequence
+
+import orjson
+
+from benchmarks.chaos import course, migration
+from benchmarks.chaos.course import Course
+from benchmarks.chaos.deployment import Deployment, NotServing, Options
+from benchmarks.chaos.faults import FAULTS, Fault
+from benchmarks.chaos.judge import Kind, Verdict
+from benchmarks.chaos.load import undisturbed
+
+MIGRATION = "migration"
+_MIGRATION = "kill -9 of decode workers until 100 greedy requests went on elsewhere (torch engine, fp32)"
+_COLUMNS = ("sent", *(kind.value for kind in Kind), "leaked")
+
+
+class Stage:
+    """Keeps one deployment for many faults; a spoiled one is replaced, and the launcher's faults spoil theirs."""
+
+    def __init__(self, options: Options, plan: Course) -> None:
+        self._options = options
+        self._plan = plan
+        self._deployment: Deployment | None = None
+        self._texts: Sequence[str] = ()
+
+    async def run(self, fault: Fault) -> Verdict:
+        try:
+            if self._deployment is None or fault.is_launcher:
+                await self._renew(is_launcher_victim=fault.is_launcher)
+            assert self._deployment is not None
+            verdict = await course.run(self._deployment, fault, self._plan, self._texts)
+        except NotServing as exc:
+            verdict = Verdict(fault=fault.name)
+            verdict.leak([f"the deployment itself: {exc}"])
+        if fault.is_launcher or verdict.leaked:
+            verdict.leak(self.close())
+        return verdict
+
+    async def _renew(self, *, is_launcher_victim: bool) -> None:
+        self.close()
+        options = dataclasses.replace(self._options, is_launcher_victim=is_launcher_victim)
+        self._deployment = Deployment(options)
+        self._deployment.start()
+        self._texts = await undisturbed(self._deployment, osl=self._plan.osl)
+
+    def close(self) -> list[str]:
+        """What the deployment has left behind."""
+        deployment, self._deployment = self._deployment, None
+        return [] if deployment is None else deployment.stop()
+
+
+async def run_all(names: Sequence[str], options: Options, plan: Course) -> list[Verdict]:
+    """One after the other. What the last deployment leaves behind is charged to the last fault."""
+    stage = Stage(options, plan)
+    verdicts: list[Verdict] = []
+    try:
+        for number, name in enumerate(names, start=1):
+            _say(f"{number}/{len(names)} {name}: {_what(name)}")
+            if name == MIGRATION:
+                verdicts.append(await migration.run())
+            else:
+                verdicts.append(await stage.run(FAULTS[name]))
+    finally:
+        left = stage.close()
+    verdicts[-1].leak(left)
+    return verdicts
+
+
+def is_good(verdict: Verdict) -> bool:
+    """Whether the fault was borne as it must be."""
+    fault = FAULTS.get(verdict.fault)
+    return verdict.is_good and not (verdict.early and fault is not None and fault.spares_requests)
+
+
+def table(verdicts: Sequence[Verdict]) -> str:
+    """For people: a row per fault, then what is behind the numbers that are not 0."""
+    width = max(len(verdict.fault) for verdict in verdicts)
+    lines = [f"{'fault':<{width}}" + "".join(f"{name:>13}" for name in _COLUMNS)]
+    for verdict in verdicts:
+        row = verdict.row()
+        mark = "" if is_good(verdict) else "  BAD"
+        lines.append(f"{verdict.fault:<{width}}" + "".join(f"{row[name]:>13}" for name in _COLUMNS) + mark)
+    notes = [f"{verdict.fault}: {note}" for verdict in verdicts for note in verdict.notes]
+    return "\n".join([*lines, *notes]) + "\n"
+
+
+def _what(name: str) -> str:
+    return _MIGRATION if name == MIGRATION else FAULTS[name].what
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(text + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    names = (*FAULTS, MIGRATION)
+    parser = argparse.ArgumentParser(
+        prog="scripts/chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("fault", nargs="*", choices=[*names, []], metavar="FAULT", help="by name; --list tells them")
+    add("--all", action="store_true", help="every fault, one after the other")
+    add("--list", action="store_true", help="names and meanings, and nothing else")
+    add("--seconds", type=float, default=20.0, help="of load per fault: 3/10 before it, 4/10 of it, 3/10 after it")
+    add("--streams", type=int, default=16, help="requests under way at once")
+    add("--osl", type=int, default=50, help="tokens per answer")
+    add("--engine", choices=("mock", "torch"), default="mock", help="torch: tiny-gpt-oss on the CPU, greedy")
+    add("--stall-timeout-s", type=float, default=5.0, help="the frontend's --stall-timeout-s")
+    add("--hung-s", type=float, help="longest silence; default: the fault's time + 2 x stall timeout + 10")
+    add("--json", action="store_true", help="one JSON object instead of the table")
+    args = parser.parse_args()
+    args.names = names if args.all else tuple(args.fault)
+    if not args.names and not args.list:
+        parser.error("name a fault, or --all, or --list")
+    return args
+
+
+def main() -> None:
+    args = _arguments()
+    if args.list:
+        sys.stdout.writelines(f"{name:<18}{_what(name)}\n" for name in (*FAULTS, MIGRATION))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a deployment is closed on the way
+    options = Options(engine=args.engine, stall_timeout_s=args.stall_timeout_s)
+    plan = Course(seconds=args.seconds, streams=args.streams, osl=args.osl, hung_s=args.hung_s)
+    verdicts = asyncio.run(run_all(args.names, options, plan))
+    if args.json:
+        notes = [f"{verdict.fault}: {note}" for verdict in verdicts for note in verdict.notes]
+        faults = [verdict.row() for verdict in verdicts]
+        sys.stdout.write(orjson.dumps({"faults": faults, "notes": notes}).decode() + "\n")
+    else:
+        sys.stdout.write(table(verdicts))
+    raise SystemExit(0 if all(is_good(verdict) for verdict in verdicts) else 1)
