@@ -126,6 +126,25 @@ def test_main_when_model_and_gpu_are_unknown_then_it_says_what_is_missing(capsys
     assert "no memory estimate: it needs --model-path" in out
 
 
+def test_main_when_settings_come_from_the_environment_then_they_count(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYN_TRTLLM_GPU", "h200")
+    monkeypatch.setenv("DYN_TRTLLM_MAX_SEQ_LEN", "5")  # a worker's: not read for the workers that are judged
+    status, out, _ = run(capsys, *TARGET, *KNOWN[2:])
+    assert "TensorRT-LLM 1.2.1 on h200" in out
+    assert "max_seq_len" not in out
+    assert "[moe-backend-falls-back]" in out
+    assert status == 0
+
+
+def test_main_when_one_file_is_given_then_that_role_alone_is_judged(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, *TARGET[2:], *KNOWN)
+    assert status == 0
+    assert "decode, 4 GPUs" in out
+    assert "prefill" not in out
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

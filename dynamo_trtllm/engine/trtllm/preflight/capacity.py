@@ -75,9 +75,9 @@ RULES = (
     ),
     RoleRule(
         name="no-room-for-kv",
-        severity="error",
+        severity="warning",
         field=_FRACTION,
-        why="beside the weights and buffers no memory is left for KV",
+        why="beside weights and buffers hardly any memory is left for KV, by the estimate",
         cure="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
         test=_no_room_for_kv,
     ),

@@ -87,7 +87,6 @@ ERRORS = [
     Planted("kv-dtype-gpu", "error", known={"on": "a100"}),
     Planted("kv-dtype-gpu", "error", both={K + "dtype": "nvfp4"}, known={"on": "h200", "release": "1.3.0rc27"}),
     Planted("weights-over-memory", "error", known={"on": "rtx-5090"}),
-    Planted("no-room-for-kv", "error", prefill={T + "max_tokens_in_buffer": 2_097_152}, known={"on": "gb200"}),
     Planted("ucx-without-cuda", "error", known={"environment": {"UCX_TLS": "tcp,self"}}),
     Planted("ucx-without-cuda", "error", both={"env_overrides.UCX_TLS": "tcp"}),
     Planted("model-equal", "error", known_decode={"model": LLAMA}),
@@ -117,6 +116,7 @@ ERRORS = [
     Planted("speculative-equal", "error", decode=SPECULATIVE),
 ]
 WARNINGS = [
+    Planted("no-room-for-kv", "warning", prefill={T + "max_tokens_in_buffer": 2_097_152}, known={"on": "gb200"}),
     Planted("buffer-unset", "warning", both={T + "max_tokens_in_buffer": ...}),
     Planted("prompt-limit-over-num-tokens", "warning", prefill={"max_num_tokens": 8192}, known={"load": Load()}),
     Planted("batch-over-num-tokens", "warning", decode={"max_num_tokens": 1024}),
