@@ -22,7 +22,9 @@ class EngineInfo:
     layout: KvLayout
     limits: Limits
     pairing: Mapping[str, str] = field(default_factory=dict)  # what else both roles must share to hand KV over
-    refuses: tuple[str, ...] = ()  # fields of Sampling, "cache_salt", "resumed_tokens" (with a seed) it can't honour
+    # Fields of Sampling, "cache_salt", and "resumed_tokens" that it can't honour. The last: it takes an answer that
+    # another worker began for a prompt, which is the same only for greedy requests without form and penalties.
+    refuses: tuple[str, ...] = ()
     serves_whole: bool = False  # in every role it can do a request of Phase.WHOLE too
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError, HandoffError, NotMigratable, Overloaded
-from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelCard, TokenIds, token_ids
+from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelCard, Sampling, TokenIds, token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +90,21 @@ class Recovery:
             raise error
 
     def _migrate(self, error: DynamoError, card: ModelCard) -> None:
-        sampling = self.request.sampling
-        if sampling.guided is not None:
-            raise _not_migratable(error, "the constraint of its output can't be taken up midway")
-        if sampling.seed is not None and sampling.temperature > 0 and "resumed_tokens" in card.refuses:
-            raise _not_migratable(error, "its engine can't take up a seed's randomness midway; send it without seed")
+        history = _history(self.request.sampling)
+        if history is not None and "resumed_tokens" in card.refuses:
+            raise _not_migratable(error, f"its engine can't take up {history} midway; send it without")
         self.migrations += 1
         if self.migrations > self.limits.migrations:
             raise error
+
+
+def _history(sampling: Sampling) -> str | None:
+    """What makes the next token depend on how the ones before came about, and not on them as a prompt alone."""
+    if sampling.guided is not None:
+        return "the form of its output"
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        return "penalties of the answer's tokens"
+    return "a seed's randomness" if sampling.seed is not None and sampling.temperature > 0 else None
 
 
 def _not_migratable(error: DynamoError, why: str) -> NotMigratable:

@@ -80,6 +80,18 @@ async def test_guided_when_the_first_token_opens_the_form_then_decode_knows_it(f
     check_schema(spell(ids[1:-1]))
 
 
+async def test_guided_when_taken_up_midway_then_the_rest_is_that_of_an_undisturbed_run(folder: Path) -> None:
+    engine = make("torch", folder, Role.AGGREGATED)
+    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 2, "guided": form((CHANNEL,), literal="<|message|>")}
+    sampling["logit_bias"] = ((CHANNEL, 50.0),)
+    async with started(engine):
+        whole = await answer(engine, prompt_of(9), max_tokens=200, **sampling)
+        for made in (1, 2, 5, len(whole) - 1):
+            so_far = prompt_of(9) + token_ids(whole[:made])
+            rest = {**sampling, "max_tokens": 200 - made}
+            assert tokens(await collect(engine, ask(so_far, resumed_tokens=made, **rest))) == whole[made:]
+
+
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
 async def test_penalty_when_run_over_two_legs_then_the_first_token_counts_at_decode(folder: Path, penalty: str) -> None:
     """The biases make 7 win, then 11 as long as 7 is penalized."""

@@ -35,7 +35,9 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     Instance,
     KvLayout,
+    Phase,
     ReleaseOutcome,
+    Role,
     Sampling,
     token_ids,
 )
@@ -44,6 +46,7 @@ _log = logging.getLogger(__name__)
 
 _SHUTDOWN_S = 60.0
 _CANARY_S = 600.0
+_OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.WHOLE}
 _NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0)
 
 
@@ -125,13 +128,14 @@ class TrtllmEngine:
         rules = settings.rules(self._facts, self._checkpoint, vendor.capabilities, refused)
         terms = Terms(self._holder, self._model, self._layout(), self._pairing, vendor.capabilities)
         self._serving = Serving(vendor, self._llm, rules, terms, ttl_s=self._ticket_ttl_s)
+        limit = rules.prompt_limits[_OWN_PHASE[rules.role]]
         _log.info(
             "TensorRT-LLM %s (as %s) is loaded: context %d, prompts up to %d (%s)",
             vendor.version,
             self._release.title,
             rules.context_length,
-            rules.prompt_limit,
-            rules.prompt_limit_why,
+            limit.tokens,
+            limit.why,
         )
         return EngineInfo(
             engine="trtllm",
@@ -142,7 +146,7 @@ class TrtllmEngine:
             layout=terms.layout,
             limits=settings.limits(self._facts),
             pairing=self._pairing,
-            refuses=refused,
+            refuses=(*refused, "resumed_tokens"),  # they are prompt to it and nothing else
             files=self._checkpoint.files,
         )
 

@@ -326,10 +326,15 @@ async def test_generate_when_only_the_end_was_lost_then_it_ends_for_its_length(c
     assert await cluster.tokens(max_tokens=3) == [10, 11, 12]
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [{"guided": Guided(alternatives=(GuidedAlternative(json_schema="{}"),))}, {"seed": 5, "temperature": 0.5}],
-)
+HISTORIES: list[dict[str, Any]] = [
+    {"guided": Guided(alternatives=(GuidedAlternative(json_schema="{}"),))},
+    {"seed": 5, "temperature": 0.5},
+    {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("sampling", HISTORIES)
 async def test_generate_when_what_broke_midway_can_not_be_taken_up_then_not_migratable_says_why(
     cluster: Cluster, sampling: dict[str, Any]
 ) -> None:
@@ -339,10 +344,13 @@ async def test_generate_when_what_broke_midway_can_not_be_taken_up_then_not_migr
         await cluster.tokens(**sampling)
 
 
-async def test_generate_when_seeded_and_the_engine_can_then_it_migrates(cluster: Cluster) -> None:
+@pytest.mark.parametrize("sampling", HISTORIES)
+async def test_generate_when_the_engine_can_take_it_up_then_it_migrates(
+    cluster: Cluster, sampling: dict[str, Any]
+) -> None:
     await cluster.add(1, Role.AGGREGATED, [FINISHED[0], Disconnected("gone")])
     await cluster.add(2, Role.AGGREGATED, FINISHED[1:])
-    assert await cluster.tokens(seed=5, temperature=0.5) == [10, 11, 12, 13]
+    assert await cluster.tokens(**sampling) == [10, 11, 12, 13]
 
 
 async def test_generate_when_it_breaks_again_and_again_then_the_limit_ends_it(cluster: Cluster) -> None:
