@@ -6,9 +6,9 @@ What can't be served is refused here, by name, before the engine sees it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import ContextTooLong, EngineRefused
 from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling
@@ -20,14 +20,20 @@ _DEFAULTS = Sampling(max_tokens=1)
 _NO_END = -1  # what TensorRT-LLM itself sends for a request that never ends by token
 
 
+class PromptLimit(NamedTuple):
+    """The longest prompt."""
+
+    tokens: int
+    why: str  # the argument that sets it, for people
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What model, arguments and release say about every request; made once."""
 
     role: Role
     context_length: int  # prompt and output
-    prompt_limit: int  # longest prompt; leaves room for a token in the context
-    prompt_limit_why: str  # the argument that sets it, for people
+    prompt_limits: Mapping[Phase, PromptLimit]  # each leaves room for a token in the context
     vocab_size: int
     end_ids: tuple[int, ...]  # the model's own stop tokens, the chief one first
     refuses: tuple[str, ...]  # as in EngineInfo
@@ -80,10 +86,10 @@ def _check(request: GenerateRequest, rules: Rules) -> None:
     tokens = len(request.token_ids)
     if tokens == 0:
         raise EngineRefused("the prompt is empty", field="token_ids")
-    if tokens > rules.prompt_limit:
+    limit = rules.prompt_limits[request.phase]
+    if tokens > limit.tokens:
         raise ContextTooLong(
-            f"a prompt of {tokens} tokens is longer than this worker takes, {rules.prompt_limit} "
-            f"({rules.prompt_limit_why}); shorten it"
+            f"a prompt of {tokens} tokens is longer than this worker takes, {limit.tokens} ({limit.why}); shorten it"
         )
     if max(request.token_ids) >= rules.vocab_size:
         raise EngineRefused(

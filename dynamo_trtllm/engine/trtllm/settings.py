@@ -13,10 +13,10 @@ from dynamo_trtllm.engine.checkpoint import Checkpoint
 from dynamo_trtllm.engine.trtllm.preflight import facts as preflight
 from dynamo_trtllm.engine.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import Presence, Release
-from dynamo_trtllm.engine.trtllm.requests import HARMONY_STOP_IDS, Rules
+from dynamo_trtllm.engine.trtllm.requests import HARMONY_STOP_IDS, PromptLimit, Rules
 from dynamo_trtllm.engine.trtllm.vendor import Capabilities
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Limits, Role
+from dynamo_trtllm.messages import Limits, Phase
 
 _log = logging.getLogger(__name__)
 
@@ -116,26 +116,24 @@ def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
 
 
-def prompt_limit(facts: RoleFacts) -> tuple[int, str]:
-    """The longest prompt, and the argument that sets it."""
+def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
+    """The longest prompt of such a leg, and the argument that sets it."""
     context = context_length(facts)
-    found = [(context - 1, f"max_seq_len {context}")]
+    found = [PromptLimit(context - 1, f"max_seq_len {context}")]
     buffer = facts.number(BUFFER)
-    if buffer and facts.is_disaggregated:  # a longer prompt falls back to a path that fails with NIXL
-        found.append((buffer, BUFFER))
-    if facts.role is not Role.DECODE and not facts.on("enable_chunked_prefill"):
-        found.append((facts.max_num_tokens, "max_num_tokens, with no enable_chunked_prefill"))
+    if buffer and phase is not Phase.WHOLE:  # a longer prompt falls back to a path that fails with NIXL
+        found.append(PromptLimit(buffer, BUFFER))
+    if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):
+        found.append(PromptLimit(facts.max_num_tokens, "max_num_tokens, with no enable_chunked_prefill"))
     return min(found)
 
 
 def rules(facts: RoleFacts, checkpoint: Checkpoint, capabilities: Capabilities, refused: tuple[str, ...]) -> Rules:
-    limit, why = prompt_limit(facts)
     xgrammar = facts.args.get("guided_decoding_backend") == "xgrammar"
     return Rules(
         role=facts.role,
         context_length=context_length(facts),
-        prompt_limit=limit,
-        prompt_limit_why=why,
+        prompt_limits={phase: prompt_limit(facts, phase) for phase in Phase},
         vocab_size=checkpoint.vocab_size,
         end_ids=end_ids(checkpoint),
         refuses=refused,

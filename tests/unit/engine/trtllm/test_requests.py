@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engine.trtllm.requests import Rules, make_call
+from dynamo_trtllm.engine.trtllm.requests import PromptLimit, Rules, make_call
 from dynamo_trtllm.errors import ContextTooLong, EngineRefused
 from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling, token_ids
 
@@ -20,8 +20,7 @@ def rules(**changes: Any) -> Rules:
     values = {
         "role": Role.PREFILL,
         "context_length": 100,
-        "prompt_limit": 40,
-        "prompt_limit_why": "max_num_tokens",
+        "prompt_limits": {phase: PromptLimit(40, f"limit of {phase}") for phase in Phase},
         "vocab_size": 201088,
         "end_ids": (RETURN, CALL, EOS),
         "refuses": (),
@@ -140,7 +139,7 @@ def test_logprobs_when_asked_without_alternatives_then_the_vendor_is_asked_for_o
 
 
 def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
-    with pytest.raises(ContextTooLong, match="max_num_tokens"):
+    with pytest.raises(ContextTooLong, match=r"41 tokens .* 40 \(limit of prefill\)"):
         make_call(ask(41), rules())
     make_call(ask(40), rules())
 

@@ -14,7 +14,7 @@ from dynamo_trtllm.engine.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import release_for
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.messages import Phase, Role
 
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"}
 
@@ -48,7 +48,8 @@ def checkpoint(**changes: Any) -> Checkpoint:
 
 
 def refused(version: str, *, cache_salt: bool = True, **values: Any) -> set[str]:
-    return set(settings.refuses(args_of(version, **values), release_for(version), cache_salt=cache_salt))
+    found = settings.refuses(args_of(version, **values), release_for(version), cache_salt=cache_salt)
+    return set(found) - {"resumed_tokens"}
 
 
 @pytest.mark.parametrize("version", ["1.1.0", "1.2.1"])
@@ -88,28 +89,28 @@ def test_values_when_statistics_are_switched_off_then_they_stay_off() -> None:
     assert settings.has_statistics(args_of("1.2.1"))
 
 
+BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 256}}
+
+
 @pytest.mark.parametrize(
-    ("role", "values", "limit", "why"),
+    ("phase", "values", "limit", "why"),
     [
-        (Role.PREFILL, {"max_num_tokens": 512}, 512, "max_num_tokens"),
-        (Role.PREFILL, {"max_num_tokens": 512, "enable_chunked_prefill": True}, 4095, "max_seq_len"),
-        (Role.DECODE, {"max_num_tokens": 512}, 4095, "max_seq_len"),
-        (
-            Role.AGGREGATED,
-            {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 256}},
-            4095,
-            "max_seq",
-        ),
-        (Role.DECODE, {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 256}}, 256, "in_buffer"),
-        (Role.DECODE, {"max_seq_len": 100}, 99, "max_seq_len 100"),
+        (Phase.PREFILL, {"max_num_tokens": 512}, 512, "max_num_tokens"),
+        (Phase.PREFILL, {"max_num_tokens": 512, "enable_chunked_prefill": True}, 4095, "max_seq_len"),
+        (Phase.DECODE, {"max_num_tokens": 512}, 4095, "max_seq_len"),
+        (Phase.WHOLE, {"max_num_tokens": 512}, 512, "max_num_tokens"),
+        (Phase.WHOLE, BUFFER, 4095, "max_seq_len"),
+        (Phase.DECODE, BUFFER, 256, "max_tokens_in_buffer"),
+        (Phase.PREFILL, BUFFER, 256, "max_tokens_in_buffer"),
+        (Phase.DECODE, {"max_seq_len": 100}, 99, "max_seq_len 100"),
     ],
 )
 def test_prompt_limit_when_several_limit_it_then_the_smallest_and_its_name(
-    role: Role, values: dict[str, Any], limit: int, why: str
+    phase: Phase, values: dict[str, Any], limit: int, why: str
 ) -> None:
-    found, name = settings.prompt_limit(facts_of(role=role, **values))
-    assert found == limit
-    assert why in name
+    found = settings.prompt_limit(facts_of(role=Role.DECODE, **values), phase)
+    assert found.tokens == limit
+    assert why in found.why
 
 
 def test_context_when_nobody_says_it_then_the_flag_is_named() -> None:

@@ -14,7 +14,7 @@ import pytest
 from dynamo_trtllm.engine.trtllm import serving as serving_module
 from dynamo_trtllm.engine.trtllm.desk import Terms
 from dynamo_trtllm.engine.trtllm.flight import Flight
-from dynamo_trtllm.engine.trtllm.requests import Rules
+from dynamo_trtllm.engine.trtllm.requests import PromptLimit, Rules
 from dynamo_trtllm.engine.trtllm.serving import Serving
 from dynamo_trtllm.engine.trtllm.vendor import Capabilities, Vendor
 from dynamo_trtllm.errors import (
@@ -122,8 +122,7 @@ def make(role: Role, *, ttl_s: float = 60.0) -> tuple[Serving, Llm]:
     rules = Rules(
         role=role,
         context_length=1000,
-        prompt_limit=500,
-        prompt_limit_why="",
+        prompt_limits={phase: PromptLimit(500, "") for phase in Phase},
         vocab_size=100,
         end_ids=(99,),
         refuses=(),
