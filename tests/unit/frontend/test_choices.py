@@ -307,8 +307,16 @@ async def test_together_when_read_slowly_then_streams_wait_and_closing_closes_th
             for _ in range(100):
                 await asyncio.sleep(0)
             break
-        assert sum(made) <= 2 * AHEAD + 3
+        assert sum(map(abs, made)) <= 2 * AHEAD + 3
     assert all(count < 0 for count in made)
+
+
+async def test_together_when_read_to_the_end_then_every_piece_in_the_order_of_its_stream() -> None:
+    streams = [ticking(index, 3 * AHEAD, [0, 0]) for index in (0, 1)]
+    async with aclosing(together(streams)) as stream:
+        came = [piece async for piece in stream]
+    for index in (0, 1):
+        assert [piece.content for piece in came if piece.index == index] == [str(at) for at in range(3 * AHEAD)]
 
 
 def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> None:

@@ -125,6 +125,6 @@ def test_generated_request_then_an_answer_as_described(case: schemathesis.Case) 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @schema.parametrize()
-@bounded(600)
+@bounded(400)
 def test_generated_requests_when_many_then_each_answer_as_described(case: schemathesis.Case) -> None:
     check_answer(case)
