@@ -147,6 +147,7 @@ class TrtllmEngine:
             limits=settings.limits(self._facts),
             pairing=self._pairing,
             refuses=(*refused, "resumed_tokens"),  # they are prompt to it and nothing else
+            serves_whole=True,
             files=self._checkpoint.files,
         )
 

@@ -36,7 +36,7 @@ class Rules:
     prompt_limits: Mapping[Phase, PromptLimit]  # each leaves room for a token in the context
     vocab_size: int
     end_ids: tuple[int, ...]  # the model's own stop tokens, the chief one first
-    refuses: tuple[str, ...]  # as in EngineInfo
+    refuses: tuple[str, ...]  # fields of Sampling, and "cache_salt"
     structural_tags: bool  # the guided-decoding backend takes them, in their newer form
 
 
@@ -108,8 +108,6 @@ def _check(request: GenerateRequest, rules: Rules) -> None:
 def _is_used(request: GenerateRequest, name: str) -> bool:
     if name == "cache_salt":
         return request.cache_salt is not None
-    if name == "resumed_tokens":
-        return False  # taken for a prompt: whoever resumes knows for which requests that is the same
     return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 
