@@ -303,6 +303,15 @@ class FrontendConfig(ConnectionConfig):
         description="decode workers whose engine can do whole requests while there is no prefill worker",
         json_schema_extra=setting(HTTP),
     )
+    canary_interval_s: NonNegativeFloat = Field(
+        default=30.0,
+        description="seconds after which an idle pair is tried with a request of two tokens; 0: never, and a model is "
+        "ready as soon as its roles are there",
+        json_schema_extra=setting(HTTP),
+    )
+    canary_timeout_s: PositiveFloat = Field(
+        default=10.0, description="seconds within which such a request must be answered", json_schema_extra=setting(HTTP)
+    )
     stall_timeout_s: PositiveFloat = Field(
         default=5.0,
         description="seconds after which a worker that answers nothing at all counts as dead",

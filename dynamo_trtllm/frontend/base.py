@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, Role
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.models import ServedModel
     from dynamo_trtllm.frontend.pipeline import Trace
+    from dynamo_trtllm.frontend.standing import Standing
 
 
 class Generates(Protocol):
@@ -27,6 +28,10 @@ class Catalog(Protocol):
 
     def instances(self) -> Sequence[Instance]: ...
 
-    def missing_roles(self, name: str) -> list[Role]:
-        """Roles without which the model can't be served now."""
+    def lacking(self, name: str) -> str | None:
+        """Why the model can't be served now, for people; None: it can."""
+        ...
+
+    def standing(self) -> Standing:
+        """All pairs of all models, and the instances that fit no other."""
         ...

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 
 import uvicorn
@@ -16,6 +17,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import ConfigError, DynamoError, InternalError
 from dynamo_trtllm.frontend.app import build_app
+from dynamo_trtllm.frontend.canary import Canaries, CanaryOptions
 from dynamo_trtllm.frontend.models import Models
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions
 from dynamo_trtllm.frontend.recovery import RecoveryLimits
@@ -26,6 +28,7 @@ from dynamo_trtllm.plane.jetstream import JetStreamStore
 from dynamo_trtllm.plane.linked import PlaneLimits
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.plane.store import MemoryStore, Store
+from dynamo_trtllm.router.pairs import PairBook
 from dynamo_trtllm.router.view import ClusterView
 
 PROG = "python -m dynamo_trtllm.frontend"
@@ -58,15 +61,20 @@ async def serve(config: FrontendConfig) -> None:
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config.etcd_endpoints)
         stack.push_async_callback(discovery.aclose)
-        view = ClusterView()
-        models = Models(view, discovery, plane, config.namespace)
+        view, book, metrics = ClusterView(), PairBook(), FrontendMetrics()
+        tries_pairs = config.canary_interval_s > 0
+        models = Models(view, discovery, plane, config.namespace, book if tries_pairs else None)
         stack.push_async_callback(models.aclose)
-        pipeline = Pipeline(view, plane, _options(config))
+        pipeline = Pipeline(view, plane, _options(config), book)
         stack.push_async_callback(pipeline.aclose)
+        tasks = [models.watch()]
+        if tries_pairs:
+            options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
+            tasks.append(Canaries(view, pipeline, book, options).run(plane, metrics))
         store = await _store(config)
         stack.push_async_callback(store.aclose)
-        app = build_app(config, models, pipeline, FrontendMetrics(), store)
-        await _until_stopped(_http_server(app), sock, models)
+        app = build_app(config, models, pipeline, metrics, store)
+        await _until_stopped(_http_server(app), sock, tasks)
 
 
 def _options(config: FrontendConfig) -> PipelineOptions:
@@ -84,10 +92,13 @@ async def _store(config: FrontendConfig) -> Store:
     return MemoryStore(store_limits(config))
 
 
-async def _until_stopped(server: uvicorn.Server, sock: socket.socket, models: Models) -> None:
-    """The HTTP server and the watch: the end of either ends both."""
-    watch = asyncio.create_task(models.watch(), name="frontend-watch")
-    watch.add_done_callback(lambda _: setattr(server, "should_exit", True))
+async def _until_stopped(
+    server: uvicorn.Server, sock: socket.socket, work: Sequence[Coroutine[None, None, None]]
+) -> None:
+    """The HTTP server, the watch on discovery and the canaries: the end of any ends all."""
+    tasks = [asyncio.create_task(each) for each in work]
+    for task in tasks:
+        task.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         _log.info("listening on http://%s:%d", *sock.getsockname()[:2])
         loop = asyncio.get_running_loop()
@@ -95,12 +106,14 @@ async def _until_stopped(server: uvicorn.Server, sock: socket.socket, models: Mo
             loop.add_signal_handler(number, server.handle_exit, number, None)
         # `serve` would raise the signal once more at its end, which kills the process before it has closed anything
         await server._serve([sock])
-        if watch.done():
-            watch.result()  # raises what ended it
-            raise InternalError("the watch on discovery ended; restart the frontend")
+        for task in tasks:
+            if task.done():
+                task.result()  # raises what ended it
+                raise InternalError("the watch on discovery or the canaries ended; restart the frontend")
     finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _http_server(app: object) -> uvicorn.Server:

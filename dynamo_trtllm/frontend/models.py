@@ -8,16 +8,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Discovery, Down, Synced, Up
 from dynamo_trtllm.errors import BadFrame, DynamoError, ModelNotFound, NoInstances
-from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard, Role
+from dynamo_trtllm.frontend import standing
+from dynamo_trtllm.frontend.standing import Standing
+from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.render.base import Renderer
 from dynamo_trtllm.render.select import renderer_for
+from dynamo_trtllm.router.pairs import PairBook
 from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
@@ -34,8 +38,12 @@ class ServedModel:
 class Models:
     """`watch` is the one writer; everything else reads what it has put in place."""
 
-    def __init__(self, view: ClusterView, discovery: Discovery, plane: Plane, namespace: str) -> None:
+    def __init__(
+        self, view: ClusterView, discovery: Discovery, plane: Plane, namespace: str, book: PairBook | None = None
+    ) -> None:
+        """With a `book`, a model is ready only when one of its pairs was seen to work."""
         self._view = view
+        self._book = book
         self._discovery = discovery
         self._plane = plane
         self._namespace = namespace
@@ -57,9 +65,18 @@ class Models:
     def instances(self) -> list[Instance]:
         return self._view.instances()
 
-    def missing_roles(self, name: str) -> list[Role]:
-        """Roles without which requests of this model are answered 503."""
-        return self._view.model(name).missing_roles()
+    def lacking(self, name: str) -> str | None:
+        """See `Catalog`."""
+        return standing.lacking(self._view.model(name), name, self._book)
+
+    def standing(self) -> Standing:
+        """See `Catalog`."""
+        views = {name: self._view.model(name) for name in sorted(self._view.models())}
+        book, now = self._book or PairBook(), time.monotonic()
+        return Standing(
+            pairs=[row for name, view in views.items() for row in standing.pair_rows(view, name, book, now)],
+            mismatched=[line for view in views.values() for line in standing.mismatches(view)],
+        )
 
     async def watch(self) -> None:
         """Follows discovery until cancelled."""

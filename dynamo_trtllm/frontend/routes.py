@@ -18,7 +18,7 @@ from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.base import Catalog
 from dynamo_trtllm.frontend.errors import INVALID, answer, retry_headers
 from dynamo_trtllm.frontend.openapi import document
-from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.messages import Instance
 from dynamo_trtllm.observe.metrics import CONTENT_TYPE, FrontendMetrics
 from dynamo_trtllm.openai.errors import error_body
 from dynamo_trtllm.openai.models import model_list, model_object
@@ -28,11 +28,6 @@ PAGE_MAY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 NO_WORKER = "no worker has registered yet"
-WANTED = {
-    Role.PREFILL: "prefill worker",
-    Role.DECODE: "decode worker",
-    Role.AGGREGATED: "worker",
-}
 
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
@@ -67,24 +62,25 @@ class Answers:
         name = request.path_params["name"]
         try:
             self._models.get(name)
-            missing = self._models.missing_roles(name)
+            lacking = self._models.lacking(name)
         except ModelNotFound as error:
             return _not_ready(name, error.message)
-        if missing:
-            return _not_ready(name, _missing(name, missing))
+        if lacking:
+            return _not_ready(name, lacking)
         return json_response({"model": name, "status": "ready"})
 
     async def health(self, _: Request) -> Response:
         """Always 200: this process is fine. `status` tells about the deployment."""
         instances = sorted(self._models.instances(), key=lambda instance: (instance.component, instance.id))
         names = self._models.names()
-        lacking = [_missing(name, missing) for name in names if (missing := self._models.missing_roles(name))]
+        lacking = [why for name in names if (why := self._models.lacking(name))]
         if not names:
             lacking = [NO_WORKER]
         body: dict[str, Any] = {
             "status": "not_ready" if lacking else "healthy",
             "endpoints": sorted({str(endpoint_of(instance)) for instance in instances}),
             "instances": [_instance(instance) for instance in instances],
+            **self._models.standing(),
         }
         return json_response(body | {"message": "; ".join(lacking)} if lacking else body)
 
@@ -117,10 +113,6 @@ def _not_ready(name: str, message: str) -> Response:
 def _told(error: ModelNotFound) -> Response:
     told = answer(error)
     return json_response(told.body, told.status, told.headers)
-
-
-def _missing(name: str, roles: list[Role]) -> str:
-    return f"model {name} has no {' and no '.join(WANTED[role] for role in roles)}"
 
 
 def _instance(instance: Instance) -> dict[str, Any]:

@@ -56,6 +56,7 @@ TABLE = (
     Metric("frontend", "kv_bytes_total", "counter", "KV moved from prefill to decode", ("transport",)),
     Metric("frontend", "retries_total", "counter", "legs run again before a token left", ("model",)),
     Metric("frontend", "migrations_total", "counter", "requests continued elsewhere after a token left", ("model",)),
+    Metric("frontend", "canaries_total", "counter", "requests of two tokens through idle pairs", ("model", "code")),
     Metric("worker", "requests_total", "counter", "finished legs", ("phase", "code")),
     Metric("worker", "output_tokens_total", "counter", "tokens generated", ("phase",)),
     Metric("worker", "running", "gauge", "requests in the batch"),
@@ -127,6 +128,10 @@ class FrontendMetrics:
         """What one request needed, when it ends."""
         self._metrics["retries_total"].labels(model).inc(retries)
         self._metrics["migrations_total"].labels(model).inc(migrations)
+
+    def canary_finished(self, *, model: str, code: str) -> None:
+        """`code`: "ok", "canary" (answered, and not as it should be), "gone", or an error's code."""
+        self._metrics["canaries_total"].labels(model, code).inc()
 
     def observe_ttft(self, *, model: str, seconds: float) -> None:
         self._metrics["ttft_seconds"].labels(model).observe(seconds)

@@ -91,9 +91,21 @@ _BASICS: dict[str, Schema] = {
                     }
                 )
             ),
+            "pairs": _list(ref("Pair")) | {"description": "Whether KV was seen to move, by requests or canaries."},
+            "mismatched": _list(TEXT) | {"description": "Instances that fit none of the other role, and why."},
         },
         {"message": TEXT},
         "Of the deployment; the process itself is well when this is answered.",
+    ),
+    "Pair": _obj(
+        {
+            "model": TEXT,
+            "prefill": {"type": ["string", "null"], "description": "null: the instance does whole requests."},
+            "decode": TEXT,
+            "state": _one("untried", "working", "failing", "quarantined"),
+            "reason": TEXT,
+            "age_s": _null(NUMBER) | {"description": "Since the last outcome."},
+        }
     ),
     "Usage": _obj(
         {

@@ -75,6 +75,13 @@ class PairBook:
         self._shut.add(pair)
         return record.openings == 1
 
+    def postpone(self, pair: Pair, now: float) -> None:
+        """It could not be tried: it was busy. Nothing is known of it that was not known before."""
+        record = self._records.setdefault(pair, PairRecord())
+        record.seen_at = now
+        if record.state is PairState.QUARANTINED:
+            record.open_until = now + self._limits.open_s
+
     def is_shut(self, pair: Pair) -> bool:
         """Whether requests are kept off this pair."""
         return pair in self._shut
@@ -115,6 +122,20 @@ def pairs_of(view: ModelView) -> list[Pair]:
     keys = view.keys
     matched = [(p.id, d.id) for p in view.prefill for d in view.decode if keys[p.id] == keys[d.id]]
     return [*matched, *((None, instance.id) for instance in view.aggregated)]
+
+
+def poisoned(book: PairBook, pairs: Collection[Pair], openings: int = 3) -> set[int]:
+    """Instances whose every pair's breaker opened this often in a row.
+
+    When that is so at both ends of a pair, and it can't be told whose fault it is, it is the prefill instance.
+    """
+    prefills = {prefill for prefill, _ in pairs if prefill is not None}
+    decodes = {decode for _, decode in pairs}
+    bad = {pair for pair in pairs if book.record(pair).openings >= openings}
+    bad_prefills = {p for p in prefills if all(pair in bad for pair in pairs if pair[0] == p)}
+    bad_decodes = {d for d in decodes if all(pair in bad for pair in pairs if pair[1] == d)}
+    others_work = {pair[1] for pair in pairs if pair[0] is not None and pair[0] not in bad_prefills}
+    return bad_prefills | {d for d in bad_decodes if d in others_work or all(p is None for p, o in pairs if o == d)}
 
 
 def spelled(pair: Pair) -> str:

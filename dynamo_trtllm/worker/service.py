@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, Mapping
@@ -20,6 +21,7 @@ from dynamo_trtllm.messages import (
     Instance,
     Phase,
     Release,
+    Restart,
     Role,
 )
 from dynamo_trtllm.observe.logging import request_id
@@ -52,6 +54,8 @@ class WorkerService:
         self._role = instance.role
         self._phases = _PHASES[instance.role] | ({Phase.WHOLE} if instance.serves_whole else set())
         self._files = files
+        self.restart_asked = asyncio.Event()  # its owner ends the worker with a status that has it started again
+        self.restart_reason = ""
         self._metrics = metrics
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -91,6 +95,10 @@ class WorkerService:
                 return b""
             case FileRequest(sha256, offset):
                 return codec.encode(self._piece(sha256, offset))
+            case Restart(reason):
+                self.restart_reason = reason
+                self.restart_asked.set()
+                return b""
             case _:
                 raise InvalidRequest(f"this worker does not know the verb {type(verb).__name__.lower()}")
 

@@ -42,6 +42,7 @@ class _Parts(NamedTuple):
     """What a started worker is made of; the exit stack of `serve` closes it."""
 
     engine: Engine
+    service: WorkerService
     serving: Serving
     registration: Registration
 
@@ -105,7 +106,7 @@ class Worker:
                 return
             _log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
-                await self._until_stopped(parts.engine)
+                await self._until_stopped(parts)
             except EngineFailed as exc:
                 _log.error("the engine failed, leaving: %s", exc.message)
                 await self._drain(parts)
@@ -149,7 +150,7 @@ class Worker:
         registration = await discovery.register(instance)
         stack.push_async_callback(registration.aclose)
         self._health.phase = "serving"
-        return _Parts(engine, serving, registration)
+        return _Parts(engine, service, serving, registration)
 
     def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
         """The record to register, and the files it names by their hash."""
@@ -194,11 +195,13 @@ class Worker:
     def _model_name(self) -> str:
         return self._config.served_model_name or Path(self._config.model_path).name
 
-    async def _until_stopped(self, engine: Engine) -> None:
-        """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit."""
+    async def _until_stopped(self, parts: _Parts) -> None:
+        """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit, or said to be so."""
         while not self._stop.is_set():
+            if parts.service.restart_asked.is_set():
+                raise EngineFailed(f"asked to restart: {parts.service.restart_reason}")
             try:
-                await engine.check()
+                await parts.engine.check()
             except EngineFailed as exc:
                 self._health.reason = exc.message
                 raise

@@ -11,6 +11,7 @@ from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.frontend.standing import Standing
 from dynamo_trtllm.messages import (
     Chunk,
     Conversation,
@@ -19,7 +20,6 @@ from dynamo_trtllm.messages import (
     Instance,
     LegStats,
     ModelCard,
-    Role,
     TokenIds,
     TokenLogprob,
     token_ids,
@@ -118,7 +118,8 @@ class Catalog:
         self.renderer = CharacterRenderer()
         self.served = {MODEL: ServedModel(CARD, self.renderer)}
         self.up: list[Instance] = []
-        self.missing: list[Role] = []
+        self.lacks: str | None = None
+        self.shown: Standing = {"pairs": [], "mismatched": []}
 
     def get(self, name: str) -> ServedModel:
         if name not in self.served:
@@ -131,8 +132,11 @@ class Catalog:
     def instances(self) -> Sequence[Instance]:
         return self.up
 
-    def missing_roles(self, name: str) -> list[Role]:
-        return self.missing
+    def lacking(self, name: str) -> str | None:
+        return self.lacks
+
+    def standing(self) -> Standing:
+        return self.shown
 
 
 @dataclass

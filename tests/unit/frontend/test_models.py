@@ -165,7 +165,7 @@ async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(fronte
     await served(frontend, "oss")
     assert frontend.models.get("oss").card == HARMONY
     assert isinstance(frontend.models.get("oss").renderer, HarmonyRenderer)
-    assert frontend.models.missing_roles("oss") == []
+    assert frontend.models.lacking("oss") is None
     assert [instance.id for instance in frontend.models.instances()] == [1]
 
 
@@ -250,11 +250,11 @@ async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_
     prefill = await frontend.add(1, HARMONY, Role.PREFILL)
     decode = await frontend.add(2, HARMONY, Role.DECODE)
     await served(frontend, "oss")
-    await until(lambda: frontend.models.missing_roles("oss") == [])
+    await until(lambda: frontend.models.lacking("oss") is None)
     await decode.aclose()
-    await until(lambda: frontend.models.missing_roles("oss") == [Role.DECODE])
+    await until(lambda: frontend.models.lacking("oss") == "model oss has no decode worker")
     await prefill.aclose()
-    await until(lambda: frontend.models.missing_roles("oss") == [Role.PREFILL, Role.DECODE])
+    await until(lambda: frontend.models.lacking("oss") == "model oss has no prefill worker and no decode worker")
     assert frontend.models.get("oss").card == HARMONY
     assert frontend.models.instances() == []
 

@@ -31,10 +31,10 @@ async def test_one_model_that_is_unknown_then_404() -> None:
     assert response.json()["error"]["code"] == "model_not_found"
 
 
-async def test_ready_when_a_role_is_missing_then_503_naming_it() -> None:
+async def test_ready_when_something_is_lacking_then_503_says_what() -> None:
     served = front()
     assert (await ask(served, "GET", f"/v1/models/{MODEL}/ready")).status_code == 200
-    served.catalog.missing = [Role.DECODE]
+    served.catalog.lacks = "model lab/tiny has no decode worker"
     response = await ask(served, "GET", f"/v1/models/{MODEL}/ready")
     assert response.status_code == 503
     assert "decode worker" in response.json()["message"]
@@ -60,13 +60,15 @@ async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() ->
     assert "message" not in body
 
 
-async def test_health_when_a_role_is_missing_then_200_and_not_ready_with_its_name() -> None:
+async def test_health_when_something_is_lacking_then_200_and_not_ready_says_what() -> None:
     served = front()
-    served.catalog.missing = [Role.PREFILL, Role.DECODE]
+    served.catalog.lacks = "model lab/tiny has no worker"
+    served.catalog.shown = {"pairs": [], "mismatched": ["instance 3 (decode): strategy differs"]}
     response = await ask(served, "GET", "/health")
     assert response.status_code == 200
     assert response.json()["status"] == "not_ready"
-    assert response.json()["message"] == f"model {MODEL} has no prefill worker and no decode worker"
+    assert response.json()["message"] == "model lab/tiny has no worker"
+    assert response.json()["mismatched"] == ["instance 3 (decode): strategy differs"]
 
 
 async def test_health_when_nobody_registered_then_not_ready() -> None:

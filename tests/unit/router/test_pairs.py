@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState, pairs_of, spelled
+from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState, pairs_of, poisoned, spelled
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import make_instance
 
@@ -70,3 +70,46 @@ def test_pairs_of_when_roles_are_mixed_then_matching_pairs_and_whole_instances()
 
 def test_spelled_when_printed_then_ids_are_those_of_subjects() -> None:
     assert (spelled((0xA, 0xB)), spelled((None, 0xB))) == ("pair a -> b", "instance b")
+
+
+def test_poisoned_when_one_prefill_fails_with_everybody_then_it_is_that_one() -> None:
+    pairs = [(1, 11), (1, 12), (2, 11), (2, 12)]
+    book = PairBook(BreakerLimits(failures=1))
+    for _ in range(3):
+        for pair in ((1, 11), (1, 12)):
+            book.failed(pair, "x", 0.0)
+    assert poisoned(book, pairs) == {1}
+
+
+def test_poisoned_when_one_decode_fails_with_everybody_then_it_is_that_one() -> None:
+    pairs = [(1, 11), (1, 12), (2, 11), (2, 12)]
+    book = PairBook(BreakerLimits(failures=1))
+    for _ in range(3):
+        for pair in ((1, 11), (2, 11)):
+            book.failed(pair, "x", 0.0)
+    assert poisoned(book, pairs) == {11}
+
+
+def test_poisoned_when_there_is_only_one_pair_then_its_prefill_instance_and_never_too_soon() -> None:
+    book = PairBook(BreakerLimits(failures=1))
+    book.failed(PAIR, "x", 0.0)
+    assert poisoned(book, [PAIR]) == set()
+    for _ in range(2):
+        book.failed(PAIR, "x", 0.0)
+    assert poisoned(book, [PAIR]) == {1}
+
+
+def test_poisoned_when_an_aggregated_instance_fails_then_it_is_that_one() -> None:
+    book = PairBook(BreakerLimits(failures=1))
+    for _ in range(3):
+        book.failed((None, 5), "x", 0.0)
+    assert poisoned(book, [(None, 5), (None, 6)]) == {5}
+
+
+def test_postpone_when_a_quarantined_pair_was_busy_then_it_is_tried_later() -> None:
+    book = PairBook(BreakerLimits(failures=1, open_s=10.0))
+    book.failed(PAIR, "x", 0.0)
+    book.postpone(PAIR, 10.0)
+    assert book.is_shut(PAIR)
+    assert book.due([PAIR], 19.0, 30.0) == []
+    assert book.due([PAIR], 20.0, 30.0) == [PAIR]

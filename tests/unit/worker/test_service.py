@@ -27,6 +27,7 @@ from dynamo_trtllm.messages import (
     Phase,
     Release,
     ReleaseOutcome,
+    Restart,
     Role,
     Sampling,
     token_ids,
@@ -157,6 +158,13 @@ async def test_generate_when_ticket_and_phase_disagree_then_refused(
 async def test_generate_when_a_decode_worker_serves_whole_requests_too_then_they_pass() -> None:
     desk = Desk(PlainEngine(), Role.DECODE, serves_whole=True)
     assert await desk.ask(phase=Phase.WHOLE) == list(ANSWER)
+
+
+async def test_control_when_asked_to_restart_then_its_owner_is_told_why() -> None:
+    desk = Desk(PlainEngine())
+    assert await desk.service.control(Restart("no KV leaves")) == b""
+    assert desk.service.restart_asked.is_set()
+    assert desk.service.restart_reason == "no KV leaves"
 
 
 async def test_generate_when_the_model_is_another_then_model_not_found_names_both() -> None:
