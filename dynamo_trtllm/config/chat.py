@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from dynamo_trtllm.config.models import HTTP, MODEL, Config, PositiveInt, setting
+from dynamo_trtllm.config.base import HTTP, MODEL, Config, PositiveInt, setting
 
 
 class ChatConfig(Config):

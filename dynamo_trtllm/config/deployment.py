@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from dynamo_trtllm.config.base import Config, PositiveFloat, PositiveInt
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import check_keys, read_yaml
-from dynamo_trtllm.config.models import Config, FrontendConfig, PositiveFloat, PositiveInt, WorkerConfig
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 

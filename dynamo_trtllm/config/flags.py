@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
 
+from dynamo_trtllm.config.base import GROUPS, REFUSED_FLAGS, Config
 from dynamo_trtllm.config.layers import nearest
-from dynamo_trtllm.config.models import GROUPS, REFUSED_FLAGS, Config
 from dynamo_trtllm.errors import ConfigError
 
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}

@@ -6,118 +6,33 @@ Plain frozen pydantic models; building one reads no environment. `load` fills th
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
-from pydantic.config import JsonDict
+from pydantic import Field, field_validator
 
+from dynamo_trtllm.config.base import (
+    CONTROL,
+    ENGINE,
+    HTTP,
+    KV,
+    MODEL,
+    PROCESS,
+    ROLE,
+    Config,
+    ConnectionConfig,
+    EngineName,
+    LogLevel,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Port,
+    PositiveFloat,
+    PositiveInt,
+    setting,
+)
 from dynamo_trtllm.messages import Role
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Port = Annotated[int, Field(ge=0, le=65535)]
-EngineName = Literal["trtllm", "torch", "mock"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-
-DEFAULT_SOURCE = "default"
-CODE_SOURCE = "configuration"
-
-MODEL = "model"
-ENGINE = "engine"
-ROLE = "role"
-KV = "KV cache and hand-off"
-CONTROL = "control plane"
-HTTP = "HTTP and routing"
-LOAD = "load"
-PROCESS = "process"
-GROUPS = (MODEL, ENGINE, ROLE, KV, LOAD, HTTP, CONTROL, PROCESS)  # in the order of --help
-
-# Flags of other programs that people bring along: refused with what to use instead.
-REFUSED_FLAGS = {
-    "--is-prefill-worker": "is of the vllm engine, which is not in this version; use --disaggregation-mode prefill",
-    "--is-decode-worker": "is of the vllm engine, which is not in this version; use --disaggregation-mode decode",
-}
-
-_NAME = re.compile(r"[^/.*>\s]+")
 _ENDPOINT = re.compile(r"dyn://[^/.*>\s]+\.[^/.*>\s]+\.[^/.*>\s]+")
-_HOST = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)"
-_ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
-_NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
-
-
-def setting(group: str, *flags: str, env: str | None = None, positional: bool = False) -> JsonDict:
-    """How a field shows on the command line: its help group, further spellings, a well-known environment variable."""
-    return {"group": group, "flags": list(flags), "env": env, "positional": positional}
-
-
-class Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    examples: ClassVar[str] = ""  # launch lines shown under --help
-    _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
-
-    def with_sources(self, sources: Mapping[str, str]) -> Self:
-        """The same settings, each with the place that it comes from."""
-        noted = self.model_copy()
-        noted._sources = dict(sources)
-        return noted
-
-    def source_of(self, name: str) -> str:
-        """Where a setting comes from: `flag --x`, `environment X`, `default`; `configuration` where code set it."""
-        return self._sources.get(name) or (CODE_SOURCE if name in self.model_fields_set else DEFAULT_SOURCE)
-
-    def __eq__(self, other: object) -> bool:
-        """Where values come from is no part of what they are."""
-        return isinstance(other, Config) and type(self) is type(other) and dict(self) == dict(other)
-
-
-class ConnectionConfig(Config):
-    """What worker and frontend share."""
-
-    namespace: str = Field(
-        default="dynamo",
-        description="deployment name; workers and frontends see only their own",
-        json_schema_extra=setting(CONTROL, env="DYN_NAMESPACE"),
-    )
-    etcd_endpoints: str = Field(
-        default="http://localhost:2379",
-        description="etcd addresses, comma-separated",
-        json_schema_extra=setting(CONTROL, env="ETCD_ENDPOINTS"),
-    )
-    nats_server: str = Field(
-        default="nats://localhost:4222",
-        description="NATS address",
-        json_schema_extra=setting(CONTROL, env="NATS_SERVER"),
-    )
-    log_level: LogLevel = Field(
-        default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
-    )
-
-    @field_validator("namespace")
-    @classmethod
-    def _namespace_is_a_name(cls, value: str) -> str:
-        if not _NAME.fullmatch(value):
-            raise ValueError("may not be empty or hold '/', '.', '*', '>' or white space")
-        return value
-
-    @field_validator("etcd_endpoints")
-    @classmethod
-    def _etcd_addresses(cls, value: str) -> str:
-        for part in value.split(","):
-            if not _ETCD.fullmatch(part.strip()):
-                raise ValueError("expected comma-separated addresses like http://localhost:2379")
-        return value
-
-    @field_validator("nats_server")
-    @classmethod
-    def _nats_address(cls, value: str) -> str:
-        if not _NATS.fullmatch(value):
-            raise ValueError("expected an address like nats://localhost:4222")
-        return value
 
 
 class WorkerConfig(ConnectionConfig):
@@ -196,8 +111,11 @@ examples, one prefill and one decode worker of the same model:
         description="which leg of a request this worker serves",
         json_schema_extra=setting(ROLE),
     )
-    disaggregation_strategy: Literal["prefill_first"] = Field(
-        default="prefill_first", description="which leg begins", json_schema_extra=setting(ROLE)
+    disaggregation_strategy: Literal["prefill_first", "decode_first"] = Field(
+        default="prefill_first",
+        description="which leg begins; decode_first keeps a decode slot before the prompt is processed; equal on "
+        "prefill and decode",
+        json_schema_extra=setting(ROLE),
     )
     endpoint: str | None = Field(
         default=None,
@@ -218,6 +136,22 @@ examples, one prefill and one decode worker of the same model:
     ticket_ttl_s: PositiveFloat = Field(
         default=60.0, description="seconds after which KV that nobody fetched is freed", json_schema_extra=setting(KV)
     )
+    handoff_timeout_s: PositiveFloat = Field(
+        default=30.0,
+        description="longest time in seconds for a prompt's KV to come from the prefill worker",
+        json_schema_extra=setting(KV),
+    )
+    max_ticket_kv_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.5,
+        description="share of the KV blocks that hand-offs not yet fetched may hold; beyond it a prefill worker "
+        "refuses requests",
+        json_schema_extra=setting(KV),
+    )
+    max_queued_requests: NonNegativeInt = Field(
+        default=1024,
+        description="requests beyond --max-batch-size that a worker takes; one more is refused",
+        json_schema_extra=setting(ENGINE),
+    )
     lease_ttl_s: PositiveFloat = Field(
         default=10.0, description="seconds after which a dead worker is forgotten", json_schema_extra=setting(CONTROL)
     )
@@ -237,13 +171,6 @@ examples, one prefill and one decode worker of the same model:
     def _engine_is_here(cls, value: Any) -> Any:
         if value == "vllm":
             raise ValueError("the vllm engine is not in this version; choose trtllm, torch or mock")
-        return value
-
-    @field_validator("disaggregation_strategy", mode="before")
-    @classmethod
-    def _strategy_is_here(cls, value: Any) -> Any:
-        if value == "decode_first":
-            raise ValueError("decode_first needs workers that reserve decode slots, which none does; use prefill_first")
         return value
 
     @field_validator("publish_kv_events")
@@ -272,14 +199,37 @@ class FrontendConfig(ConnectionConfig):
         default="round-robin", description="how an instance is chosen", json_schema_extra=setting(HTTP)
     )
     request_timeout_s: PositiveFloat = Field(
-        default=600.0, description="deadline of a request in seconds", json_schema_extra=setting(HTTP)
+        default=600.0,
+        description="deadline of a request in seconds; a request may set a nearer one with `timeout`",
+        json_schema_extra=setting(HTTP),
+    )
+    max_connections: PositiveInt = Field(
+        default=8192,
+        description="open connections; one more is answered 429 and closed",
+        json_schema_extra=setting(HTTP),
+    )
+    max_header_bytes: PositiveInt = Field(
+        default=64 << 10, description="largest request head; answered 431 beyond", json_schema_extra=setting(HTTP)
+    )
+    receive_timeout_s: PositiveFloat = Field(
+        default=60.0,
+        description="seconds in which a request's head must be here, and then its body; answered 408 beyond",
+        json_schema_extra=setting(HTTP),
+    )
+    keep_alive_timeout_s: PositiveFloat = Field(
+        default=75.0, description="seconds after which an idle connection is closed", json_schema_extra=setting(HTTP)
     )
     max_body_bytes: PositiveInt = Field(
         default=32 << 20, description="largest request body", json_schema_extra=setting(HTTP)
     )
     max_inflight: PositiveInt = Field(
         default=4096,
-        description="choices at once, n of a request counted n times; one more is answered 429",
+        description="choices at once, n of a request counted n times; more wait",
+        json_schema_extra=setting(HTTP),
+    )
+    max_queued: NonNegativeInt = Field(
+        default=1024,
+        description="requests that wait for their turn, in order of arrival; one more is answered 429",
         json_schema_extra=setting(HTTP),
     )
     retry_limit: NonNegativeInt = Field(
@@ -310,7 +260,9 @@ class FrontendConfig(ConnectionConfig):
         json_schema_extra=setting(HTTP),
     )
     canary_timeout_s: PositiveFloat = Field(
-        default=10.0, description="seconds within which such a request must be answered", json_schema_extra=setting(HTTP)
+        default=10.0,
+        description="seconds within which such a request must be answered",
+        json_schema_extra=setting(HTTP),
     )
     stall_timeout_s: PositiveFloat = Field(
         default=5.0,

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from dynamo_trtllm.config.models import ENGINE, LOAD, MODEL, PROCESS, ROLE, Config, PositiveInt, setting
+from dynamo_trtllm.config.base import ENGINE, LOAD, MODEL, PROCESS, ROLE, Config, PositiveInt, setting
 
 
 class PreflightConfig(Config):

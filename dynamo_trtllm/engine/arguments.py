@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dynamo_trtllm.config import layers
+from dynamo_trtllm.config.base import CODE_SOURCE
 from dynamo_trtllm.config.layers import Layer, Layered, Merged
-from dynamo_trtllm.config.models import CODE_SOURCE, WorkerConfig
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)

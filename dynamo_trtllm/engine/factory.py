@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 
-from dynamo_trtllm.config.models import EngineName, WorkerConfig
+from dynamo_trtllm.config.base import EngineName
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import Engine
 from dynamo_trtllm.errors import ConfigError
 

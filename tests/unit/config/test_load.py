@@ -103,7 +103,7 @@ def test_load_when_the_flag_has_a_second_spelling_then_both_work():
         ("--model m --max-num-tokens 0", ["--max-num-tokens", "'0'", "greater than 0"]),
         ("--model m --lease-ttl-s inf", ["--lease-ttl-s", "'inf'", "finite"]),
         ("--model m --disaggregation-mode both", ["'both'", "'prefill', 'decode' or 'prefill_and_decode'"]),
-        ("--model m --disaggregation-strategy decode_first", ["decode_first", "prefill_first"]),
+        ("--model m --disaggregation-strategy both", ["'both'", "'prefill_first' or 'decode_first'"]),
         ("--model m --engine vllm", ["the vllm engine is not in this version", "torch"]),
         ("--model m --is-prefill-worker", ["--is-prefill-worker", "--disaggregation-mode prefill"]),
         ("--model m --publish-kv-events", ["--publish-kv-events", "KV events"]),

@@ -1,0 +1,113 @@
+"""What all settings are made of: their types, how one shows on the command line, and what worker and frontend share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic.config import JsonDict
+
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+EngineName = Literal["trtllm", "torch", "mock"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+DEFAULT_SOURCE = "default"
+CODE_SOURCE = "configuration"
+
+MODEL = "model"
+ENGINE = "engine"
+ROLE = "role"
+KV = "KV cache and hand-off"
+CONTROL = "control plane"
+HTTP = "HTTP and routing"
+LOAD = "load"
+PROCESS = "process"
+GROUPS = (MODEL, ENGINE, ROLE, KV, LOAD, HTTP, CONTROL, PROCESS)  # in the order of --help
+
+# Flags of other programs that people bring along: refused with what to use instead.
+REFUSED_FLAGS = {
+    "--is-prefill-worker": "is of the vllm engine, which is not in this version; use --disaggregation-mode prefill",
+    "--is-decode-worker": "is of the vllm engine, which is not in this version; use --disaggregation-mode decode",
+}
+
+_NAME = re.compile(r"[^/.*>\s]+")
+_HOST = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)"
+_ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
+_NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
+
+
+def setting(group: str, *flags: str, env: str | None = None, positional: bool = False) -> JsonDict:
+    """How a field shows on the command line: its help group, further spellings, a well-known environment variable."""
+    return {"group": group, "flags": list(flags), "env": env, "positional": positional}
+
+
+class Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    examples: ClassVar[str] = ""  # launch lines shown under --help
+    _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
+
+    def with_sources(self, sources: Mapping[str, str]) -> Self:
+        """The same settings, each with the place that it comes from."""
+        noted = self.model_copy()
+        noted._sources = dict(sources)
+        return noted
+
+    def source_of(self, name: str) -> str:
+        """Where a setting comes from: `flag --x`, `environment X`, `default`; `configuration` where code set it."""
+        return self._sources.get(name) or (CODE_SOURCE if name in self.model_fields_set else DEFAULT_SOURCE)
+
+    def __eq__(self, other: object) -> bool:
+        """Where values come from is no part of what they are."""
+        return isinstance(other, Config) and type(self) is type(other) and dict(self) == dict(other)
+
+
+class ConnectionConfig(Config):
+    """What worker and frontend share."""
+
+    namespace: str = Field(
+        default="dynamo",
+        description="deployment name; workers and frontends see only their own",
+        json_schema_extra=setting(CONTROL, env="DYN_NAMESPACE"),
+    )
+    etcd_endpoints: str = Field(
+        default="http://localhost:2379",
+        description="etcd addresses, comma-separated",
+        json_schema_extra=setting(CONTROL, env="ETCD_ENDPOINTS"),
+    )
+    nats_server: str = Field(
+        default="nats://localhost:4222",
+        description="NATS address",
+        json_schema_extra=setting(CONTROL, env="NATS_SERVER"),
+    )
+    log_level: LogLevel = Field(
+        default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
+    )
+
+    @field_validator("namespace")
+    @classmethod
+    def _namespace_is_a_name(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError("may not be empty or hold '/', '.', '*', '>' or white space")
+        return value
+
+    @field_validator("etcd_endpoints")
+    @classmethod
+    def _etcd_addresses(cls, value: str) -> str:
+        for part in value.split(","):
+            if not _ETCD.fullmatch(part.strip()):
+                raise ValueError("expected comma-separated addresses like http://localhost:2379")
+        return value
+
+    @field_validator("nats_server")
+    @classmethod
+    def _nats_address(cls, value: str) -> str:
+        if not _NATS.fullmatch(value):
+            raise ValueError("expected an address like nats://localhost:4222")
+        return value
