@@ -74,7 +74,9 @@ async def serve(config: FrontendConfig) -> None:
         store = await _store(config)
         stack.push_async_callback(store.aclose)
         app = build_app(config, models, pipeline, metrics, store)
-        await _until_stopped(_http_server(app), sock, tasks)
+        # A model that was not heard of yet is not unknown: until then, and for this long, early clients wait
+        settled = asyncio.wait_for(models.settled(), config.hold_for_roles_s)
+        await _until_stopped(_http_server(app), sock, tasks, settled)
 
 
 def _options(config: FrontendConfig) -> PipelineOptions:
@@ -93,10 +95,14 @@ async def _store(config: FrontendConfig) -> Store:
 
 
 async def _until_stopped(
-    server: uvicorn.Server, sock: socket.socket, work: Sequence[Coroutine[None, None, None]]
+    server: uvicorn.Server,
+    sock: socket.socket,
+    work: Sequence[Coroutine[None, None, None]],
+    settled: Coroutine[None, None, None],
 ) -> None:
-    """The HTTP server, the watch on discovery and the canaries: the end of any ends all."""
+    """The HTTP server, from `settled` on, the watch on discovery and the canaries: the end of any ends all."""
     tasks = [asyncio.create_task(each) for each in work]
+    settling = asyncio.create_task(settled)
     for task in tasks:
         task.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
@@ -104,6 +110,7 @@ async def _until_stopped(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.handle_exit, number, None)
+        await asyncio.wait({settling, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         # `serve` would raise the signal once more at its end, which kills the process before it has closed anything
         await server._serve([sock])
         for task in tasks:
@@ -111,9 +118,9 @@ async def _until_stopped(
                 task.result()  # raises what ended it
                 raise InternalError("the watch on discovery or the canaries ended; restart the frontend")
     finally:
-        for task in tasks:
+        for task in (settling, *tasks):
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(settling, *tasks, return_exceptions=True)
 
 
 def _http_server(app: object) -> uvicorn.Server:

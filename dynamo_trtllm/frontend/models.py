@@ -90,6 +90,12 @@ class Models:
                     case Synced():
                         self.synced.set()
 
+    async def settled(self) -> None:
+        """Returns when the models of the workers that were there at the start are served."""
+        await self.synced.wait()
+        if self._loading:
+            await asyncio.wait(list(self._loading.values()))
+
     def _add(self, instance: Instance) -> None:
         name = instance.card.name
         _log.info("instance %x is up: %s of model %s", instance.id, instance.role, name)

@@ -11,7 +11,15 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from dynamo_trtllm.codec import decode, encode
-from dynamo_trtllm.errors import BadFrame, DeadlineExceeded, Disconnected, DynamoError, PayloadTooLarge, Unreachable
+from dynamo_trtllm.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    Disconnected,
+    DynamoError,
+    PayloadTooLarge,
+    StreamIncomplete,
+    Unreachable,
+)
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
 from dynamo_trtllm.plane.base import Service, Serving
 from dynamo_trtllm.plane.link import Link, Listening, PeerWatch
@@ -117,8 +125,10 @@ class LinkPlane:
             return
         try:
             self._inbox.feed(decode(data, Batch))
-        except BadFrame as exc:
-            self._inbox.fail_all(exc)  # it can't be told whose frames these were
+        except (
+            BadFrame
+        ) as exc:  # it can't be told whose frames these were: each may lack one now, and goes on elsewhere
+            self._inbox.fail_all(StreamIncomplete(f"a message to {self._inbox_subject} can't be read: {exc.message}"))
 
     def _forget(self, subject: str, arrivals: Arrivals) -> None:
         self._peers.remove(subject)

@@ -173,6 +173,26 @@ async def test_watch_when_discovery_has_told_all_then_synced_is_set(frontend: Fr
     await asyncio.wait_for(frontend.models.synced.wait(), 2)
 
 
+async def test_settled_when_workers_were_there_at_the_start_then_their_models_are_served() -> None:
+    plane, discovery = InprocPlane(), MemoryDiscovery()
+    instance = msgspec.structs.replace(make_instance(1, role=Role.AGGREGATED), card=HARMONY)
+    await discovery.register(instance)
+    models = Models(ClusterView(), discovery, plane, "dynamo")
+    watching = asyncio.create_task(models.watch())
+    await asyncio.wait_for(models.settled(), 5)
+    assert models.names() == ["oss"]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await models.aclose()
+    await discovery.aclose()
+    await plane.aclose()
+
+
+async def test_settled_when_no_worker_was_there_then_at_once(frontend: Frontend) -> None:
+    await asyncio.wait_for(frontend.models.settled(), 2)
+    assert frontend.models.names() == []
+
+
 async def test_load_when_a_file_is_larger_than_a_piece_then_it_is_fetched_in_pieces(
     frontend: Frontend, files: dict[str, Path]
 ) -> None:

@@ -1,0 +1,57 @@
+"""The caller's side of the request plane over a link of dictionaries: messages that nobody meant."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from dynamo_trtllm.codec import decode
+from dynamo_trtllm.errors import StreamIncomplete
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.plane.inproc import InprocLink
+from dynamo_trtllm.plane.linked import LinkPlane, PlaneLimits
+from dynamo_trtllm.plane.stream import Envelope, Open
+
+SUBJECT = "ns_prefill.generate-1"
+
+
+class Overheard(InprocLink):
+    """Notes the inbox of who opens a stream."""
+
+    inbox = ""
+
+    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        if data:
+            opening = decode(data, Envelope).body
+            assert isinstance(opening, Open)
+            self.inbox = opening.inbox
+        return await super().ask(subject, data, timeout_s=timeout_s)
+
+
+class Endless:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(token_ids=token_ids([1]))
+        await asyncio.Event().wait()
+
+    async def control(self, verb: Control) -> bytes:
+        return b""
+
+
+async def test_inbox_when_a_message_cannot_be_read_then_running_streams_end_so_that_they_go_on_elsewhere() -> None:
+    link = Overheard()
+    plane = LinkPlane(link, PlaneLimits())
+    await plane.serve(SUBJECT, Endless())
+    request = GenerateRequest(
+        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
+    )
+    async with aclosing(plane.generate(SUBJECT, request)) as chunks:
+        await anext(chunks)
+        link.post(link.inbox, b"\xc1 no message")
+        with pytest.raises(StreamIncomplete, match="can't be read") as caught:
+            await asyncio.wait_for(anext(chunks), 2)
+    assert caught.value.retryable
+    await plane.aclose()
