@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
 from dynamo_trtllm.launch.restart import decide, describe
 from dynamo_trtllm.launch.running import Running, end_of
+from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 
 
@@ -69,9 +69,9 @@ class Supervisor:
         Raises GivenUp and ConfigError, after all was stopped.
         """
         failure: GivenUp | ConfigError | None = None
-        with tempfile.TemporaryDirectory(prefix="dynamo-launch-", ignore_cleanup_errors=True) as folder:
+        with scratch_folder("dynamo-launch-") as folder:
             try:
-                addresses = self._start_servers(Path(folder))
+                addresses = self._start_servers(folder)
                 await self._keep_all(processes(self._deployment, addresses), on_ready)
             except* (GivenUp, ConfigError) as group:
                 failure = _first(group)

@@ -161,7 +161,7 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
         launched.wait_line(rf"^launch +\| {name} is ready after \d+\.\d\d s (at|as) \S+")
     order = [line.split()[2] for line in launched.lines if " is ready after" in line]
     assert order[:2] == ["etcd", "nats"]
-    assert len(launched.pids()) == 6
+    assert len(launched.pids()) == 7  # two servers, a frontend, two workers, the launcher and who clears up after it
     with urllib.request.urlopen(f"http://localhost:{port}/live", timeout=5) as reply:
         assert json.load(reply) == {"status": "live"}
     launched.process.terminate()
@@ -192,12 +192,16 @@ def test_launch_when_worker_is_killed_then_it_is_restarted_once_and_then_all_is_
     launched.wait_gone(1.0)
 
 
-def test_launch_when_it_is_killed_itself_then_nothing_is_left_within_3_s(launch: Launch, deployment: Path) -> None:
+def test_launch_when_it_is_killed_itself_then_nothing_is_left_within_3_s(
+    launch: Launch, deployment: Path, temporary: Path
+) -> None:
     launched = launch(deployment)
     launched.wait_line("all processes serve")
-    assert len(launched.pids()) == 6
+    assert len(launched.pids()) == 7
+    assert list(temporary.iterdir())
     launched.process.kill()
     launched.wait_gone(3.0)
+    assert not list(temporary.iterdir())
 
 
 def test_launch_when_killed_while_starting_then_nothing_is_left_within_3_s(launch: Launch, deployment: Path) -> None:

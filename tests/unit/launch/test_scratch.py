@@ -1,0 +1,39 @@
+"""The launcher's folder goes with the launcher, whatever ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dynamo_trtllm.launch.scratch import scratch_folder
+
+_HOLDER = """
+import sys
+from dynamo_trtllm.launch.scratch import scratch_folder
+with scratch_folder("scratch-test-") as folder:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "file").write_text("x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_folder_when_left_then_gone() -> None:
+    with scratch_folder("scratch-test-") as folder:
+        (folder / "file").write_text("x")
+    assert not folder.exists()
+
+
+def test_folder_when_its_process_is_killed_then_gone() -> None:
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    folder = Path(holder.stdout.readline().decode().strip())
+    assert (folder / "deep" / "file").exists()
+    holder.kill()
+    holder.communicate()
+    until = time.monotonic() + 5
+    while folder.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not folder.exists()
