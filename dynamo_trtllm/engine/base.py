@@ -38,6 +38,7 @@ class EngineStats:
     kv_blocks_used: int  # blocks under a ticket included
     kv_blocks_total: int
     tickets_held: int  # hand-offs not yet released
+    ticket_kv_blocks: int  # blocks that they hold
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ Label values come from a small closed set (served models, error codes): never pu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -64,6 +64,9 @@ TABLE = (
     Metric("worker", "kv_blocks_used", "gauge", "KV blocks in use, those under a ticket included"),
     Metric("worker", "kv_blocks_total", "gauge", "KV blocks there are"),
     Metric("worker", "tickets_held", "gauge", "hand-offs not yet released"),
+    Metric("worker", "ticket_kv_blocks", "gauge", "KV blocks that hand-offs not yet released hold"),
+    Metric("worker", "legs", "gauge", "requests taken, those that wait in the engine included"),
+    Metric("worker", "reserved", "gauge", "decode slots kept for requests whose prompt is processed elsewhere"),
 )
 
 
@@ -80,6 +83,11 @@ class EngineSnapshot(Protocol):
     def kv_blocks_total(self) -> int: ...
     @property
     def tickets_held(self) -> int: ...
+    @property
+    def ticket_kv_blocks(self) -> int: ...
+
+
+_SNAPSHOT = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "tickets_held", "ticket_kv_blocks")
 
 
 def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
@@ -172,9 +180,14 @@ class WorkerMetrics:
         self._metrics["requests_total"].labels(phase, code).inc()
         self._metrics["output_tokens_total"].labels(phase).inc(output_tokens)
 
+    def watch(self, *, legs: Callable[[], float], reserved: Callable[[], float]) -> None:
+        """Both are called at each scrape."""
+        self._metrics["legs"].set_function(legs)
+        self._metrics["reserved"].set_function(reserved)
+
     def render(self, engine: EngineSnapshot | None = None) -> bytes:
         """The Prometheus text format, of type CONTENT_TYPE. `engine`: taken now; None keeps the last one."""
         if engine is not None:
-            for name in ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "tickets_held"):
+            for name in _SNAPSHOT:
                 self._metrics[name].set(getattr(engine, name))
         return generate_latest(self._registry)

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engine.base import Engine, HasTickets
+from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
 from dynamo_trtllm.messages import (
     Chunk,
@@ -21,11 +21,14 @@ from dynamo_trtllm.messages import (
     Instance,
     Phase,
     Release,
+    Reserve,
     Restart,
     Role,
+    Unreserve,
 )
 from dynamo_trtllm.observe.logging import request_id
 from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.worker.admission import Admission
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +50,16 @@ class WorkerService:
     """`plane.base.Service` over one engine. `files` maps sha256 to a path."""
 
     def __init__(
-        self, engine: Engine, instance: Instance, *, files: Mapping[str, Path], metrics: WorkerMetrics
+        self,
+        engine: Engine,
+        instance: Instance,
+        admission: Admission,
+        *,
+        files: Mapping[str, Path],
+        metrics: WorkerMetrics,
     ) -> None:
         self._engine = engine
+        self._admission = admission
         self._model = instance.card.name
         self._role = instance.role
         self._phases = _PHASES[instance.role] | ({Phase.WHOLE} if instance.serves_whole else set())
@@ -57,18 +67,20 @@ class WorkerService:
         self.restart_asked = asyncio.Event()  # its owner ends the worker with a status that has it started again
         self.restart_reason = ""
         self._metrics = metrics
+        metrics.watch(legs=admission.legs, reserved=admission.reserved)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         request_id.set(request.request_id)
         code, output_tokens = "cancelled", 0
         try:
             self._check(request)
-            async with aclosing(self._engine.generate(request)) as chunks:
-                async for chunk in chunks:
-                    output_tokens += len(chunk.token_ids)
-                    if chunk.finish_reason is not None:
-                        code = "ok"
-                    yield chunk
+            with self._admission.entered(request, self._stats(request)):
+                async with aclosing(self._engine.generate(request)) as chunks:
+                    async for chunk in chunks:
+                        output_tokens += len(chunk.token_ids)
+                        if chunk.finish_reason is not None:
+                            code = "ok"
+                        yield chunk
         except DynamoError as exc:
             code = exc.code
             raise
@@ -78,6 +90,12 @@ class WorkerService:
             raise InternalError(f"the worker failed on this request: {type(exc).__name__}") from exc
         finally:
             self._metrics.leg_finished(phase=request.phase, code=code, output_tokens=output_tokens)
+
+    def _stats(self, request: GenerateRequest) -> EngineStats | None:
+        """Of an engine that would keep KV of this leg and tells any."""
+        if request.phase is Phase.PREFILL and isinstance(self._engine, HasStats):
+            return self._engine.stats()
+        return None
 
     def _check(self, request: GenerateRequest) -> None:
         if request.model != self._model:
@@ -95,12 +113,21 @@ class WorkerService:
                 return b""
             case FileRequest(sha256, offset):
                 return codec.encode(self._piece(sha256, offset))
+            case Reserve(reservation_id, expires_at):
+                self._reserve(reservation_id, expires_at)
+                return b""
+            case Unreserve(reservation_id):
+                self._admission.unreserve(reservation_id)
+                return b""
             case Restart(reason):
                 self.restart_reason = reason
                 self.restart_asked.set()
                 return b""
-            case _:
-                raise InvalidRequest(f"this worker does not know the verb {type(verb).__name__.lower()}")
+
+    def _reserve(self, reservation_id: str, expires_at: float) -> None:
+        if self._role is not Role.DECODE:
+            raise InvalidRequest(f"a {self._role} worker keeps no decode slots")
+        self._admission.reserve(reservation_id, expires_at)
 
     def _piece(self, sha256: str, offset: int) -> FilePiece:
         path = self._files.get(sha256)

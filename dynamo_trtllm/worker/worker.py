@@ -9,6 +9,7 @@ import logging
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -28,6 +29,7 @@ from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker import loading
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.health import Health, HealthServer
 from dynamo_trtllm.worker.parsers import check_flags, parsers
 from dynamo_trtllm.worker.service import WorkerService, digest
@@ -53,6 +55,13 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
         return config  # it has no weights: the path only gives the name
     name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
     return config.model_copy(update={"model_path": str(resolve(config.model_path)), "served_model_name": name})
+
+
+def _limits(config: WorkerConfig, info: EngineInfo) -> AdmissionLimits:
+    batch = info.limits.max_batch_size  # 0: the engine does not tell
+    return AdmissionLimits(
+        legs=batch + config.max_queued_requests if batch else None, ticket_kv_fraction=config.max_ticket_kv_fraction
+    )
 
 
 class Worker:
@@ -144,7 +153,8 @@ class Worker:
         await loading.preflight(engine, peers)
         info = await loading.start(engine, self._health)
         instance, files = self._describe(info)
-        service = WorkerService(engine, instance, files=files, metrics=self._metrics)
+        admission = Admission(_limits(config, info), time.time)
+        service = WorkerService(engine, instance, admission, files=files, metrics=self._metrics)
         serving = await plane.serve(instance.subject, service)
         stack.push_async_callback(serving.aclose)
         registration = await discovery.register(instance)

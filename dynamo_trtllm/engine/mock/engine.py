@@ -204,7 +204,7 @@ class MockEngine:
             self._idle.clear()
 
     def stats(self) -> EngineStats:
-        return self._steps.stats(len(self._held))
+        return self._steps.stats(len(self._held), sum(held.blocks for held in self._held.values()))
 
     async def check(self) -> None:
         if self._step_task is None or self._step_task.done():

@@ -85,7 +85,7 @@ class Steps:
         self._free_blocks += blocks
         self._work.set()
 
-    def stats(self, tickets_held: int) -> EngineStats:
+    def stats(self, tickets_held: int, ticket_kv_blocks: int) -> EngineStats:
         total = self._args.kv_cache_blocks
         return EngineStats(
             running=len(self._running),
@@ -93,6 +93,7 @@ class Steps:
             kv_blocks_used=total - self._free_blocks,
             kv_blocks_total=total,
             tickets_held=tickets_held,
+            ticket_kv_blocks=ticket_kv_blocks,
         )
 
     async def run(self) -> None:

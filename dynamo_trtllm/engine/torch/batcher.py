@@ -231,6 +231,7 @@ class Batcher:
             kv_blocks_used=self._pool.used,
             kv_blocks_total=self._pool.num_blocks,
             tickets_held=len(self._held),
+            ticket_kv_blocks=sum(len(_blocks(job)) for job in self._held),
         )
 
     def _admit(self) -> None:

@@ -252,7 +252,9 @@ class TorchEngine:
 
     def stats(self) -> EngineStats:
         if self._batcher is None:
-            return EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0)
+            return EngineStats(
+                running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0
+            )
         return self._batcher.stats()
 
     # --- called by the batcher, on the loop ------------------------------------------------------------

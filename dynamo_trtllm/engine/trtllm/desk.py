@@ -32,6 +32,7 @@ _GLOBAL = 1 << 62  # keeps our ids apart from those that an engine counts itself
 
 
 class _Held(NamedTuple):
+    kv_blocks: int
     give_up: Callable[[], None]
     expiry: asyncio.TimerHandle
 
@@ -59,6 +60,11 @@ class Desk:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def kv_blocks(self) -> int:
+        """Of all tickets held, by their prompts: the vendor does not tell."""
+        return sum(held.kv_blocks for held in self._held.values())
+
     def context_params(self) -> dict[str, Any]:
         """Arguments of the context-only call's DisaggregatedParams."""
         params: dict[str, Any] = {"request_type": "context_only"}
@@ -83,7 +89,8 @@ class Desk:
         opaque = wire.pack(params, release=terms.capabilities.release)
         ticket_id = f"{terms.holder:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        self._held[ticket_id] = _Held(give_up, expiry)
+        blocks = -(-len(request.token_ids) // terms.layout.block_tokens)
+        self._held[ticket_id] = _Held(blocks, give_up, expiry)
         self._on_change()
         return HandoffTicket(
             version=tickets.TICKET_VERSION,

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 _SHUTDOWN_S = 60.0
 _CANARY_S = 600.0
 _OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.WHOLE}
-_NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0)
+_NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
 
 
 class TrtllmEngine:

@@ -277,6 +277,7 @@ class Serving:
             kv_blocks_used=row.kv_blocks_used if calls or tickets else 0,
             kv_blocks_total=row.kv_blocks_total,
             tickets_held=tickets,
+            ticket_kv_blocks=self._desk.kv_blocks,
         )
 
 

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engine.base import EngineInfo
+from dynamo_trtllm.engine.base import EngineInfo, EngineStats
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
@@ -27,12 +27,15 @@ from dynamo_trtllm.messages import (
     Phase,
     Release,
     ReleaseOutcome,
+    Reserve,
     Restart,
     Role,
     Sampling,
+    Unreserve,
     token_ids,
 )
 from dynamo_trtllm.observe.metrics import PREFIX, WorkerMetrics
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
 from tests.instances import LAYOUT, make_instance
 
@@ -99,11 +102,13 @@ class Desk:
         files: dict[str, Path] | None = None,
         *,
         serves_whole: bool = False,
+        limits: AdmissionLimits | None = None,
     ) -> None:
         self.engine = engine
+        self.admission = Admission(limits or AdmissionLimits(), time.time)
         self.metrics = WorkerMetrics()
         instance = msgspec.structs.replace(make_instance(1, role=role), serves_whole=serves_whole)
-        self.service = WorkerService(engine, instance, files=files or {}, metrics=self.metrics)
+        self.service = WorkerService(engine, instance, self.admission, files=files or {}, metrics=self.metrics)
 
     async def ask(self, **fields: Any) -> list[Chunk]:
         async with aclosing(self.service.generate(request(**fields))) as chunks:
@@ -270,3 +275,50 @@ async def test_release_when_the_engine_has_tickets_then_it_is_told_at_once() -> 
 
 async def test_release_when_the_engine_has_no_tickets_then_no_error() -> None:
     assert await Desk(PlainEngine()).service.control(Release("t-1", ReleaseOutcome.REDEEMED)) == b""
+
+
+async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
+    desk = Desk(PlainEngine(), limits=AdmissionLimits(legs=1))
+    async with aclosing(desk.service.generate(request())) as chunks:
+        await anext(chunks)
+        with pytest.raises(Overloaded):
+            await desk.ask()
+    assert desk.engine.asked == 1
+    assert await desk.ask() == list(ANSWER)
+    assert desk.counted("requests_total") == {("cancelled", "whole"): 1, ("overloaded", "whole"): 1, ("ok", "whole"): 1}
+
+
+async def test_generate_when_tickets_hold_too_much_kv_then_prefill_is_refused_and_shown() -> None:
+    class Full(PlainEngine):
+        def stats(self) -> EngineStats:
+            return EngineStats(
+                running=0, waiting=0, kv_blocks_used=6, kv_blocks_total=10, tickets_held=1, ticket_kv_blocks=6
+            )
+
+    desk = Desk(Full(), Role.PREFILL, limits=AdmissionLimits(ticket_kv_fraction=0.5))
+    with pytest.raises(Overloaded, match="6 of 10 KV blocks"):
+        await desk.ask(phase=Phase.PREFILL)
+    assert desk.engine.asked == 0
+
+
+async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_leg() -> None:
+    desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(legs=1))
+    await desk.service.control(Reserve("a", time.time() + 60))
+    assert desk.counted("reserved") == {(): 1}
+    with pytest.raises(Overloaded):
+        await desk.ask(phase=Phase.DECODE, ticket=TICKET)
+    assert await desk.ask(phase=Phase.DECODE, ticket=TICKET, reservation_id="a") == list(ANSWER)
+    assert desk.counted("reserved") == {(): 0}
+    assert desk.counted("legs") == {(): 0}
+
+
+async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
+    desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(legs=1))
+    await desk.service.control(Reserve("a", time.time() + 60))
+    await desk.service.control(Unreserve("a"))
+    assert await desk.ask(phase=Phase.DECODE, ticket=TICKET) == list(ANSWER)
+
+
+async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
+    with pytest.raises(InvalidRequest, match="keeps no decode slots"):
+        await Desk(PlainEngine(), Role.PREFILL).service.control(Reserve("a", time.time() + 60))

@@ -1,0 +1,90 @@
+"""How much work one worker takes at once: legs that run or wait in the engine, decode slots kept, KV under tickets.
+
+Refuses before the engine sees a leg, so that the frontend can ask another worker. Computes nothing, owns no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.errors import Overloaded
+from dynamo_trtllm.messages import GenerateRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """None: as many as come."""
+
+    legs: int | None = None  # kept slots included
+    ticket_kv_fraction: float = 1.0  # of the KV blocks, that tickets may hold while further prompts are taken
+
+
+class Admission:
+    """`clock`: seconds since the epoch, in which reservations expire."""
+
+    def __init__(self, limits: AdmissionLimits, clock: Callable[[], float]) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._legs = 0
+        self._kept: dict[str, float] = {}  # reservation id -> when it expires
+
+    def legs(self) -> int:
+        """Requests that are here now."""
+        return self._legs
+
+    def reserved(self) -> int:
+        """Slots that are kept now."""
+        self._expire()
+        return len(self._kept)
+
+    def reserve(self, reservation_id: str, expires_at: float) -> None:
+        """Keeps a place until a leg takes it, it is given back or expires. Raises Overloaded when there is none."""
+        if reservation_id not in self._kept:
+            self._check_room()
+        if self._limits.legs is not None:  # else there is always room, and nothing to keep
+            self._kept[reservation_id] = expires_at
+
+    def unreserve(self, reservation_id: str) -> None:
+        """Unknown reservations are no error: a leg has taken it, or it has expired."""
+        self._kept.pop(reservation_id, None)
+
+    @contextmanager
+    def entered(self, request: GenerateRequest, stats: EngineStats | None) -> Iterator[None]:
+        """Around a leg; `stats`: the engine's, for a leg that would leave KV behind. Raises Overloaded."""
+        if request.reservation_id is None or self._kept.pop(request.reservation_id, None) is None:
+            self._check_room()
+        if stats is not None:
+            self._check_tickets(stats)
+        self._legs += 1
+        try:
+            yield
+        finally:
+            self._legs -= 1
+
+    def _check_room(self) -> None:
+        limit = self._limits.legs
+        if limit is None or self._legs + len(self._kept) < limit:
+            return
+        self._expire()
+        if self._legs + len(self._kept) >= limit:
+            raise Overloaded(
+                f"{self._legs} requests are here and {len(self._kept)} places kept, of at most {limit}; "
+                "try again later or start more workers"
+            )
+
+    def _check_tickets(self, stats: EngineStats) -> None:
+        """Where decode stands still, prompts are not processed on: their KV would have no place to go."""
+        total = stats.kv_blocks_total  # 0: the engine does not tell
+        if total and stats.ticket_kv_blocks > self._limits.ticket_kv_fraction * total:
+            raise Overloaded(
+                f"{stats.tickets_held} hand-offs that no decode worker has fetched hold {stats.ticket_kv_blocks} of "
+                f"{total} KV blocks; try again later or start more decode workers"
+            )
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for reservation_id in [name for name, expires_at in self._kept.items() if expires_at <= now]:
+            del self._kept[reservation_id]
