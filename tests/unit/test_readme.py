@@ -6,16 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_trtllm.config.chat import ChatConfig
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import load
-from dynamo_trtllm.config.models import FrontendConfig, LaunchConfig, WorkerConfig
+from dynamo_trtllm.config.models import Config, FrontendConfig, LaunchConfig, WorkerConfig
+from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engine.arguments import engine_arguments
 from dynamo_trtllm.engine.mock.args import MockArgs
 from dynamo_trtllm.engine.torch.args import TorchArgs
+from dynamo_trtllm.engine.trtllm.args import trtllm_args
+from dynamo_trtllm.engine.trtllm.releases import newest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-CONFIGS = {
+CONFIGS: dict[str, type[Config]] = {
+    "dynamo_trtllm.chat": ChatConfig,
+    "dynamo_trtllm.preflight": PreflightConfig,
     "dynamo_trtllm": WorkerConfig,
     "dynamo_trtllm.frontend": FrontendConfig,
     "dynamo_trtllm.launch": LaunchConfig,
@@ -35,7 +41,9 @@ def test_readme_when_read_then_it_has_launch_lines_of_each_process() -> None:
 @pytest.mark.parametrize(("module", "words"), LINES)
 def test_launch_line_when_typed_then_it_is_accepted(module: str, words: str) -> None:
     loaded = load(CONFIGS[module], prog="x", description="x", argv=shlex.split(words), environ={})
-    if isinstance(loaded.config, WorkerConfig):
+    if isinstance(loaded.config, WorkerConfig) and loaded.config.engine is None:
+        assert trtllm_args(loaded.config, newest()).get("tensor_parallel_size") == 4
+    elif isinstance(loaded.config, WorkerConfig):
         assert engine_arguments(loaded.config, FLAGS[loaded.config.engine], loaded.config.engine)
 
 
