@@ -1,8 +1,8 @@
 """One request through its legs. The only file that knows there are two; knows no HTTP and no text.
 
-place → prefill leg (one chunk with a ticket) → decode leg (all tokens) → tell the prefill worker that the ticket is
-done with. A prefill leg that finishes the request has no decode leg. When a leg fails, `recovery` says what follows.
-Closing the stream closes the leg that runs.
+place → (decode_first: keep a decode slot) → prefill leg (one chunk with a ticket) → decode leg (all tokens) → tell the
+prefill worker that the ticket is done with. A prefill leg that finishes the request has no decode leg. When a leg
+fails, `recovery` says what follows. Closing the stream closes the leg that runs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
@@ -18,7 +19,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError, HandoffTimeout, NoInstances, StreamIncomplete, TransferFailed
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    HandoffTimeout,
+    NoInstances,
+    Overloaded,
+    StreamIncomplete,
+    TransferFailed,
+)
 from dynamo_trtllm.frontend.recovery import Recovery, RecoveryLimits
 from dynamo_trtllm.messages import (
     Chunk,
@@ -30,6 +39,8 @@ from dynamo_trtllm.messages import (
     Phase,
     Release,
     ReleaseOutcome,
+    Reserve,
+    Unreserve,
 )
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.router.pairs import Pair, PairBook, spelled
@@ -38,7 +49,9 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-_RELEASE_TIMEOUT_S = 5.0
+_VERB_TIMEOUT_S = 5.0
+_RESERVE_TIMEOUT_S = 2.0
+_RESERVED_S = 60.0  # longest that a slot outlives a frontend that died; a leg that comes later queues as any other
 
 
 @dataclass(slots=True)
@@ -63,7 +76,7 @@ class PipelineOptions:
 
 
 class Pipeline:
-    """Owns the releases it sends; close it after the last stream."""
+    """Owns the verbs it posts; close it after the last stream."""
 
     def __init__(
         self,
@@ -78,7 +91,7 @@ class Pipeline:
         self._plane = plane
         self._options = options or PipelineOptions()
         self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-        self._releases: set[asyncio.Task[None]] = set()
+        self._posted: set[asyncio.Task[None]] = set()
 
     async def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
         """The chunks of the whole request, exactly one of them terminal. Consume with `aclosing`.
@@ -148,13 +161,19 @@ class Pipeline:
     async def _pair(
         self, prefill: Instance, decode: Instance, request: GenerateRequest, trace: Trace
     ) -> AsyncGenerator[Chunk, None]:
-        last = await self._prefill(prefill, request, trace)
+        slot = await self._reserve(decode, request, trace) if decode.strategy == "decode_first" else None
+        try:
+            last = await self._prefill(prefill, request, trace)
+        except BaseException:
+            self._post_unreserve(decode, slot)
+            raise
         if last.ticket is None:
+            self._post_unreserve(decode, slot)
             yield last
             return
         outcome = ReleaseOutcome.REFUSED
         trace.decode_instance = decode.id
-        leg = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=last.ticket)
+        leg = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=last.ticket, reservation_id=slot)
         try:
             async with aclosing(self._plane.generate(decode.subject, leg)) as chunks:
                 async for chunk in chunks:
@@ -170,6 +189,25 @@ class Pipeline:
         finally:
             if outcome is ReleaseOutcome.REFUSED:
                 self._post_release(prefill, last.ticket, outcome)
+                self._post_unreserve(decode, slot)  # the leg may never have arrived
+
+    async def _reserve(self, decode: Instance, request: GenerateRequest, trace: Trace) -> str:
+        """The id of a slot that is kept for this request's decode leg. Raises Overloaded when there is none."""
+        slot = secrets.token_hex(8)
+        trace.decode_instance = decode.id  # what fails here is the decode instance's
+        left_s = request.deadline - time.time()
+        if left_s <= 0:
+            raise DeadlineExceeded("the request's deadline passed before a decode slot was kept for it")
+        verb = Reserve(slot, min(request.deadline, time.time() + _RESERVED_S))
+        try:
+            await self._plane.control(decode.subject, verb, timeout_s=min(left_s, _RESERVE_TIMEOUT_S))
+        except Overloaded:
+            raise
+        except BaseException:  # cancelled too: the worker may have kept it
+            self._post_unreserve(decode, slot)
+            raise
+        trace.decode_instance = None
+        return slot
 
     def _note_passed(self, pair: Pair) -> None:
         if self._book.passed(pair, time.monotonic()):
@@ -194,21 +232,27 @@ class Pipeline:
         raise StreamIncomplete(f"prefill instance {instance.id:x} ended without a terminal chunk")
 
     def _post_release(self, holder: Instance, ticket: HandoffTicket, outcome: ReleaseOutcome) -> None:
-        """Posts and returns: it also runs while a cancelled stream is closed, where nothing may be awaited."""
-        task = asyncio.get_running_loop().create_task(self._release(holder, ticket, outcome))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        self._post(holder, Release(ticket.ticket_id, outcome), f"ticket {ticket.ticket_id} was not released")
 
-    async def _release(self, holder: Instance, ticket: HandoffTicket, outcome: ReleaseOutcome) -> None:
+    def _post_unreserve(self, decode: Instance, slot: str | None) -> None:
+        if slot is not None:
+            self._post(decode, Unreserve(slot), f"decode slot {slot} was not given back")
+
+    def _post(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
+        """Posts and returns: it also runs while a cancelled stream is closed, where nothing may be awaited."""
+        task = asyncio.get_running_loop().create_task(self._tell(instance, verb, complaint))
+        self._posted.add(task)
+        task.add_done_callback(self._posted.discard)
+
+    async def _tell(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
         try:
-            verb = Release(ticket.ticket_id, outcome)
-            await self._plane.control(holder.subject, verb, timeout_s=_RELEASE_TIMEOUT_S)
-        except DynamoError as exc:  # the ticket's expiry frees the blocks then
-            _log.warning("ticket %s was not released (%s): %s", ticket.ticket_id, exc.code, exc.message)
+            await self._plane.control(instance.subject, verb, timeout_s=_VERB_TIMEOUT_S)
+        except DynamoError as exc:  # it expires at the worker then
+            _log.warning("%s (%s): %s", complaint, exc.code, exc.message)
 
     async def aclose(self) -> None:
-        """Waits for the releases under way, each of which is bounded."""
-        await asyncio.gather(*self._releases)
+        """Waits for the verbs under way, each of which is bounded."""
+        await asyncio.gather(*self._posted)
 
 
 async def _happens(event: asyncio.Event, before: float) -> bool:
