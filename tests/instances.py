@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
 from dynamo_trtllm.discovery.keys import EndpointId, subject
-from dynamo_trtllm.messages import Instance, KvLayout, ModelCard, Role
+from dynamo_trtllm.messages import HandoffTicket, Instance, KvLayout, ModelCard, Role, token_ids
 
 CARD = ModelCard(name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template")
 LAYOUT = KvLayout(dtype="float32", block_tokens=16, num_layers=2, num_kv_heads=1, head_dim=8)
@@ -21,4 +23,22 @@ def make_instance(instance_id: int, *, namespace: str = "dynamo", role: Role = R
         engine="mock",
         card=CARD,
         layout=LAYOUT,
+    )
+
+
+def make_ticket(ticket_id: str, *, holder: int = 1, ttl_s: float = 60.0) -> HandoffTicket:
+    """A ticket with one token whose KV is nowhere."""
+    return HandoffTicket(
+        version=1,
+        ticket_id=ticket_id,
+        engine="mock",
+        model="tiny",
+        layout=LAYOUT,
+        holder=holder,
+        expires_at=time.time() + ttl_s,
+        prompt_tokens=3,
+        first_token_ids=token_ids([10]),
+        transport="none",
+        kv_bytes=7,
+        opaque=b"",
     )

@@ -16,7 +16,10 @@ class Service(Protocol):
         ...
 
     async def control(self, verb: Control) -> bytes:
-        """Answers a control verb; the answer's type belongs to the verb. Raises DynamoError."""
+        """Answers a control verb; the answer's type belongs to the verb. Raises DynamoError.
+
+        The plane itself releases a ticket as refused when the caller it was sent to has not taken it, or is gone.
+        """
         ...
 
 
@@ -25,6 +28,15 @@ class Serving(Protocol):
 
     async def stop_accepting(self) -> None:
         """New requests find nobody (`Unreachable`) or `Draining`; running streams and control verbs go on."""
+        ...
+
+    async def finished(self) -> None:
+        """Returns when no stream runs."""
+        ...
+
+    @property
+    def running(self) -> int:
+        """Streams."""
         ...
 
     async def aclose(self) -> None:

@@ -10,7 +10,6 @@ import logging
 import time
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
@@ -22,7 +21,9 @@ from dynamo_trtllm.errors import (
     PayloadTooLarge,
     StreamIncomplete,
 )
+from dynamo_trtllm.messages import HandoffTicket, Release, ReleaseOutcome
 from dynamo_trtllm.plane.base import Service
+from dynamo_trtllm.plane.handed import Handed, LegKey
 from dynamo_trtllm.plane.link import Link, Listening, PeerWatch
 from dynamo_trtllm.plane.stream import PING, Answer, Cancel, Envelope, Failure, Frame, Open, Outbox, Verb
 
@@ -32,11 +33,6 @@ logger = logging.getLogger(__name__)
 def control_subject(subject: str) -> str:
     """Where the instance that generates at `subject` takes control verbs."""
     return f"{subject}.control"
-
-
-class LegKey(NamedTuple):
-    inbox: str
-    stream: int
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +53,9 @@ class LinkServing:
         self._link = link
         self._service = service
         self._legs: dict[LegKey, Leg] = {}
+        self._idle = asyncio.Event()  # no leg runs
+        self._idle.set()
+        self._handed = Handed()
         self._outboxes: dict[str, Outbox] = {}
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -73,6 +72,13 @@ class LinkServing:
 
     async def stop_accepting(self) -> None:
         self._accepting = False
+
+    async def finished(self) -> None:
+        await self._idle.wait()
+
+    @property
+    def running(self) -> int:
+        return len(self._legs)
 
     async def aclose(self) -> None:
         self._accepting = False
@@ -110,7 +116,10 @@ class LinkServing:
     async def _control(self, data: bytes, reply: str) -> None:
         answer = Answer(Failure.of(InternalError("the control verb failed; see the worker's log")))
         try:
-            answer = Answer(data=await self._service.control(decode(data, Verb).verb))
+            verb = decode(data, Verb).verb
+            if isinstance(verb, Release) and (key := self._handed.key_of(verb.ticket_id)) is not None:
+                self._take_back(key)
+            answer = Answer(data=await self._service.control(verb))
         except DynamoError as exc:
             answer = Answer(Failure.of(exc))
         finally:
@@ -130,6 +139,7 @@ class LinkServing:
     def _open(self, opening: Open) -> None:
         leg = Leg(LegKey(opening.inbox, opening.stream))
         self._legs[leg.key] = leg
+        self._idle.clear()
         self._peers.add(opening.inbox)
         leg.task = asyncio.create_task(self._run(leg, opening), name=f"plane-leg-{opening.request.request_id}")
         self._keep(leg.task)
@@ -141,6 +151,8 @@ class LinkServing:
                 async with aclosing(self._service.generate(opening.request)) as chunks:
                     async for chunk in chunks:
                         self._send(leg, Frame(leg.key.stream, leg.number, chunk))
+                        if chunk.ticket is not None:
+                            self._hand(leg.key, chunk.ticket)
                         leg.ended = leg.ended or chunk.finish_reason is not None
             self._fail(leg, StreamIncomplete("the worker's stream ended with no terminal chunk"))
         except TimeoutError:
@@ -152,14 +164,20 @@ class LinkServing:
 
     def _close(self, leg: Leg) -> None:
         del self._legs[leg.key]
+        if not self._legs:
+            self._idle.set()
         self._peers.remove(leg.key.inbox)
         self._fail(leg, InternalError("the request failed in the worker; see its log"))
+        if leg.cancelled:  # before or after its last chunk was sent: who asked for it is gone
+            self._refuse(leg.key)
 
     def _cancel(self, key: LegKey) -> None:
         leg = self._legs.get(key)
         if leg is not None:
             leg.ended = True
             self._stop(leg)
+        else:
+            self._refuse(key)  # a caller that has taken the terminal chunk does not cancel
 
     def _stop(self, leg: Leg) -> None:
         # Once: a second cancel would cut the service's own cleanup short.
@@ -174,15 +192,47 @@ class LinkServing:
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
         gone = [leg for leg in self._legs.values() if leg.key.inbox == inbox]
-        if gone:
-            logger.warning("caller %s is gone (%s); %d streams closed", inbox, error, len(gone))
+        handed = self._handed.of(inbox)
+        if gone or handed:
+            text = "caller %s is gone (%s); %d streams closed, %d tickets taken back"
+            logger.warning(text, inbox, error, len(gone), len(handed))
         for leg in gone:
             leg.ended = True
             self._stop(leg)
+        for key in handed:
+            self._refuse(key)
 
     def lost(self, error: DynamoError) -> None:
-        """Frames may be lost, so no running stream can be trusted to be whole."""
+        """Frames may be lost, so no running stream can be trusted to be whole, and no ticket to have arrived: a caller
+        that holds one pays a second prefill, where memory for one that is lost would stay taken until it expires."""
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
+        for key in self._handed.keys():
+            self._refuse(key)
+
+    # --- tickets that were sent ------------------------------------------------------------------------
+
+    def _hand(self, key: LegKey, ticket: HandoffTicket) -> None:
+        """Until it is released or expires, its caller is watched."""
+        for old in self._handed.expired(time.time()):
+            self._take_back(old)
+        self._handed.put(key, ticket)
+        self._peers.add(key.inbox)
+
+    def _take_back(self, key: LegKey) -> HandoffTicket | None:
+        ticket = self._handed.pop(key)
+        if ticket is not None:
+            self._peers.remove(key.inbox)
+        return ticket
+
+    def _refuse(self, key: LegKey) -> None:
+        """In the caller's stead, who can't."""
+        ticket = self._take_back(key)
+        if ticket is not None:
+            release = self._refused(Release(ticket.ticket_id, ReleaseOutcome.REFUSED))
+            self._keep(asyncio.create_task(release, name=f"plane-refuse-{ticket.ticket_id}"))
+
+    async def _refused(self, release: Release) -> None:
+        await self._service.control(release)
 
     # --- what leaves -----------------------------------------------------------------------------------
 

@@ -29,7 +29,6 @@ from dynamo_trtllm.messages import (
     GenerateRequest,
     Guided,
     GuidedAlternative,
-    HandoffTicket,
     Instance,
     LegStats,
     Phase,
@@ -41,7 +40,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
-from tests.instances import LAYOUT, make_instance
+from tests.instances import make_instance, make_ticket
 
 PREFILL_STATS = LegStats(prefill_s=0.25)
 DECODE_STATS = LegStats(handoff_s=0.5, kv_bytes=7)
@@ -55,25 +54,8 @@ FINISHED = [
 ]
 
 
-def ticket(ticket_id: str) -> HandoffTicket:
-    return HandoffTicket(
-        version=1,
-        ticket_id=ticket_id,
-        engine="mock",
-        model="tiny",
-        layout=LAYOUT,
-        holder=1,
-        expires_at=time.time() + 60,
-        prompt_tokens=3,
-        first_token_ids=token_ids([10]),
-        transport="none",
-        kv_bytes=7,
-        opaque=b"",
-    )
-
-
 def handoff(ticket_id: str) -> Chunk:
-    return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket(ticket_id), stats=PREFILL_STATS)
+    return Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket(ticket_id), stats=PREFILL_STATS)
 
 
 class Scripted:

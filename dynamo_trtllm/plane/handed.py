@@ -1,0 +1,54 @@
+"""The tickets that a worker has sent and nobody has released: whose they are, so that they can be taken back. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from dynamo_trtllm.messages import HandoffTicket
+
+
+class LegKey(NamedTuple):
+    """A stream of a caller."""
+
+    inbox: str
+    stream: int
+
+
+class Handed:
+    """By the stream whose terminal chunk carried them, oldest first. All of one worker live equally long."""
+
+    def __init__(self) -> None:
+        self._tickets: dict[LegKey, HandoffTicket] = {}
+        self._keys: dict[str, LegKey] = {}  # by ticket id
+
+    def put(self, key: LegKey, ticket: HandoffTicket) -> None:
+        self._tickets[key] = ticket
+        self._keys[ticket.ticket_id] = key
+
+    def pop(self, key: LegKey) -> HandoffTicket | None:
+        """The ticket of this stream, which is no longer known then."""
+        ticket = self._tickets.pop(key, None)
+        if ticket is not None:
+            del self._keys[ticket.ticket_id]
+        return ticket
+
+    def key_of(self, ticket_id: str) -> LegKey | None:
+        return self._keys.get(ticket_id)
+
+    def of(self, inbox: str) -> list[LegKey]:
+        return [key for key in self._tickets if key.inbox == inbox]
+
+    def expired(self, now: float) -> list[LegKey]:
+        """`now` in seconds since the epoch."""
+        found = []
+        for key, ticket in self._tickets.items():
+            if ticket.expires_at > now:
+                break
+            found.append(key)
+        return found
+
+    def keys(self) -> list[LegKey]:
+        return list(self._tickets)
+
+    def __len__(self) -> int:
+        return len(self._tickets)
