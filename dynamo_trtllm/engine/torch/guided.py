@@ -161,7 +161,6 @@ class _File(msgspec.Struct):
     """What is needed of tokenizer.json; the merges, most of it, are skipped."""
 
     model: _Model
-    added_tokens: list[_Added] = []
     decoder: dict[str, Any] | None = None
 
 
@@ -184,22 +183,20 @@ def _tokenizer(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> tuple[L
     """llguidance's tokenizer, and the control tokens by spelling.
 
     Byte-level vocabularies, which nearly all models have, are handed over as bytes: through llguidance's own reader
-    that of gpt-oss takes 2.2 s and 380 MB at its height, this way 1.1 s and 120 MB. Others go through the reader.
+    that of gpt-oss takes 2.2 s and 380 MB at its height, this way 1.1 s and 150 MB. Others go through the reader.
     """
     import llguidance
 
     try:
-        data = path.read_bytes()
-        specials = {token.content: token.id for token in _added(data) if token.special and token.id < size}
-        vocabulary = _byte_level(data, size)
-        if vocabulary is None:
+        specials, tokens = _read(path, size)
+        if tokens is None:
             return llguidance.LLTokenizer(str(path), n_vocab=size, eos_token=list(eos_token_ids)), specials
     except (OSError, ValueError) as exc:  # msgspec's and llguidance's errors are ValueErrors
         raise EngineRefused(f"guided decoding needs a tokenizer, and {path} can't be read: {exc}") from exc
-    wrapped = _Vocabulary(vocabulary, sorted(specials.values()), eos_token_ids[0])
-    wrapper = llguidance.TokenizerWrapper(wrapped)
-    wrapped.tokenizer = tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))
-    wrapped.tokens = wrapper.tokens = []  # copied
+    vocabulary = _Vocabulary(tokens, sorted(specials.values()), eos_token_ids[0])
+    wrapper = llguidance.TokenizerWrapper(vocabulary)
+    vocabulary.tokenizer = tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))
+    vocabulary.tokens = wrapper.tokens = []  # copied
     return tokenizer, specials
 
 
@@ -207,26 +204,33 @@ class _OnlyAdded(msgspec.Struct):
     added_tokens: list[_Added] = []
 
 
-def _added(data: bytes) -> list[_Added]:
-    return msgspec.json.decode(data, type=_OnlyAdded).added_tokens
-
-
-def _byte_level(data: bytes, size: int) -> list[bytes] | None:
-    """The bytes of each token; None for a vocabulary that is not byte-level."""
+def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
+    """Control tokens by spelling, and the bytes of each token; None for a vocabulary that is not byte-level."""
+    data = path.read_bytes()
+    added = msgspec.json.decode(data, type=_OnlyAdded).added_tokens
+    specials = {token.content: token.id for token in added if token.special and token.id < size}
     try:
         file = msgspec.json.decode(data, type=_File)
     except msgspec.ValidationError:
-        return None
+        return specials, None
+    del data  # 28 MB of gpt-oss; the worker is at its height here
     if (file.decoder or {}).get("type") != "ByteLevel":
-        return None
-    byte_of = _byte_level_alphabet()
-    tokens = [b""] * size
-    for spelled, token_id in file.model.vocab.items():
-        if token_id < size:
-            tokens[token_id] = bytes(byte_of.get(char, 0x3F) for char in spelled)
-    for token in file.added_tokens:
+        return specials, None
+    tokens = _token_bytes(file.model.vocab, size)
+    for token in added:
         if token.id < size:
             tokens[token.id] = token.content.encode()
+    return specials, tokens
+
+
+def _token_bytes(vocab: dict[str, int], size: int) -> list[bytes]:
+    """Empties `vocab`: to hold both whole would take tens of MB more."""
+    byte_of = _byte_level_alphabet()
+    tokens = [b""] * size
+    while vocab:
+        spelled, token_id = vocab.popitem()
+        if token_id < size:
+            tokens[token_id] = bytes(byte_of.get(char, 0x3F) for char in spelled)
     return tokens
 
 
