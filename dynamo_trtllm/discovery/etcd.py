@@ -25,7 +25,9 @@ from dynamo_trtllm.messages import Instance
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 5.0  # etcd may start at the same moment as we do
+START_TIMEOUT_S = 5.0  # etcd may start at the same moment as we do; an address that is wrong is told soon
+AWAY_TIMEOUT_S = 120.0  # for one that has answered before: what was loaded in minutes is not given up for less
+SAY_EVERY_S = 5.0
 
 T = TypeVar("T")
 
@@ -47,17 +49,21 @@ class EtcdDiscovery:
         return registration
 
     async def _at_start(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Tries for `start_timeout_s`, then raises the last Unreachable."""
+        """Tries for `start_timeout_s`, or longer where etcd has answered before; then raises the last Unreachable."""
         backoff = Backoff()
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._start_timeout_s
+        limit_s = AWAY_TIMEOUT_S if self._store.answered else self._start_timeout_s
+        begun_s, say_at_s = loop.time(), 0.0
         while True:
             try:
                 return await call()
-            except Unreachable:
-                delay_s = backoff.next_s()
-                if self._store.closed or loop.time() + delay_s >= deadline:
+            except Unreachable as exc:
+                delay_s, waited_s = backoff.next_s(), loop.time() - begun_s
+                if self._store.closed or waited_s + delay_s >= limit_s:
                     raise
+                if waited_s >= say_at_s:
+                    say_at_s += SAY_EVERY_S
+                    logger.warning("waiting for etcd since %.0f s, up to %.0f s: %s", waited_s, limit_s, exc.message)
                 await asyncio.sleep(delay_s)
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:

@@ -14,6 +14,8 @@ from dynamo_trtllm.errors import Unreachable
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
+# A worker with a long lease looks as often, so that it is back soon where etcd has lost its data: watchers wait 10 s.
+LONGEST_PAUSE_S = 3.0
 
 
 class EtcdRegistration:
@@ -41,7 +43,7 @@ class EtcdRegistration:
     async def _keep(self, lease: Lease) -> None:
         while True:
             # A third of the TTL leaves two more tries before the lease runs out.
-            await asyncio.sleep(lease.ttl_s / 3 * random.uniform(0.8, 1.0))
+            await asyncio.sleep(min(lease.ttl_s / 3, LONGEST_PAUSE_S) * random.uniform(0.8, 1.0))
             try:
                 if await self._store.keep_alive(lease):
                     continue

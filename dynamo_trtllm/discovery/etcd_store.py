@@ -94,6 +94,7 @@ class EtcdStore:
     def __init__(self, endpoints: str) -> None:
         self.addresses = parse_endpoints(endpoints)
         self.closed = False
+        self.answered = False  # at least once
         self._current = 0
         self._channels = [grpc.aio.insecure_channel(f"dns:///{each}", options=_OPTIONS) for each in self.addresses]
 
@@ -108,6 +109,7 @@ class EtcdStore:
         used = self._current
         try:
             yield
+            self.answered = True
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as exc:
             if used == self._current:
                 self._current = (used + 1) % len(self._channels)

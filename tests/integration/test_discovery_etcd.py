@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
 import grpc.aio
+import msgspec
 import pytest
 from etcd3aio.kv import KVService
 
@@ -205,6 +206,53 @@ async def test_start_when_address_is_wrong_then_unreachable_names_it() -> None:
             await anext(events)
     assert time.monotonic() - began < 5
     await discovery.aclose()
+
+
+async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_said(
+    own_etcd: MakeEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a worker that loads for minutes."""
+    server = own_etcd()
+    discovery = EtcdDiscovery(server.address, lease_ttl_s=1, start_timeout_s=0.2)
+    async with aclosing(discovery.watch("dynamo")) as events:
+        assert await anext(events) == Synced()
+    await stop(server)
+    registering = asyncio.create_task(discovery.register(ONE))
+    await asyncio.sleep(1)
+    assert not registering.done()
+    assert f"waiting for etcd since 0 s, up to 120 s: etcd at {server.address} did not answer" in caplog.text
+    server.start()
+    await asyncio.wait_for(registering, 5)
+    assert len(await etcd_keys(server)) == 1
+    await discovery.aclose()
+
+
+async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_it_is_back_within_seconds(
+    own_etcd: MakeEtcd,
+) -> None:
+    """Sooner than watchers take down what is not there again."""
+    server = own_etcd()
+    async with joined(server, ttl_s=60) as worker, joined(server, ttl_s=6) as frontend, following(frontend) as follower:
+        await worker.register(ONE)
+        await follower.until(Up(ONE))
+        await stop(server)
+        server.lose_data()
+        server.start()
+        await worker.register(TWO)
+        await follower.until(Up(TWO))
+        assert Down(1) not in follower.told
+        assert len(await etcd_keys(server)) == 2
+
+
+async def test_watch_when_a_worker_moved_then_its_new_address_is_told(own_etcd: MakeEtcd) -> None:
+    server = own_etcd()
+    moved = msgspec.structs.replace(ONE, subject="dynamo_tensorrt_llm.generate-elsewhere")
+    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+        await worker.register(ONE)
+        await follower.until(Up(ONE))
+        await worker.register(moved)
+        await follower.until(Up(moved))
+        assert len(await etcd_keys(server)) == 1
 
 
 async def test_aclose_when_store_is_away_or_frozen_then_bounded_and_silent(own_etcd: MakeEtcd) -> None:
