@@ -1,36 +1,134 @@
-"""Which generations run: how many at once, and each by its id. No HTTP."""
+"""Which generations run, which wait for their turn, and each by its id. No HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from dynamo_trtllm.errors import Cancelled, Overloaded
+from dynamo_trtllm.errors import Cancelled, DeadlineExceeded, Overloaded
+
+_RATE_WINDOW_S = 10.0
+_LONGEST_RETRY_S = 60
+
+
+class Rate:
+    """How many came per second lately: each counts less the longer ago it was. Callers pass the time."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._weight = 0.0
+        self._at: float | None = None
+        self._begun_at = 0.0
+
+    def note(self, now: float, count: int) -> None:
+        if self._at is None:
+            self._begun_at = now
+        self._weight = self._faded(now) + count
+        self._at = now
+
+    def per_s(self, now: float) -> float:
+        """0: nothing is known."""
+        if self._at is None:
+            return 0.0
+        seen_s = max(now - self._begun_at, 1.0)  # what came in the first moment says little
+        return self._faded(now) / (self._window_s * -math.expm1(-seen_s / self._window_s))
+
+    def _faded(self, now: float) -> float:
+        return 0.0 if self._at is None else self._weight * math.exp((self._at - now) / self._window_s)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    count: int
+    turn: asyncio.Future[None]
 
 
 class Permits:
-    """Admission at the door: one more than `limit` is refused at once, never queued.
+    """So many choices run, further requests wait in order of arrival, and what is beyond is refused at once.
 
     A choice takes a permit, because it is a request of the pipeline like any other: what engines and memory bear is
-    a number of streams, however clients bundle them.
+    a number of streams, however clients bundle them. A request gets the permits of all its choices at one time: it
+    would else hold some while it waits for others.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, max_queued: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
         self.taken = 0
+        self._max_queued = max_queued
+        self._clock = clock
+        self._queue: deque[_Waiting] = deque()
+        self._finished = Rate(_RATE_WINDOW_S)
 
-    def take(self, count: int) -> None:
-        """Raises Overloaded when there are not so many."""
-        if self.taken + count > self.limit:
-            raise Overloaded(
-                f"{self.taken} of at most {self.limit} choices are being generated and this request has {count} more; "
-                "try again later"
-            )
-        self.taken += count
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    def check(self) -> None:
+        """For the door, before anything is read. Raises Overloaded when not even a place in the queue is left."""
+        if self.taken >= self.limit and len(self._queue) >= self._max_queued:
+            raise self._full()
+
+    async def take(self, count: int, within_s: float) -> None:
+        """Returns when it is this request's turn. Raises Overloaded, or DeadlineExceeded after `within_s`."""
+        if not self._queue and self.taken + count <= self.limit:
+            self.taken += count
+            return
+        if len(self._queue) >= self._max_queued:
+            raise self._full()
+        waiting = _Waiting(count, asyncio.get_running_loop().create_future())
+        self._queue.append(waiting)
+        try:
+            async with asyncio.timeout(within_s):
+                await waiting.turn
+        except TimeoutError:
+            self._leave(waiting)
+            raise DeadlineExceeded(
+                f"the request's deadline passed while it waited behind {self.taken} running choices"
+            ) from None
+        except asyncio.CancelledError:
+            self._leave(waiting)
+            raise
 
     def give_back(self, count: int) -> None:
+        """Of choices that have ended."""
+        if count == 0:
+            return
+        self._finished.note(self._clock(), count)
+        self._free(count)
+
+    def retry_after_s(self) -> int:
+        """In how many whole seconds it would be the turn of one more, at the rate at which they ended lately."""
+        rate = self._finished.per_s(self._clock())
+        turn_s = (len(self._queue) + 1) / rate if rate > 0 else 1.0
+        return max(1, min(_LONGEST_RETRY_S, math.ceil(turn_s)))
+
+    def _free(self, count: int) -> None:
         self.taken -= count
+        while self._queue and self.taken + self._queue[0].count <= self.limit:
+            first = self._queue.popleft()
+            if not first.turn.cancelled():  # else it is about to leave
+                self.taken += first.count
+                first.turn.set_result(None)
+
+    def _leave(self, waiting: _Waiting) -> None:
+        """It waits no more: for its place, or, when its turn came at that very moment, for its permits."""
+        if not waiting.turn.cancelled():
+            self._free(waiting.count)
+        elif waiting in self._queue:
+            self._queue.remove(waiting)
+            self._free(0)  # it may have been the one that was too large for what is free
+
+    def _full(self) -> Overloaded:
+        return Overloaded(
+            f"{self.taken} of at most {self.limit} choices are being generated and {len(self._queue)} requests wait, "
+            f"of at most {self._max_queued}; try again later"
+        )
 
 
 class Running:

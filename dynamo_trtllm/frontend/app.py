@@ -43,12 +43,14 @@ def build_app(
 
     `store`: where responses are kept; None: in this process.
     """
+    permits = Permits(config.max_inflight, config.max_queued)
+    metrics.watch(choices=lambda: permits.taken, queued=lambda: permits.queued)
     edge = Edge(
         config=config,
         models=models,
         pipeline=pipeline,
         metrics=metrics,
-        permits=Permits(config.max_inflight),
+        permits=permits,
         running=Running(),
     )
     answers = Answers(models, metrics)

@@ -45,6 +45,7 @@ class Stats(TypedDict):
     decode_instance: str | None
     kv_bytes: int
     transport: str
+    queued_s: float  # in the frontend, before anything ran; part of `ttft_s`
     ttft_s: float
     tokens_per_s: float | None
     phase_s: Phases

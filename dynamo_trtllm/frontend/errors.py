@@ -63,13 +63,13 @@ class Answer(NamedTuple):
     headers: dict[str, str]
 
 
-def answer(error: DynamoError) -> Answer:
+def answer(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> Answer:
     """What a client is told. A class without a row of its own takes its parent's."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     body = error_body(error.message, type=row.type, param=error.field, code=error.code)
-    return Answer(row.status, body, retry_headers(row.status))
+    return Answer(row.status, body, retry_headers(row.status, retry_after_s))
 
 
-def retry_headers(status: int) -> dict[str, str]:
+def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:
     """Whatever else the answer holds."""
-    return {"Retry-After": str(RETRY_AFTER_S)} if status in RETRY_LATER else {}
+    return {"Retry-After": str(retry_after_s)} if status in RETRY_LATER else {}

@@ -94,10 +94,10 @@ class Reply:
         """Waits while the client reads slowly: this stream only."""
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
-    async def fail(self, error: DynamoError) -> None:
+    async def fail(self, error: DynamoError, retry_after_s: int) -> None:
         """A proper status, while there is none yet."""
         if not self.started:
-            told = answer(error)
+            told = answer(error, retry_after_s)
             await self.json(told.status, told.body, told.headers)
 
     async def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dynamo_trtllm.frontend.dialect import Stats
@@ -56,6 +57,7 @@ class Record:
         self._request_id = "-"
         self._model = ""
         self._candidates = 1
+        self._queued_s = 0.0
         self.courses: list[Course] = []
 
     def planned(self, plan: Plan) -> None:
@@ -63,6 +65,16 @@ class Record:
         request = plan.choices[0].request
         self._request_id, self._model, self._candidates = request.request_id, request.model, plan.candidates
         self.courses = [Course(Output(prepared, index)) for index, prepared in enumerate(plan.choices)]
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Around the wait for this request's turn."""
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._queued_s = time.monotonic() - begun_s
+            self._metrics.observe_queue(seconds=self._queued_s)
 
     def tick(self, piece: Piece) -> None:
         """A piece came. The client's first token counts once, the gaps between tokens count in each choice."""
@@ -121,6 +133,7 @@ class Record:
             "decode_instance": _joined(course.trace.decode_instance for course in courses),
             "kv_bytes": sum(leg.kv_bytes for leg in legs),
             "transport": legs[0].transport,
+            "queued_s": self._queued_s,
             "ttft_s": first_s - self._begun_s,
             "tokens_per_s": _tokens_per_s(courses),
             "phase_s": {
@@ -148,7 +161,8 @@ class Record:
                     metrics.observe_leg(model=self._model, stats=leg)
         first_s, rate = self._first_s(), _tokens_per_s(self.courses)
         log.info(
-            "request %s model=%s prefill=%s decode=%s isl=%d osl=%d cached_tokens=%d ttft=%s tpot=%s finish=%s",
+            "request %s model=%s prefill=%s decode=%s isl=%d osl=%d cached_tokens=%d queued=%.4fs ttft=%s tpot=%s "
+            "finish=%s",
             self._request_id,
             self._model or "-",
             self._prefills() or "-",
@@ -156,6 +170,7 @@ class Record:
             usage.prompt_tokens,
             usage.completion_tokens,
             usage.cached_tokens,
+            self._queued_s,
             f"{first_s - self._begun_s:.4f}s" if first_s is not None else "-",
             f"{len(self.courses) / rate:.4f}s" if rate else "-",
             (self._finishes() or "ok") if code == "ok" else code,

@@ -51,6 +51,7 @@ class Run(Generic[B]):
         self._record = record
         self._events: Events | None = None
         self._permits = 0
+        self._arrived_at = time.time()
 
     async def serve(self, raw: bytes, request_id: str) -> None:
         """Sends the whole answer. Raises what kept it from that; `fail` tells the client then."""
@@ -67,38 +68,38 @@ class Run(Generic[B]):
         if self._events is not None and self._reply.started:
             await self._reply.events(self._events.failure(error), last=True)
         else:
-            await self._reply.fail(error)
+            await self._reply.fail(error, self._edge.permits.retry_after_s())
 
     def admit(self) -> None:
-        """Takes the permit of the first choice, before anything is read. Raises Overloaded."""
-        self._take(1)
+        """Before anything is read. Raises Overloaded when this request could not even wait for its turn."""
+        self._edge.permits.check()
 
     def leave(self) -> None:
         """Gives all permits back."""
         self._edge.permits.give_back(self._permits)
         self._permits = 0
 
-    def _take(self, count: int) -> None:
-        self._edge.permits.take(count)
-        self._permits += count
-
     async def _job(self, raw: bytes, request_id: str) -> Job[B]:
+        """Returns when it is this request's turn."""
         edge, dialect = self._edge, self._dialect
         off_loop = len(raw) > THREAD_BYTES
-        identity = Identity(request_id=request_id, deadline=time.time() + edge.config.request_timeout_s)
         body = await asyncio.to_thread(parse, dialect.body, raw) if off_loop else parse(dialect.body, raw)
+        most_s = edge.config.request_timeout_s
+        deadline = self._arrived_at + (most_s if body.timeout is None else min(body.timeout, most_s))
+        identity = Identity(request_id=request_id, deadline=deadline)
         plan = await dialect.plan(body, edge.models.get(body.model), identity, off_loop=off_loop)
-        if len(plan.choices) > 1:
-            self._take_for_all(plan)
         self._record.planned(plan)
+        await self._turn(len(plan.choices), deadline)
         answer_id = dialect.id_prefix + secrets.token_hex(16)
         return Job(heading=Heading(id=answer_id, model=body.model, created=int(time.time())), body=body, plan=plan)
 
-    def _take_for_all(self, plan: Plan) -> None:
-        count, limit = len(plan.choices), self._edge.permits.limit
+    async def _turn(self, count: int, deadline: float) -> None:
+        limit = self._edge.permits.limit
         if count > limit:
             raise InvalidRequest(f"the request has {count} choices in all; this server runs at most {limit} at once")
-        self._take(count - 1)
+        with self._record.queueing():
+            await self._edge.permits.take(count, deadline - time.time())
+        self._permits = count
 
     def _pieces(self, plan: Plan) -> AsyncGenerator[Piece, None]:
         """Of all choices that are answered, however many."""

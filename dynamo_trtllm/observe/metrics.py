@@ -46,7 +46,10 @@ class Metric:
 
 TABLE = (
     Metric("frontend", "requests_total", "counter", "finished HTTP requests", ("model", "endpoint", "code")),
-    Metric("frontend", "inflight", "gauge", "HTTP requests being served"),
+    Metric("frontend", "inflight", "gauge", "HTTP requests being served, those that wait included"),
+    Metric("frontend", "choices", "gauge", "choices being generated, of at most --max-inflight"),
+    Metric("frontend", "queued", "gauge", "requests that wait for their turn, of at most --max-queued"),
+    Metric("frontend", "queue_seconds", "histogram", "that requests waited for their turn in the frontend"),
     Metric("frontend", "ttft_seconds", "histogram", "from request to first token", ("model",)),
     Metric("frontend", "itl_seconds", "weighted", "between two tokens of a request", ("model",), STEP_SECONDS),
     Metric("frontend", "request_seconds", "histogram", "from request to last byte", ("model",)),
@@ -126,6 +129,15 @@ class FrontendMetrics:
         self._metrics["inflight"].dec()
         self._metrics["requests_total"].labels(model, endpoint, code).inc()
         self._metrics["request_seconds"].labels(model).observe(seconds)
+
+    def watch(self, *, choices: Callable[[], float], queued: Callable[[], float]) -> None:
+        """Both are called at each scrape."""
+        self._metrics["choices"].set_function(choices)
+        self._metrics["queued"].set_function(queued)
+
+    def observe_queue(self, *, seconds: float) -> None:
+        """Of one request, when its turn came or it left."""
+        self._metrics["queue_seconds"].observe(seconds)
 
     def observe_tokens(self, *, model: str, prompt: int, output: int) -> None:
         """The tokens of one request, when it ends."""

@@ -122,6 +122,7 @@ _BASICS: dict[str, Schema] = {
             "decode_instance": {"type": ["string", "null"]},
             "kv_bytes": COUNT,
             "transport": TEXT,
+            "queued_s": NUMBER,
             "ttft_s": NUMBER,
             "tokens_per_s": _null(NUMBER),
             "phase_s": _obj({"queue": NUMBER, "prefill": NUMBER, "handoff": NUMBER, "decode_wait": NUMBER}),

@@ -90,6 +90,7 @@ class Body(Wire):
 
     model: str = Field(min_length=1)
     stream: bool = False
+    timeout: float | None = Field(None, gt=0)  # seconds until the answer must be complete; the server has a most
 
 
 def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:

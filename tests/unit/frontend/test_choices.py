@@ -248,7 +248,7 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
 
 async def test_choices_when_permits_are_few_then_429_and_nothing_runs() -> None:
     held = asyncio.Event()
-    served = each([held, stop()], max_inflight=2)
+    served = each([held, stop()], max_inflight=2, max_queued=0)
     first = asyncio.create_task(post(served, CHAT))
     await served.pipeline.each[0].begun.wait()
     response = await post(served, CHAT, n=2)

@@ -296,7 +296,7 @@ async def test_bug_in_the_pipeline_then_500_without_its_words(caplog: pytest.Log
 
 async def test_one_request_more_than_max_inflight_then_429_and_room_again_afterwards() -> None:
     held = asyncio.Event()
-    served = front(chunk("a"), held, stop(), max_inflight=1)
+    served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=0)
     first = asyncio.create_task(post(served, CHAT, chat()))
     await served.pipeline.begun.wait()
     check_error(await post(served, CHAT, chat()), 429, "overloaded")

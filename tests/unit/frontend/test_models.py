@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +39,7 @@ from dynamo_trtllm.plane.base import Service
 from dynamo_trtllm.plane.inproc import InprocPlane
 from dynamo_trtllm.render.harmony import HarmonyRenderer
 from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
 from tests.instances import CARD, make_instance
 
@@ -70,7 +72,9 @@ class Holder:
 
     def __init__(self, files: Mapping[str, Path], *, garbled: bool = False) -> None:
         instance = make_instance(1, role=Role.AGGREGATED)
-        self._service = WorkerService(NoEngine(), instance, files=files, metrics=WorkerMetrics())
+        self._service = WorkerService(
+            NoEngine(), instance, Admission(AdmissionLimits(), time.time), files=files, metrics=WorkerMetrics()
+        )
         self.garbled = garbled
         self.asked: list[FileRequest] = []
 
