@@ -46,15 +46,16 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
     hung_s = course.silence_s(deployment.options.stall_timeout_s)
     scene = Scene(deployment=deployment, outage_s=course.outage_s, osl=course.osl, hung_s=hung_s)
     client = Client(load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s))
+    running = asyncio.create_task(client.run(), name="chaos-load")
     try:
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(client.run())
-            await asyncio.sleep(course.edge_s)
-            await fault.apply(scene)
-            await asyncio.sleep(course.edge_s)
-            client.stop()
-        records = [*running.result(), *scene.records]
+        await asyncio.sleep(course.edge_s)
+        await fault.apply(scene)
+        await asyncio.sleep(course.edge_s)
+        client.stop()
+        records = [*await running, *scene.records]
     finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         client.aclose()
     rules = Rules(texts=texts, osl=course.osl, hung_s=hung_s, frontend_dies=fault.kills_frontend)
     verdict = judged(fault.name, records, rules)

@@ -32,6 +32,7 @@ from dynamo_trtllm.launch.children import spawn
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 FRONTEND = "frontend"
 _NAME_VARIABLE = "CHAOS_PROCESS"
+_MARKS = {"dynamo_trtllm.frontend": FRONTEND, "bin/etcd": "etcd", "bin/nats-server": "nats"}  # in a command line
 _HELD = ("running", "waiting", "kv_blocks_used", "tickets_held")
 _HTTP_TIMEOUT_S = 2.0
 _READY_S = 120.0
@@ -189,7 +190,7 @@ class Deployment:
             except psutil.Error:  # it has just ended
                 continue
             if name is None:
-                name = next((kind for kind in ("etcd", "nats") if f"/{kind}" in words), FRONTEND)
+                name = next((name for mark, name in _MARKS.items() if mark in words), "another")
             self._seen[child.pid] = child
             yield name, child
 
@@ -263,10 +264,16 @@ class Deployment:
         inflight = _metrics(self.url).get("inflight")
         return found + ([f"frontend inflight {inflight:g}"] if inflight else [])
 
-    def migrations(self) -> float:
-        """Requests that the frontend has continued elsewhere so far."""
+    def total(self, counter: str) -> float:
+        """Of one of the frontend's counters, over all its labels."""
         text = fetch(f"{self.url}/metrics").decode()
-        return sum(float(value) for value in re.findall(r"^dynamo_trtllm_migrations_total\S* (\S+)$", text, re.M))
+        pattern = rf"^dynamo_trtllm_{counter}_total(?:{{.*}})? (\S+)$"
+        return sum(float(value) for value in re.findall(pattern, text, re.M))
+
+    def kv_share(self, name: str) -> float:
+        """Of a worker's KV blocks that are in use."""
+        numbers = _metrics(self._health.get(name, ""))
+        return numbers.get("kv_blocks_used", 0.0) / numbers.get("kv_blocks_total", 1.0)
 
 
 def role(name: str) -> str:

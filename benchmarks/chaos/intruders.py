@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 import orjson
 
 from benchmarks.chaos import rogue
-from benchmarks.chaos.deployment import Deployment, fetch
+from benchmarks.chaos.deployment import Deployment, NotServing, fetch
 from benchmarks.chaos.load import load, run
 from benchmarks.stream import Record, StreamConnection
 from dynamo_trtllm.codec import decode, encode
@@ -24,7 +24,8 @@ from dynamo_trtllm.plane.stream import PING, Batch, Envelope, Frame, Open
 _SLOW_STREAMS = 4
 _GREEDY_STREAMS = 32
 _GREEDY_OSL = 4000  # 125 blocks each, of 1024
-_GARBAGE_EVERY_S = 0.2
+_FULL = 0.8  # of the blocks: less than one greedy request is free then
+_GARBAGE_EVERY_S = 1.0  # each message to the frontend costs every running stream one of its three migrations
 _CONNECT_S = 5.0
 
 
@@ -90,9 +91,12 @@ async def garbage(deployment: Deployment, *, seconds: float, osl: int, hung_s: f
 
         for subject in subjects:
             stack.push_async_callback((await link.listen(subject, overhear)).stop)
+        hits = 0
         for _ in range(max(1, int(seconds / _GARBAGE_EVERY_S))):
-            _throw(link, subjects, openings)
-            await asyncio.sleep(_GARBAGE_EVERY_S)
+            await asyncio.sleep(min(seconds, _GARBAGE_EVERY_S))
+            hits += _throw(link, subjects, openings)
+        if not hits:
+            raise NotServing("no stream was overheard that garbage could be sent to: give it more --seconds")
     return []
 
 
@@ -106,13 +110,16 @@ def _opening(data: bytes) -> Open | None:
     return body if isinstance(body, Open) else None
 
 
-def _throw(link: NatsLink, subjects: list[str], openings: list[Open]) -> None:
+def _throw(link: NatsLink, subjects: list[str], openings: list[Open]) -> bool:
+    """Whether the frontend got its share."""
     for subject in subjects:
         for target in (subject, control_subject(subject)):
             link.post(target, secrets.token_bytes(64))
             link.post(target, encode({"not": "an envelope"}))
-    if openings:
-        last = openings[-1]
-        link.post(last.inbox, encode(Batch([Frame(last.stream, 9999)])))
-        link.post(last.inbox, secrets.token_bytes(64))
-        openings.clear()
+    if not openings:
+        return False
+    last = openings[-1]
+    link.post(last.inbox, encode(Batch([Frame(last.stream, 9999)])))
+    link.post(last.inbox, secrets.token_bytes(64))
+    openings.clear()
+    return True

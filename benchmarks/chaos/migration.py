@@ -12,7 +12,6 @@ from benchmarks.chaos.load import load, undisturbed
 from benchmarks.client import Client
 from benchmarks.stream import Record, StreamConnection
 
-WANTED = 100
 _STREAMS = 20
 _OSL = 96
 _HUNG_S = 60.0
@@ -20,7 +19,7 @@ _WHOLE_S = 60.0
 _MOST_ROUNDS = 40
 
 
-async def run() -> Verdict:
+async def run(wanted: int = 100) -> Verdict:
     """Rounds of simultaneous requests, one kill each, until so many were migrated. Every request is judged."""
     deployment = Deployment(Options(engine="torch"))
     verdict = Verdict(fault="migration")
@@ -30,12 +29,12 @@ async def run() -> Verdict:
         records: list[Record] = []
         victims = ["decode-1", "decode-2"]
         for number in range(_MOST_ROUNDS):
-            if deployment.migrations() >= WANTED:
+            if deployment.total("migrations") >= wanted:
                 break
             records += await _round(deployment, victims[number % 2])
             await asyncio.to_thread(deployment.wait_whole, _WHOLE_S)
         verdict = judged("migration", records, Rules(texts=texts, osl=_OSL, hung_s=_HUNG_S))
-        verdict.notes.append(f"{deployment.migrations():g} migrations in {len(records)} requests")
+        verdict.notes.append(f"{deployment.total('migrations'):g} migrations in {len(records)} requests")
         verdict.leak(await asyncio.to_thread(still_held, deployment))
     except NotServing as exc:
         verdict.leak([f"the deployment itself: {exc}"])
@@ -56,12 +55,13 @@ async def _round(deployment: Deployment, victim: str) -> list[Record]:
 
     wanted = load(deployment, osl=_OSL, streams=_STREAMS, timeout_s=_HUNG_S, requests=_STREAMS)
     client = Client(wanted, connection=Watched)
+    running = asyncio.create_task(client.run(), name="chaos-load")
     try:
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(client.run())
-            async with asyncio.timeout(_HUNG_S):
-                await midway.wait()
-            deployment.send(victim, signal.SIGKILL)
-        return running.result()
+        async with asyncio.timeout(_HUNG_S):
+            await midway.wait()
+        deployment.send(victim, signal.SIGKILL)
+        return await running
     finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         client.aclose()

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import msgspec
 
-from benchmarks.chaos.deployment import Deployment
+from benchmarks.chaos.deployment import Deployment, NotServing
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, HandoffTicket, Instance, Role
@@ -27,12 +27,15 @@ class Relay:
 
     def __init__(self, plane: Plane, good: Instance, spoil: Spoil) -> None:
         self._plane, self._good, self._spoil = plane, good, spoil
+        self.spoiled = 0  # tickets
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(self._plane.generate(self._good.subject, request)) as chunks:
             async for chunk in chunks:
-                ticket = chunk.ticket
-                yield chunk if ticket is None else msgspec.structs.replace(chunk, ticket=self._spoil(ticket))
+                if chunk.ticket is not None:
+                    self.spoiled += 1
+                    chunk = msgspec.structs.replace(chunk, ticket=self._spoil(chunk.ticket))
+                yield chunk
 
     async def control(self, verb: Control) -> bytes:
         return await self._plane.control(self._good.subject, verb)
@@ -40,7 +43,7 @@ class Relay:
 
 @asynccontextmanager
 async def registered(deployment: Deployment, spoil: Spoil) -> AsyncIterator[None]:
-    """It is a worker of the deployment while entered."""
+    """It is a worker of the deployment while entered. Raises NotServing when it never was asked for anything."""
     servers = deployment.servers
     async with AsyncExitStack() as stack:
         plane = await NatsPlane.connect(servers["nats"].address)
@@ -52,11 +55,14 @@ async def registered(deployment: Deployment, spoil: Spoil) -> AsyncIterator[None
         )  # those of the other role: prefill workers
         number = secrets.randbits(63)
         subject = keys.subject(keys.endpoint_of(good), number)
-        serving = await plane.serve(subject, Relay(plane, good, spoil))
+        relay = Relay(plane, good, spoil)
+        serving = await plane.serve(subject, relay)
         stack.push_async_callback(serving.aclose)
         registration = await discovery.register(msgspec.structs.replace(good, id=number, subject=subject))
         stack.push_async_callback(registration.aclose)
         yield
+        if not relay.spoiled:
+            raise NotServing("the bad prefill worker was never used: give it more --seconds")
 
 
 def late(ticket: HandoffTicket) -> HandoffTicket:
