@@ -1,0 +1,168 @@
+"""Requests that wait for their turn, over HTTP against a scripted pipeline: who gets it, who leaves, what is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from dynamo_trtllm.observe.metrics import PREFIX
+from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
+
+CHAT = "/v1/chat/completions"
+PATHS = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+}
+
+
+async def post(served: Front, path: str = CHAT, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app=served.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+        return await client.post(path, json={"model": MODEL} | PATHS[path] | fields, headers=headers)
+
+
+def gauge(served: Front, name: str) -> float:
+    lines = served.metrics.render().decode().splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(f"{PREFIX}{name} "))
+
+
+async def until(served: Front, name: str, value: float) -> None:
+    async with asyncio.timeout(5):
+        while gauge(served, name) != value:  # noqa: ASYNC110  # a gauge tells nobody when it changes
+            await asyncio.sleep(0)
+
+
+def check_nothing_left(served: Front) -> None:
+    assert [gauge(served, name) for name in ("inflight", "choices", "queued")] == [0, 0, 0]
+    assert served.pipeline.running == 0
+
+
+async def test_request_when_all_permits_are_taken_then_it_waits_and_says_how_long(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    held = asyncio.Event()
+    served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
+    with caplog.at_level("INFO"):
+        first = asyncio.create_task(post(served))
+        await served.pipeline.begun.wait()
+        second = asyncio.create_task(post(served, headers={"x-dynamo-stats": "1"}))
+        await until(served, "queued", 1)
+        assert (gauge(served, "choices"), len(served.pipeline.requests)) == (1, 1)
+        await asyncio.sleep(0.02)
+        held.set()
+        responses = [await first, await second]
+    assert [response.status_code for response in responses] == [200, 200]
+    stats = responses[1].json()["dynamo_trtllm"]
+    assert stats["ttft_s"] >= stats["queued_s"] >= 0.02
+    lines = [record.getMessage() for record in caplog.records if "queued=" in record.getMessage()]
+    assert "queued=0.0000s" in lines[0]
+    assert f"queued={stats['queued_s']:.4f}s" in lines[1]
+    assert gauge(served, "queue_seconds_count") == 2
+    check_nothing_left(served)
+
+
+async def test_request_when_the_queue_is_full_then_429_before_its_body_is_read() -> None:
+    held = asyncio.Event()
+    served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
+    first = asyncio.create_task(post(served))
+    await served.pipeline.begun.wait()
+    second = asyncio.create_task(post(served))
+    await until(served, "queued", 1)
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        raise AssertionError("nothing of it needs to be read")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
+    await served.app(scope, receive, send)
+    assert sent[0]["status"] == 429
+    assert dict(sent[0]["headers"])[b"retry-after"] == b"1"
+    assert json.loads(sent[1]["body"])["error"]["code"] == "overloaded"
+    held.set()
+    assert [(await first).status_code, (await second).status_code] == [200, 200]
+    check_nothing_left(served)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_request_when_its_timeout_passes_in_the_queue_then_504_and_it_is_out(path: str) -> None:
+    held = asyncio.Event()
+    served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=1)
+    first = asyncio.create_task(post(served))
+    await served.pipeline.begun.wait()
+    response = await post(served, path, timeout=0.05)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
+    assert len(served.pipeline.requests) == 1
+    assert gauge(served, "queued") == 0
+    held.set()
+    assert (await first).status_code == 200
+    check_nothing_left(served)
+
+
+async def test_client_when_it_leaves_the_queue_then_its_place_is_free_at_once() -> None:
+    served = front(chunk("a"), asyncio.Event(), max_inflight=1, max_queued=1)
+    first = asyncio.create_task(post(served))
+    await served.pipeline.begun.wait()
+    leaves = asyncio.Event()
+    body = json.dumps({"model": MODEL} | PATHS[CHAT]).encode()
+    told = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        if told:
+            return told.pop()
+        await leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(_: Any) -> None:
+        raise AssertionError("there is nobody to answer")
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
+    waiting = asyncio.create_task(served.app(scope, receive, send))  # type: ignore[arg-type]
+    await until(served, "queued", 1)
+    leaves.set()
+    await waiting
+    assert gauge(served, "queued") == 0
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    check_nothing_left(served)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("timeout", "expected_s"), [(2, 2.0), (0.5, 0.5), (10_000, 60.0), (None, 60.0)])
+async def test_timeout_when_sent_then_the_deadline_is_the_nearer_one(
+    path: str, timeout: float | None, expected_s: float
+) -> None:
+    served = front(stop("a"), request_timeout_s=60.0)
+    begun = time.time()
+    assert (await post(served, path, timeout=timeout)).status_code == 200
+    assert begun + expected_s <= served.pipeline.requests[0].deadline <= time.time() + expected_s
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("timeout", [0, -1, "5", True])
+async def test_timeout_when_it_is_none_then_400_by_name(path: str, timeout: Any) -> None:
+    response = await post(front(stop("a")), path, timeout=timeout)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "timeout")
+
+
+async def test_retry_after_when_requests_ended_lately_then_it_is_of_their_rate() -> None:
+    served = front(stop("a"), max_inflight=1, max_queued=0)
+    await post(served)
+    held = asyncio.Event()
+    served.pipeline.script = [held, stop("a")]
+    served.pipeline.begun.clear()
+    first = asyncio.create_task(post(served))
+    await asyncio.wait_for(served.pipeline.begun.wait(), 5)
+    response = await post(served)
+    assert response.status_code == 429
+    assert 1 <= int(response.headers["retry-after"]) <= 2  # one ended within the first second
+    held.set()
+    await first
