@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.e2e.cluster import TINY, Cluster, Process
@@ -44,6 +46,23 @@ def tiny(torch_cluster: TorchCluster) -> Iterator[httpx.Client]:
     """A client of the frontend that serves the demo model."""
     with torch_cluster.cluster.client() as client:
         yield client
+
+
+@pytest.fixture
+def sdk(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
+    """The same, by OpenAI's SDK."""
+    with httpx.Client(trust_env=False) as http:
+        yield openai.OpenAI(**_of(torch_cluster), http_client=http)
+
+
+@pytest.fixture
+async def async_sdk(torch_cluster: TorchCluster) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        yield openai.AsyncOpenAI(**_of(torch_cluster), http_client=http)
+
+
+def _of(torch: TorchCluster) -> dict[str, Any]:
+    return {"base_url": f"{torch.cluster.frontend.url()}/v1", "api_key": "none", "max_retries": 0}
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -12,7 +11,6 @@ import pydantic
 import pytest
 
 from tests.e2e.cluster import TINY, Cluster
-from tests.e2e.conftest import TorchCluster
 
 pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
 
@@ -28,16 +26,6 @@ WEATHER: Any = {"type": "function", "function": {"name": "get_weather"}}
 class Verdict(pydantic.BaseModel):
     answer: Literal["yes", "no"]
     score: Literal[1, 2, 3]
-
-
-@pytest.fixture
-def sdk(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
-    with httpx.Client(trust_env=False) as http:
-        yield _client(torch_cluster.cluster, http)
-
-
-def _client(cluster: Cluster, http: httpx.Client) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{cluster.frontend.url()}/v1", api_key="none", http_client=http, max_retries=0)
 
 
 def test_response_format_when_the_sdk_parses_then_an_instance(sdk: openai.OpenAI) -> None:
@@ -127,7 +115,8 @@ def test_schema_that_can_not_be_followed_then_refused_with_the_reason(sdk: opena
 
 def test_mock_engine_when_asked_for_what_it_can_not_show_then_refused(mock_cluster: Cluster) -> None:
     with httpx.Client(trust_env=False) as http:
-        sdk = _client(mock_cluster, http)
+        url = f"{mock_cluster.frontend.url()}/v1"
+        sdk = openai.OpenAI(base_url=url, api_key="none", http_client=http, max_retries=0)
         asked: list[tuple[dict[str, Any], str]] = [
             ({"logprobs": True}, "logprobs"),
             ({"response_format": {"type": "json_object"}}, "response_format"),

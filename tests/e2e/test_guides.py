@@ -1,0 +1,208 @@
+"""What the guides tell people to send, byte for byte but for the model's name, against the demo model.
+
+The guides' answers are held by structure and meaning: their fields, the call, who answers what. Never the words.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
+
+from tests.e2e.cluster import TINY, events
+from tests.e2e.conftest import TorchCluster
+
+pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+
+GUIDES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "guide_requests.json").read_text())
+CHAT = "/v1/chat/completions"
+REQUESTS = {" ".join([each["name"], *each["guides"]]): each["body"] | {"model": TINY} for each in GUIDES["requests"]}
+CHATS = [name for name, body in REQUESTS.items() if "messages" in body]
+FIRST, SECOND = "first round 001", "second round 001"
+EXPLAIN = REQUESTS["responses 000 001 004"]["input"]
+OPERATOR = {"Authorization": "Bearer NOT USED", "Accept": "text/event-stream"}  # what the benchmark adds
+
+
+class Answers(NamedTuple):
+    as_written: httpx.Response
+    greedy: httpx.Response
+    streamed: httpx.Response
+
+
+@pytest.fixture(scope="module")
+def answers(torch_cluster: TorchCluster) -> dict[str, Answers]:
+    """To the guides' chats, all sent at once."""
+    greedy: dict[str, Any] = {"temperature": 0}
+    ways = ({}, greedy, greedy | {"stream": True, "stream_options": {"include_usage": True}})
+    with torch_cluster.cluster.client() as client, ThreadPoolExecutor(len(ways) * len(CHATS)) as pool:
+        sent = {name: [pool.submit(client.post, CHAT, json=REQUESTS[name] | way) for way in ways] for name in CHATS}
+        return {name: Answers(*(each.result() for each in futures)) for name, futures in sent.items()}
+
+
+def answer_of(name: str) -> dict[str, Any] | None:
+    """The guide's own."""
+    found: dict[str, Any] | None = next(
+        (told for kind, told in GUIDES["answers"].items() if name.startswith(kind)), None
+    )
+    return found
+
+
+def check_shape(told: Any, got: Any, where: str = "answer") -> None:
+    """All that the guide shows is there, of the same kind. Where it shows null, anything may be."""
+    if isinstance(told, dict):
+        assert isinstance(got, dict), where
+        for key, value in told.items():
+            assert key in got, f"{where}.{key}"
+            check_shape(value, got[key], f"{where}.{key}")
+    elif isinstance(told, list):
+        assert isinstance(got, list), where
+        assert got, where
+        for each in got:
+            check_shape(told[0], each, f"{where}[]")
+    elif told is not None:
+        assert type(got) is type(told), where
+        assert got or not told, where
+
+
+def check_usage(usage: dict[str, Any], most: int) -> None:
+    assert usage["prompt_tokens"] > 60
+    assert 1 <= usage["completion_tokens"] <= most
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+def check_choice(name: str, message: dict[str, Any], finish: str) -> None:
+    assert message["role"] == "assistant"
+    assert message["reasoning_content"]
+    assert "<|" not in message["reasoning_content"]
+    if name.startswith("first round"):
+        assert (finish, message["content"]) == ("tool_calls", None)
+        (call,) = message["tool_calls"]
+        assert call["id"].startswith("call-")
+        assert (call["type"], call["function"]) == ("function", {"name": "get_system_health", "arguments": "{}"})
+        return
+    assert "tool_calls" not in message
+    assert message["content"]
+    assert "<|" not in message["content"]
+    if name.startswith("second round"):
+        assert finish == "stop"
+        assert "up and running" in message["content"]  # as the tool's result says
+    assert finish in ("stop", "length")
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chat_when_asked_as_in_the_guides_then_answered_as_there(answers: dict[str, Answers], name: str) -> None:
+    answer = answers[name].as_written
+    assert answer.status_code == 200, answer.text
+    ChatCompletion.model_validate_json(answer.text, strict=True)
+    body = answer.json()
+    check_shape(answer_of(name) or {}, body)
+    assert body["id"].startswith("chatcmpl-")
+    assert (body["object"], body["model"]) == ("chat.completion", TINY)
+    (choice,) = body["choices"]
+    assert choice["index"] == 0
+    check_choice(name, choice["message"], choice["finish_reason"])
+    check_usage(body["usage"], REQUESTS[name]["max_tokens"])
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chat_when_the_guides_request_is_streamed_then_the_same_in_chunks(
+    answers: dict[str, Answers], name: str
+) -> None:
+    whole, answer = answers[name].greedy.json(), answers[name].streamed
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    chunks = list(events(answer.iter_lines()))
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    *parts, totals = chunks
+    assert (totals["choices"], totals["usage"]) == ([], whole["usage"])
+    choices = [chunk["choices"][0] for chunk in parts]
+    assert choices[0]["delta"]["role"] == "assistant"
+    finishes = [choice["finish_reason"] for choice in choices]
+    assert finishes == [None] * (len(finishes) - 1) + [whole["choices"][0]["finish_reason"]]
+    message = whole["choices"][0]["message"]
+    assert joined(choices, "content") == (message["content"] or "")
+    assert joined(choices, "reasoning_content") == message["reasoning_content"]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", ())]
+    assert [call["function"]["name"] for call in calls if "name" in call["function"]] == names(message)
+    arguments = "".join(call["function"].get("arguments", "") for call in calls)
+    assert arguments == "".join(call["function"]["arguments"] for call in message.get("tool_calls", ()))
+
+
+def joined(choices: list[dict[str, Any]], name: str) -> str:
+    return "".join(choice["delta"].get(name) or "" for choice in choices)
+
+
+def names(message: dict[str, Any]) -> list[str]:
+    return [call["function"]["name"] for call in message.get("tool_calls", ())]
+
+
+def test_second_round_when_made_of_our_first_answer_then_the_tools_word_is_told(tiny: httpx.Client) -> None:
+    first = tiny.post(CHAT, json=REQUESTS[FIRST]).json()["choices"][0]
+    assert first["finish_reason"] == "tool_calls"
+    question, _, result = REQUESTS[SECOND]["messages"]
+    result = result | {"tool_call_id": first["message"]["tool_calls"][0]["id"]}
+    second = tiny.post(CHAT, json=REQUESTS[SECOND] | {"messages": [question, first["message"], result]})
+    assert second.status_code == 200, second.text
+    choice = second.json()["choices"][0]
+    check_choice(SECOND, choice["message"], choice["finish_reason"])
+
+
+def test_responses_when_asked_as_in_the_guides_then_a_whole_response(tiny: httpx.Client) -> None:
+    (name,) = (name for name in REQUESTS if name.startswith("responses"))
+    answer = tiny.post("/v1/responses", json=REQUESTS[name])
+    assert answer.status_code == 200, answer.text
+    response = Response.model_validate_json(answer.text, strict=True)
+    assert (response.object, response.model, response.status) == ("response", TINY, "completed")
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output_text.count(".") >= 3
+    assert "<|" not in answer.text
+    assert response.usage is not None
+    assert response.usage.input_tokens > 60
+    assert 1 <= response.usage.output_tokens <= REQUESTS[name]["max_output_tokens"]
+    assert answer.headers["x-prefill-instance"] != answer.headers["x-decode-instance"]
+
+
+def test_effort_when_low_medium_and_high_then_each_is_taken_and_thinks_longer(tiny: httpx.Client) -> None:
+    asked = {"model": TINY, "messages": [{"role": "user", "content": EXPLAIN}], "temperature": 0, "max_tokens": 300}
+
+    def thought(effort: str) -> int:
+        answer = tiny.post(CHAT, json=asked | {"chat_template_args": {"reasoning_effort": effort}})
+        assert answer.status_code == 200, answer.text
+        tokens: int = answer.json()["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        return tokens
+
+    with ThreadPoolExecutor(3) as pool:
+        low, medium, high = pool.map(thought, ("low", "medium", "high"))
+    assert 0 < low < medium < high
+
+
+def test_benchmarks_request_then_as_many_tokens_as_it_wants(tiny: httpx.Client) -> None:
+    asked = {"model": TINY, "messages": [{"role": "user", "content": EXPLAIN}], "stream": True} | GUIDES["benchmark"]
+    usage = {"stream_options": {"include_usage": True}}
+    with tiny.stream("POST", CHAT, json=asked | usage, headers=OPERATOR) as answer:
+        assert answer.status_code == 200
+        *_, last, totals = events(answer.iter_lines())
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert totals["usage"]["completion_tokens"] == GUIDES["benchmark"]["max_tokens"]
+
+
+def test_health_when_all_serve_then_both_guides_shapes(tiny: httpx.Client, torch_cluster: TorchCluster) -> None:
+    body = tiny.get("/health").json()
+    for told in GUIDES["health"]:
+        check_shape(told, body)
+    namespace = torch_cluster.cluster.env["DYN_NAMESPACE"]
+    assert body["status"] == "healthy"
+    endpoints = {told.replace("dynamo", namespace) for told in GUIDES["health"][0]["endpoints"]}
+    assert set(body["endpoints"]) == endpoints
+    by_id = {f"{each['instance_id']:x}": each for each in body["instances"]}
+    workers = (torch_cluster.prefill, torch_cluster.decode, torch_cluster.aggregated)
+    assert set(by_id) == {worker.instance() for worker in workers}
+    assert by_id[torch_cluster.prefill.instance()]["component"] == "prefill"

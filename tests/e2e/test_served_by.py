@@ -1,0 +1,49 @@
+"""What an operator reads off a deployment: metrics, and the statistics of one request."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import TINY, events
+from tests.e2e.conftest import TorchCluster
+
+pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+
+HELLO = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
+
+
+def test_metrics_when_requests_were_served_then_every_name_counts(tiny: httpx.Client) -> None:
+    assert tiny.post("/v1/chat/completions", json=HELLO).status_code == 200
+    text = tiny.get("/metrics").text
+    for name in ("requests_total", "ttft_seconds_bucket", "itl_seconds_bucket", "request_seconds_bucket"):
+        assert f"dynamo_trtllm_{name}{{" in text, name
+    for name in ("prompt_tokens_total", "output_tokens_total", "kv_bytes_total"):
+        assert f"dynamo_trtllm_{name}{{" in text, name
+    for phase in ("queue", "prefill", "handoff", "decode_wait"):
+        assert f'dynamo_trtllm_phase_seconds_count{{model="{TINY}",phase="{phase}"}}' in text, phase
+    assert "dynamo_trtllm_inflight " in text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stats_when_asked_for_then_who_served_and_how(
+    tiny: httpx.Client, torch_cluster: TorchCluster, stream: bool
+) -> None:
+    asked = HELLO | {"stream": stream}
+    with tiny.stream("POST", "/v1/chat/completions", json=asked, headers={"x-dynamo-stats": "1"}) as answer:
+        if stream:
+            stats = list(events(answer.iter_lines()))[-1]["dynamo_trtllm"]
+        else:
+            answer.read()
+            stats = answer.json()["dynamo_trtllm"]
+    assert stats["prefill_instance"] == torch_cluster.prefill.instance() == answer.headers["x-prefill-instance"]
+    assert stats["decode_instance"] == torch_cluster.decode.instance() == answer.headers["x-decode-instance"]
+    assert stats["kv_bytes"] > 0
+    assert stats["transport"] in ("nixl/ucx", "tcp")
+    assert 0 < stats["ttft_s"] < 20
+    assert stats["tokens_per_s"] > 0
+    assert set(stats["phase_s"]) == {"queue", "prefill", "handoff", "decode_wait"}
+
+
+def test_stats_when_not_asked_for_then_none(tiny: httpx.Client) -> None:
+    assert "dynamo_trtllm" not in tiny.post("/v1/chat/completions", json=HELLO).json()
