@@ -1,0 +1,131 @@
+"""Scripted workers on the in-process plane, and a pipeline over them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    Instance,
+    LegStats,
+    Release,
+    Reserve,
+    Role,
+    Sampling,
+    Unreserve,
+    token_ids,
+)
+from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.router.view import ClusterView
+from tests.instances import make_instance, make_ticket
+
+PREFILL_STATS = LegStats(prefill_s=0.25)
+DECODE_STATS = LegStats(handoff_s=0.5, kv_bytes=7)
+
+HANG = "hang"
+Step = Chunk | DynamoError | asyncio.Event | str
+FINISHED = [
+    Chunk(token_ids=token_ids([10])),
+    Chunk(token_ids=token_ids([11, 12])),
+    Chunk(token_ids=token_ids([13]), finish_reason=FinishReason.STOP, stats=DECODE_STATS),
+]
+
+
+def handoff(ticket_id: str) -> Chunk:
+    return Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket(ticket_id), stats=PREFILL_STATS)
+
+
+class Scripted:
+    """A worker that plays one script per call; it waits for an event among its steps, at HANG for ever."""
+
+    def __init__(self, *scripts: Sequence[Step]) -> None:
+        self._scripts = iter(scripts)
+        self.requests: list[GenerateRequest] = []
+        self.releases: list[Release] = []
+        self.hanging = asyncio.Event()
+        self.closed = asyncio.Event()  # while it hung
+        self.reservations: list[Reserve | Unreserve] = []
+        self.asked = asyncio.Event()  # for a slot
+        self.stalls: asyncio.Event | None = None  # its answer waits for this
+        self.faults: dict[type[Control], DynamoError] = {}  # what a kind of verb is answered with
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        for step in next(self._scripts):
+            if isinstance(step, DynamoError):
+                raise step
+            if isinstance(step, Chunk):
+                yield step
+                continue
+            try:
+                self.hanging.set()
+                await (step if isinstance(step, asyncio.Event) else asyncio.Event()).wait()
+            except asyncio.CancelledError:
+                self.closed.set()
+                raise
+
+    async def control(self, verb: Control) -> bytes:
+        if isinstance(verb, Release):
+            self.releases.append(verb)
+        else:
+            assert isinstance(verb, Reserve | Unreserve)
+            self.reservations.append(verb)
+            self.asked.set()
+            if self.stalls is not None:
+                await self.stalls.wait()
+        fault = self.faults.get(type(verb))
+        if fault is not None:
+            raise fault
+        return b""
+
+
+class Cluster:
+    def __init__(self) -> None:
+        self.plane = InprocPlane()
+        self.view = ClusterView()
+        self.pipeline = Pipeline(self.view, self.plane)
+
+    async def add(
+        self,
+        instance_id: int,
+        role: Role,
+        *scripts: Sequence[Step],
+        refuses: tuple[str, ...] = (),
+        serves_whole: bool = False,
+        strategy: str = "prefill_first",
+    ) -> Scripted:
+        made: Instance = make_instance(instance_id, role=role)
+        card = msgspec.structs.replace(made.card, refuses=refuses)
+        instance = msgspec.structs.replace(made, card=card, serves_whole=serves_whole, strategy=strategy)
+        service = Scripted(*scripts)
+        await self.plane.serve(instance.subject, service)
+        self.view.add(instance)
+        return service
+
+    async def tokens(self, trace: Trace | None = None, **sampling: Any) -> list[int]:
+        """All tokens of a request, whose last chunk alone is terminal."""
+        async with aclosing(self.pipeline.generate(request(**sampling), trace or Trace())) as stream:
+            chunks = [chunk async for chunk in stream]
+        assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def request(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r1",
+        model="tiny",
+        token_ids=token_ids([1, 2, 3]),
+        sampling=Sampling(**{"max_tokens": 8, **sampling}),
+        deadline=time.time() + 10,
+    )

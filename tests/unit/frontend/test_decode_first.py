@@ -1,0 +1,190 @@
+"""decode_first on the in-process plane: which slot is kept, who takes it, and that none is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    Disconnected,
+    EngineRefused,
+    Overloaded,
+    TicketMismatch,
+    TransferFailed,
+    Unreachable,
+)
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.messages import Chunk, FinishReason, Phase, Reserve, Role, Unreserve, token_ids
+from tests.unit.frontend.legs import FINISHED, HANG, Cluster, Scripted, Step, handoff, request
+
+FIRST = "decode_first"
+
+
+async def pair(cluster: Cluster, prefill: list[Step], *decode: list[Step]) -> tuple[Scripted, Scripted]:
+    made = await cluster.add(1, Role.PREFILL, prefill, [handoff("t2")], strategy=FIRST)
+    return made, await cluster.add(2, Role.DECODE, *decode, strategy=FIRST)
+
+
+def check_given_back(decode: Scripted) -> None:
+    """The last slot that was kept was given back, once."""
+    kept, back = decode.reservations[-2:]
+    assert isinstance(kept, Reserve)
+    assert back == Unreserve(kept.reservation_id)
+
+
+async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its_leg_takes_it(cluster: Cluster) -> None:
+    gate = asyncio.Event()
+    prefill, decode = await pair(cluster, [gate, handoff("t1")], FINISHED)
+    trace = Trace()
+    asking = asyncio.create_task(cluster.tokens(trace))
+    await asyncio.wait_for(prefill.hanging.wait(), 2)
+    (kept,) = decode.reservations
+    assert isinstance(kept, Reserve)
+    assert time.time() < kept.expires_at <= time.time() + 10  # the request's deadline
+    gate.set()
+    assert await asking == [10, 11, 12, 13]
+    assert [(leg.phase, leg.reservation_id) for leg in decode.requests] == [(Phase.DECODE, kept.reservation_id)]
+    assert prefill.requests[0].reservation_id is None
+    assert (trace.prefill_instance, trace.decode_instance, trace.retries) == (1, 2, 0)
+    await cluster.pipeline.aclose()
+    assert decode.reservations == [kept]
+
+
+async def test_pair_when_prefill_first_then_no_slot_is_asked_for(cluster: Cluster) -> None:
+    await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    decode = await cluster.add(2, Role.DECODE, FINISHED)
+    await cluster.tokens()
+    assert decode.reservations == []
+    assert decode.requests[0].reservation_id is None
+
+
+async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_frontend_by_a_minute(
+    cluster: Cluster,
+) -> None:
+    _, decode = await pair(cluster, [handoff("t1")], FINISHED)
+    long = msgspec.structs.replace(request(), deadline=time.time() + 3600)
+    async with aclosing(cluster.pipeline.generate(long, Trace())) as stream:
+        async for _ in stream:
+            pass
+    (kept,) = decode.reservations
+    assert isinstance(kept, Reserve)
+    assert 50 < kept.expires_at - time.time() <= 60
+
+
+async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it_is_a_retry(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], strategy=FIRST)
+    full = await cluster.add(2, Role.DECODE, strategy=FIRST)
+    full.faults[Reserve] = Overloaded("full")
+    other = await cluster.add(3, Role.DECODE, FINISHED, strategy=FIRST)
+    trace = Trace()
+    assert await cluster.tokens(trace) == [10, 11, 12, 13]
+    assert (trace.decode_instance, trace.retries) == (3, 1)
+    assert len(prefill.requests) == 1  # not before there was a slot
+    await cluster.pipeline.aclose()
+    assert [type(verb) for verb in full.reservations] == [Reserve]  # nothing was kept, so nothing is given back
+    assert [type(verb) for verb in other.reservations] == [Reserve]
+
+
+async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_nothing_was_prefilled(
+    cluster: Cluster,
+) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, strategy=FIRST)
+    for number in (2, 3):
+        (await cluster.add(number, Role.DECODE, strategy=FIRST)).faults[Reserve] = Overloaded("full")
+    with pytest.raises(Overloaded):
+        await cluster.tokens()
+    assert prefill.requests == []
+
+
+async def test_reserve_when_nobody_answers_then_the_slot_is_given_back_and_another_is_asked(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], strategy=FIRST)
+    lost = await cluster.add(2, Role.DECODE, strategy=FIRST)
+    lost.faults[Reserve] = Unreachable("the answer was lost")
+    await cluster.add(3, Role.DECODE, FINISHED, strategy=FIRST)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    await cluster.pipeline.aclose()
+    check_given_back(lost)
+    assert len(prefill.requests) == 1
+
+
+async def test_slot_when_the_prefill_leg_fails_then_it_is_given_back_before_the_next_attempt_takes_one(
+    cluster: Cluster,
+) -> None:
+    first = await cluster.add(1, Role.PREFILL, [Disconnected("gone")], strategy=FIRST)
+    second = await cluster.add(3, Role.PREFILL, [handoff("t1")], strategy=FIRST)
+    decode = await cluster.add(2, Role.DECODE, FINISHED, strategy=FIRST)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    assert (len(first.requests), len(second.requests)) == (1, 1)
+    await cluster.pipeline.aclose()
+    kept = [verb.reservation_id for verb in decode.reservations if isinstance(verb, Reserve)]
+    assert [verb.reservation_id for verb in decode.reservations if isinstance(verb, Unreserve)] == kept[:1]
+    assert decode.requests[0].reservation_id == kept[1]
+
+
+async def test_slot_when_prefill_finishes_the_request_then_it_is_given_back(cluster: Cluster) -> None:
+    done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.STOP)
+    _, decode = await pair(cluster, [done])
+    assert await cluster.tokens() == [10]
+    await cluster.pipeline.aclose()
+    check_given_back(decode)
+
+
+async def test_slot_when_the_client_leaves_while_it_prefills_then_it_is_given_back(cluster: Cluster) -> None:
+    prefill, decode = await pair(cluster, [HANG])
+    asking = asyncio.create_task(cluster.tokens())
+    await asyncio.wait_for(prefill.hanging.wait(), 2)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    await cluster.pipeline.aclose()
+    check_given_back(decode)
+    await asyncio.wait_for(prefill.closed.wait(), 2)
+
+
+async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_given_back(cluster: Cluster) -> None:
+    prefill, decode = await pair(cluster, [HANG])
+    decode.stalls = asyncio.Event()
+    asking = asyncio.create_task(cluster.tokens())
+    await asyncio.wait_for(decode.asked.wait(), 2)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    decode.stalls.set()
+    await cluster.pipeline.aclose()
+    check_given_back(decode)
+    assert prefill.requests == []
+
+
+async def test_slot_when_the_decode_leg_is_refused_then_it_is_given_back(cluster: Cluster) -> None:
+    _, decode = await pair(cluster, [handoff("t1")], [EngineRefused("no")])
+    with pytest.raises(EngineRefused):
+        await cluster.tokens()
+    await cluster.pipeline.aclose()
+    check_given_back(decode)
+
+
+async def test_slot_when_the_handoff_fails_then_the_second_attempt_has_its_own(cluster: Cluster) -> None:
+    _, decode = await pair(cluster, [handoff("t1")], [TransferFailed("gone")], FINISHED)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    first, second = (leg.reservation_id for leg in decode.requests)
+    assert first != second
+    assert None not in (first, second)
+
+
+async def test_slot_when_the_deadline_has_passed_then_deadline_and_nobody_is_asked(cluster: Cluster) -> None:
+    _, decode = await pair(cluster, [handoff("t1")])
+    late = msgspec.structs.replace(request(), deadline=time.time() - 1)
+    with pytest.raises(DeadlineExceeded):
+        async with aclosing(cluster.pipeline.generate(late, Trace())) as stream:
+            await anext(stream)
+    assert decode.reservations == []
+
+
+async def test_strategies_when_the_roles_differ_then_refused_by_name(cluster: Cluster) -> None:
+    await cluster.add(1, Role.PREFILL, strategy=FIRST)
+    await cluster.add(2, Role.DECODE)
+    with pytest.raises(TicketMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"):
+        await cluster.tokens()
