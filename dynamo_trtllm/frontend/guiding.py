@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import NamedTuple
 
+import msgspec
+
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import ANY_OBJECT, CallMode, Options, refuse
@@ -42,7 +44,7 @@ def guiding(tools: tuple[Tool, ...], options: Options, served: ServedModel) -> G
     """`tools`: those the model is told of. Raises UnsupportedParameter for what format or engine can't do."""
     choice = options.tool_choice
     if choice.mode is CallMode.AUTO and options.strict_tools.intersection(tool.name for tool in tools):
-        refuse(options.name("tools") + ".strict", served.card, "it is honoured when tool_choice demands a call")
+        return _strict_call(tools, options, served)
     if choice.mode is CallMode.NAMED:
         return _one_call(next(tool for tool in tools if tool.name == choice.name), options, served)
     if choice.mode is CallMode.REQUIRED:
@@ -69,12 +71,35 @@ def _some_call(tools: tuple[Tool, ...], options: Options, served: ServedModel) -
     """What the calls' headers share is forced where the format can begin in the middle of one; the rest is guided."""
     _check_guidable(options, "tool_choice", served)
     forced = served.renderer.call_header(None) or NOTHING_FORCED
-    shared = served.renderer.decode(forced)
-    alternatives = []
-    for tool in tools:
-        header = served.renderer.decode(_call_header(tool, options, served))
-        alternatives.append(GuidedAlternative(literal=header.removeprefix(shared), json_schema=_schema(tool)))
-    return Guiding(forced=forced, guided=Guided(alternatives=tuple(alternatives)))
+    return Guiding(forced=forced, guided=Guided(alternatives=tuple(_alternatives(tools, forced, options, served))))
+
+
+def _strict_call(tools: tuple[Tool, ...], options: Options, served: ServedModel) -> Guiding:
+    """The model may call or not; once it has begun a call in the format's own words, that is held to the schemas."""
+    name = options.name("tools") + ".strict"
+    begun = served.renderer.call_header(None)
+    if begun is None:
+        refuse(name, served.card, "its output format has no mark of a call; it is honoured when tool_choice names one")
+    if options.json_schema is not None:
+        refuse(name, served.card, f"{options.name('response_format')} takes the one form that output can be held to")
+    _check_guidable(options, "tools", served)
+    alternatives = tuple(
+        msgspec.structs.replace(each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT)
+        for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
+    )
+    return Guiding(guided=Guided(alternatives=alternatives, after=served.renderer.decode(begun), after_ids=begun))
+
+
+def _alternatives(
+    tools: tuple[Tool, ...], begun: TokenIds, options: Options, served: ServedModel
+) -> list[GuidedAlternative]:
+    """Each tool's call, from where `begun` ends."""
+    shared = served.renderer.decode(begun)
+    headers = [served.renderer.decode(_call_header(tool, options, served)) for tool in tools]
+    return [
+        GuidedAlternative(literal=header.removeprefix(shared), json_schema=_schema(tool))
+        for tool, header in zip(tools, headers, strict=True)
+    ]
 
 
 def _call_header(tool: Tool, options: Options, served: ServedModel) -> TokenIds:

@@ -24,6 +24,8 @@ from tests.unit.frontend.planning import (
     refusing,
 )
 
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+
 
 def test_tool_choice_named_then_the_calls_header_is_forced_and_told_to_the_parser(harmony: ServedModel) -> None:
     plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
@@ -96,14 +98,31 @@ def test_tool_choice_among_tools_that_are_not_there_then_invalid(harmony: Served
     assert refused.value.field == "tool_choice"
 
 
-def test_strict_tool_then_guided_where_a_call_is_demanded_and_refused_elsewhere(harmony: ServedModel) -> None:
-    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
-    (choice,) = chat(harmony, tools=[strict], tool_choice=NAMED).choices
+def test_strict_tool_when_a_call_is_demanded_then_its_arguments_are_held_to_the_schema(harmony: ServedModel) -> None:
+    (choice,) = chat(harmony, tools=[STRICT], tool_choice=NAMED).choices
     guided = choice.request.sampling.guided
     assert guided is not None
     assert guided.alternatives == (GuidedAlternative(json_schema=json.dumps(CITY)),)
+
+
+def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_begun(harmony: ServedModel) -> None:
+    plan = chat(harmony, tools=[STRICT, TIME])
+    assert prompt(plan, harmony).endswith("<|start|>assistant")
+    guided = plan.choices[0].request.sampling.guided
+    assert guided is not None
+    assert guided.after == HEADER
+    assert guided.after_ids == harmony.renderer.call_header(None)
+    assert [(each.literal, json.loads(each.json_schema)) for each in guided.alternatives] == [
+        (f"get_weather{REST}", CITY),
+        (f"get_time{REST}", {}),
+    ]
+
+
+def test_strict_tool_when_it_can_not_be_held_then_refused_by_name(harmony: ServedModel) -> None:
     with pytest.raises(UnsupportedParameter, match=r"^tools\.strict"):
-        chat(harmony, tools=[strict])
+        chat(harmony, tools=[STRICT], response_format=FORMAT)
+    with pytest.raises(UnsupportedParameter, match="guided"):
+        chat(refusing(harmony, "guided"), tools=[STRICT])
 
 
 def test_parallel_tool_calls_false_then_one_call_at_most(harmony: ServedModel) -> None:
