@@ -21,35 +21,35 @@ import msgspec
 
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
+    Draining,
     DynamoError,
     HandoffTimeout,
     NoInstances,
     Overloaded,
     StreamIncomplete,
     TransferFailed,
+    Unreachable,
 )
-from dynamo_trtllm.frontend.recovery import Recovery, RecoveryLimits
+from dynamo_trtllm.frontend.absent import Absent
+from dynamo_trtllm.frontend.recovery import Recovery, RecoveryLimits, is_refusal
+from dynamo_trtllm.frontend.verbs import PostedVerbs
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
-    HandoffTicket,
     Instance,
     LegStats,
     Phase,
-    Release,
     ReleaseOutcome,
     Reserve,
-    Unreserve,
 )
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.router.pairs import Pair, PairBook, spelled
 from dynamo_trtllm.router.policy import Placement, place
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.router.view import ClusterView, pairing_key
 
 _log = logging.getLogger(__name__)
 
-_VERB_TIMEOUT_S = 5.0
 _RESERVE_TIMEOUT_S = 2.0
 _RESERVED_S = 60.0  # longest that a slot outlives a frontend that died; a leg that comes later queues as any other
 
@@ -76,7 +76,7 @@ class PipelineOptions:
 
 
 class Pipeline:
-    """Owns the verbs it posts; close it after the last stream."""
+    """Close it after the last stream."""
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ class Pipeline:
         self._plane = plane
         self._options = options or PipelineOptions()
         self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-        self._posted: set[asyncio.Task[None]] = set()
+        self._absent = Absent()
+        self._verbs = PostedVerbs(plane)
 
     async def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
         """The chunks of the whole request, exactly one of them terminal. Consume with `aclosing`.
@@ -103,7 +104,8 @@ class Pipeline:
             placement = await self._placed(recovery)
             trace.prefill_instance = trace.decode_instance = None
             try:
-                async with aclosing(self.legs(placement, recovery.remaining(), trace)) as chunks:
+                legs = self.legs(placement, recovery.remaining(), trace, others_may_redeem=True)
+                async with aclosing(legs) as chunks:
                     async for chunk in chunks:
                         recovery.took(chunk)
                         yield chunk
@@ -111,6 +113,7 @@ class Pipeline:
             except DynamoError as exc:
                 at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
                 card = placement.decode.card
+                self._note_absent(at, exc)
                 recovery.failed(exc, at=at, prefill=trace.prefill_instance, card=card)
                 trace.retries, trace.migrations = recovery.retries, recovery.migrations
                 _log.warning(
@@ -120,32 +123,51 @@ class Pipeline:
 
     async def _placed(self, recovery: Recovery) -> Placement:
         """Where the next attempt runs; waits a bounded time for an instance that is not there yet."""
-        model = recovery.request.model
-        held_s = min(self._options.hold_s, recovery.request.deadline - time.time())
-        give_up_at = asyncio.get_running_loop().time() + held_s
-        turn = next(self._turns[model])
+        loop = asyncio.get_running_loop()
+        begun_s, hold_s = loop.time(), self._options.hold_s
+        turn = next(self._turns[recovery.request.model])
         while True:
             changed = self._view.changed
             try:
                 return self._place(recovery, turn)
             except NoInstances as missing:
-                if recovery.is_worth_waiting and await _happens(changed, give_up_at):
-                    continue
-                if not recovery.gone or not recovery.is_worth_waiting:
+                pause_s = recovery.pause_s(hold_s) if recovery.gone else hold_s
+                if pause_s is None or not recovery.is_worth_waiting:
                     raise recovery.error or missing from None
-                recovery.gone.clear()  # nobody else came: perhaps it was the way there that failed, not they
+                left_s = min(pause_s - (loop.time() - begun_s), recovery.request.deadline - time.time())
+                if await _happens(changed, left_s):
+                    continue
+                if not recovery.gone:
+                    raise recovery.error or missing from None
+                recovery.try_anew()
 
     def _place(self, recovery: Recovery, turn: int) -> Placement:
+        absent = self._absent.ids(time.monotonic())
+        if absent:
+            try:
+                return self._place_without(recovery.gone | absent, recovery, turn)
+            except NoInstances:
+                pass  # better one that may be back than none
+        return self._place_without(recovery.gone, recovery, turn)
+
+    def _place_without(self, ids: set[int], recovery: Recovery, turn: int) -> Placement:
         model = recovery.request.model
-        view = self._view.model(model).without(recovery.gone)
+        view = self._view.model(model).without(ids)
         fallback = self._options.decode_fallback
         return place(view, model, turn, self._book, avoid=recovery.shunned, decode_fallback=fallback)
 
-    def legs(self, placement: Placement, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
-        """One attempt on the given instances, with no recovery; as `generate` otherwise."""
+    def _note_absent(self, instance_id: int | None, error: DynamoError) -> None:
+        if instance_id is not None and is_refusal(error):
+            self._absent.note(instance_id, time.monotonic())
+
+    def legs(
+        self, placement: Placement, request: GenerateRequest, trace: Trace, *, others_may_redeem: bool = False
+    ) -> AsyncGenerator[Chunk, None]:
+        """One attempt on the given instances, with no recovery; as `generate` otherwise. With `others_may_redeem`, a
+        ticket that the decode instance does not take goes to another one, and is not thrown away with its prefill."""
         if placement.prefill is None:
             return self._whole(placement.decode, request, trace)
-        return self._pair(placement.prefill, placement.decode, request, trace)
+        return self._pair(placement.prefill, placement.decode, request, trace, others_may_redeem)
 
     async def _whole(self, instance: Instance, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
         trace.decode_instance = instance.id
@@ -159,37 +181,64 @@ class Pipeline:
                 yield chunk
 
     async def _pair(
-        self, prefill: Instance, decode: Instance, request: GenerateRequest, trace: Trace
+        self, prefill: Instance, decode: Instance, request: GenerateRequest, trace: Trace, others_may_redeem: bool
     ) -> AsyncGenerator[Chunk, None]:
         slot = await self._reserve(decode, request, trace) if decode.strategy == "decode_first" else None
+        begun, ticket, asked = False, None, {decode.id}
         try:
             last = await self._prefill(prefill, request, trace)
-        except BaseException:
-            self._post_unreserve(decode, slot)
-            raise
-        if last.ticket is None:
-            self._post_unreserve(decode, slot)
-            yield last
-            return
-        outcome = ReleaseOutcome.REFUSED
+            ticket = last.ticket
+            if ticket is None:
+                yield last
+                return
+            leg = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=ticket, reservation_id=slot)
+            while not begun:
+                try:
+                    async with aclosing(self._decode(prefill, decode, leg, trace)) as chunks:
+                        async for chunk in chunks:
+                            begun = True
+                            yield chunk
+                except (Draining, Unreachable, Overloaded) as exc:
+                    other = self._other_decode(prefill, asked) if others_may_redeem and not begun else None
+                    if other is None:
+                        raise
+                    self._note_absent(decode.id, exc)
+                    _log.info("instance %x decodes %s instead (%s)", other.id, request.request_id, exc.code)
+                    self._verbs.unreserve(decode, slot)
+                    leg, slot = msgspec.structs.replace(leg, reservation_id=None), None
+                    decode = other
+                    asked.add(decode.id)
+        finally:
+            if not begun:
+                self._verbs.unreserve(decode, slot)  # the leg may never have arrived
+                if ticket is not None:
+                    self._verbs.release(prefill, ticket, ReleaseOutcome.REFUSED)
+
+    async def _decode(
+        self, prefill: Instance, decode: Instance, leg: GenerateRequest, trace: Trace
+    ) -> AsyncGenerator[Chunk, None]:
+        """The chunks of a decode leg. The first means that the KV has arrived: its ticket is released."""
         trace.decode_instance = decode.id
-        leg = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=last.ticket, reservation_id=slot)
+        ticket = leg.ticket
         try:
             async with aclosing(self._plane.generate(decode.subject, leg)) as chunks:
                 async for chunk in chunks:
-                    if outcome is ReleaseOutcome.REFUSED:
-                        outcome = ReleaseOutcome.REDEEMED  # a first chunk means that the KV has arrived
-                        self._post_release(prefill, last.ticket, outcome)
+                    if ticket is not None:
+                        self._verbs.release(prefill, ticket, ReleaseOutcome.REDEEMED)
                         self._note_passed((prefill.id, decode.id))
+                        ticket = None
                     trace.decode_stats = chunk.stats or trace.decode_stats
                     yield chunk
         except (TransferFailed, HandoffTimeout) as exc:
             self._note_failed((prefill.id, decode.id), exc)
             raise
-        finally:
-            if outcome is ReleaseOutcome.REFUSED:
-                self._post_release(prefill, last.ticket, outcome)
-                self._post_unreserve(decode, slot)  # the leg may never have arrived
+
+    def _other_decode(self, prefill: Instance, asked: set[int]) -> Instance | None:
+        """Another one that can redeem this prefill instance's tickets."""
+        model = prefill.card.name
+        view, key = self._view.model(model).without(asked | self._absent.ids(time.monotonic())), pairing_key(prefill)
+        able = [d for d in view.decode if view.keys[d.id] == key and not self._book.is_shut((prefill.id, d.id))]
+        return able[next(self._turns[model]) % len(able)] if able else None
 
     async def _reserve(self, decode: Instance, request: GenerateRequest, trace: Trace) -> str:
         """The id of a slot that is kept for this request's decode leg. Raises Overloaded when there is none."""
@@ -204,12 +253,14 @@ class Pipeline:
         except Overloaded:
             raise
         except BaseException:  # cancelled too: the worker may have kept it
-            self._post_unreserve(decode, slot)
+            self._verbs.unreserve(decode, slot)
             raise
         trace.decode_instance = None
         return slot
 
     def _note_passed(self, pair: Pair) -> None:
+        for instance_id in filter(None, pair):
+            self._absent.forget(instance_id)
         if self._book.passed(pair, time.monotonic()):
             _log.info("%s works", spelled(pair))
 
@@ -231,34 +282,15 @@ class Pipeline:
                 return chunk
         raise StreamIncomplete(f"prefill instance {instance.id:x} ended without a terminal chunk")
 
-    def _post_release(self, holder: Instance, ticket: HandoffTicket, outcome: ReleaseOutcome) -> None:
-        self._post(holder, Release(ticket.ticket_id, outcome), f"ticket {ticket.ticket_id} was not released")
-
-    def _post_unreserve(self, decode: Instance, slot: str | None) -> None:
-        if slot is not None:
-            self._post(decode, Unreserve(slot), f"decode slot {slot} was not given back")
-
-    def _post(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
-        """Posts and returns: it also runs while a cancelled stream is closed, where nothing may be awaited."""
-        task = asyncio.get_running_loop().create_task(self._tell(instance, verb, complaint))
-        self._posted.add(task)
-        task.add_done_callback(self._posted.discard)
-
-    async def _tell(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
-        try:
-            await self._plane.control(instance.subject, verb, timeout_s=_VERB_TIMEOUT_S)
-        except DynamoError as exc:  # it expires at the worker then
-            _log.warning("%s (%s): %s", complaint, exc.code, exc.message)
-
     async def aclose(self) -> None:
-        """Waits for the verbs under way, each of which is bounded."""
-        await asyncio.gather(*self._posted)
+        """Waits a bounded time for the verbs under way."""
+        await self._verbs.aclose()
 
 
-async def _happens(event: asyncio.Event, before: float) -> bool:
-    """Whether `event` is set before the loop's clock shows `before`."""
+async def _happens(event: asyncio.Event, within_s: float) -> bool:
+    """Whether `event` is set in time."""
     try:
-        async with asyncio.timeout_at(before):
+        async with asyncio.timeout(max(0.0, within_s)):
             await event.wait()
     except TimeoutError:
         return False

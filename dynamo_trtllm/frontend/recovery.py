@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dynamo_trtllm.errors import DynamoError, HandoffError, NotMigratable, Overloaded
+from dynamo_trtllm.errors import Draining, DynamoError, HandoffError, NotMigratable, Overloaded, Unreachable
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelCard, Sampling, TokenIds, token_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryLimits:
-    """How often one request may be placed again."""
+    """How often one request may be placed again. A worker that has not taken it up is not counted."""
 
-    retries: int = 3  # while none of its tokens has left
+    retries: int = 3  # while none of its tokens has left; and how often all workers are tried anew
     migrations: int = 3  # afterwards
 
 
@@ -33,6 +33,7 @@ class Recovery:
     shunned: int | None = None  # a prefill instance whose hand-off failed: only taken when there is no other
     retries: int = 0
     migrations: int = 0
+    rounds: int = 0  # how often each instance had failed it
     error: DynamoError | None = None  # of the last attempt
     _handoffs: int = 0
     _fresh: bool = True  # the running attempt has given nothing yet
@@ -51,6 +52,19 @@ class Recovery:
     def is_worth_waiting(self) -> bool:
         """Whether another instance may turn up. One that is only full won't make room by being waited for here."""
         return not isinstance(self.error, Overloaded)
+
+    def pause_s(self, hold_s: float) -> float | None:
+        """How long to look for another instance when each has failed it, before they are tried anew: perhaps it was
+        the way there that failed, not they. Each pause is twice the one before, all together `hold_s`. None: no more.
+        """
+        if self.rounds >= self.limits.retries:
+            return None
+        return float(hold_s * 2**self.rounds / (2**self.limits.retries - 1))
+
+    def try_anew(self) -> None:
+        """After the pause."""
+        self.gone.clear()
+        self.rounds += 1
 
     def remaining(self) -> GenerateRequest:
         """The request of the next attempt."""
@@ -84,7 +98,7 @@ class Recovery:
             self.gone.add(at)
 
     def _retry(self, error: DynamoError) -> None:
-        self.retries += 1
+        self.retries += not is_refusal(error)
         self._handoffs += isinstance(error, HandoffError)
         if self.retries > self.limits.retries or self._handoffs > 1:
             raise error
@@ -93,9 +107,14 @@ class Recovery:
         history = _history(self.request.sampling)
         if history is not None and "resumed_tokens" in card.refuses:
             raise _not_migratable(error, f"its engine can't take up {history} midway; send it without")
-        self.migrations += 1
+        self.migrations += not is_refusal(error)
         if self.migrations > self.limits.migrations:
             raise error
+
+
+def is_refusal(error: DynamoError) -> bool:
+    """Whether the worker never took the leg up: it leaves, or is gone."""
+    return isinstance(error, Draining | Unreachable)
 
 
 def _history(sampling: Sampling) -> str | None:

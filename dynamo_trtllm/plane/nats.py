@@ -35,6 +35,7 @@ class NatsLink:
         self._url = url
         self._address = url.rpartition("@")[2]  # without credentials, for people
         self._client = Client()
+        self._up = asyncio.Event()  # there is a connection, as far as the client knows
         self._lost: list[Lost] = []
         self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
         self._writer: asyncio.Task[None] | None = None
@@ -61,6 +62,7 @@ class NatsLink:
             self._closing = True
             await self._client.close()
             raise Unreachable(f"no NATS server at {self._address}; start one or change nats.url") from exc
+        self._up.set()
         self._writer = asyncio.create_task(self._write(), name="plane-nats-writer")
 
     @property
@@ -86,6 +88,9 @@ class NatsLink:
         return NatsListening(subscription)
 
     async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        """While there is no connection, one is waited for as long as for the answer."""
+        if not self._up.is_set():
+            await self._connected(timeout_s)
         try:
             reply: bytes = (await self._client.request(subject, data, timeout=timeout_s)).data
         except nats_errors.NoRespondersError as exc:
@@ -97,6 +102,13 @@ class NatsLink:
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
         return reply
+
+    async def _connected(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(0 if self._client.is_closed else timeout_s):
+                await self._up.wait()
+        except TimeoutError as exc:
+            raise Disconnected(f"no connection to NATS at {self._address}; is it running?") from exc
 
     def post(self, subject: str, data: bytes) -> None:
         try:
@@ -159,10 +171,12 @@ class NatsLink:
             logger.debug("NATS at %s: %r", self._address, error)
 
     async def _on_disconnected(self) -> None:
+        self._up.clear()
         if not self._closing:
             self._tell_lost(Disconnected(f"the connection to NATS at {self._address} was lost"))
 
     async def _on_reconnected(self) -> None:
+        self._up.set()
         logger.info("connected to NATS at %s again", self._address)
 
     async def _on_closed(self) -> None:

@@ -1,0 +1,56 @@
+"""Control verbs that nobody waits for: posted by the pipeline, carried to workers here, again while these are away."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
+from dynamo_trtllm.messages import HandoffTicket, Instance, Release, ReleaseOutcome, Unreserve
+from dynamo_trtllm.plane.base import Plane
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 5.0
+_PAUSES_S = (0.2, 0.5, 1.0)  # between tries; what comes too late expires at the worker
+
+
+class PostedVerbs:
+    """Owns the tasks that carry them; close it after the last stream."""
+
+    def __init__(self, plane: Plane) -> None:
+        self._plane = plane
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def release(self, holder: Instance, ticket: HandoffTicket, outcome: ReleaseOutcome) -> None:
+        self._post(holder, Release(ticket.ticket_id, outcome), f"ticket {ticket.ticket_id} was not released")
+
+    def unreserve(self, decode: Instance, slot: str | None) -> None:
+        if slot is not None:
+            self._post(decode, Unreserve(slot), f"decode slot {slot} was not given back")
+
+    def _post(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
+        """Posts and returns: it also runs while a cancelled stream is closed, where nothing may be awaited."""
+        task = asyncio.get_running_loop().create_task(self._carry(instance, verb, complaint))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                await self._plane.control(instance.subject, verb, timeout_s=_TIMEOUT_S)
+                return
+            except DynamoError as exc:
+                if pause_s is None or not isinstance(exc, Disconnected | Unreachable):
+                    _log.warning("%s (%s): %s", complaint, exc.code, exc.message)
+                    return
+            await asyncio.sleep(pause_s)
+
+    async def aclose(self) -> None:
+        """Waits a bounded time for the verbs under way."""
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(self._tasks, timeout=_TIMEOUT_S)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)

@@ -1,0 +1,118 @@
+"""Workers that leave or are gone while discovery still tells of them, on the in-process plane."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
+from dynamo_trtllm.frontend.absent import ABSENT_S, Absent
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
+from dynamo_trtllm.messages import Release, ReleaseOutcome, Role
+from dynamo_trtllm.router.policy import Placement
+from tests.instances import make_instance
+from tests.unit.frontend.legs import FINISHED, Cluster, handoff, request
+
+
+@pytest.mark.parametrize("refusal", [Draining("leaving"), Unreachable("gone"), Overloaded("full")])
+async def test_ticket_when_its_decode_worker_takes_nothing_then_another_redeems_it(
+    cluster: Cluster, refusal: Draining | Unreachable | Overloaded
+) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(2, Role.DECODE, [refusal])
+    other = await cluster.add(4, Role.DECODE, FINISHED)
+    trace = Trace()
+    assert await cluster.tokens(trace) == [10, 11, 12, 13]
+    assert other.requests[0].ticket is not None
+    assert other.requests[0].ticket.ticket_id == "t1"
+    assert len(prefill.requests) == 1
+    assert (trace.decode_instance, trace.retries) == (4, 0)
+    await cluster.pipeline.aclose()
+    assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)]
+
+
+async def test_ticket_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, *([handoff("t")] for _ in range(4)))
+    await cluster.add(2, Role.DECODE, *([Draining("leaving")] for _ in range(4)))
+    with pytest.raises(Draining):
+        await cluster.tokens()
+    await cluster.pipeline.aclose()
+    assert prefill.releases == [Release("t", ReleaseOutcome.REFUSED)] * 4
+
+
+async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(cluster: Cluster) -> None:
+    await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(2, Role.DECODE, [Draining("leaving")])
+    other = await cluster.add(4, Role.DECODE, FINISHED)
+    placement = Placement(*(i for i in cluster.view.instances() if i.id in (1, 2)))
+    with pytest.raises(Draining):
+        async for _ in cluster.pipeline.legs(placement, request(), Trace()):
+            pass
+    assert other.requests == []
+
+
+async def test_worker_when_it_is_gone_and_still_registered_then_only_the_first_request_meets_it(
+    cluster: Cluster,
+) -> None:
+    gone = make_instance(1, role=Role.AGGREGATED)
+    asked: list[str] = []
+    generate = cluster.plane.generate
+
+    def counting(subject, leg):
+        asked.append(subject)
+        return generate(subject, leg)
+
+    cluster.plane.generate = counting  # type: ignore[method-assign]
+    cluster.view.add(gone)
+    worker = await cluster.add(2, Role.AGGREGATED, *[FINISHED] * 6)
+    for _ in range(6):
+        assert await cluster.tokens() == [10, 11, 12, 13]
+    assert asked.count(gone.subject) == 1
+    assert len(worker.requests) == 6
+
+
+async def test_worker_when_all_took_nothing_lately_then_they_are_tried_all_the_same(cluster: Cluster) -> None:
+    worker = await cluster.add(2, Role.AGGREGATED, [Unreachable("just reconnecting")], FINISHED)
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    assert len(worker.requests) == 2
+
+
+async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries(cluster: Cluster) -> None:
+    for number in range(1, 8):
+        cluster.view.add(make_instance(number, role=Role.AGGREGATED))
+    await cluster.add(9, Role.AGGREGATED, FINISHED)
+    trace = Trace()
+    assert await cluster.tokens(trace) == [10, 11, 12, 13]
+    assert trace.retries == 0
+
+
+async def test_refusals_when_nobody_ever_takes_it_then_bounded_by_the_hold(cluster: Cluster) -> None:
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=0.35))
+    cluster.view.add(make_instance(1, role=Role.AGGREGATED))
+    begun = asyncio.get_running_loop().time()
+    with pytest.raises(Unreachable):
+        await cluster.tokens()
+    assert 0.34 <= asyncio.get_running_loop().time() - begun < 1.0
+
+
+async def test_release_when_the_holder_is_away_for_a_moment_then_it_is_told_again(cluster: Cluster) -> None:
+    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(2, Role.DECODE, FINISHED)
+    prefill.faults[Release] = Disconnected("away")
+    assert await cluster.tokens() == [10, 11, 12, 13]
+    await asyncio.sleep(0.1)
+    prefill.faults.clear()
+    await cluster.pipeline.aclose()
+    assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)] * 2
+
+
+def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
+    absent = Absent()
+    assert absent.ids(0.0) == set()
+    absent.note(1, 10.0)
+    absent.note(2, 12.0)
+    absent.forget(3)
+    assert absent.ids(10.0 + ABSENT_S) == {2}
+    absent.forget(2)
+    assert absent.ids(0.0) == set()
