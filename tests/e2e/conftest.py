@@ -51,13 +51,13 @@ def tiny(torch_cluster: TorchCluster) -> Iterator[httpx.Client]:
 @pytest.fixture
 def sdk(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
     """The same, by OpenAI's SDK."""
-    with httpx.Client(trust_env=False) as http:
+    with openai.DefaultHttpxClient(trust_env=False) as http:
         yield openai.OpenAI(**_of(torch_cluster), http_client=http)
 
 
 @pytest.fixture
 async def async_sdk(torch_cluster: TorchCluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
         yield openai.AsyncOpenAI(**_of(torch_cluster), http_client=http)
 
 

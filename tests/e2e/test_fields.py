@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-import httpx
 import openai
 import pydantic
 import pytest
@@ -114,7 +113,7 @@ def test_schema_that_can_not_be_followed_then_refused_with_the_reason(sdk: opena
 
 
 def test_mock_engine_when_asked_for_what_it_can_not_show_then_refused(mock_cluster: Cluster) -> None:
-    with httpx.Client(trust_env=False) as http:
+    with openai.DefaultHttpxClient(trust_env=False) as http:
         url = f"{mock_cluster.frontend.url()}/v1"
         sdk = openai.OpenAI(base_url=url, api_key="none", http_client=http, max_retries=0)
         asked: list[tuple[dict[str, Any], str]] = [

@@ -39,7 +39,7 @@ class Answers(NamedTuple):
 def answers(torch_cluster: TorchCluster) -> dict[str, Answers]:
     """To the guides' chats, all sent at once."""
     greedy: dict[str, Any] = {"temperature": 0}
-    ways = ({}, greedy, greedy | {"stream": True, "stream_options": {"include_usage": True}})
+    ways: list[dict[str, Any]] = [{}, greedy, greedy | {"stream": True, "stream_options": {"include_usage": True}}]
     with torch_cluster.cluster.client() as client, ThreadPoolExecutor(len(ways) * len(CHATS)) as pool:
         sent = {name: [pool.submit(client.post, CHAT, json=REQUESTS[name] | way) for way in ways] for name in CHATS}
         return {name: Answers(*(each.result() for each in futures)) for name, futures in sent.items()}

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
@@ -179,7 +178,7 @@ def sharing(torch_cluster: TorchCluster) -> Iterator[tuple[openai.OpenAI, openai
         clients = []
         for frontend in frontends:
             stack.callback(frontend.stop)
-            http = stack.enter_context(httpx.Client(trust_env=False))
+            http = stack.enter_context(openai.DefaultHttpxClient(trust_env=False))
             base_url = f"{frontend.url()}/v1"
             frontend.wait_for(f"model {TINY} is served")
             clients.append(openai.OpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0))
