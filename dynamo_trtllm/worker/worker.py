@@ -23,13 +23,14 @@ from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
-from dynamo_trtllm.errors import DynamoError, EngineFailed
+from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.messages import Instance, ModelCard, Role
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker import loading
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
+from dynamo_trtllm.worker.draining import drain
 from dynamo_trtllm.worker.health import Health, HealthServer
 from dynamo_trtllm.worker.parsers import check_flags, parsers
 from dynamo_trtllm.worker.service import WorkerService, digest
@@ -224,15 +225,7 @@ class Worker:
     async def _drain(self, parts: _Parts) -> None:
         self._health.phase = "draining"
         await parts.registration.aclose()
-        await parts.serving.stop_accepting()
-        try:
-            async with asyncio.timeout(self._config.drain_timeout_s):
-                await parts.engine.drain()
-            _log.info("drained")
-        except TimeoutError:
-            _log.warning("requests or tickets were left after --drain-timeout-s %g", self._config.drain_timeout_s)
-        except DynamoError as exc:
-            _log.warning("the engine could not drain (%s): %s", exc.code, exc.message)
+        await drain(parts.engine, parts.serving, self._config.drain_timeout_s)
         self._health.phase = "stopped"
 
     def _render_metrics(self, engine: Engine) -> bytes:
