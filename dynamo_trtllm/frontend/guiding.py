@@ -83,6 +83,7 @@ def _strict_call(tools: tuple[Tool, ...], options: Options, served: ServedModel)
     if options.json_schema is not None:
         refuse(name, served.card, f"{options.name('response_format')} takes the one form that output can be held to")
     _check_guidable(options, "tools", served)
+    begun = begun[:-1]  # a model writes its last token, ".", as one with what follows
     alternatives = tuple(
         msgspec.structs.replace(each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT)
         for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
