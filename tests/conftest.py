@@ -26,8 +26,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu") and not _has_gpu():
         raise pytest.UsageError("--gpu was given but nvidia-smi lists no GPU")
-    if _asks_for_trtllm(config) and importlib.util.find_spec("tensorrt_llm") is None:
+    if _asks_for_trtllm(config):
+        _require_trtllm()
+
+
+def _require_trtllm() -> None:
+    found = importlib.util.find_spec("tensorrt_llm")
+    if found is None:
         raise pytest.UsageError("-m trtllm was given but TensorRT-LLM is not installed; pip install tensorrt-llm")
+    if found.origin is not None and Path(found.origin).is_relative_to(Path(__file__).parent):
+        raise pytest.UsageError("-m trtllm was given but tensorrt_llm is the stand-in; take tests/fakes off the path")
 
 
 def _asks_for_trtllm(config: pytest.Config) -> bool:

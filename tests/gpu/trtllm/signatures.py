@@ -8,7 +8,7 @@ from typing import Any
 
 from dynamo_trtllm.engine.trtllm.releases import Release
 
-_METHODS = ("__init__", "generate_async", "generate", "get_stats", "get_stats_async", "shutdown")
+_METHODS = ("__init__", "generate_async", "get_stats", "get_stats_async", "shutdown")
 _VALUES = ("SamplingParams", "DisaggregatedParams")
 
 

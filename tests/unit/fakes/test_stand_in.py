@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engine.trtllm.releases import release_for
+from tests.gpu.trtllm.signatures import differences
 from tests.standin import RELEASES, playing
 from tests.tiny_models import save_tiny_gpt_oss
 
@@ -260,3 +261,20 @@ async def test_failure_when_it_comes_then_its_kind_says_whether_the_executor_liv
 def test_traps_when_one_is_unknown_then_refused_by_name(trt: Any) -> None:
     with pytest.raises(ValueError, match="no trap 'x'"), trt.standin.traps.turned("x"):
         pass
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_differences_when_the_stand_in_is_compared_with_its_manifest_then_none_and_a_planted_one_is_found(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison that the real package is put to, so that its text is known to work."""
+    release = release_for(version)
+    with playing(version) as package:
+        assert differences(package, release) == []
+
+        def generate_async(self: Any, inputs: Any, priority: float = 0.5, renamed: bool = False) -> None: ...
+
+        monkeypatch.setattr(package.LLM, "generate_async", generate_async)
+        found = differences(package, release)
+    assert "LLM.generate_async.renamed is new" in found
+    assert "LLM.generate_async.sampling_params is missing" in found

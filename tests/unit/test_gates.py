@@ -1,0 +1,41 @@
+"""Gates of tests that need what is not everywhere: asked for by name they fail loudly, otherwise they are counted."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from tests.standin import FAKES
+
+REAL = "tests/gpu/trtllm"
+
+
+def collect(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", REAL, *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "/usr/bin:/bin", **env})
+
+
+def test_trtllm_when_not_asked_for_then_deselected_and_counted_in_one_line() -> None:
+    done = collect()
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("not run")]
+    assert " trtllm" in line
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorrt_llm") is not None, reason="TensorRT-LLM is installed")
+def test_trtllm_when_asked_for_without_the_package_then_it_fails() -> None:
+    done = collect("-m", "trtllm")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "TensorRT-LLM is not installed" in done.stderr
+
+
+def test_trtllm_when_excluded_by_name_then_nothing_fails() -> None:
+    assert "TensorRT-LLM is not installed" not in collect("-m", "not trtllm").stderr
+
+
+def test_trtllm_when_only_the_stand_in_is_there_then_it_is_no_package() -> None:
+    done = collect("-m", "trtllm", PYTHONPATH=str(FAKES))
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "stand-in" in done.stderr
