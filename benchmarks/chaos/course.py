@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.chaos.deployment import Deployment
+from benchmarks.chaos.deployment import Deployment, Options
 from benchmarks.chaos.faults import Fault, Scene
 from benchmarks.chaos.judge import Kind, Rules, Verdict, judged
 from benchmarks.chaos.load import load
@@ -16,7 +16,6 @@ from benchmarks.client import Client
 
 _WHOLE_S = 60.0
 _MARGIN_S = 5.0
-_HOLD_S = 5.0  # the frontend's default --hold-for-roles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +35,14 @@ class Course:
     def outage_s(self) -> float:
         return 0.4 * self.seconds
 
-    def silence_s(self, stall_timeout_s: float) -> float:
+    def silence_s(self, options: Options) -> float:
         """The longest that is not called hung: the outage, twice to notice a dead peer, and the wait for a role."""
-        return self.hung_s or self.outage_s + 2 * stall_timeout_s + _HOLD_S + _MARGIN_S
+        return self.hung_s or self.outage_s + 2 * options.stall_timeout_s + options.hold_s + _MARGIN_S
 
 
 async def run(deployment: Deployment, fault: Fault, course: Course, texts: Sequence[str]) -> Verdict:
     """Judges it and leaves the deployment whole. Raises NotServing when it can't be made whole again."""
-    hung_s = course.silence_s(deployment.options.stall_timeout_s)
+    hung_s = course.silence_s(deployment.options)
     scene = Scene(deployment=deployment, outage_s=course.outage_s, osl=course.osl, hung_s=hung_s)
     client = Client(load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s))
     running = asyncio.create_task(client.run(), name="chaos-load")

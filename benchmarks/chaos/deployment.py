@@ -56,7 +56,13 @@ class Options:
     stall_timeout_s: float = 5.0
     lease_ttl_s: float = 5.0
     ticket_ttl_s: float = 5.0
+    hold_s: float = 5.0
     is_launcher_victim: bool = False  # etcd and NATS are the launcher's own then, and end with it
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Two of each role; one where no worker has to stand in for another."""
+        return WORKERS[::2] if self.is_launcher_victim else WORKERS
 
     @property
     def model(self) -> str:
@@ -137,8 +143,9 @@ class Deployment:
                 "http-host": "127.0.0.1",
                 "http-port": int(self.url.rpartition(":")[2]),
                 "stall-timeout-s": options.stall_timeout_s,
+                "hold-for-roles-s": options.hold_s,
             },
-            "workers": [self._worker(name) for name in WORKERS],
+            "workers": [self._worker(name) for name in options.workers],
             "restart": {"max_restarts": 1000, "window_s": 1},
         }
 
@@ -241,7 +248,7 @@ class Deployment:
         assert self._launcher is not None
         if self._launcher.poll() is not None:
             raise NotServing("\n".join(["the launcher ended", *self.lines[-30:]]))
-        missing = [name for name in WORKERS if name not in self._instances]
+        missing = [name for name in self.options.workers if name not in self._instances]
         if missing:
             return f"{', '.join(missing)} not serving"
         try:
@@ -258,7 +265,7 @@ class Deployment:
     def held(self) -> list[str]:
         """What requests hold at this moment, one line each."""
         found = []
-        for name in WORKERS:
+        for name in self.options.workers:
             numbers = _metrics(self._health.get(name, ""))
             found += [f"{name} {key} {numbers[key]:g}" for key in _HELD if numbers.get(key)]
         inflight = _metrics(self.url).get("inflight")

@@ -111,6 +111,12 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join([*lines, *notes]) + "\n"
 
 
+def as_json(verdicts: Sequence[Verdict]) -> str:
+    """For programs: one object, a row per fault, and the notes of the table."""
+    notes = [f"{verdict.fault}: {note}" for verdict in verdicts for note in verdict.notes]
+    return orjson.dumps({"faults": [verdict.row() for verdict in verdicts], "notes": notes}).decode() + "\n"
+
+
 def _what(name: str) -> str:
     return _MIGRATION if name == MIGRATION else FAULTS[name].what
 
@@ -120,7 +126,7 @@ def _say(text: str) -> None:
         sys.stderr.write(text + "\n")
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     names = (*FAULTS, MIGRATION)
     parser = argparse.ArgumentParser(
         prog="scripts/chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -136,15 +142,16 @@ def _arguments() -> argparse.Namespace:
     add("--stall-timeout-s", type=float, default=5.0, help="the frontend's --stall-timeout-s")
     add("--hung-s", type=float, help="longest silence; default: the fault's time + 2 x stall timeout + 10")
     add("--json", action="store_true", help="one JSON object instead of the table")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     args.names = names if args.all else tuple(args.fault)
     if not args.names and not args.list:
         parser.error("name a fault, or --all, or --list")
     return args
 
 
-def main() -> None:
-    args = _arguments()
+def main(argv: Sequence[str] | None = None) -> None:
+    """`argv`: those of the process, if None."""
+    args = _arguments(argv)
     if args.list:
         sys.stdout.writelines(f"{name:<18}{_what(name)}\n" for name in (*FAULTS, MIGRATION))
         return
@@ -152,10 +159,5 @@ def main() -> None:
     options = Options(engine=args.engine, stall_timeout_s=args.stall_timeout_s)
     plan = Course(seconds=args.seconds, streams=args.streams, osl=args.osl, hung_s=args.hung_s)
     verdicts = asyncio.run(run_all(args.names, options, plan))
-    if args.json:
-        notes = [f"{verdict.fault}: {note}" for verdict in verdicts for note in verdict.notes]
-        faults = [verdict.row() for verdict in verdicts]
-        sys.stdout.write(orjson.dumps({"faults": faults, "notes": notes}).decode() + "\n")
-    else:
-        sys.stdout.write(table(verdicts))
+    sys.stdout.write((as_json if args.json else table)(verdicts))
     raise SystemExit(0 if all(is_good(verdict) for verdict in verdicts) else 1)

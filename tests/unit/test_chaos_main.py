@@ -1,0 +1,52 @@
+"""The command line of the chaos runs, and what it says of verdicts. Starts no deployment."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.chaos.faults import FAULTS
+from benchmarks.chaos.judge import Kind, Verdict
+from benchmarks.chaos.main import as_json, is_good, main, table
+
+
+def test_command_when_asked_for_the_faults_then_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--list"])
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*FAULTS, "migration"]
+
+
+@pytest.mark.parametrize("argv", [[], ["no-such-fault"], ["--engine", "none", "rolling"]])
+def test_command_when_it_is_called_wrongly_then_it_says_so(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: scripts/chaos")
+
+
+@pytest.mark.parametrize(("name", "good"), [("kill-decode", False), ("kill-nats", True)])
+def test_verdict_when_a_request_is_refused_that_another_worker_could_serve_then_bad(name: str, good: bool) -> None:
+    verdict = Verdict(fault=name, sent=2, early=1)
+    verdict.counts[Kind.NAMED_ERROR] = 1
+    assert is_good(verdict) is good
+    assert table([verdict]).rstrip().endswith("BAD") is not good
+
+
+def test_json_when_made_of_verdicts_then_a_row_per_fault_and_the_notes() -> None:
+    verdict = Verdict(fault="kill-decode", sent=3)
+    verdict.counts[Kind.RIGHT] = 3
+    verdict.leak(["decode-1 running 1"])
+    told = json.loads(as_json([verdict, Verdict(fault="rolling")]))
+    assert told["faults"][0] == {
+        "fault": "kill-decode",
+        "sent": 3,
+        "right": 3,
+        "named_error": 0,
+        "cut": 0,
+        "wrong": 0,
+        "lost": 0,
+        "hung": 0,
+        "leaked": 1,
+    }
+    assert [row["fault"] for row in told["faults"]] == ["kill-decode", "rolling"]
+    assert told["notes"] == ["kill-decode: leaked: decode-1 running 1"]
