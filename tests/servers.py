@@ -15,23 +15,10 @@ class TestServer:
     __test__ = False
 
     def __init__(self, kind: str, data_dir: Path) -> None:
-        self._kind = kind
         self._data_dir = data_dir
-        self._ports: tuple[int, ...] = ()
-        self._server = self._start()
+        start = start_nats if kind == "nats" else start_etcd
+        self._server: LocalServer = start(data_dir)
         self.address = self._server.address
-
-    def _start(self) -> LocalServer:
-        if self._kind == "nats":
-            server = start_nats(self._data_dir, *self._ports)
-            self._ports = (int(server.address.rpartition(":")[2]),)
-            return server
-        server = start_etcd(self._data_dir, self._ports or None)  # type: ignore[arg-type]
-        argv = server.process.args
-        assert isinstance(argv, list)
-        peer = next(a for a in argv if str(a).startswith("--listen-peer-urls="))
-        self._ports = (int(server.address.rpartition(":")[2]), int(str(peer).rpartition(":")[2]))
-        return server
 
     @property
     def pid(self) -> int:
@@ -46,7 +33,7 @@ class TestServer:
 
     def start(self) -> None:
         """After stop or kill: the same data, the same port."""
-        self._server = self._start()
+        self._server = self._server.again()
 
     def restart(self) -> None:
         self.stop()

@@ -21,10 +21,13 @@ class Verdict:
     text: str
 
 
-def decide(config: RestartConfig, status: int, restarts: Sequence[float], now: float) -> Verdict:
-    """`restarts` are the times at which this process was started again, on the clock of `now`, in seconds."""
+def decide(
+    config: RestartConfig, status: int, restarts: Sequence[float], now: float, *, is_ours: bool = True
+) -> Verdict:
+    """`restarts` are the times at which this process was started again, on the clock of `now`, in seconds. Only of our
+    own programs is it known that BAD_CONFIG means a bad configuration."""
     ended = describe(status)
-    if status == BAD_CONFIG:
+    if status == BAD_CONFIG and is_ours:
         return Verdict(is_restart=False, exit_status=BAD_CONFIG, text=ended)
     recent = len([time for time in restarts if now - time < config.window_s])
     if recent >= config.max_restarts:

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -29,12 +31,18 @@ _TAIL_LINES = 20
 
 
 class LocalServer:
-    """A server process that is up. Its log goes to `log_path`; `address` is what clients take."""
+    """A server process that is up. Its log goes to `log_path`; `address` is what clients take.
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str, log_path: Path) -> None:
+    `again` starts it once more after its end: the same data, the same address. It blocks and raises as the first time.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], address: str, log_path: Path, again: Callable[[], LocalServer]
+    ) -> None:
         self.process = process
         self.address = address
         self.log_path = log_path
+        self.again = again
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after STOP_TIMEOUT_S. Idempotent; blocks until the process is gone."""
@@ -74,7 +82,8 @@ def start_etcd(data_dir: Path, ports: tuple[int, int] | None = None) -> LocalSer
             if ports is not None:
                 raise ConfigError(f"etcd: port {client_port} or {peer_port} is in use; free it") from None
             continue
-        return LocalServer(process, f"127.0.0.1:{client_port}", log)
+        again = partial(start_etcd, data_dir, (client_port, peer_port))
+        return LocalServer(process, f"127.0.0.1:{client_port}", log, again)
     raise ConfigError("etcd: no free loopback port was found; stop what listens on this machine's ports")
 
 
@@ -91,7 +100,8 @@ def start_nats(data_dir: Path, port: int | None = None) -> LocalServer:
         )
     except _PortTaken:
         raise ConfigError(f"nats-server: port {port} is in use; free it") from None
-    return LocalServer(process, f"nats://127.0.0.1:{ready[0][1].decode()}", log)
+    taken = int(ready[0][1])
+    return LocalServer(process, f"nats://127.0.0.1:{taken}", log, partial(start_nats, data_dir, taken))
 
 
 def _start(

@@ -13,7 +13,7 @@ from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
-from dynamo_trtllm.launch.restart import decide, describe
+from dynamo_trtllm.launch.restart import decide
 from dynamo_trtllm.launch.running import Running, end_of
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
@@ -103,8 +103,8 @@ class Supervisor:
     async def _keep_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
         self._not_ready = {spec.name for spec in specs}
         async with asyncio.TaskGroup() as group:
-            for server in self._servers:
-                group.create_task(self._watch_server(server))
+            for at in range(len(self._servers)):
+                group.create_task(self._keep_server(at))
             for spec in specs:
                 group.create_task(self._keep(spec))
             group.create_task(self._when_ready(on_ready))
@@ -117,9 +117,21 @@ class Supervisor:
         if await on_ready(self.serving):
             self._stopping.set()
 
-    async def _watch_server(self, server: LocalServer) -> None:
-        status = await end_of(server.process)
-        raise GivenUp(f"{server.log_path.stem} {describe(status)}: what it held is lost, so all is stopped")
+    async def _keep_server(self, at: int) -> None:
+        """Workers and frontends go on meanwhile, and register and connect again by themselves."""
+        restarts: list[float] = []
+        while not self._stopping.is_set():
+            server = self._servers[at]
+            name = server.log_path.stem
+            status = await end_of(server.process)
+            verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=False)
+            if not verdict.is_restart:
+                raise GivenUp(f"{name} {verdict.text}", verdict.exit_status)
+            self._console.say(f"{name} {verdict.text}")
+            began = time.monotonic()
+            restarts.append(began)
+            self._servers[at] = server.again()  # blocks, see `_start_server`
+            self._say_ready(name, began, f"at {server.address}")
 
     async def _keep(self, spec: ProcessSpec) -> None:
         restarts: list[float] = []

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -230,14 +231,36 @@ def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(lau
     launched.wait_gone(1.0)
 
 
-def test_launch_when_etcd_dies_then_all_is_given_up_and_it_says_why(launch: Launch, deployment: Path) -> None:
+@pytest.mark.parametrize(("server", "program"), [("etcd", "etcdbin/etcd"), ("nats", "nats-server -a")])
+def test_launch_when_a_server_dies_then_it_is_back_at_its_address_once_and_then_all_is_given_up(
+    launch: Launch, deployment: Path, port: int, server: str, program: str
+) -> None:
     launched = launch(deployment)
     launched.wait_line("all processes serve")
-    os.kill(launched.pid_of("etcdbin/etcd"), signal.SIGKILL)
+    address = launched.wait_line(rf"{server} is ready after .* at (\S+)").group(1)
+    others = {pid for pid, command in launched.pids().items() if program not in command}
+    seen = len(launched.lines)
+    os.kill(launched.pid_of(program), signal.SIGKILL)
+    launched.wait_line(rf"launch +\| {server} was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
+    launched.wait_line(rf"launch +\| {server} is ready after .* at {re.escape(address)}$", seen)
+    ask_until_answered(port)
+    assert others <= set(launched.pids())  # nobody else has ended
+    os.kill(launched.pid_of(program), signal.SIGKILL)
     status, said = launched.end()
     assert status == 1
-    assert "etcd was killed by SIGKILL" in said
+    assert f"{server} was killed by SIGKILL; it was restarted 1 times in 60 s" in said
     launched.wait_gone(1.0)
+
+
+def ask_until_answered(port: int) -> None:
+    body = {"model": "tiny-gpt-oss", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        answer = httpx.post(f"http://localhost:{port}/v1/chat/completions", json=body, timeout=WAIT_S, trust_env=False)
+        if answer.status_code == 200:
+            return
+        assert answer.status_code == 503, answer.text
+        assert time.monotonic() < deadline
 
 
 def test_launch_when_port_is_in_use_then_one_line_and_status_2_and_nothing_is_left(
