@@ -22,9 +22,10 @@ from dynamo_trtllm.engine.arguments import engine_arguments
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats
 from dynamo_trtllm.engine.mock.args import MockArgs
 from dynamo_trtllm.engine.mock.steps import Sequence, Steps
-from dynamo_trtllm.errors import EngineFailed, EngineRefused, TicketExpired
+from dynamo_trtllm.errors import EngineFailed, EngineRefused
 from dynamo_trtllm.handoff import tickets
 from dynamo_trtllm.handoff.base import Carrier, Piece
+from dynamo_trtllm.handoff.fetching import Within, fetch
 from dynamo_trtllm.handoff.select import select_carrier
 from dynamo_trtllm.messages import (
     Chunk,
@@ -66,6 +67,7 @@ class MockEngine:
         self._instance_id = instance_id
         self._carrier = carrier or select_carrier(args.carrier)
         self._ticket_ttl_s = config.ticket_ttl_s
+        self._handoff_timeout_s = config.handoff_timeout_s
         self._layout = KvLayout(
             dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
         )
@@ -120,16 +122,13 @@ class MockEngine:
 
     async def _redeem(self, sequence: Sequence, ticket: HandoffTicket) -> Chunk:
         """Fetches the seed and replays the first tokens."""
-        now = time.time()
-        tickets.check(ticket, engine="mock", model=self._model, layout=self._layout, now=now)
+        tickets.check(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
             raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
-        left_s = min(ticket.expires_at, sequence.request.deadline) - now
-        if left_s <= 0:
-            raise TicketExpired(f"ticket {ticket.ticket_id} can't be fetched before the request's deadline")
         kv = array("I", bytes(ticket.kv_bytes))
         piece = Piece(kv.buffer_info()[0], ticket.kv_bytes)
-        await self._carrier.fetch(ticket.ticket_id, ticket.opaque, [piece], timeout_s=left_s)
+        within = Within(sequence.request.deadline, self._handoff_timeout_s)
+        await fetch(self._carrier, ticket, ticket.opaque, [piece], within)
         sequence.seed = kv[-1]
         sequence.prefill_left = 0
         sequence.produced = len(ticket.first_token_ids)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.engine.torch.batcher import Gathered, Job
-from dynamo_trtllm.errors import BadFrame, DynamoError, EngineRefused, HandoffTimeout, TicketMismatch
+from dynamo_trtllm.errors import BadFrame, DynamoError, EngineRefused, TicketMismatch
 from dynamo_trtllm.handoff import tickets
 from dynamo_trtllm.handoff.base import Carrier, Piece
+from dynamo_trtllm.handoff.fetching import Within, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -107,13 +108,11 @@ class Desk:
             raise TicketMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
         return _opaque(ticket).seed
 
-    async def fetch(self, request: GenerateRequest, staging: Tensor) -> None:
-        """Reads the ticket's KV into `staging`. Raises a HandoffError."""
+    async def fetch(self, request: GenerateRequest, staging: Tensor, timeout_s: float) -> None:
+        """Reads the ticket's KV into `staging`. Raises a HandoffError or DeadlineExceeded."""
         ticket = _ticket(request)
-        left_s = min(ticket.expires_at, request.deadline) - time.time()
-        if left_s <= 0:
-            raise HandoffTimeout(f"ticket {ticket.ticket_id}: no time is left to fetch its KV")
-        await self._carrier.fetch(ticket.ticket_id, _opaque(ticket).offer, [_piece(staging)], timeout_s=left_s)
+        within = Within(request.deadline, timeout_s)
+        await fetch(self._carrier, ticket, _opaque(ticket).offer, [_piece(staging)], within)
 
     def let_go(self, ticket_id: str) -> None:
         """Ends a ticket; unknown ones are no error."""

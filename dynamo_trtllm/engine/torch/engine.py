@@ -52,6 +52,7 @@ class TorchEngine:
         self._model_name = config.served_model_name or Path(config.model_path).name
         if carrier is None and config.disaggregation_mode is not Role.AGGREGATED:
             carrier = select_carrier(None if args.carrier == "auto" else args.carrier)
+        self._handoff_timeout_s = config.handoff_timeout_s
         self._desk: Desk | None = None
         if carrier is not None:
             self._desk = Desk(
@@ -191,7 +192,7 @@ class TorchEngine:
                     yield await self._desk.hand_out(job, event, info.layout)
                     return
                 if isinstance(event, Reserved) and self._desk is not None:
-                    await self._desk.fetch(request, event.staging)
+                    await self._desk.fetch(request, event.staging, self._handoff_timeout_s)
                     batcher.post(partial(batcher.install, job, event.staging))
                 elif isinstance(event, Chunk):
                     yield event

@@ -26,7 +26,7 @@ from dynamo_trtllm.engine.trtllm.loading import Loading, on_thread
 from dynamo_trtllm.engine.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import release_for
-from dynamo_trtllm.engine.trtllm.serving import Serving
+from dynamo_trtllm.engine.trtllm.serving import Serving, Times
 from dynamo_trtllm.engine.trtllm.vendor import Vendor, installed_version, load_vendor, release_line
 from dynamo_trtllm.engine.weights import weight_bytes
 from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed, EngineNotReady
@@ -72,7 +72,7 @@ class TrtllmEngine:
             environment={**self._args.profile.environment, **process_environment()},
             strategy=config.disaggregation_strategy,
         )
-        self._ticket_ttl_s = settings.ticket_ttl_s(self._facts, config.ticket_ttl_s)
+        self._times = Times(settings.ticket_ttl_s(self._facts, config.ticket_ttl_s), config.handoff_timeout_s)
         self._pairing = settings.pairing(self._facts, release_line(version))
         self._loading: Loading[tuple[Vendor, Any]] | None = None
         self._llm: Any = None
@@ -127,7 +127,7 @@ class TrtllmEngine:
         refused = settings.refuses(self._args, self._release, cache_salt=vendor.capabilities.cache_salt)
         rules = settings.rules(self._facts, self._checkpoint, vendor.capabilities, refused)
         terms = Terms(self._holder, self._model, self._layout(), self._pairing, vendor.capabilities)
-        self._serving = Serving(vendor, self._llm, rules, terms, ttl_s=self._ticket_ttl_s)
+        self._serving = Serving(vendor, self._llm, rules, terms, self._times)
         limit = rules.prompt_limits[_OWN_PHASE[rules.role]]
         _log.info(
             "TensorRT-LLM %s (as %s) is loaded: context %d, prompts up to %d (%s)",

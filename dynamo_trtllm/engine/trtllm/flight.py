@@ -14,6 +14,7 @@ from typing import Any
 from dynamo_trtllm.engine.trtllm.requests import Call
 from dynamo_trtllm.engine.trtllm.results import HANDED_OVER, Reader, Step
 from dynamo_trtllm.errors import NotMigratable
+from dynamo_trtllm.handoff.fetching import Bound
 from dynamo_trtllm.messages import GenerateRequest, LegStats, Phase
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Flight:
         self.finished = False  # no result will follow
         self.winding_down = False  # nobody reads it but `wind_down`
         self.had_tokens = False
+        self.bound: Bound | None = None  # of the wait for the first result
         self.born = time.monotonic()
         self._request = request
         self._started_at = self.born

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,6 +30,7 @@ from dynamo_trtllm.errors import (
     NotMigratable,
     TransferFailed,
 )
+from dynamo_trtllm.handoff.fetching import Within, bound, late
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -46,16 +47,24 @@ _STALL_S = 300.0  # no result and no iteration for so long, with requests under 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
+class Times(NamedTuple):
+    """Longest times of a hand-off."""
+
+    ticket_ttl_s: float
+    handoff_timeout_s: float
+
+
 class Serving:
     """One per built LLM, which stays the engine's to shut down."""
 
-    def __init__(self, vendor: Vendor, llm: Any, rules: Rules, terms: Terms, *, ttl_s: float) -> None:
+    def __init__(self, vendor: Vendor, llm: Any, rules: Rules, terms: Terms, times: Times) -> None:
         self._vendor = vendor
         self._llm = llm
         self._rules = rules
-        self._desk = Desk(terms, ttl_s=ttl_s, on_change=self._note_idle)
+        self._times = times
+        self._desk = Desk(terms, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self._polled = StatsPoller(llm.get_stats)
-        self._stall_s = max(_STALL_S, 2 * ttl_s)
+        self._stall_s = max(_STALL_S, 2 * times.ticket_ttl_s)
         self._failed: EngineFailed | None = None
         self._flights: set[Flight] = set()  # until the vendor has answered, or its time to answer is over
         self._winding_down: set[asyncio.Task[None]] = set()
@@ -151,10 +160,11 @@ class Serving:
         except (self._vendor.request_error, *VENDOR_ERRORS) as exc:
             raise self._translated(exc) from exc
         flight = Flight(request, call, result, reader)
-        ends = request.deadline
-        if request.ticket is not None:
-            ends = min(ends, request.ticket.expires_at)  # after it nobody keeps the KV that is to come
-        flight.due_in(ends - time.time())
+        if request.ticket is None:
+            flight.due_in(request.deadline - time.time())
+        else:  # the vendor does not tell its queue from the move
+            flight.bound = bound(request.ticket, Within(request.deadline, self._times.handoff_timeout_s), time.time())
+            flight.due_in(flight.bound.left_s)
         self._flights.add(flight)
         self._note_idle()
         return flight
@@ -206,8 +216,8 @@ class Serving:
     def _late(self, request: GenerateRequest, flight: Flight) -> DynamoError:
         if self._failed is not None:
             return EngineFailed(self._failed.message)
-        if time.time() < request.deadline:
-            return HandoffTimeout("the KV of the prompt did not come before its ticket expired")
+        if flight.bound is not None and not flight.started:
+            return late(ticket_of(request), flight.bound)
         return DeadlineExceeded(f"the deadline passed after {flight.age_s():.1f} s in the engine")
 
     def _translated(self, exc: Exception, flight: Flight | None = None) -> DynamoError:

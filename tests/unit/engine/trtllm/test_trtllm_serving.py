@@ -15,7 +15,7 @@ from dynamo_trtllm.engine.trtllm import serving as serving_module
 from dynamo_trtllm.engine.trtllm.desk import Terms
 from dynamo_trtllm.engine.trtllm.flight import Flight
 from dynamo_trtllm.engine.trtllm.requests import PromptLimit, Rules
-from dynamo_trtllm.engine.trtllm.serving import Serving
+from dynamo_trtllm.engine.trtllm.serving import Serving, Times
 from dynamo_trtllm.engine.trtllm.vendor import Capabilities, Vendor
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
@@ -118,7 +118,7 @@ def vendor() -> Vendor:
     )
 
 
-def make(role: Role, *, ttl_s: float = 60.0) -> tuple[Serving, Llm]:
+def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) -> tuple[Serving, Llm]:
     rules = Rules(
         role=role,
         context_length=1000,
@@ -130,7 +130,7 @@ def make(role: Role, *, ttl_s: float = 60.0) -> tuple[Serving, Llm]:
     )
     llm, settled = Llm(), vendor()
     terms = Terms(1, "m", LAYOUT, {"release": "1.2"}, settled.capabilities)
-    return Serving(settled, llm, rules, terms, ttl_s=ttl_s), llm
+    return Serving(settled, llm, rules, terms, Times(ttl_s, handoff_timeout_s)), llm
 
 
 @pytest.fixture
@@ -266,6 +266,23 @@ async def test_decode_when_the_ticket_ends_first_then_handoff_timeout(decode: tu
     ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 0.2)
     task, _ = await started(at, llm, ask(Phase.DECODE, ticket=ticket))
     with pytest.raises(HandoffTimeout):
+        await task
+    await check_idle(at)
+
+
+async def test_decode_when_the_kv_takes_too_long_then_handoff_timeout_names_the_bound() -> None:
+    at, llm = make(Role.DECODE, handoff_timeout_s=0.1)
+    task, _ = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
+    with pytest.raises(HandoffTimeout, match=r"before --handoff-timeout-s 0.1 passed"):
+        await task
+    await check_idle(at)
+
+
+async def test_decode_when_the_deadline_comes_before_the_kv_then_it_is_no_fault_of_the_handoff() -> None:
+    at, llm = make(Role.DECODE)
+    near = msgspec.structs.replace(ask(Phase.DECODE, ticket=await a_ticket()), deadline=time.time() + 0.1)
+    task, _ = await started(at, llm, near)
+    with pytest.raises(DeadlineExceeded, match="did not come before the request's deadline"):
         await task
     await check_idle(at)
 
