@@ -24,6 +24,8 @@ from tests.not_read import RESULTS
 from tests.recording import Uses, recorded
 from tests.standin import RELEASES, hurry, playing
 
+pytestmark = pytest.mark.timeout(60)  # the first test records all releases: twelve engines
+
 PROMPT = prompt_of(40)
 # Each request uses what the others don't; one that the played release refuses is refused before it touches a name.
 SAMPLINGS = [
