@@ -5,7 +5,6 @@ It knows each process by name and asks it over HTTP; it judges nothing.
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import secrets
@@ -16,16 +15,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 import orjson
 import psutil
 
+from benchmarks.chaos.scrape import fetch, gauges, total
 from benchmarks.chaos.servers import Server, free_port
 from dynamo_trtllm.launch.children import spawn
 
@@ -33,8 +31,8 @@ WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 FRONTEND = "frontend"
 _NAME_VARIABLE = "CHAOS_PROCESS"
 _MARKS = {"dynamo_trtllm.frontend": FRONTEND, "bin/etcd": "etcd", "bin/nats-server": "nats"}  # in a command line
-_HELD = ("running", "waiting", "kv_blocks_used", "tickets_held")
-_HTTP_TIMEOUT_S = 2.0
+_HELD = ("running", "waiting", "kv_blocks_used", "tickets_held", "ticket_kv_blocks", "legs", "reserved")
+_HELD_BY_FRONTEND = ("inflight", "choices", "queued")
 _READY_S = 120.0
 _STOP_S = 45.0
 _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
@@ -264,44 +262,26 @@ class Deployment:
 
     def held(self) -> list[str]:
         """What requests hold at this moment, one line each."""
+        where: list[tuple[str, str, Sequence[str]]] = [
+            (name, self._health.get(name, ""), _HELD) for name in self.options.workers
+        ]
+        where.append((FRONTEND, self.url, _HELD_BY_FRONTEND))
         found = []
-        for name in self.options.workers:
-            numbers = _metrics(self._health.get(name, ""))
-            found += [f"{name} {key} {numbers[key]:g}" for key in _HELD if numbers.get(key)]
-        inflight = _metrics(self.url).get("inflight")
-        return found + ([f"frontend inflight {inflight:g}"] if inflight else [])
+        for name, url, keys in where:
+            numbers = gauges(url)
+            found += [f"{name} {key} {numbers[key]:g}" for key in keys if numbers.get(key)]
+        return found
 
     def total(self, counter: str) -> float:
         """Of one of the frontend's counters, over all its labels."""
-        text = fetch(f"{self.url}/metrics").decode()
-        pattern = rf"^dynamo_trtllm_{counter}_total(?:{{.*}})? (\S+)$"
-        return sum(float(value) for value in re.findall(pattern, text, re.M))
+        return total(self.url, counter)
 
     def kv_share(self, name: str) -> float:
         """Of a worker's KV blocks that are in use."""
-        numbers = _metrics(self._health.get(name, ""))
+        numbers = gauges(self._health.get(name, ""))
         return numbers.get("kv_blocks_used", 0.0) / numbers.get("kv_blocks_total", 1.0)
 
 
 def role(name: str) -> str:
     """Of a worker by its name."""
     return name.partition("-")[0]
-
-
-def fetch(url: str) -> bytes:
-    """Raises OSError for no answer, and for one that is not a success."""
-    try:
-        with urlopen(url, timeout=_HTTP_TIMEOUT_S) as answer:
-            return bytes(answer.read())
-    except HTTPError as exc:
-        exc.close()
-        raise OSError(f"{url} answered {exc.code}") from None
-
-
-def _metrics(url: str) -> dict[str, float]:
-    """The unlabelled ones, short names. NaN for a process that does not answer."""
-    try:
-        text = fetch(f"{url}/metrics").decode()
-    except (OSError, ValueError):
-        return {"running": math.nan, "inflight": math.nan}
-    return {name: float(value) for name, value in re.findall(r"^dynamo_trtllm_(\w+) (\S+)$", text, re.M)}

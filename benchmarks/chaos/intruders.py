@@ -12,8 +12,9 @@ from contextlib import AsyncExitStack
 import orjson
 
 from benchmarks.chaos import rogue
-from benchmarks.chaos.deployment import Deployment, NotServing, fetch
+from benchmarks.chaos.deployment import Deployment, NotServing
 from benchmarks.chaos.load import load, run
+from benchmarks.chaos.scrape import fetch
 from benchmarks.stream import Record, StreamConnection
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import BadFrame

@@ -42,6 +42,7 @@ class Verdict:
     counts: Counter[Kind] = field(default_factory=Counter)
     leaked: int = 0
     early: int = 0  # named errors before a first token
+    silence_s: float = 0.0  # the longest that a client waited for a next sign
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -66,6 +67,7 @@ def judged(fault: str, records: Sequence[Record], rules: Rules) -> Verdict:
     reasons: Counter[str] = Counter()
     for record in records:
         kind = kind_of(record, rules)
+        verdict.silence_s = max(verdict.silence_s, longest_silence_s(record))
         verdict.counts[kind] += 1
         verdict.early += kind is Kind.NAMED_ERROR and record.first_s is None
         if kind is not Kind.RIGHT:

@@ -10,6 +10,7 @@ streams running through them, applies the fault in the middle of the load, and l
   lost         neither an end nor an error
   hung         silent for longer than --hung-s
   leaked       things that are still held after it: requests, KV blocks, tickets, processes, files
+  silence_s    the longest that a client waited for a sign of life (not in --json)
 
 Exit status 1 when wrong, lost, hung or leaked is not 0, or a request was refused that another worker could have served.
 """
@@ -102,11 +103,12 @@ def is_good(verdict: Verdict) -> bool:
 def table(verdicts: Sequence[Verdict]) -> str:
     """For people: a row per fault, then what is behind the numbers that are not 0."""
     width = max(len(verdict.fault) for verdict in verdicts)
-    lines = [f"{'fault':<{width}}" + "".join(f"{name:>13}" for name in _COLUMNS)]
+    lines = [f"{'fault':<{width}}" + "".join(f"{name:>13}" for name in _COLUMNS) + f"{'silence_s':>11}"]
     for verdict in verdicts:
         row = verdict.row()
         mark = "" if is_good(verdict) else "  BAD"
-        lines.append(f"{verdict.fault:<{width}}" + "".join(f"{row[name]:>13}" for name in _COLUMNS) + mark)
+        numbers = "".join(f"{row[name]:>13}" for name in _COLUMNS)
+        lines.append(f"{verdict.fault:<{width}}{numbers}{verdict.silence_s:>11.1f}{mark}")
     notes = [f"{verdict.fault}: {note}" for verdict in verdicts for note in verdict.notes]
     return "\n".join([*lines, *notes]) + "\n"
 

@@ -98,6 +98,7 @@ def test_judged_when_requests_ended_in_all_ways_then_counted_with_reasons() -> N
         "leaked": 1,
     }
     assert verdict.early == 2
+    assert verdict.silence_s == pytest.approx(2.1)  # of those refused, from their sending to their end
     assert verdict.notes == [
         "named_error: disconnected after its first token: 1",
         "named_error: overloaded before its first token: 2",
