@@ -5,9 +5,7 @@ The guides' answers are held by structure and meaning: their fields, the call, w
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -17,14 +15,12 @@ from openai.types.responses import Response
 
 from tests.e2e.cluster import TINY, events
 from tests.e2e.conftest import TorchCluster
+from tests.e2e.guides import FIRST, GUIDES, REQUESTS, SECOND
 
 pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
 
-GUIDES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "guide_requests.json").read_text())
 CHAT = "/v1/chat/completions"
-REQUESTS = {" ".join([each["name"], *each["guides"]]): each["body"] | {"model": TINY} for each in GUIDES["requests"]}
 CHATS = [name for name, body in REQUESTS.items() if "messages" in body]
-FIRST, SECOND = "first round 001", "second round 001"
 EXPLAIN = REQUESTS["responses 000 001 004"]["input"]
 OPERATOR = {"Authorization": "Bearer NOT USED", "Accept": "text/event-stream"}  # what the benchmark adds
 

@@ -1,0 +1,15 @@
+"""The requests and answers that the guides show, the model's name replaced by the demo model's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.cluster import TINY
+
+GUIDES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "guide_requests.json").read_text())
+REQUESTS: dict[str, dict[str, Any]] = {
+    " ".join([each["name"], *each["guides"]]): each["body"] | {"model": TINY} for each in GUIDES["requests"]
+}
+FIRST, SECOND = "first round 001", "second round 001"
