@@ -12,7 +12,7 @@ import msgspec
 from benchmarks.chaos.deployment import Deployment, NotServing
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, HandoffTicket, Instance, Role
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, HandoffTicket, Instance, Restart, Role
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker.loading import live_peers
@@ -38,6 +38,8 @@ class Relay:
                 yield chunk
 
     async def control(self, verb: Control) -> bytes:
+        if isinstance(verb, Restart):  # meant for us, not for the good one
+            return b""
         return await self._plane.control(self._good.subject, verb)
 
 
