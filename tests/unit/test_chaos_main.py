@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,19 @@ from benchmarks.chaos.main import as_json, is_good, main, table
 def test_command_when_asked_for_the_faults_then_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--list"])
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*FAULTS, "migration"]
+
+
+def test_page_of_failures_when_read_then_it_tells_of_each_fault_and_names_only_tests_that_there_are() -> None:
+    root = Path(__file__).parents[2]
+    rows = [line.split("|") for line in (root / "docs/failures.md").read_text().splitlines() if line.startswith("| ")]
+    cases = {name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])}
+    assert {*FAULTS, "migration"} <= cases
+    tests = {path.name: path.read_text() for path in (root / "tests").rglob("test_*.py")}
+    for case in cases - {*FAULTS, "migration"}:
+        if case.endswith(".py"):
+            assert case in tests
+        else:
+            assert any(case.strip("…") in text for text in tests.values()), case
 
 
 @pytest.mark.parametrize("argv", [[], ["no-such-fault"], ["--engine", "none", "rolling"]])
