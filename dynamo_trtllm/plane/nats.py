@@ -40,6 +40,7 @@ class NatsLink:
         self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
         self._writer: asyncio.Task[None] | None = None
         self._writing = True
+        self._waiting_told = False
         self._closing = False
 
     async def connect(self, timeout_s: float) -> None:
@@ -167,6 +168,9 @@ class NatsLink:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats_errors.SlowConsumerError):
             self._tell_lost(StreamIncomplete(f"messages to {error.subject} were dropped: this process is too slow"))
+        elif self._writer is None and not self._waiting_told:
+            self._waiting_told = True
+            logger.warning("waiting for NATS at %s: %s", self._address, error or type(error).__name__)
         else:
             logger.debug("NATS at %s: %r", self._address, error)
 

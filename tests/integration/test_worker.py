@@ -7,9 +7,7 @@ import logging
 import re
 import threading
 import time
-import uuid
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from typing import Any
 
 import httpx
@@ -21,65 +19,11 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.mock.engine import MockEngine
 from dynamo_trtllm.engine.mock.steps import Steps
 from dynamo_trtllm.errors import EngineFailed, Unreachable
-from dynamo_trtllm.frontend.models import Models
-from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, Role, Sampling, token_ids
-from dynamo_trtllm.plane.nats import NatsPlane
-from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.messages import FinishReason, Phase, Role
 from dynamo_trtllm.worker import Worker
 from tests.engines import tokens
-
-
-def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
-    values = {"model_path": "tiny", "engine": "mock", "namespace": f"t{uuid.uuid4().hex}", "drain_timeout_s": 2.0}
-    return WorkerConfig(etcd_endpoints=etcd, nats_server=nats, **{**values, **fields})
-
-
-class Side:
-    """A frontend's side: what it knows of the cluster, and a pipeline over it."""
-
-    def __init__(self, chosen: WorkerConfig, plane: NatsPlane, discovery: EtcdDiscovery) -> None:
-        self.view = ClusterView()
-        self.models = Models(self.view, discovery, plane, chosen.namespace)
-        self.pipeline = Pipeline(self.view, plane)
-        self.plane = plane
-
-    async def until_instances(self, count: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.view.instances()) != count:  # noqa: ASYNC110  # the view tells nobody when it changes
-                await asyncio.sleep(0.01)
-
-    async def ask(self, max_tokens: int) -> list[Chunk]:
-        async with aclosing(self.pipeline.generate(request(max_tokens=max_tokens), Trace())) as chunks:
-            return [chunk async for chunk in chunks]
-
-
-@asynccontextmanager
-async def frontend_side(chosen: WorkerConfig) -> AsyncIterator[Side]:
-    plane = await NatsPlane.connect(chosen.nats_server)
-    discovery = EtcdDiscovery(chosen.etcd_endpoints)
-    side = Side(chosen, plane, discovery)
-    watch = asyncio.create_task(side.models.watch())
-    try:
-        yield side
-    finally:
-        watch.cancel()
-        await asyncio.gather(watch, return_exceptions=True)
-        await side.pipeline.aclose()
-        await side.models.aclose()
-        await discovery.aclose()
-        await plane.aclose()
-
-
-def request(*, max_tokens: int, phase: Phase = Phase.WHOLE) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=uuid.uuid4().hex,
-        model="tiny",
-        token_ids=token_ids(range(10, 110)),
-        sampling=Sampling(max_tokens=max_tokens),
-        deadline=time.time() + 30,
-        phase=phase,
-    )
+from tests.integration.living import config, frontend_side, request
 
 
 async def test_serve_when_stopped_then_it_appeared_and_left(etcd_server: str, nats_server: str) -> None:

@@ -1,0 +1,32 @@
+"""Workers in this process, whose engines a test may look into."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.worker import worker as worker_module
+from tests.integration.living import Living
+
+
+@pytest.fixture
+async def living(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Living]:
+    """Stopped at the end, which none may have come before."""
+    engines: list[Engine] = []
+    create = worker_module.create_engine
+
+    def creating(*args: Any, **named: Any) -> Engine:
+        engines.append(create(*args, **named))
+        return engines[-1]
+
+    monkeypatch.setattr(worker_module, "create_engine", creating)
+    made = Living(engines)
+    yield made
+    for worker in made.workers:
+        worker.stop()
+    async with asyncio.timeout(15):
+        await asyncio.gather(*made.tasks)

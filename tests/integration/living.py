@@ -1,0 +1,121 @@
+"""Workers and a frontend's side of a deployment, all in one process, over real etcd and NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.engine.base import Engine, HasStats
+from dynamo_trtllm.frontend.models import Models
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.plane.linked import PlaneLimits
+from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.worker import Worker
+
+
+def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
+    values = {"model_path": "tiny", "engine": "mock", "namespace": f"t{uuid.uuid4().hex}", "drain_timeout_s": 2.0}
+    return WorkerConfig(etcd_endpoints=etcd, nats_server=nats, **{**values, **fields})
+
+
+def request(*, max_tokens: int, phase: Phase = Phase.WHOLE, prompt: int = 100, seconds: float = 30) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=uuid.uuid4().hex,
+        model="tiny",
+        token_ids=token_ids(range(10, 10 + prompt)),
+        sampling=Sampling(max_tokens=max_tokens),
+        deadline=time.time() + seconds,
+        phase=phase,
+    )
+
+
+class Side:
+    """A frontend's side: what it knows of the cluster, and a pipeline over it."""
+
+    def __init__(
+        self, chosen: WorkerConfig, plane: NatsPlane, discovery: EtcdDiscovery, options: PipelineOptions
+    ) -> None:
+        self.view = ClusterView()
+        self.models = Models(self.view, discovery, plane, chosen.namespace)
+        self.pipeline = Pipeline(self.view, plane, options)
+        self.plane = plane
+
+    async def until_instances(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.view.instances()) != count:  # noqa: ASYNC110  # the view tells nobody when it changes
+                await asyncio.sleep(0.01)
+
+    async def ask(self, max_tokens: int) -> list[Chunk]:
+        async with aclosing(self.pipeline.generate(request(max_tokens=max_tokens), Trace())) as chunks:
+            return [chunk async for chunk in chunks]
+
+
+@asynccontextmanager
+async def frontend_side(
+    chosen: WorkerConfig, options: PipelineOptions | None = None, limits: PlaneLimits | None = None
+) -> AsyncIterator[Side]:
+    plane = await NatsPlane.connect(chosen.nats_server, limits)
+    discovery = EtcdDiscovery(chosen.etcd_endpoints, lease_ttl_s=chosen.lease_ttl_s)
+    side = Side(chosen, plane, discovery, options or PipelineOptions())
+    watch = asyncio.create_task(side.models.watch())
+    try:
+        yield side
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await side.pipeline.aclose()
+        await side.models.aclose()
+        await discovery.aclose()
+        await plane.aclose()
+
+
+class Living:
+    """Workers that serve; `engines` are theirs, in the order of their start."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.workers: list[Worker] = []
+        self.engines = engines
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self, chosen: WorkerConfig) -> Worker:
+        worker = Worker(chosen)
+        self.workers.append(worker)
+        self.tasks.append(asyncio.create_task(worker.serve(), name=f"worker-{len(self.workers)}"))
+        return worker
+
+    def ids(self) -> list[int]:
+        return sorted(worker.instance_id for worker in self.workers)
+
+    def alive(self) -> bool:
+        return not any(task.done() for task in self.tasks)
+
+    def held(self) -> list[tuple[int, int, int, int]]:
+        """Per engine what requests have left in it: running, waiting, KV blocks, tickets."""
+        stats = [engine.stats() for engine in self.engines if isinstance(engine, HasStats)]
+        return [(s.running, s.waiting, s.kv_blocks_used, s.tickets_held) for s in stats]
+
+    async def until_nothing_is_held(self, within_s: float = 3.0) -> None:
+        await until(lambda: set(self.held()) == {(0, 0, 0, 0)}, within_s, self.held)
+
+
+def pairs(chosen: WorkerConfig, living: Living, count: int = 1) -> None:
+    for role in (Role.PREFILL, Role.DECODE) * count:
+        living.start(chosen.model_copy(update={"disaggregation_mode": role}))
+
+
+async def until(condition: Callable[[], bool], within_s: float, told: Callable[[], object] = lambda: "") -> None:
+    """Fails with what `told` tells."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition():  # noqa: ASYNC110  # what is counted tells nobody when it changes
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"not so within {within_s:g} s: {told()}") from None

@@ -1,0 +1,186 @@
+"""Requests while etcd or NATS is away, frozen, restarted or emptied: real servers, real workers, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc.aio
+import pytest
+from etcd3aio.kv import KVService
+
+from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
+from dynamo_trtllm.frontend.pipeline import PipelineOptions
+from dynamo_trtllm.messages import Chunk
+from dynamo_trtllm.plane.linked import PlaneLimits
+from tests.engines import tokens
+from tests.integration.living import Living, Side, config, frontend_side, pairs, until
+from tests.servers import TestServer
+
+Make = Callable[[], TestServer]
+HOLD = PipelineOptions(hold_s=5)
+QUICK = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.5)
+STEP = {"step_s": 0.005}
+
+
+async def registered(server: TestServer) -> list[int]:
+    """Instance ids of all keys."""
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        reply = await KVService(channel).get(b"\0", range_end=b"\0", timeout=3)
+    return sorted(int(kv.key.decode().rpartition("/")[2], 16) for kv in reply.kvs)
+
+
+@asynccontextmanager
+async def asking(side: Side) -> AsyncIterator[list[int]]:
+    """One short request after the other meanwhile; the tokens of each."""
+    answered: list[int] = []
+    over = False
+
+    async def ask() -> None:
+        while not over:
+            answered.append(len(tokens(await side.ask(4))))
+            await asyncio.sleep(0.02)
+
+    task = asyncio.create_task(ask())
+    yield answered
+    over = True
+    await asyncio.wait_for(task, 10)
+
+
+async def away(server: TestServer) -> None:
+    await asyncio.to_thread(server.stop)
+    await asyncio.sleep(2.5)  # more than two leases
+    server.start()
+
+
+async def emptied(server: TestServer) -> None:
+    await asyncio.to_thread(server.stop)
+    server.lose_data()
+    server.start()
+
+
+async def frozen(server: TestServer) -> None:
+    server.pause()
+    await asyncio.sleep(2.5)
+    server.resume()
+
+
+async def restarted(server: TestServer) -> None:
+    await asyncio.to_thread(server.restart)
+
+
+@pytest.mark.parametrize("trouble", [away, emptied, frozen, restarted])
+async def test_etcd_in_trouble_then_all_is_served_and_the_same_instances_are_registered_once(
+    own_etcd: Make, nats_server: str, living: Living, trouble: Callable[[TestServer], object]
+) -> None:
+    etcd = own_etcd()
+    chosen = config(etcd.address, nats_server, lease_ttl_s=1.0, override_engine_args=STEP)
+    pairs(chosen, living)
+    async with frontend_side(chosen, HOLD) as side:
+        await side.until_instances(2)
+        async with asking(side) as answered:
+            await trouble(etcd)  # type: ignore[misc]
+            await asyncio.sleep(1.5)  # more than a lease, and what renewing takes
+        assert set(answered) == {4}
+        assert len(answered) > 20
+        assert living.alive()
+        await side.until_instances(2)
+        assert await registered(etcd) == living.ids() == [instance.id for instance in side.view.instances()]
+
+
+async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_so(
+    own_etcd: Make, nats_server: str, living: Living, caplog: pytest.LogCaptureFixture
+) -> None:
+    etcd = own_etcd()
+    chosen = config(etcd.address, nats_server, lease_ttl_s=1.0)
+    await asyncio.to_thread(etcd.stop)
+    living.start(chosen)
+    await until(lambda: "waiting for etcd since 0 s, up to 5 s" in caplog.text, 3)
+    etcd.start()
+    async with frontend_side(chosen) as side:
+        await side.until_instances(1)
+        assert len(await side.ask(4)) == 4
+
+
+async def test_worker_started_while_nats_is_away_then_it_waits_for_it_and_says_so(
+    etcd_server: str, own_nats: Make, living: Living, caplog: pytest.LogCaptureFixture
+) -> None:
+    nats = own_nats()
+    chosen = config(etcd_server, nats.address)
+    await asyncio.to_thread(nats.stop)
+    living.start(chosen)
+    await until(lambda: f"waiting for NATS at {nats.address}" in caplog.text, 3)
+    nats.start()
+    async with frontend_side(chosen) as side:
+        await side.until_instances(1)
+
+
+# --- NATS ----------------------------------------------------------------------------------------------
+
+
+async def gone_for_a_second(server: TestServer) -> None:
+    await asyncio.to_thread(server.stop)
+    await asyncio.sleep(1.0)
+    server.start()
+
+
+async def frozen_for_seconds(server: TestServer) -> None:
+    server.pause()
+    await asyncio.sleep(3.0)
+    server.resume()
+
+
+@pytest.mark.parametrize("trouble", [restarted, gone_for_a_second, frozen_for_seconds])
+async def test_nats_in_trouble_then_running_streams_go_on_right_or_end_named_and_nothing_is_held(
+    etcd_server: str, own_nats: Make, living: Living, trouble: Callable[[TestServer], object]
+) -> None:
+    nats = own_nats()
+    chosen = config(etcd_server, nats.address, override_engine_args={"step_s": 0.02})
+    pairs(chosen, living, count=2)
+    async with frontend_side(chosen, HOLD, QUICK) as side:
+        await side.until_instances(4)
+        right = tokens(await side.ask(60))
+        streams = [asyncio.create_task(side.ask(60)) for _ in range(8)]
+        await asyncio.sleep(0.3)
+        await trouble(nats)  # type: ignore[misc]
+        answers = await asyncio.wait_for(asyncio.gather(*streams, return_exceptions=True), 12)
+        for answer in answers:
+            assert isinstance(answer, DynamoError) or (isinstance(answer, list) and tokens(answer) == right), answer
+        assert sum(isinstance(answer, list) for answer in answers) == 8, answers  # it was back soon enough
+        assert tokens(await side.ask(60)) == right
+        assert living.alive()
+        await living.until_nothing_is_held()
+
+
+async def test_request_while_nats_is_away_then_it_waits_and_is_served_or_disconnected_in_time(
+    etcd_server: str, own_nats: Make, living: Living
+) -> None:
+    nats = own_nats()
+    chosen = config(etcd_server, nats.address, override_engine_args=STEP)
+    pairs(chosen, living)
+    async with frontend_side(chosen, PipelineOptions(hold_s=2), QUICK) as side:
+        await side.until_instances(2)
+        await asyncio.to_thread(nats.stop)
+        waiting = asyncio.create_task(side.ask(4))
+        await asyncio.sleep(1.5)
+        assert not waiting.done()
+        nats.start()
+        assert len(tokens(await asyncio.wait_for(waiting, 5))) == 4
+        await asyncio.to_thread(nats.stop)
+        begun_s = time.monotonic()
+        with pytest.raises((Disconnected, Unreachable)):
+            await side.ask(4)
+        assert time.monotonic() - begun_s < 12
+        nats.start()
+        await until_served(side)
+
+
+async def until_served(side: Side) -> list[Chunk]:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return await side.ask(4)
+            except DynamoError:
+                await asyncio.sleep(0.05)
