@@ -45,6 +45,7 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
     hung_s = course.silence_s(deployment.options)
     scene = Scene(deployment=deployment, outage_s=course.outage_s, osl=course.osl, hung_s=hung_s)
     client = Client(load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s))
+    before = _instances(deployment)
     running = asyncio.create_task(client.run(), name="chaos-load")
     try:
         await asyncio.sleep(course.edge_s)
@@ -61,9 +62,14 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
     if fault.is_launcher:
         return _of_launcher(verdict)
     await asyncio.to_thread(deployment.wait_whole, _WHOLE_S)
+    verdict.replace(sorted(name for name, _ in before - _instances(deployment) if name not in fault.victims))
     verdict.leak(await asyncio.to_thread(still_held, deployment))
     deployment.note_processes()
     return verdict
+
+
+def _instances(deployment: Deployment) -> set[tuple[str, str | None]]:
+    return {(name, deployment.instance(name)) for name in deployment.options.workers}
 
 
 def _of_launcher(verdict: Verdict) -> Verdict:

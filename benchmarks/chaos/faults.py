@@ -33,6 +33,7 @@ class Fault:
     name: str
     what: str
     apply: Callable[[Scene], Awaitable[None]]
+    victims: tuple[str, ...] = ()  # workers that may end of it; no other one may
     kills_frontend: bool = False
     spares_requests: bool = False  # none may be answered with an error before its first token
     is_launcher: bool = False  # only what is left afterwards is judged
@@ -93,10 +94,15 @@ async def _launcher(number: signal.Signals, scene: Scene) -> None:
 
 def _of_worker(role: str) -> list[Fault]:
     name = f"{role}-1"
-    spared = partial(Fault, spares_requests=True)
+    spared = partial(Fault, spares_requests=True, victims=(name,))
     return [
         spared(name=f"kill-{role}", what=f"kill -9 of a {role} worker", apply=partial(_signal, name, signal.SIGKILL)),
-        spared(name=f"freeze-{role}", what=f"SIGSTOP of a {role} worker, then SIGCONT", apply=partial(_freeze, name)),
+        spared(
+            name=f"freeze-{role}",
+            what=f"SIGSTOP of a {role} worker, then SIGCONT",
+            apply=partial(_freeze, name),
+            victims=(),
+        ),
         spared(name=f"term-{role}", what=f"SIGTERM of a {role} worker", apply=partial(_signal, name, signal.SIGTERM)),
     ]
 
@@ -173,7 +179,13 @@ FAULTS = {
         *_of_server("etcd", spares=True),
         *_of_server("nats", spares=False),
         *_of_intruders(),
-        Fault(name="rolling", what="SIGTERM of each worker, one by one", apply=_roll, spares_requests=True),
+        Fault(
+            name="rolling",
+            what="SIGTERM of each worker, one by one",
+            apply=_roll,
+            spares_requests=True,
+            victims=WORKERS,
+        ),
         *_of_launcher(),
     )
 }

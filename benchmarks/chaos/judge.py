@@ -42,18 +42,26 @@ class Verdict:
     counts: Counter[Kind] = field(default_factory=Counter)
     leaked: int = 0
     early: int = 0  # named errors before a first token
+    replaced: int = 0  # processes that ended though the fault was not theirs
     silence_s: float = 0.0  # the longest that a client waited for a next sign
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
         """What no fault excuses did not happen."""
-        return not (self.leaked or any(self.counts[kind] for kind in (Kind.WRONG, Kind.LOST, Kind.HUNG)))
+        return not (
+            self.leaked or self.replaced or any(self.counts[kind] for kind in (Kind.WRONG, Kind.LOST, Kind.HUNG))
+        )
 
     def row(self) -> dict[str, str | int]:
         """As --json tells it."""
         counts: dict[str, str | int] = {kind.value: self.counts[kind] for kind in Kind}
         return {"fault": self.fault, "sent": self.sent, **counts, "leaked": self.leaked}
+
+    def replace(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.replaced += 1
+            self.notes.append(f"replaced: {name}, though the fault was not its")
 
     def leak(self, what: Iterable[str]) -> None:
         for each in what:

@@ -12,7 +12,8 @@ streams running through them, applies the fault in the middle of the load, and l
   leaked       things that are still held after it: requests, KV blocks, tickets, processes, files
   silence_s    the longest that a client waited for a sign of life (not in --json)
 
-Exit status 1 when wrong, lost, hung or leaked is not 0, or a request was refused that another worker could have served.
+Exit status 1 when wrong, lost, hung or leaked is not 0, when a request was refused that another worker could have
+served, and when a worker ended that was not the fault's.
 """
 
 from __future__ import annotations

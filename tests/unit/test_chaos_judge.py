@@ -122,3 +122,10 @@ def test_verdict_when_something_leaked_then_not_good() -> None:
     verdict = Verdict(fault="f")
     verdict.leak(["a process"])
     assert not verdict.is_good
+
+
+def test_verdict_when_a_worker_ended_that_nobody_touched_then_not_good() -> None:
+    verdict = Verdict(fault="f")
+    verdict.replace(["decode-2"])
+    assert not verdict.is_good
+    assert verdict.notes == ["replaced: decode-2, though the fault was not its"]

@@ -51,3 +51,11 @@ def test_subclass_without_a_row_then_its_parents() -> None:
 
     assert answer(Narrower("x", field="n")).status == 400
     assert answer(Narrower("x", field="n")).body["error"]["param"] == "n"
+
+
+def test_error_when_it_quotes_megabytes_then_its_words_are_cut_in_the_middle() -> None:
+    quoted = "x" * 1_000_000
+    error = answer(InvalidRequest(f"{quoted} is not a known field; leave it out", field=quoted)).body["error"]
+    assert error["message"].startswith("xxx")
+    assert error["message"].endswith("is not a known field; leave it out")
+    assert max(len(error["message"]), len(error["param"] or "")) < 1100

@@ -89,11 +89,14 @@ async def test_live_and_metrics_then_200() -> None:
         ("POST", "/v1/chat/completions/", 404, "unknown_url"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/health", 405, "method_not_allowed"),
+        ("OPTIONS", "/v1/models", 405, "method_not_allowed"),
+        ("GET", "//v1/models", 404, "unknown_url"),
     ],
 )
 async def test_no_such_path_or_method_then_openai_shape(method: str, path: str, status: int, code: str) -> None:
     response = await ask(front(), method, path)
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
+    assert f" {path}" in response.json()["error"]["message"]
     assert response.headers["x-request-id"]
     assert ("allow" in response.headers) == (status == 405)
