@@ -111,7 +111,7 @@ async def _bug(request: Request, _: Exception) -> Response:
 
 async def _no_such_thing(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    path, method = request.url.path, request.method
+    path, method = request.scope["path"], request.method  # of //x, `url` would take x for a host
     if exc.status_code == 405:
         return error_response(
             405, f"{method} is not allowed on {path}", code="method_not_allowed", headers=dict(exc.headers or {})
