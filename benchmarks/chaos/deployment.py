@@ -8,16 +8,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import orjson
@@ -26,6 +24,7 @@ import psutil
 from benchmarks.chaos.scrape import fetch, gauges, total
 from benchmarks.chaos.servers import Server, free_port
 from dynamo_trtllm.launch.children import spawn
+from dynamo_trtllm.launch.scratch import scratch_folder
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 FRONTEND = "frontend"
@@ -76,7 +75,8 @@ class Deployment:
         self.url = f"http://127.0.0.1:{free_port()}"
         self.servers: dict[str, Server] = {}
         self.lines: list[str] = []  # all that the launcher wrote
-        self._folder = Path(tempfile.mkdtemp(prefix="dynamo-chaos-"))
+        self._exit = ExitStack()
+        self._folder = self._exit.enter_context(scratch_folder("dynamo-chaos-"))
         self._instances: dict[str, str] = {}
         self._health: dict[str, str] = {}
         self._seen: dict[int, psutil.Process] = {}
@@ -119,7 +119,7 @@ class Deployment:
         for process in self._seen.values():
             if process.is_running():
                 process.kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._exit.close()
         return left
 
     def left_over(self, within_s: float = 5.0) -> list[str]:

@@ -6,8 +6,14 @@ The longer runs are `scripts/chaos --all`. Most faults share one deployment, whi
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.chaos import migration
@@ -16,9 +22,11 @@ from benchmarks.chaos.deployment import Options
 from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.judge import Kind
 from benchmarks.chaos.main import Stage, is_good, table
+from tests.e2e.cluster import until
 
 pytestmark = pytest.mark.timeout(60)
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = Options(stall_timeout_s=1.0, lease_ttl_s=1.0, ticket_ttl_s=1.0, hold_s=2.0)
 SHORT = Course(seconds=1.5, streams=6, osl=20)
 MAY_REFUSE = {f"{word}-nats" for word in ("kill", "freeze", "restart", "empty")} | {"full-kv"}
@@ -54,3 +62,25 @@ async def test_requests_when_a_fault_strikes_then_right_or_told_and_nothing_is_k
 async def test_greedy_requests_when_their_decode_worker_is_killed_midway_then_as_undisturbed() -> None:
     verdict = await migration.run(wanted=10)
     assert verdict.counts[Kind.RIGHT] == verdict.sent > 10, table([verdict])
+
+
+def test_command_when_it_is_killed_then_nothing_is_left_within_5_s(tmp_path: Path) -> None:
+    mark = secrets.token_hex(8)
+    env = os.environ | {"CHAOS_TEST_MARK": mark, "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.chaos", "rolling", "--seconds", "60"]
+    with subprocess.Popen(command, cwd=ROOT, env=env) as chaos:
+        until(lambda: len(marked(mark)) == 11, 30.0)  # two servers, five of the launcher, it, us, and two who clear up
+        chaos.kill()
+    until(lambda: not marked(mark) and not list(tmp_path.iterdir()), 5.0)
+
+
+def marked(mark: str) -> list[int]:
+    """Living processes of one run of the command."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("CHAOS_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
