@@ -60,6 +60,18 @@ class PayloadTooLarge(RequestError):
     code = "payload_too_large"
 
 
+class HeadTooLarge(RequestError):
+    """Of the request line and headers."""
+
+    code = "head_too_large"
+
+
+class RequestTimeout(RequestError):
+    """The client sent its request too slowly."""
+
+    code = "request_timeout"
+
+
 class UnsupportedMedia(RequestError):
     code = "unsupported_media"
 

@@ -30,6 +30,8 @@ TABLE: dict[type[DynamoError], Row] = {
     errors.UnsupportedParameter: Row(400, INVALID),
     errors.ContextTooLong: Row(400, INVALID),
     errors.PayloadTooLarge: Row(413, INVALID),
+    errors.HeadTooLarge: Row(431, INVALID),
+    errors.RequestTimeout: Row(408, INVALID),
     errors.UnsupportedMedia: Row(415, INVALID),
     errors.ModelNotFound: Row(404, INVALID),
     errors.ResponseNotFound: Row(404, INVALID),
@@ -67,7 +69,10 @@ def answer(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> Answer:
     """What a client is told. A class without a row of its own takes its parent's."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     body = error_body(error.message, type=row.type, param=error.field, code=error.code)
-    return Answer(row.status, body, retry_headers(row.status, retry_after_s))
+    headers = retry_headers(row.status, retry_after_s)
+    if isinstance(error, errors.RequestTimeout):
+        headers["Connection"] = "close"  # the rest of the request is still to come
+    return Answer(row.status, body, headers)
 
 
 def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:

@@ -41,7 +41,8 @@ class Generation(Generic[B]):
         try:
             run.admit()
             check_json(scope)
-            raw = await read_body(scope, receive, self._edge.config.max_body_bytes)
+            config = self._edge.config
+            raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s)
             await until_gone(run.serve(raw, _engine_id(scope)), receive)
         except ClientGone:
             return "cancelled"

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
-from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, UnsupportedMedia
+from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, RequestTimeout, UnsupportedMedia
 from dynamo_trtllm.frontend.errors import answer
 
 
@@ -23,18 +23,29 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def check_json(scope: Scope) -> None:
-    """Raises UnsupportedMedia for a body that says it is something else. No word of it: taken as JSON."""
+    """Raises UnsupportedMedia for a body that says it is something else. No word of it: taken as JSON, not packed."""
     given = header(scope, b"content-type")
     kind = (given or "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise UnsupportedMedia(f"the body is of type {kind!r}; send Content-Type: application/json")
+    packed = (header(scope, b"content-encoding") or "identity").strip().lower()
+    if packed != "identity":
+        raise UnsupportedMedia(f"the body is packed by {packed!r}; send it as it is, without Content-Encoding")
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Raises PayloadTooLarge as soon as it is known, ClientGone when the client left before the end."""
+async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float) -> bytes:
+    """Raises PayloadTooLarge as soon as it is known, ClientGone when the client left before the end, RequestTimeout."""
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(within_s):
+            return await _pieces(receive, max_bytes)
+    except TimeoutError:
+        raise RequestTimeout(f"the request body did not come in {within_s:g} s") from None
+
+
+async def _pieces(receive: Receive, max_bytes: int) -> bytes:
     pieces, size, more = [], 0, True
     while more:
         message = await receive()

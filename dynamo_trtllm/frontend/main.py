@@ -18,6 +18,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import ConfigError, DynamoError, InternalError
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.canary import Canaries, CanaryOptions
+from dynamo_trtllm.frontend.connection import http_server
 from dynamo_trtllm.frontend.models import Models
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions
 from dynamo_trtllm.frontend.recovery import RecoveryLimits
@@ -34,7 +35,6 @@ from dynamo_trtllm.router.view import ClusterView
 PROG = "python -m dynamo_trtllm.frontend"
 _DESCRIPTION = "The OpenAI-compatible HTTP frontend: renders, routes to prefill and decode workers, parses, streams."
 _BACKLOG = 2048
-_SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ async def serve(config: FrontendConfig) -> None:
         app = build_app(config, models, pipeline, metrics, store)
         # A model that was not heard of yet is not unknown: until then, and for this long, early clients wait
         settled = asyncio.wait_for(models.settled(), config.hold_for_roles_s)
-        await _until_stopped(_http_server(app), sock, tasks, settled)
+        await _until_stopped(http_server(app, config, backlog=_BACKLOG), sock, tasks, settled)
 
 
 def _options(config: FrontendConfig) -> PipelineOptions:
@@ -121,22 +121,6 @@ async def _until_stopped(
         for task in (settling, *tasks):
             task.cancel()
         await asyncio.gather(settling, *tasks, return_exceptions=True)
-
-
-def _http_server(app: object) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,  # type: ignore[arg-type]
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-            backlog=_BACKLOG,
-        )
-    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,247 @@
+"""The limits of connections, over real sockets: the frontend's own HTTP server around a scripted pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import uvicorn
+
+from dynamo_trtllm.frontend.connection import http_server
+from tests.unit.frontend.scripted import MODEL, Front, front, stop
+
+BODY = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
+GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+
+
+class Served:
+    def __init__(self, made: Front, server: uvicorn.Server, port: int) -> None:
+        self.front = made
+        self.server = server
+        self._port = port
+        self._clients: list[Client] = []
+
+    async def connect(self) -> Client:
+        self._clients.append(Client(*await asyncio.open_connection("127.0.0.1", self._port)))
+        return self._clients[-1]
+
+    async def until_connections(self, count: int) -> None:
+        async with asyncio.timeout(5):
+            while len(self.server.server_state.connections) != count:  # noqa: ASYNC110  # uvicorn tells nobody
+                await asyncio.sleep(0.01)
+
+    async def aclose(self) -> None:
+        for client in self._clients:
+            client.writer.transport.abort()
+        await asyncio.gather(*(client.writer.wait_closed() for client in self._clients), return_exceptions=True)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+    @property
+    def code(self) -> str:
+        return str(self.body["error"]["code"])
+
+
+class Client(NamedTuple):
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def answer(self) -> Answer:
+        head = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
+        body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), 5)
+        return Answer(int(head[0].split()[1]), headers, json.loads(body))
+
+    async def ask(self, data: bytes) -> Answer:
+        self.writer.write(data)
+        return await self.answer()
+
+    async def talk(self) -> None:
+        while True:
+            self.writer.write(b"x" * 1000)
+            await self.writer.drain()
+            await asyncio.sleep(0.05)
+
+    async def until_closed(self) -> bytes:
+        """What still came."""
+        return await asyncio.wait_for(self.reader.read(), 5)
+
+
+@asynccontextmanager
+async def serving(**config: Any) -> AsyncIterator[Served]:
+    """No connection, task or permit may be left at the end."""
+    made = front(stop("ok"), **config)
+    server = http_server(made.app, made.config, backlog=100)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        task = asyncio.create_task(server._serve([sock]))
+        async with asyncio.timeout(5):
+            while not server.started:  # noqa: ASYNC110  # uvicorn has no event for it
+                await asyncio.sleep(0.01)
+        served = Served(made, server, sock.getsockname()[1])
+        try:
+            yield served
+        finally:
+            await served.aclose()
+            server.should_exit = True
+            await task
+    assert server.server_state.connections == set()
+    assert server.server_state.tasks == set()
+    assert made.pipeline.running == 0
+
+
+async def test_connections_when_one_too_many_then_429_closed_and_room_again_afterwards() -> None:
+    async with serving(max_connections=2) as served:
+        clients = [await served.connect() for _ in range(2)]
+        for client in clients:
+            assert (await client.ask(GET)).status == 200
+        for _ in range(3):  # those refused do not count
+            refused = await served.connect()
+            answer = await refused.ask(GET)
+            assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "overloaded", "1")
+            assert answer.headers["connection"] == "close"
+            assert await refused.until_closed() == b""
+            refused.writer.close()
+        assert (await clients[0].ask(GET)).status == 200  # the others are served on
+        clients[0].writer.close()
+        await served.until_connections(1)
+        assert (await (await served.connect()).ask(GET)).status == 200
+
+
+async def test_connections_when_a_refused_client_stays_then_it_is_cut() -> None:
+    async with serving(max_connections=1) as served:
+        await served.connect()
+        await served.until_connections(1)
+        refused = await served.connect()
+        assert (await refused.answer()).status == 429
+        begun = time.monotonic()
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(refused.talk(), 5)
+        assert time.monotonic() - begun < 3
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 2000 + b"\r\n\r\n",
+        b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 2000,  # and never ends
+        b"GET /live HTTP/1.1\r\nHost: x\r\n" + b"X-Some: aaaaaaa\r\n" * 100 + b"\r\n",
+        b"GET /" + b"a" * 2000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+    ids=["one header", "no end", "many headers", "path"],
+)
+async def test_head_when_it_is_too_large_then_431_and_closed(head: bytes) -> None:
+    async with serving(max_header_bytes=1024) as served:
+        client = await served.connect()
+        answer = await client.ask(head)
+        assert (answer.status, answer.code) == (431, "head_too_large")
+        assert await client.until_closed() == b""
+
+
+async def test_head_when_it_comes_in_small_pieces_then_the_limit_is_of_all_of_them() -> None:
+    async with serving(max_header_bytes=1024) as served:
+        client = await served.connect()
+        client.writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nX-Long: ")
+        for _ in range(20):
+            client.writer.write(b"a" * 100)
+            await asyncio.sleep(0.001)
+        assert (await client.answer()).status == 431
+
+
+async def test_head_when_small_then_a_large_body_and_many_requests_are_taken() -> None:
+    padded = BODY[:-1] + b', "metadata": {"pad": "' + b"x" * 300_000 + b'"}}'
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(padded) + padded
+    async with serving(max_header_bytes=1024) as served:
+        client = await served.connect()
+        for _ in range(3):
+            assert (await client.ask(request)).status == 200
+
+
+async def test_head_when_it_comes_too_slowly_then_408_and_closed() -> None:
+    async with serving(receive_timeout_s=0.2) as served:
+        client = await served.connect()
+        begun = time.monotonic()
+        answer = await client.ask(b"GET /live HTTP/1.1\r\nHost:")
+        assert (answer.status, answer.code) == (408, "request_timeout")
+        assert 0.15 < time.monotonic() - begun < 2
+        assert await client.until_closed() == b""
+
+
+async def test_connection_when_it_never_says_anything_then_it_is_closed() -> None:
+    async with serving(receive_timeout_s=0.2) as served:
+        assert await (await served.connect()).until_closed() == b""
+
+
+async def test_body_when_it_drips_then_408_and_closed_after_the_bound() -> None:
+    async with serving(receive_timeout_s=0.5) as served:
+        client = await served.connect()
+        client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY))
+        begun = time.monotonic()
+        answering = asyncio.create_task(client.answer())
+        for byte in BODY[:5]:  # each piece in good time, all of them not
+            client.writer.write(bytes([byte]))
+            await asyncio.sleep(0.03)
+        answer = await answering
+        assert (answer.status, answer.code) == (408, "request_timeout")
+        assert time.monotonic() - begun < 3
+        assert await client.until_closed() == b""
+        assert served.front.pipeline.requests == []
+        assert "request_timeout" in served.front.metrics.render().decode()
+
+
+async def test_body_when_it_is_slow_within_the_bound_then_answered() -> None:
+    async with serving(receive_timeout_s=5.0) as served:
+        client = await served.connect()
+        client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY))
+        for byte in BODY:
+            client.writer.write(bytes([byte]))
+            await asyncio.sleep(0.001)
+        assert (await client.answer()).status == 200
+
+
+async def test_keep_alive_when_idle_then_closed_after_the_bound_and_not_before() -> None:
+    async with serving(keep_alive_timeout_s=0.4) as served:
+        client = await served.connect()
+        for _ in range(3):
+            assert (await client.ask(GET)).status == 200
+            await asyncio.sleep(0.2)
+        begun = time.monotonic()
+        assert await client.until_closed() == b""
+        assert time.monotonic() - begun < 2
+
+
+async def test_keep_alive_when_the_receive_timeout_is_shorter_then_an_idle_connection_stays() -> None:
+    async with serving(keep_alive_timeout_s=5.0, receive_timeout_s=0.2) as served:
+        client = await served.connect()
+        assert (await client.ask(GET)).status == 200
+        await asyncio.sleep(0.5)
+        assert (await client.ask(GET)).status == 200
+
+
+async def test_answer_when_it_takes_longer_than_a_request_may_then_it_is_not_cut() -> None:
+    async with serving(receive_timeout_s=0.2) as served:
+        held = asyncio.Event()
+        served.front.pipeline.script = [held, stop("ok")]
+        client = await served.connect()
+        client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        await asyncio.wait_for(served.front.pipeline.begun.wait(), 5)
+        await asyncio.sleep(0.5)
+        held.set()
+        assert (await client.answer()).status == 200
+
+
+async def test_request_when_malformed_then_400() -> None:
+    async with serving() as served:
+        client = await served.connect()
+        client.writer.write(b"nonsense\r\n\r\n")
+        assert (await client.until_closed()).startswith(b"HTTP/1.1 400")
