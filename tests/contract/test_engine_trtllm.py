@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.bundled import resolve
-from dynamo_trtllm.engine.base import Engine
 from dynamo_trtllm.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -41,6 +39,7 @@ from tests.engines import (
     two_legs,
 )
 from tests.standin import RELEASES, hurry, playing, trap_names
+from tests.trio import Engines, check_vendor_empty, three
 
 HARMONY_STOPS = (200002, 200012)
 PROMPT = prompt_of(70)
@@ -68,41 +67,9 @@ ELSEWHERE = {
 }
 
 
-class Engines(NamedTuple):
-    package: Any  # the stand-in that they were started with
-    whole: Engine
-    prefill: Engine
-    decode: Engine
-
-    def all(self) -> tuple[Engine, ...]:
-        return self.whole, self.prefill, self.decode
-
-    def turned(self, *names: str) -> Any:
-        return self.package.standin.traps.turned(*names)
-
-
-@asynccontextmanager
-async def three(package: Any, folder: Path, **args: Any) -> AsyncIterator[Engines]:
-    engines = [make("trtllm", folder, role, **args) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)]
-    async with started(*engines):
-        yield Engines(package, *engines)
-
-
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
-
-
-@pytest.fixture
-def package() -> Iterator[Any]:
-    with playing() as found:
-        yield found
-
-
-@pytest.fixture
-async def engines(package: Any, gpt_oss: Path) -> AsyncIterator[Engines]:
-    async with three(package, gpt_oss) as found:
-        yield found
 
 
 class Expected(NamedTuple):
@@ -112,17 +79,6 @@ class Expected(NamedTuple):
 
 
 ENDED: dict[str, Any] = {"logit_bias": ((1, 1000.0),), "min_tokens": 3}
-
-
-async def check_vendor_empty(package: Any) -> None:
-    """Asked behind the adapter's back: nothing runs, and no KV block is used, in any engine of the stand-in."""
-    deadline = time.monotonic() + 6
-    while True:
-        left = [(each.running, each.waiting, each.kv_blocks_used) for each in package.standin.core.live_stats()]
-        if left == [(0, 0, 0)] * 3 or time.monotonic() > deadline:
-            break
-        await asyncio.sleep(0.01)
-    assert left == [(0, 0, 0)] * 3
 
 
 async def check_answers(engines: Engines, expected: Expected) -> None:
@@ -390,68 +346,3 @@ async def test_start_when_the_constructor_fails_then_engine_failed_with_its_word
     with package.standin.traps.turned("start_fails"), pytest.raises(EngineFailed, match="Executor worker"):
         await engine.start()
     await engine.aclose()
-
-
-# --- cancellation ----------------------------------------------------------------------------------------
-
-ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_waiting", "abort_keeps_context"]
-
-
-@pytest.mark.parametrize("trap", ABORTS)
-async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path, package: Any) -> None:
-    args: dict[str, Any] = {"max_batch_size": 1}
-    if trap in ("abort_lost", "abort_keeps_context"):  # then the vendor's own time-out frees what nobody fetched
-        args["cache_transceiver_config"] = {
-            "backend": "UCX",
-            "max_tokens_in_buffer": 8192,
-            "kv_transfer_timeout_ms": 2000,
-        }
-    async with three(package, gpt_oss, **args) as engines:
-        with engines.turned(*([trap] if trap else [])):
-            tokens_left = 60 if trap == "abort_lost" else 6000  # the vendor ends them itself, or only an abort does
-            await cancel_while_waiting_and_running(engines, tokens_left)
-            await cancel_both_legs(engines, tokens_left)
-            for engine in engines.all():
-                await check_nothing_left(engine)
-        await check_vendor_empty(package)
-        expected = await answer(engines.whole, PROMPT)
-        assert tokens(await two_legs(engines.prefill, engines.decode, PROMPT)) == expected
-
-
-async def cancel_while_waiting_and_running(engines: Engines, max_tokens: int) -> None:
-    """One streams, two wait for its place: all three are cancelled."""
-    engine = engines.whole
-    async with aclosing(engine.generate(ask(PROMPT, max_tokens=max_tokens))) as running:
-        await anext(running)
-        waiting = [asyncio.create_task(answer(engine, prompt_of(40, n), max_tokens=50)) for n in range(2)]
-        await asyncio.sleep(0.02)
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-
-async def cancel_both_legs(engines: Engines, max_tokens: int) -> None:
-    prefilling = asyncio.create_task(collect(engines.prefill, ask(prompt_of(500), phase=Phase.PREFILL)))
-    await asyncio.sleep(0)
-    prefilling.cancel()
-    await asyncio.gather(prefilling, return_exceptions=True)
-    for steps in (0, 1, 3):
-        ticket = await ticket_from(engines.prefill, PROMPT, max_tokens=max_tokens)
-        decoding = ask(PROMPT, phase=Phase.DECODE, ticket=ticket, max_tokens=max_tokens)
-        async with aclosing(engines.decode.generate(decoding)) as stream:
-            if steps == 0:
-                first = asyncio.ensure_future(anext(stream))
-                await asyncio.sleep(0)
-                first.cancel()
-                await asyncio.gather(first, return_exceptions=True)
-            for _ in range(steps):
-                await anext(stream)
-        release(engines.prefill, ticket)
-
-
-async def test_ticket_when_refused_then_the_vendor_is_asked_to_let_go(engines: Engines) -> None:
-    ticket = await ticket_from(engines.prefill, PROMPT)
-    await check_stats(engines.prefill, tickets_held=1, kv_blocks_used=3)
-    release(engines.prefill, ticket)
-    await check_nothing_left(engines.prefill)
-    await check_vendor_empty(engines.package)
