@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -50,6 +52,18 @@ BAD = {
                              "service_tier is not supported", param="service_tier"),
     "wrong content type": Bad({"content": b"{}", "headers": {"Content-Type": "text/plain"}}, 415,
                               "unsupported_media", "application/json"),
+    "packed body": Bad({"content": gzip.compress(json.dumps(GOOD).encode()),
+                        "headers": JSON | {"Content-Encoding": "gzip"}}, 415, "unsupported_media", "gzip"),
+    "byte that is no UTF-8": Bad({"content": json.dumps(GOOD).encode().replace(b"Hello", b"\xff"), "headers": JSON},
+                                 400, "invalid_request", "UTF-8"),
+    "half a character": Bad({"content": json.dumps(GOOD).replace("Hello", r"\ud800").encode(), "headers": JSON}, 400,
+                            "invalid_request", "surrogate"),
+    "nested without end": Bad({"content": b'{"model":' + b"[" * 200_000, "headers": JSON}, 400, "invalid_request",
+                              "depth"),
+    "number without end": Bad({"content": b'{"model":' + b"9" * 400_000 + b"}", "headers": JSON}, 400,
+                              "invalid_request", ""),
+    "more choices than there may be": Bad(field(n=10**6), 400, "invalid_request", "128", param="n"),
+    "name without end": Bad(field(model="x" * 10**6), 404, "model_not_found", "^.{1,1100}served: mock", param="model"),
     "prompt beyond the context": Bad({"json": {"model": "mock", "prompt": [7] * 131_100}}, 400,
                                      "context_length_exceeded", "131100 tokens.*131072", path=TEXT, param="prompt"),
     "answer beyond the context": Bad({"json": {"model": "mock", "prompt": [7], "max_tokens": 131_072}}, 400,
@@ -165,7 +179,7 @@ def test_launch_when_a_server_is_away_then_one_line_within_10_s_and_status_1(moc
 
     def check_ends(launch: list[str], variable: str) -> None:
         status, lines = command(launch, mock_cluster.env | {variable: address}, timeout_s=10)
-        errors = [line for line in lines if " INFO " not in line]
+        errors = [line for line in lines if " INFO " not in line and ": waiting for " not in line]
         assert (status, len(errors)) == (1, 1), (launch, variable, lines)
         assert address in errors[0]
 
