@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.plane.linked import PlaneLimits
+from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker import worker as worker_module
 from tests.integration.living import Living
+
+LIMITS = PlaneLimits(ping_interval_s=1.0)  # of the workers
 
 
 @pytest.fixture
@@ -23,8 +27,18 @@ async def living(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Living]:
         engines.append(create(*args, **named))
         return engines[-1]
 
+    planes: list[NatsPlane] = []
+    connect = worker_module.NatsPlane.connect
+
+    class Connecting:
+        @staticmethod
+        async def connect(url: str) -> NatsPlane:
+            planes.append(await connect(url, LIMITS))
+            return planes[-1]
+
     monkeypatch.setattr(worker_module, "create_engine", creating)
-    made = Living(engines)
+    monkeypatch.setattr(worker_module, "NatsPlane", Connecting)
+    made = Living(engines, planes)
     yield made
     for worker in made.workers:
         worker.stop()

@@ -12,6 +12,7 @@ from typing import Any
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.base import Engine, HasStats
+from dynamo_trtllm.engine.mock.engine import MockEngine
 from dynamo_trtllm.frontend.models import Models
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
@@ -78,11 +79,12 @@ async def frontend_side(
 
 
 class Living:
-    """Workers that serve; `engines` are theirs, in the order of their start."""
+    """Workers that serve. `engines` and `planes` are theirs, in the order in which they were made."""
 
-    def __init__(self, engines: list[Engine]) -> None:
+    def __init__(self, engines: list[Engine], planes: list[NatsPlane]) -> None:
         self.workers: list[Worker] = []
         self.engines = engines
+        self.planes = planes
         self.tasks: list[asyncio.Task[None]] = []
 
     def start(self, chosen: WorkerConfig) -> Worker:
@@ -93,6 +95,12 @@ class Living:
 
     def ids(self) -> list[int]:
         return sorted(worker.instance_id for worker in self.workers)
+
+    def engine_of(self, role: Role) -> MockEngine:
+        """Of the first worker of this role."""
+        (worker, *_) = [worker for worker in self.workers if worker._config.disaggregation_mode is role]
+        (engine,) = [e for e in self.engines if isinstance(e, MockEngine) and e._instance_id == worker.instance_id]
+        return engine
 
     def alive(self) -> bool:
         return not any(task.done() for task in self.tasks)

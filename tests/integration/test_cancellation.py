@@ -1,0 +1,175 @@
+"""A request that ends early, at every phase, over real etcd and NATS: tasks, legs, subscriptions, blocks, tickets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffError
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
+from dynamo_trtllm.plane.stream import Batch
+from tests.engines import tokens
+from tests.integration.living import Living, Side, config, frontend_side, request, until
+
+
+class Scene:
+    """A prefill and a decode worker, and one request that is in some phase."""
+
+    def __init__(self, side: Side, living: Living) -> None:
+        self.side = side
+        self.living = living
+        self.fetching = asyncio.Event()
+        self.may_fetch = asyncio.Event()
+        self.may_fetch.set()
+        self._hang_fetches()
+
+    @property
+    def prefill(self) -> MockEngine:
+        return self.living.engine_of(Role.PREFILL)
+
+    @property
+    def decode(self) -> MockEngine:
+        return self.living.engine_of(Role.DECODE)
+
+    def _hang_fetches(self) -> None:
+        carrier = self.decode._carrier
+        fetch = carrier.fetch
+
+        async def slow_fetch(*args: Any, **named: Any) -> None:
+            self.fetching.set()
+            await self.may_fetch.wait()
+            await fetch(*args, **named)
+
+        carrier.fetch = slow_fetch  # type: ignore[method-assign]
+
+    async def run(self, asked: GenerateRequest) -> list[Chunk]:
+        async with aclosing(self.side.pipeline.generate(asked, Trace())) as chunks:
+            return [chunk async for chunk in chunks]
+
+    def left(self) -> dict[str, object]:
+        """What requests may leave behind."""
+        servings = [serving for plane in self.living.planes for serving in plane._servings]
+        clients = [plane._link._client for plane in (*self.living.planes, self.side.plane)]
+        return {
+            "held": self.living.held(),
+            "legs": [serving.running for serving in servings],
+            "tickets on their way": [len(serving._handed) for serving in servings],
+            "admitted": [serving._service._admission.legs() for serving in servings],
+            "watched": [sorted(serving._peers._streams) for serving in servings] + [[*self.side.plane._peers._streams]],
+            "streams": len(self.side.plane._inbox),
+            "subscriptions": [len(client._subs) for client in clients],
+            "tasks": sorted(task.get_name() for task in asyncio.all_tasks() if not task.get_name().startswith("Task-")),
+            "unnamed tasks": sum(task.get_name().startswith("Task-") for task in asyncio.all_tasks()),
+        }
+
+
+@asynccontextmanager
+async def scene(etcd: str, nats: str, living: Living, **prefill_args: Any) -> AsyncIterator[Scene]:
+    chosen = config(etcd, nats, ticket_ttl_s=60.0)
+    args = {Role.PREFILL: {"step_s": 0.005} | prefill_args, Role.DECODE: {"step_s": 0.02}}
+    for role, own in args.items():
+        living.start(chosen.model_copy(update={"disaggregation_mode": role, "override_engine_args": own}))
+    async with frontend_side(chosen) as side:
+        await side.until_instances(2)
+        yield Scene(side, living)
+
+
+async def queued(made: Scene) -> None:
+    await until(lambda: made.prefill.stats().waiting == 1, 3)
+
+
+async def prefilling(made: Scene) -> None:
+    await until(lambda: made.prefill.stats().running == 1, 3)
+
+
+async def transferring(made: Scene) -> None:
+    await asyncio.wait_for(made.fetching.wait(), 3)
+    assert made.prefill.stats().tickets_held == 1
+
+
+async def decoding(made: Scene) -> None:
+    await until(lambda: made.decode.stats().running == 1 and made.prefill.stats().tickets_held == 0, 3)
+
+
+@pytest.mark.parametrize("end", ["client gone", "deadline"])
+@pytest.mark.parametrize("phase", [queued, prefilling, transferring, decoding])
+async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
+    etcd_server: str, nats_server: str, living: Living, phase: Callable[[Scene], Any], end: str
+) -> None:
+    slow = {"step_s": 0.6, "prefill_tokens_per_step": 30, "max_batch_size": 1} if phase in (queued, prefilling) else {}
+    async with scene(etcd_server, nats_server, living, **slow) as made:
+        await made.run(request(max_tokens=2, prompt=4))  # what is made once is there
+        await settled(made)
+        before = made.left()
+        made.fetching.clear()
+        if phase is transferring:
+            made.may_fetch.clear()
+        first = asyncio.create_task(made.run(request(max_tokens=200))) if phase is queued else None
+        if first is not None:
+            await prefilling(made)
+        seconds = 30 if end == "client gone" else 1.0
+        running = asyncio.create_task(made.run(request(max_tokens=200, seconds=seconds)))
+        await phase(made)
+        if end == "client gone":
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        else:
+            with pytest.raises((DeadlineExceeded, HandoffError)):
+                await asyncio.wait_for(running, 3)
+        if first is not None:
+            await until(lambda: made.prefill.stats().waiting == 0, 1)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+        await until(lambda: made.left() == before, 2, made.left)
+        made.may_fetch.set()
+        assert len(tokens(await made.run(request(max_tokens=5)))) == 5
+
+
+async def test_request_when_cancelled_while_its_ticket_is_on_the_way_then_its_kv_is_free_at_once(
+    etcd_server: str, nats_server: str, living: Living
+) -> None:
+    async with scene(etcd_server, nats_server, living) as made:
+        await made.run(request(max_tokens=2, prompt=4))
+        await settled(made)
+        before = made.left()
+        inbox = made.side.plane._inbox
+        feed, seen = inbox.feed, []
+
+        def cancelling(batch: Batch) -> None:
+            if any(frame.chunk is not None and frame.chunk.ticket is not None for frame in batch.frames):
+                seen.append(made.prefill.stats().tickets_held)
+                running.cancel()
+            feed(batch)
+
+        inbox.feed = cancelling  # type: ignore[method-assign]
+        running = asyncio.create_task(made.run(request(max_tokens=200)))
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert seen == [1]
+        await until(lambda: made.left() == before, 2, made.left)
+
+
+async def test_ticket_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
+    etcd_server: str, nats_server: str, living: Living
+) -> None:
+    """Long before it expires: the worker asks whether its holder is there."""
+    async with scene(etcd_server, nats_server, living) as made:
+        made.may_fetch.clear()
+        asking = asyncio.create_task(made.run(request(max_tokens=200)))
+        await transferring(made)
+        await made.side.plane._link._client.close()  # as a process that is killed: nothing is said any more
+        await living.until_nothing_is_held(4)
+        with pytest.raises(DynamoError):
+            await asyncio.wait_for(asking, 30)
+
+
+async def settled(made: Scene) -> None:
+    await until(lambda: not any(any(held) for held in made.living.held()), 2, made.living.held)
+    await asyncio.sleep(0.1)
