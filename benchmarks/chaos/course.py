@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.chaos.deployment import Deployment, Options
-from benchmarks.chaos.faults import Fault, Scene
+from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.judge import Kind, Rules, Verdict, judged
 from benchmarks.chaos.load import load
+from benchmarks.chaos.scene import Scene
 from benchmarks.client import Client
 
 _WHOLE_S = 60.0

@@ -37,7 +37,7 @@ _STOP_S = 45.0
 _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
 _ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
     "mock": {"step_s": 0.02, "kv_cache_blocks": 1024},
-    "torch": {"carrier": "tcp", "dtype": "float32", "max_batch_size": 64},
+    "torch": {"carrier": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
 }
 
 

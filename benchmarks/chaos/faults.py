@@ -5,25 +5,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.chaos import intruders
-from benchmarks.chaos.deployment import FRONTEND, WORKERS, Deployment
-from benchmarks.stream import Record
+from benchmarks.chaos.deployment import FRONTEND, WORKERS
+from benchmarks.chaos.scene import Scene
 
 _REPLACED_S = 60.0
-
-
-@dataclass(slots=True, kw_only=True)
-class Scene:
-    """Where a fault happens."""
-
-    deployment: Deployment
-    outage_s: float
-    osl: int
-    hung_s: float
-    records: list[Record] = field(default_factory=list)  # of further requests that are judged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,20 +142,13 @@ def _of_launcher() -> list[Fault]:
     ]
 
 
-async def _apply_intruder(act: Callable[..., Awaitable[list[Record]]], scene: Scene) -> None:
-    scene.records += await act(scene.deployment, seconds=scene.outage_s, osl=scene.osl, hung_s=scene.hung_s)
-
-
 def _of_intruders() -> list[Fault]:
-    def fault(name: str, what: str, act: Callable[..., Awaitable[list[Record]]]) -> Fault:
-        return Fault(name=name, what=what, apply=partial(_apply_intruder, act))
-
     return [
-        fault("slow-consumer", "clients that stop reading, then read on", intruders.slow_consumers),
-        fault("full-kv", "long requests for more KV than there is, then gone", intruders.full_kv),
-        fault("dead-transfer", "a prefill worker whose KV never arrives", intruders.dead_transfer),
-        fault("garbage", "bytes and frames that nobody meant, on all subjects", intruders.garbage),
-        fault("late-ticket", "a prefill worker whose clock is an hour behind", intruders.late_ticket),
+        Fault(name="slow-consumer", what="clients that stop reading, then read on", apply=intruders.slow_consumers),
+        Fault(name="full-kv", what="long requests for more KV than there is, then gone", apply=intruders.full_kv),
+        Fault(name="dead-transfer", what="a prefill worker whose KV never arrives", apply=intruders.dead_transfer),
+        Fault(name="garbage", what="bytes and frames that nobody meant, on all subjects", apply=intruders.garbage),
+        Fault(name="late-ticket", what="a prefill worker whose clock is an hour behind", apply=intruders.late_ticket),
     ]
 
 

@@ -1,7 +1,4 @@
-"""Those who harm a deployment from outside: slow clients, greedy clients, spoiled tickets, garbage on the subjects.
-
-Each acts for some seconds and returns the records of the further requests that are to be judged.
-"""
+"""Those who harm a deployment from outside: slow clients, greedy clients, spoiled tickets, garbage on the subjects."""
 
 from __future__ import annotations
 
@@ -12,16 +9,18 @@ from contextlib import AsyncExitStack
 import orjson
 
 from benchmarks.chaos import rogue
-from benchmarks.chaos.deployment import Deployment, NotServing
+from benchmarks.chaos.deployment import NotServing
 from benchmarks.chaos.load import load, run
+from benchmarks.chaos.scene import Scene
 from benchmarks.chaos.scrape import fetch
-from benchmarks.stream import Record, StreamConnection
+from benchmarks.stream import StreamConnection
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import BadFrame
 from dynamo_trtllm.plane.nats import NatsLink
 from dynamo_trtllm.plane.serving import control_subject
 from dynamo_trtllm.plane.stream import PING, Batch, Envelope, Frame, Open
 
+_DECODERS = ("decode-1", "decode-2")
 _SLOW_STREAMS = 4
 _GREEDY_STREAMS = 32
 _GREEDY_OSL = 4000  # 125 blocks each, of 1024
@@ -30,7 +29,7 @@ _GARBAGE_EVERY_S = 1.0  # each message to the frontend costs every running strea
 _CONNECT_S = 5.0
 
 
-async def slow_consumers(deployment: Deployment, *, seconds: float, osl: int, hung_s: float) -> list[Record]:
+async def slow_consumers(scene: Scene) -> None:
     """Clients that read the first bytes, then nothing for a while, then the rest."""
 
     class Slow(StreamConnection):
@@ -41,42 +40,49 @@ async def slow_consumers(deployment: Deployment, *, seconds: float, osl: int, hu
             if not self._paused and self._transport is not None:
                 self._paused = True
                 self._transport.pause_reading()
-                asyncio.get_running_loop().call_later(seconds, self._read_on)
+                asyncio.get_running_loop().call_later(scene.outage_s, self._read_on)
 
         def _read_on(self) -> None:
             if self.is_open and self._transport is not None:
                 self._transport.resume_reading()
 
-    wanted = load(deployment, osl=osl, streams=_SLOW_STREAMS, timeout_s=hung_s, requests=_SLOW_STREAMS)
-    return await run(wanted, Slow)
+    wanted = load(
+        scene.deployment, osl=scene.osl, streams=_SLOW_STREAMS, timeout_s=scene.hung_s, requests=_SLOW_STREAMS
+    )
+    scene.records += await run(wanted, Slow)
 
 
-async def full_kv(deployment: Deployment, *, seconds: float, osl: int, hung_s: float) -> list[Record]:
+async def full_kv(scene: Scene) -> None:
     """Clients that ask for several times the KV there is, and leave."""
-    del osl, hung_s
-    await run(load(deployment, osl=_GREEDY_OSL, streams=_GREEDY_STREAMS, timeout_s=seconds, requests=_GREEDY_STREAMS))
-    return []
+    deployment, leave_s = scene.deployment, scene.outage_s
+    wanted = load(deployment, osl=_GREEDY_OSL, streams=_GREEDY_STREAMS, timeout_s=leave_s, requests=_GREEDY_STREAMS)
+    greedy = asyncio.create_task(run(wanted), name="chaos-greedy")
+    try:
+        await asyncio.sleep(0.8 * leave_s)
+        share = max(await asyncio.gather(*(asyncio.to_thread(deployment.kv_share, name) for name in _DECODERS)))
+        if share < _FULL:
+            raise NotServing(f"the KV was filled to {share:.0%} only: give it more --seconds")
+        await greedy
+    finally:
+        greedy.cancel()
+        await asyncio.gather(greedy, return_exceptions=True)
 
 
-async def dead_transfer(deployment: Deployment, *, seconds: float, osl: int, hung_s: float) -> list[Record]:
+async def dead_transfer(scene: Scene) -> None:
     """A prefill worker more, whose KV never arrives."""
-    del osl, hung_s
-    async with rogue.black_hole() as spoil, rogue.registered(deployment, spoil):
-        await asyncio.sleep(seconds)
-    return []
+    async with rogue.black_hole() as spoil, rogue.registered(scene.deployment, spoil):
+        await asyncio.sleep(scene.outage_s)
 
 
-async def late_ticket(deployment: Deployment, *, seconds: float, osl: int, hung_s: float) -> list[Record]:
+async def late_ticket(scene: Scene) -> None:
     """A prefill worker more, all of whose tickets have expired."""
-    del osl, hung_s
-    async with rogue.registered(deployment, rogue.late):
-        await asyncio.sleep(seconds)
-    return []
+    async with rogue.registered(scene.deployment, rogue.late):
+        await asyncio.sleep(scene.outage_s)
 
 
-async def garbage(deployment: Deployment, *, seconds: float, osl: int, hung_s: float) -> list[Record]:
+async def garbage(scene: Scene) -> None:
     """Random bytes and well-formed frames with the wrong number, to workers and to the frontend."""
-    del osl, hung_s
+    deployment = scene.deployment
     link = NatsLink(deployment.servers["nats"].address)
     await link.connect(_CONNECT_S)
     async with AsyncExitStack() as stack:
@@ -93,12 +99,11 @@ async def garbage(deployment: Deployment, *, seconds: float, osl: int, hung_s: f
         for subject in subjects:
             stack.push_async_callback((await link.listen(subject, overhear)).stop)
         hits = 0
-        for _ in range(max(1, int(seconds / _GARBAGE_EVERY_S))):
-            await asyncio.sleep(min(seconds, _GARBAGE_EVERY_S))
+        for _ in range(max(1, int(scene.outage_s / _GARBAGE_EVERY_S))):
+            await asyncio.sleep(min(scene.outage_s, _GARBAGE_EVERY_S))
             hits += _throw(link, subjects, openings)
         if not hits:
             raise NotServing("no stream was overheard that garbage could be sent to: give it more --seconds")
-    return []
 
 
 def _opening(data: bytes) -> Open | None:
