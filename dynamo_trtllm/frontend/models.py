@@ -17,7 +17,7 @@ from dynamo_trtllm.discovery.base import Discovery, Down, Synced, Up
 from dynamo_trtllm.errors import BadFrame, DynamoError, ModelNotFound, NoInstances
 from dynamo_trtllm.frontend import standing
 from dynamo_trtllm.frontend.standing import Standing
-from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard
+from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard, Role
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.render.base import Renderer
 from dynamo_trtllm.render.select import renderer_for
@@ -110,9 +110,12 @@ class Models:
         self._load_changed()  # the card that counts may have been this instance's
 
     def _warn_of_another_card(self, instance: Instance) -> None:
-        """The workers of a model must have equal cards; one counts, and which one changes as workers come and go."""
+        """The workers of a model must have equal cards but for the context of prefill workers, who refuse prompts that
+        are too long for them; one counts, and which one changes as workers come and go."""
         card = self._view.models()[instance.card.name]
-        differ = [name for name in card.__struct_fields__ if getattr(card, name) != getattr(instance.card, name)]
+        own = {"context_length"} if instance.role is Role.PREFILL else set()
+        names = [name for name in card.__struct_fields__ if name not in own]
+        differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
         if differ:
             _log.warning(
                 "instance %x of model %s differs from the card in use in %s: start all workers of a model with the "

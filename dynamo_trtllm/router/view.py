@@ -70,8 +70,13 @@ class ClusterView:
         return self._models.get(name, ModelView())
 
     def models(self) -> dict[str, ModelCard]:
-        """Name to card, for every model that has an instance."""
-        return {i.card.name: i.card for i in reversed(self.instances())}
+        """Name to card, for every model that has an instance.
+
+        The card of an instance that makes answers counts before a prefill instance's: theirs is the context that prompt
+        and answer must fit, where prefill is mostly given less. Among equals the lowest id counts.
+        """
+        last_counts = sorted(self._instances.values(), key=lambda i: (i.role is not Role.PREFILL, -i.id))
+        return {instance.card.name: instance.card for instance in last_counts}
 
     def instances(self) -> list[Instance]:
         return sorted(self._instances.values(), key=lambda i: i.id)

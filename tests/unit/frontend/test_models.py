@@ -260,6 +260,17 @@ async def test_watch_when_cards_of_a_model_differ_then_it_is_said_and_the_first_
     ]
 
 
+async def test_watch_when_only_prefill_has_less_context_then_nothing_is_said(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    await frontend.add(1, msgspec.structs.replace(HARMONY, context_length=64), Role.PREFILL)
+    await frontend.add(2, HARMONY, Role.DECODE)
+    await frontend.add(3, msgspec.structs.replace(HARMONY, context_length=64), Role.PREFILL)
+    await served(frontend, "oss")
+    await until(lambda: frontend.models.get("oss").card == HARMONY)
+    assert [r.getMessage() for r in caplog.records if "differs" in r.message] == []
+
+
 async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(frontend: Frontend) -> None:
     with pytest.raises(ModelNotFound, match="'nope' is not served here; served: none yet"):
         frontend.models.get("nope")

@@ -46,6 +46,15 @@ def test_models_when_cards_differ_then_that_of_the_lowest_id_counts() -> None:
     assert view.models()["tiny"] == newer
 
 
+def test_models_when_prefill_has_less_context_then_the_card_of_those_who_answer_counts() -> None:
+    view = ClusterView()
+    shorter = msgspec.structs.replace(CARD, context_length=64)
+    view.add(msgspec.structs.replace(make_instance(1, role=Role.PREFILL), card=shorter))
+    assert view.models()["tiny"] == shorter
+    view.add(make_instance(2))
+    assert view.models()["tiny"] == CARD
+
+
 def test_view_when_a_record_changes_its_model_then_it_is_found_there_only() -> None:
     view = ClusterView()
     view.add(make_instance(1))
