@@ -1,0 +1,225 @@
+"""Back-pressure over real etcd and NATS: kept decode slots, full workers, KV that nobody fetches, moves that hang."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.errors import DeadlineExceeded, HandoffTimeout, Overloaded, TicketMismatch
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Phase, Release, ReleaseOutcome, Role
+from dynamo_trtllm.plane.serving import LinkServing
+from dynamo_trtllm.worker.admission import Admission
+from tests.engines import tokens
+from tests.integration.living import Living, Side, config, frontend_side, request, until
+
+SLOW = {"step_s": 0.3, "prefill_tokens_per_step": 20}  # 100 tokens: 1.5 s
+
+
+class Scene:
+    """One worker of each role and a frontend's side."""
+
+    def __init__(self, side: Side, living: Living) -> None:
+        self.side = side
+        self.living = living
+
+    async def run(self, asked: GenerateRequest, trace: Trace | None = None) -> list[Chunk]:
+        async with aclosing(self.side.pipeline.generate(asked, trace or Trace())) as chunks:
+            return [chunk async for chunk in chunks]
+
+    def serving(self, role: Role) -> LinkServing:
+        (found,) = [s for plane in self.living.planes for s in plane._servings if s._service._role is role]  # type: ignore[attr-defined]
+        return found
+
+    def admission(self, role: Role) -> Admission:
+        made: Admission = self.serving(role)._service._admission  # type: ignore[attr-defined]
+        return made
+
+    def subject(self, role: Role) -> str:
+        return next(instance.subject for instance in self.side.view.instances() if instance.role is role)
+
+    async def ticket(self) -> HandoffTicket:
+        """Of a prefill leg whose decode leg never comes."""
+        leg = request(max_tokens=8, phase=Phase.PREFILL)
+        async with aclosing(self.side.plane.generate(self.subject(Role.PREFILL), leg)) as stream:
+            last = [chunk async for chunk in stream][-1]
+        assert last.ticket is not None
+        return last.ticket
+
+    async def release(self, ticket: HandoffTicket) -> None:
+        await self.side.plane.control(
+            self.subject(Role.PREFILL), Release(ticket.ticket_id, ReleaseOutcome.REFUSED), timeout_s=2.0
+        )
+
+    async def until_nothing_is_left(self) -> None:
+        await self.side.pipeline.aclose()
+        await self.living.until_nothing_is_held()
+        both = [self.admission(role) for role in (Role.PREFILL, Role.DECODE)]
+        await until(lambda: all((each.legs(), each.reserved()) == (0, 0) for each in both), 2)
+
+
+@asynccontextmanager
+async def scene(
+    servers: tuple[str, str], living: Living, *, prefill: dict[str, Any] | None = None, **decode: Any
+) -> AsyncIterator[Scene]:
+    """`prefill` and `decode` are settings; at the end nothing may be left."""
+    shared = config(*servers)
+    for role, own in ((Role.PREFILL, prefill or {}), (Role.DECODE, decode)):
+        living.start(shared.model_copy(update={"disaggregation_mode": role, **own}))
+    async with frontend_side(shared) as side:
+        await side.until_instances(2)
+        made = Scene(side, living)
+        yield made
+        await made.until_nothing_is_left()
+
+
+@pytest.fixture
+def servers(etcd_server: str, nats_server: str) -> tuple[str, str]:
+    return etcd_server, nats_server
+
+
+FIRST = {"disaggregation_strategy": "decode_first"}
+
+
+async def test_decode_first_when_it_serves_then_the_answer_is_that_of_prefill_first(
+    servers: tuple[str, str], living: Living
+) -> None:
+    async with scene(servers, living, prefill=FIRST, **FIRST) as made:
+        kept: list[int] = []
+        reserve = made.admission(Role.DECODE).reserve
+
+        def counting(reservation_id: str, expires_at: float) -> None:
+            reserve(reservation_id, expires_at)
+            kept.append(made.admission(Role.DECODE).reserved())
+
+        made.admission(Role.DECODE).reserve = counting  # type: ignore[method-assign]
+        answers = await asyncio.gather(*(made.run(request(max_tokens=20)) for _ in range(4)))
+        assert len(kept) == 4
+        assert min(kept) >= 1
+        assert {tuple(tokens(answer)) for answer in answers} == {tuple(tokens(answers[0]))}
+        assert len(tokens(answers[0])) == 20
+
+
+async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_is_prefilled(
+    servers: tuple[str, str], living: Living
+) -> None:
+    full = {"override_engine_args": {"max_batch_size": 1, "step_s": 0.02}, "max_queued_requests": 0}
+    async with scene(servers, living, prefill=FIRST, **FIRST, **full) as made:
+        first = asyncio.create_task(made.run(request(max_tokens=200)))
+        await until(lambda: made.admission(Role.DECODE).legs() == 1, 5)
+        await living.engine_of(Role.PREFILL).drain()
+        asked = made.serving(Role.PREFILL).running
+        with pytest.raises(Overloaded, match="of at most 1"):
+            await made.run(request(max_tokens=5))
+        assert made.serving(Role.PREFILL).running == asked
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await until(lambda: made.admission(Role.DECODE).legs() == 0, 5)
+        assert len(tokens(await made.run(request(max_tokens=5)))) == 5
+
+
+@pytest.mark.parametrize("end", ["client gone", "deadline"])
+async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slot_is_free(
+    servers: tuple[str, str], living: Living, end: str
+) -> None:
+    async with scene(servers, living, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
+        running = asyncio.create_task(made.run(request(max_tokens=20, seconds=30 if end == "client gone" else 0.7)))
+        await until(lambda: made.admission(Role.DECODE).reserved() == 1, 5)
+        if end == "client gone":
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        else:
+            with pytest.raises(DeadlineExceeded):
+                await running
+
+
+async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
+    servers: tuple[str, str], living: Living
+) -> None:
+    async with scene(servers, living, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
+        async with frontend_side(living.workers[0]._config) as other:
+            await other.until_instances(2)
+            asking = asyncio.create_task(Scene(other, living).run(request(max_tokens=20, seconds=1.2)))
+            await until(lambda: made.admission(Role.DECODE).reserved() == 1, 5)
+            await other.plane._link._client.close()  # type: ignore[attr-defined]  # as if killed: it says nothing more
+            await asyncio.gather(asking, return_exceptions=True)
+            assert made.admission(Role.DECODE).reserved() == 1
+            await until(lambda: made.admission(Role.DECODE).reserved() == 0, 3)
+
+
+async def test_strategies_when_the_roles_differ_then_refused_by_name(servers: tuple[str, str], living: Living) -> None:
+    async with scene(servers, living, prefill=FIRST) as made:
+        with pytest.raises(TicketMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"):
+            await made.run(request(max_tokens=5))
+
+
+async def test_prefill_when_tickets_hold_their_share_of_kv_then_refused_until_one_is_gone(
+    servers: tuple[str, str], living: Living
+) -> None:
+    small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}  # 4 blocks per ticket
+    async with scene(servers, living, prefill=small) as made:
+        tickets = [await made.ticket() for _ in range(3)]
+        with pytest.raises(Overloaded, match=r"3 hand-offs .* hold 12 of 16 KV blocks"):
+            await made.run(request(max_tokens=5))
+        for ticket in tickets:
+            await made.release(ticket)
+        await living.until_nothing_is_held()
+        assert len(tokens(await made.run(request(max_tokens=5)))) == 5
+
+
+async def test_worker_when_it_is_full_then_the_pipeline_asks_another(servers: tuple[str, str], living: Living) -> None:
+    one = {"override_engine_args": {"max_batch_size": 1, "step_s": 0.02}, "max_queued_requests": 0}
+    async with scene(servers, living, **one) as made:
+        living.start(living.workers[1]._config)
+        await made.side.until_instances(3)
+        traces = [Trace() for _ in range(3)]
+        running = [asyncio.create_task(made.run(request(max_tokens=200), trace)) for trace in traces[:2]]
+        await until(lambda: all(trace.decode_instance is not None for trace in traces[:2]), 5)
+        with pytest.raises(Overloaded):
+            await made.run(request(max_tokens=5), traces[2])
+        assert traces[0].decode_instance != traces[1].decode_instance
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await living.until_nothing_is_held()
+        living.workers.pop().stop()
+        await living.tasks.pop()
+        living.planes.pop()
+
+
+async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
+    servers: tuple[str, str], living: Living
+) -> None:
+    async with scene(servers, living, handoff_timeout_s=0.3) as made:
+
+        async def hang(*_: Any, timeout_s: float, **__: Any) -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.Event().wait()
+            except TimeoutError as exc:
+                raise HandoffTimeout("the carrier waited in vain") from exc
+
+        living.engine_of(Role.DECODE)._carrier.fetch = hang  # type: ignore[method-assign]
+        begun, trace = time.monotonic(), Trace()
+        with pytest.raises(HandoffTimeout, match=r"did not come before --handoff-timeout-s 0\.3 passed"):
+            await made.run(request(max_tokens=20), trace)
+        assert 0.6 <= time.monotonic() - begun < 3  # the prefill leg was done over once
+
+
+async def test_deadline_when_it_passes_between_ticket_and_decode_leg_then_the_ticket_is_free(
+    servers: tuple[str, str], living: Living
+) -> None:
+    """The decode worker has the leg and has not begun it."""
+    async with scene(servers, living) as made:
+        came = asyncio.Event()
+        made.serving(Role.DECODE)._open = lambda _: came.set()  # type: ignore[assignment,method-assign]
+        running = asyncio.create_task(made.run(request(max_tokens=20, seconds=0.8)))
+        await asyncio.wait_for(came.wait(), 3)
+        assert living.engine_of(Role.PREFILL).stats().tickets_held == 1
+        with pytest.raises(DeadlineExceeded):
+            await running
