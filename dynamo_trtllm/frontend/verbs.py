@@ -42,7 +42,9 @@ class PostedVerbs:
                 return
             except DynamoError as exc:
                 if pause_s is None or not isinstance(exc, Disconnected | Unreachable):
-                    _log.warning("%s (%s): %s", complaint, exc.code, exc.message)
+                    # a worker that has ended holds nothing
+                    level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
+                    _log.log(level, "%s (%s): %s", complaint, exc.code, exc.message)
                     return
             await asyncio.sleep(pause_s)
 

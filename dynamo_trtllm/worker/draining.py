@@ -51,6 +51,7 @@ async def _finish(engine: Engine, serving: Serving) -> None:
 
 
 def _left(engine: Engine, serving: Serving) -> str:
+    requests = f"requests: {serving.running}"
     if not isinstance(engine, HasStats):
-        return f"{serving.running} requests"
-    return f"{serving.running} requests and {engine.stats().tickets_held} tickets whose KV is kept"
+        return requests
+    return f"{requests}, tickets whose KV is kept: {engine.stats().tickets_held}"

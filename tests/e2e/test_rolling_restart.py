@@ -1,0 +1,118 @@
+"""Every worker is stopped and replaced while streams run: no request may notice. And how a worker leaves."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import Cluster, Process, events, gauges, until
+
+pytestmark = pytest.mark.timeout(120)
+
+CHAT = "/v1/chat/completions"
+STREAMS = 16
+ARGS: dict[str, Any] = {"step_s": 0.02, "kv_cache_blocks": 1024}
+BODY: dict[str, Any] = {
+    "model": "mock",
+    "messages": [{"role": "user", "content": "Hello"}],
+    "max_tokens": 60,
+    "stream": True,
+}
+
+Make = Callable[..., Cluster]
+
+
+class Load:
+    """Streams at once, each asked again when it has ended. `faults`: all that was not a whole, right answer."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.url = cluster.frontend.url()
+        self.right = self._ask()
+        self.answered = 0
+        self.faults: list[str] = []
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(STREAMS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self) -> str:
+        text, reason = "", None
+        with httpx.stream("POST", self.url + CHAT, json=BODY, timeout=30, trust_env=False) as answer:
+            if answer.status_code != 200:
+                return f"{answer.status_code}: {answer.read().decode()}"
+            for event in events(answer.iter_lines()):
+                if "error" in event:
+                    return f"{event['error']}"
+                text += event["choices"][0]["delta"].get("content") or ""
+                reason = event["choices"][0]["finish_reason"] or reason
+        return f"{reason}: {text}"
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                said = self._ask()
+            except (httpx.HTTPError, AssertionError) as exc:
+                said = repr(exc)
+            self.answered += 1
+            if said != self.right:
+                self.faults.append(said)
+
+    def stop(self) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_every_worker_when_restarted_under_16_streams_then_no_request_fails(make_cluster: Make) -> None:
+    cluster = make_cluster()
+    workers = [(role, cluster.mock(role, "mock", **ARGS)) for role in ("prefill", "prefill", "decode", "decode")]
+    cluster.until_ready("mock")
+    load = Load(cluster)
+    assert load.right.startswith("length: ")
+    replaced = []
+    try:
+        for role, worker in workers:
+            time.sleep(0.3)
+            worker.send(signal.SIGTERM)
+            assert worker.wait(30) == 0
+            replaced.append(cluster.mock(role, "mock", **ARGS))
+            replaced[-1].instance()
+        time.sleep(0.5)
+    finally:
+        load.stop()
+    assert load.faults == []
+    assert load.answered > STREAMS
+    for worker in replaced:
+        until(lambda worker=worker: is_idle(worker), 3.0)
+
+
+def is_idle(worker: Process) -> bool:
+    now = gauges(worker)
+    return not any(now[name] for name in ("running", "waiting", "kv_blocks_used", "tickets_held"))
+
+
+def test_worker_when_it_drains_then_it_says_what_it_waits_for_and_a_second_sigterm_ends_it(make_cluster: Make) -> None:
+    cluster = make_cluster()
+    cluster.mock("prefill", "mock", **ARGS)
+    decode = cluster.mock("decode", "mock", **ARGS)
+    cluster.until_ready("mock")
+    with (
+        cluster.client() as client,
+        client.stream("POST", CHAT, json=BODY | {"max_tokens": 2000}) as answer,
+    ):
+        told = events(answer.iter_lines())
+        while not next(told)["choices"][0]["delta"].get("content"):
+            pass
+        decode.send(signal.SIGTERM)
+        decode.wait_for(r"draining for \d+ s of 30 s, waiting for requests: 1, tickets whose KV is kept: 0", 5)
+        begun = time.monotonic()
+        decode.send(signal.SIGTERM)
+        assert decode.wait(5) == 1
+        assert time.monotonic() - begun < 3

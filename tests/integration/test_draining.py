@@ -1,0 +1,110 @@
+"""A worker that is asked to stop, over real etcd and NATS: what it waits for, and that nobody loses a request by it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.frontend.pipeline import PipelineOptions, Trace
+from dynamo_trtllm.messages import HandoffTicket, Phase, Role
+from tests.engines import tokens
+from tests.integration.living import Living, Side, config, frontend_side, pairs, request, until
+from tests.servers import TestServer
+
+STEP = {"step_s": 0.01}
+
+
+async def ticket_of(side: Side, living: Living) -> HandoffTicket:
+    """Of the one prefill worker, for `request(max_tokens=8)`."""
+    (prefill, *_) = [i for i in side.view.instances() if i.role is Role.PREFILL]
+    async with aclosing(side.plane.generate(prefill.subject, request(max_tokens=8, phase=Phase.PREFILL))) as stream:
+        ticket = [chunk async for chunk in stream][-1].ticket
+    assert ticket is not None
+    return ticket
+
+
+async def test_prefill_worker_when_it_drains_then_a_ticket_can_still_be_redeemed_and_ends_the_wait(
+    etcd_server: str, nats_server: str, living: Living, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    chosen = config(etcd_server, nats_server, drain_timeout_s=20.0, override_engine_args=STEP)
+    pairs(chosen, living)
+    async with frontend_side(chosen) as side:
+        await side.until_instances(2)
+        (decode,) = side.view.model("tiny").decode
+        ticket = await ticket_of(side, living)
+        living.workers[0].stop()
+        await side.until_instances(1)
+        await until(lambda: "waiting for requests: 0, tickets whose KV is kept: 1" in caplog.text, 3)
+        leg = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, ticket=ticket)
+        async with aclosing(side.plane.generate(decode.subject, leg)) as stream:
+            chunks = [chunk async for chunk in stream]
+        assert len(tokens(chunks)) == 8
+        # its carrier tells that the KV was read; with one that can't, the pipeline's release does
+        await asyncio.wait_for(asyncio.shield(living.tasks[0]), 3)
+
+
+async def test_prefill_worker_when_it_drains_then_a_ticket_that_nobody_wants_is_waited_for_until_it_expires(
+    etcd_server: str, nats_server: str, living: Living
+) -> None:
+    chosen = config(etcd_server, nats_server, drain_timeout_s=20.0, ticket_ttl_s=1.5, override_engine_args=STEP)
+    pairs(chosen, living)
+    async with frontend_side(chosen) as side:
+        await side.until_instances(2)
+        begun_s = time.monotonic()
+        await ticket_of(side, living)
+        living.workers[0].stop()
+        await asyncio.wait_for(asyncio.shield(living.tasks[0]), 5)
+        assert 1.4 < time.monotonic() - begun_s < 4
+
+
+async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_ticket_is_redeemed_elsewhere(
+    etcd_server: str, nats_server: str, living: Living
+) -> None:
+    """The prompt takes a second; the decode worker that was chosen leaves meanwhile."""
+    chosen = config(etcd_server, nats_server)
+    slow = {"step_s": 0.1, "prefill_tokens_per_step": 10}
+    living.start(chosen.model_copy(update={"disaggregation_mode": Role.PREFILL, "override_engine_args": slow}))
+    for _ in range(2):
+        living.start(chosen.model_copy(update={"disaggregation_mode": Role.DECODE}))
+    async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
+        await side.until_instances(3)
+        traces = [Trace() for _ in range(4)]  # two for each decode worker
+
+        async def run(trace: Trace) -> int:
+            async with aclosing(side.pipeline.generate(request(max_tokens=8), trace)) as chunks:
+                return len(tokens([chunk async for chunk in chunks]))
+
+        running = [asyncio.create_task(run(trace)) for trace in traces]
+        await until(lambda: living.engine_of(Role.PREFILL).stats().running == 4, 3)
+        living.workers[1].stop()
+        assert await asyncio.gather(*running) == [8] * 4
+        assert {trace.decode_instance for trace in traces} == {living.workers[2].instance_id}
+        assert [trace.retries for trace in traces] == [0] * 4
+        await living.until_nothing_is_held()
+
+
+async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
+    own_etcd: Callable[[], TestServer], nats_server: str, living: Living
+) -> None:
+    """Nobody hears that it leaves: frontends still ask it, and are sent elsewhere."""
+    etcd = own_etcd()
+    chosen = config(etcd.address, nats_server, lease_ttl_s=1.0, override_engine_args=STEP)
+    pairs(chosen, living, count=2)
+    async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
+        await side.until_instances(4)
+        await asyncio.to_thread(etcd.stop)
+        for leaving in (0, 1):  # a prefill and a decode worker
+            living.workers[leaving].stop()
+        while not all(living.tasks[leaving].done() for leaving in (0, 1)):
+            assert len(tokens(await side.ask(6))) == 6
+        for _ in range(6):
+            assert len(tokens(await side.ask(6))) == 6
+        assert len(side.view.instances()) == 4  # as it was when etcd was last heard
+        etcd.start()
+        await side.until_instances(2)
