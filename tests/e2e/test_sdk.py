@@ -6,59 +6,27 @@ Everything that comes is validated by the SDK's own types. `/v1/responses` and r
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.e2e.cluster import TINY
 from tests.e2e.conftest import AGGREGATED
 from tests.e2e.guides import FIRST, REQUESTS
+from tests.e2e.sdk_answers import checked, content, streamed, whole
 
 pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 HEALTH: dict[str, Any] = {name: REQUESTS[FIRST][name] for name in ("model", "messages", "tools")} | {"temperature": 0}
 GREEDY: dict[str, Any] = {"model": TINY, "messages": HELLO, "temperature": 0}
-PLACE = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
-WEATHER_TOOL: Any = {
-    "type": "function",
-    "function": {"name": "get_weather", "strict": True, "parameters": PLACE | {"additionalProperties": False}},
-}
-WEATHER: Any = {"type": "function", "function": {"name": "get_weather"}}
-
-Kind = TypeVar("Kind", bound=pydantic.BaseModel)
 
 
 class Verdict(pydantic.BaseModel):
     answer: Literal["yes", "no"]
-
-
-def checked(value: Kind) -> Kind:
-    """The SDK builds its objects without looking; this looks."""
-    type(value).model_validate(value.to_dict(mode="python"), strict=True)  # type: ignore[attr-defined]
-    return value
-
-
-def content(chunks: Iterable[ChatCompletionChunk], index: int = 0) -> str:
-    choices = (choice for chunk in chunks for choice in chunk.choices if choice.index == index)
-    return "".join(choice.delta.content or "" for choice in choices)
-
-
-def streamed(sdk: openai.OpenAI, **asked: Any) -> list[ChatCompletionChunk]:
-    with sdk.chat.completions.create(**asked, stream=True) as stream:
-        return [checked(chunk) for chunk in stream]
-
-
-def whole(sdk: openai.OpenAI, **asked: Any) -> ChatCompletion:
-    answer = checked(sdk.chat.completions.create(**asked))
-    assert isinstance(answer, ChatCompletion)
-    return answer
 
 
 # What is there
@@ -149,6 +117,28 @@ def test_logprobs_when_whole_and_streamed_then_of_every_token_of_the_content(sdk
     assert [token.logprob for token in seen] == pytest.approx([token.logprob for token in tokens], abs=1e-3)
 
 
+@pytest.mark.parametrize("fields", [{"top_p": 1e-6}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}])
+def test_sampling_when_all_but_the_likeliest_is_ruled_out_then_as_greedy(sdk: openai.OpenAI, fields: Any) -> None:
+    asked = GREEDY | {"max_tokens": 16}
+    expected = whole(sdk, **asked).choices[0].message
+    assert whole(sdk, **asked | {"temperature": 2} | fields).choices[0].message == expected
+
+
+def test_effort_when_spelled_three_ways_then_one_and_the_same(sdk: openai.OpenAI) -> None:
+    ways: list[Any] = [
+        {"reasoning_effort": "low"},
+        {"extra_body": {"chat_template_args": {"reasoning_effort": "low"}}},
+        {"extra_body": {"chat_template_kwargs": {"reasoning_effort": "low"}}},
+    ]
+    messages = [whole(sdk, **GREEDY, **way).choices[0].message for way in ways]
+    assert messages[0] == messages[1] == messages[2] != whole(sdk, **GREEDY).choices[0].message
+
+
+def test_stop_token_when_it_comes_then_the_answer_ends_before_it(sdk: openai.OpenAI) -> None:
+    (answer,) = whole(sdk, **GREEDY, extra_body={"stop_token_ids": [0]}).choices  # "!"
+    assert (answer.message.content, answer.finish_reason) == ("Hello", "stop")
+
+
 def test_stop_when_whole_and_streamed_then_nothing_from_it_on(sdk: openai.OpenAI) -> None:
     free = whole(sdk, **GREEDY).choices[0].message.content or ""
     stop = free[10:16]  # wherever tokens begin and end
@@ -186,57 +176,6 @@ def test_schema_when_the_stream_helper_parses_then_an_instance(sdk: openai.OpenA
     verdict = stream.get_final_completion().choices[0].message.parsed
     assert isinstance(verdict, Verdict)
     assert [event.parsed for event in done] == [verdict]
-
-
-# Tools
-
-
-def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(sdk: openai.OpenAI) -> None:
-    with sdk.chat.completions.stream(**HEALTH) as stream:
-        events = list(stream)
-    for event in events:
-        if event.type == "chunk":
-            checked(event.chunk)
-    kinds = [event.type for event in events if event.type.startswith("tool_calls")]
-    assert set(kinds[:-1]) == {"tool_calls.function.arguments.delta"}
-    assert kinds[-1] == "tool_calls.function.arguments.done"
-    (final,) = stream.get_final_completion().choices
-    (expected,) = whole(sdk, **HEALTH).choices
-    assert final.finish_reason == expected.finish_reason == "tool_calls"
-    assert (final.message.content or "", expected.message.content) == ("", None)
-    (added_up,), (told,) = final.message.tool_calls or [], expected.message.tool_calls or []
-    assert told.type == "function"
-    assert (added_up.function.name, added_up.function.arguments) == (told.function.name, told.function.arguments)
-    assert added_up.id != told.id
-    thought = (final.message.model_extra or {})["reasoning_content"]
-    assert thought == (expected.message.model_extra or {})["reasoning_content"]
-
-
-@pytest.mark.parametrize("choice", ["required", WEATHER])
-async def test_tool_when_demanded_then_its_arguments_stream_before_the_call_is_whole(
-    async_sdk: openai.AsyncOpenAI, choice: Any
-) -> None:
-    asked = GREEDY | {"tools": [WEATHER_TOOL], "tool_choice": choice, "parallel_tool_calls": False}
-    async with async_sdk.chat.completions.stream(**asked) as stream:
-        events = [event async for event in stream]
-    deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
-    (done,) = (event for event in events if event.type == "tool_calls.function.arguments.done")
-    assert "".join(event.arguments_delta for event in deltas) == done.arguments
-    assert len(deltas) > 1
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(deltas[0].arguments_delta)
-    assert done.name == "get_weather"
-    assert json.loads(done.arguments)["city"] in ("Bern", "Oslo")
-    (final,) = (await stream.get_final_completion()).choices
-    assert final.finish_reason == "tool_calls"
-    (call,) = final.message.tool_calls or []
-    assert call.function.parsed_arguments == json.loads(done.arguments)
-
-
-def test_tools_when_none_may_be_called_then_words(sdk: openai.OpenAI) -> None:
-    (choice,) = whole(sdk, **HEALTH, tool_choice="none").choices
-    assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
-    assert choice.message.content
 
 
 # Completions

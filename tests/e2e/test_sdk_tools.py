@@ -1,0 +1,87 @@
+"""Tools through the OpenAI SDK's helpers, sync and async, against the demo model through real processes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from tests.e2e.cluster import TINY
+from tests.e2e.guides import FIRST, REQUESTS
+from tests.e2e.sdk_answers import checked, whole
+
+pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+
+GREEDY: dict[str, Any] = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+HEALTH: dict[str, Any] = {name: REQUESTS[FIRST][name] for name in ("model", "messages", "tools")} | {"temperature": 0}
+PLACE = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}
+WEATHER_TOOL: Any = {
+    "type": "function",
+    "function": {"name": "get_weather", "strict": True, "parameters": PLACE | {"additionalProperties": False}},
+}
+WEATHER: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+class NoArguments(pydantic.BaseModel):
+    """A function's arguments: none."""
+
+
+def test_tool_when_the_model_calls_it_then_the_stream_helper_tells_and_adds_up(sdk: openai.OpenAI) -> None:
+    with sdk.chat.completions.stream(**HEALTH) as stream:
+        events = list(stream)
+    for event in events:
+        if event.type == "chunk":
+            checked(event.chunk)
+    kinds = [event.type for event in events if event.type.startswith("tool_calls")]
+    assert set(kinds[:-1]) == {"tool_calls.function.arguments.delta"}
+    assert kinds[-1] == "tool_calls.function.arguments.done"
+    (final,) = stream.get_final_completion().choices
+    (expected,) = whole(sdk, **HEALTH).choices
+    assert final.finish_reason == expected.finish_reason == "tool_calls"
+    assert (final.message.content or "", expected.message.content) == ("", None)
+    (added_up,), (told,) = final.message.tool_calls or [], expected.message.tool_calls or []
+    assert told.type == "function"
+    assert (added_up.function.name, added_up.function.arguments) == (told.function.name, told.function.arguments)
+    assert added_up.id != told.id
+    thought = (final.message.model_extra or {})["reasoning_content"]
+    assert thought == (expected.message.model_extra or {})["reasoning_content"]
+
+
+@pytest.mark.parametrize("choice", ["required", WEATHER])
+async def test_tool_when_demanded_then_its_arguments_stream_before_the_call_is_whole(
+    async_sdk: openai.AsyncOpenAI, choice: Any
+) -> None:
+    asked = GREEDY | {"tools": [WEATHER_TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+    async with async_sdk.chat.completions.stream(**asked) as stream:
+        events = [event async for event in stream]
+    deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    (done,) = (event for event in events if event.type == "tool_calls.function.arguments.done")
+    assert "".join(event.arguments_delta for event in deltas) == done.arguments
+    assert len(deltas) > 1
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(deltas[0].arguments_delta)
+    assert done.name == "get_weather"
+    assert json.loads(done.arguments)["city"] in ("Bern", "Oslo")
+    (final,) = (await stream.get_final_completion()).choices
+    assert final.finish_reason == "tool_calls"
+    (call,) = final.message.tool_calls or []
+    assert call.function.parsed_arguments == json.loads(done.arguments)
+
+
+def test_tools_when_none_may_be_called_then_words(sdk: openai.OpenAI) -> None:
+    (choice,) = whole(sdk, **HEALTH, tool_choice="none").choices
+    assert (choice.message.tool_calls, choice.finish_reason) == (None, "stop")
+    assert choice.message.content
+
+
+def test_tool_when_it_is_a_class_then_the_call_is_parsed_into_it(sdk: openai.OpenAI) -> None:
+    told = HEALTH["tools"][0]["function"]
+    tool = openai.pydantic_function_tool(NoArguments, name=told["name"], description=told["description"])
+    assert tool["function"].get("strict") is True
+    (choice,) = sdk.chat.completions.parse(**HEALTH | {"tools": [tool]}).choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, NoArguments)
