@@ -1,0 +1,88 @@
+"""What bounds a hand-off in every engine: the KV that tickets hold is told, and a move that hangs ends in time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffTimeout
+from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.handoff.loopback import LoopbackCarrier
+from dynamo_trtllm.messages import Phase, Role
+from tests.engines import ask, check_nothing_left, check_stats, collect, make, prompt_of, release, started, ticket_from
+from tests.standin import hurry, playing
+
+PROMPT = prompt_of(100)  # 4 blocks of 32
+
+
+class Stuck(LoopbackCarrier):
+    """Nothing ever comes."""
+
+    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], *, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.Event().wait()
+        except TimeoutError as exc:
+            raise HandoffTimeout("it waited in vain") from exc
+
+
+@pytest.fixture(params=["mock", "torch", pytest.param("trtllm", id="trtllm stand-in")])
+def any_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "trtllm":
+        hurry(monkeypatch)
+        with playing():
+            yield "trtllm"
+    else:
+        yield str(request.param)
+
+
+def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
+    """A decode engine whose carrier hangs."""
+    config: dict[str, Any] = {"model_path": str(folder), "served_model_name": "tiny", "disaggregation_mode": "decode"}
+    chosen = WorkerConfig.model_validate(config | {"handoff_timeout_s": handoff_timeout_s})
+    if kind == "mock":
+        return MockEngine(chosen, instance_id=2, carrier=Stuck())
+    from dynamo_trtllm.engine.torch.engine import TorchEngine
+
+    return TorchEngine(chosen, instance_id=2, carrier=Stuck())
+
+
+async def test_tickets_when_held_then_the_blocks_that_they_hold_are_told(any_kind: str, gpt_oss: Path) -> None:
+    engine = make(any_kind, gpt_oss, Role.PREFILL)
+    async with started(engine):
+        tickets = [await ticket_from(engine, PROMPT) for _ in range(2)]
+        await check_stats(engine, tickets_held=2, ticket_kv_blocks=8)
+        for ticket in tickets:
+            release(engine, ticket)
+        await check_nothing_left(engine)
+        await check_stats(engine, ticket_kv_blocks=0)
+
+
+@pytest.mark.parametrize("kind", ["mock", "torch"])
+@pytest.mark.parametrize(
+    ("seconds", "handoff_timeout_s", "error", "said"),
+    [(30.0, 0.2, HandoffTimeout, "--handoff-timeout-s 0.2 passed"), (0.2, 30.0, DeadlineExceeded, "deadline passed")],
+)
+async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_nothing_is_left(
+    kind: str, gpt_oss: Path, seconds: float, handoff_timeout_s: float, error: type[DynamoError], said: str
+) -> None:
+    prefill, decode = make(kind, gpt_oss, Role.PREFILL), stuck(kind, gpt_oss, handoff_timeout_s)
+    async with started(prefill, decode):
+        ticket = await ticket_from(prefill, PROMPT)
+        leg = ask(PROMPT, phase=Phase.DECODE, ticket=ticket)
+        begun = time.monotonic()
+        with pytest.raises(error, match=said):
+            await collect(decode, msgspec.structs.replace(leg, deadline=time.time() + seconds))
+        assert time.monotonic() - begun < 3
+        await check_nothing_left(decode)
+        release(prefill, ticket)
+        await check_nothing_left(prefill)
