@@ -72,7 +72,9 @@ def test_tokens_and_first_token_when_observed_then_they_are_counted_by_model():
 def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
     metrics = WorkerMetrics()
     metrics.leg_finished(phase="prefill", code="ok", output_tokens=1)
-    engine = SimpleNamespace(running=1, waiting=2, kv_blocks_used=3, kv_blocks_total=4, tickets_held=5, ticket_kv_blocks=6)
+    engine = SimpleNamespace(
+        running=1, waiting=2, kv_blocks_used=3, kv_blocks_total=4, tickets_held=5, ticket_kv_blocks=6
+    )
     metrics.render(engine)
     found = samples(metrics.render())
     for name, value in vars(engine).items():
