@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.cluster import TINY
 from tests.e2e.guides import FIRST, REQUESTS
-from tests.e2e.sdk_answers import checked, whole
+from tests.e2e.sdk_answers import checked, streamed, whole
 
 pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
 
@@ -69,6 +69,16 @@ async def test_tool_when_demanded_then_its_arguments_stream_before_the_call_is_w
     assert final.finish_reason == "tool_calls"
     (call,) = final.message.tool_calls or []
     assert call.function.parsed_arguments == json.loads(done.arguments)
+
+
+def test_tool_when_the_call_is_cut_off_then_what_there_is_of_its_arguments_came(sdk: openai.OpenAI) -> None:
+    cut = streamed(sdk, **GREEDY, tools=[WEATHER_TOOL], tool_choice=WEATHER, max_tokens=2)
+    calls = [call for chunk in cut for choice in chunk.choices for call in choice.delta.tool_calls or []]
+    arguments = "".join(call.function.arguments or "" for call in calls if call.function)
+    assert arguments.startswith("{")
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(arguments)
+    assert cut[-1].choices[0].finish_reason == "length"
 
 
 def test_tools_when_none_may_be_called_then_words(sdk: openai.OpenAI) -> None:
