@@ -55,6 +55,11 @@ class Process:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its log has ended, and it with it."""
+        return self._is_over
+
     def wait_for(self, pattern: str, timeout_s: float = START_TIMEOUT_S, after: int = 0) -> re.Match[str]:
         """The first match in the log from line number `after` on. Fails with the log when there will be none."""
         expected = re.compile(pattern)
@@ -101,11 +106,12 @@ class Process:
 class Cluster:
     """A frontend and the workers that were added, in a namespace of their own."""
 
-    def __init__(self, etcd: str, nats: str, namespace: str) -> None:
+    def __init__(self, etcd: str, nats: str, namespace: str, flags: Sequence[str] = ()) -> None:
+        """`flags`: of the frontend."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         self.env = kept | {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats, "DYN_NAMESPACE": namespace}
         self._processes: list[Process] = []
-        self.frontend = self._start("dynamo_trtllm.frontend", ["--http-port", "0"])
+        self.frontend = self._start("dynamo_trtllm.frontend", ["--http-port", "0", *flags])
 
     def _start(self, module: str, argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
         self._processes.append(Process(module, argv, {**self.env, **env}))
@@ -115,8 +121,8 @@ class Cluster:
         argv = ["--engine", "torch", "--model", model, "--served-model-name", name, *flags]
         return self._worker(role, argv)
 
-    def mock(self, role: str, name: str, **engine_args: Any) -> Process:
-        argv = ["--engine", "mock", "--model", name, "--lease-ttl-s", "1"]
+    def mock(self, role: str, name: str, *flags: str, **engine_args: Any) -> Process:
+        argv = ["--engine", "mock", "--model", name, "--lease-ttl-s", "1", *flags]
         return self._worker(role, [*argv, "--override-engine-args", json.dumps(engine_args)])
 
     def script(self, command: Sequence[str], argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:

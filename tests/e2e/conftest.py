@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +83,8 @@ def make_cluster(etcd_server: str, nats_server: str) -> Iterator[Callable[..., C
     """Makes a cluster with a frontend alone, for a test that breaks it."""
     made: list[Cluster] = []
 
-    def make(etcd: str = etcd_server, nats: str = nats_server) -> Cluster:
-        made.append(Cluster(etcd, nats, f"broken-{secrets.token_hex(4)}"))
+    def make(etcd: str = etcd_server, nats: str = nats_server, flags: Sequence[str] = ()) -> Cluster:
+        made.append(Cluster(etcd, nats, f"broken-{secrets.token_hex(4)}", flags))
         return made[-1]
 
     yield make

@@ -1,0 +1,94 @@
+"""More than fits, over real processes: who waits, who is refused and told when to come back; nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.cluster import Cluster, Process, gauges, until
+
+pytestmark = pytest.mark.timeout(60)
+
+CHAT = "/v1/chat/completions"
+FIRST = ("--disaggregation-strategy", "decode_first")
+FRONTEND = ("--max-inflight", "8", "--max-queued", "8")
+
+
+def asked(**fields: Any) -> dict[str, Any]:
+    return {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100} | fields
+
+
+async def burst(cluster: Cluster, count: int, **fields: Any) -> list[httpx.Response]:
+    """All at once, each over its own connection."""
+    limits = httpx.Limits(max_connections=count)
+    async with httpx.AsyncClient(base_url=cluster.frontend.url(), trust_env=False, limits=limits, timeout=30) as client:
+        headers = {"x-dynamo-stats": "1"}
+        return await asyncio.gather(*(client.post(CHAT, json=asked(**fields), headers=headers) for _ in range(count)))
+
+
+def check_empty(cluster: Cluster, *workers: Process) -> None:
+    def empty() -> bool:
+        front = gauges(cluster.frontend)
+        held = [front["inflight"], front["choices"], front["queued"]]
+        for worker in workers:
+            now = gauges(worker)
+            held += [now[name] for name in ("legs", "reserved", "running", "waiting", "kv_blocks_used", "tickets_held")]
+        return not any(held)
+
+    until(empty, 5)
+
+
+def test_burst_when_more_come_than_run_and_wait_then_the_rest_is_told_when_to_come_back(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = make_cluster(flags=FRONTEND)
+    workers = [cluster.mock(role, "mock") for role in ("prefill", "decode")]
+    cluster.until_ready("mock")
+    responses = asyncio.run(burst(cluster, 40))
+    answered = [response for response in responses if response.status_code == 200]
+    refused = [response for response in responses if response.status_code == 429]
+    assert len(answered) + len(refused) == 40
+    assert len(answered) >= 16  # a place that became free meanwhile was taken
+    assert refused
+    assert {response.json()["error"]["code"] for response in refused} == {"overloaded"}
+    assert all(1 <= int(response.headers["retry-after"]) <= 60 for response in refused)
+    waits = sorted(response.json()["dynamo_trtllm"]["queued_s"] for response in answered)
+    assert waits[0] < 0.1
+    assert waits[-1] > 0.2  # an answer takes 0.5 s
+    check_empty(cluster, *workers)
+
+
+def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_for_those_refused(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = make_cluster(flags=("--canary-interval-s", "0"))
+    prefill = cluster.mock("prefill", "mock", *FIRST)
+    decode = cluster.mock("decode", "mock", *FIRST, "--max-queued-requests", "4", max_batch_size=4)
+    cluster.until_ready("mock")
+    responses = asyncio.run(burst(cluster, 24))
+    codes = [response.status_code for response in responses]
+    assert set(codes) == {200, 429}
+    assert codes.count(200) >= 8
+    text = httpx.get(f"{prefill.url()}/metrics", trust_env=False).text
+    legs = [line for line in text.splitlines() if line.startswith("dynamo_trtllm_requests_total{")]
+    assert legs == [f'dynamo_trtllm_requests_total{{code="ok",phase="prefill"}} {float(codes.count(200))}']
+    check_empty(cluster, prefill, decode)
+
+
+def test_timeout_when_it_passes_while_it_decodes_then_504_and_nothing_is_left(
+    make_cluster: Callable[..., Cluster],
+) -> None:
+    cluster = make_cluster()
+    workers = [cluster.mock(role, "mock", step_s=0.02) for role in ("prefill", "decode")]
+    cluster.until_ready("mock")
+    with cluster.client() as client:
+        response = client.post(CHAT, json=asked(max_tokens=1000, timeout=0.6))
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
+        assert 0.5 < response.elapsed.total_seconds() < 3
+        with client.stream("POST", CHAT, json=asked(max_tokens=1000, timeout=0.6, stream=True)) as stream:
+            assert '"code":"deadline"' in "".join(stream.iter_lines())
+    check_empty(cluster, *workers)
