@@ -23,6 +23,7 @@ pytestmark = pytest.mark.timeout(60)
 
 CHAT = "/v1/chat/completions"
 STEP_S = 0.02
+HOLD_S = 5.0  # for a role that has no worker any more
 LOST_WITHIN_S = 11.0  # the plane pings the peers of running streams every 5 s and waits as long for an answer
 GOOD: dict[str, Any] = {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 LONG = GOOD | {"stream": True, "max_tokens": 1000}  # 20 s of steps
@@ -180,7 +181,7 @@ def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_g
 
 def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error(make_cluster: Make) -> None:
     cluster = make_cluster()
-    prefill, decode = cluster.mock("prefill", "mock", step_s=30.0), cluster.mock("decode", "mock")
+    prefill, decode = cluster.mock("prefill", "mock", step_s=5.0), cluster.mock("decode", "mock")
     cluster.until_ready("mock")
     answers: list[httpx.Response] = []
 
@@ -192,7 +193,7 @@ def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error
     asking.start()
     until(lambda: gauges(prefill)["running"] == 1, 5.0)
     prefill.send(signal.SIGKILL)
-    asking.join(LOST_WITHIN_S)
+    asking.join(LOST_WITHIN_S + HOLD_S)
     assert answers, "no answer in time"
     assert answers[0].status_code in (502, 503), answers[0].text
     assert answers[0].json()["error"]["code"] in ("unreachable", "disconnected", "incomplete")
@@ -228,18 +229,82 @@ def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(make_cl
 # --- NATS --------------------------------------------------------------------------------------------
 
 
-def test_streams_when_nats_restarts_then_they_end_with_an_error_and_later_requests_are_served(
+def test_streams_when_nats_restarts_then_they_go_on_and_later_requests_are_served(
+    make_cluster: Make, own_nats: Callable[[], TestServer]
+) -> None:
+    nats = own_nats()
+    pair = start_pair(make_cluster(nats=nats.address))
+    with running(pair.cluster, LONG | {"max_tokens": 200}) as stream:
+        nats.restart()
+        *_, last = stream.events
+    assert last["choices"][0]["finish_reason"] == "length"
+    pair.until_idle(LOST_WITHIN_S)
+    check_good(pair.cluster)
+
+
+def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_ones_get_503_and_later_200(
     make_cluster: Make, own_nats: Callable[[], TestServer]
 ) -> None:
     nats = own_nats()
     pair = start_pair(make_cluster(nats=nats.address))
     with running(pair.cluster) as stream:
-        nats.restart()
-        check_ends_with_error(stream, {"disconnected", "unreachable", "incomplete"}, LOST_WITHIN_S)
-    pair.until_idle(LOST_WITHIN_S)
+        nats.stop()
+        with pair.cluster.client() as client:
+            refused = client.post(CHAT, json=GOOD)
+        check_ends_with_error(stream, {"disconnected", "unreachable", "incomplete"}, LOST_WITHIN_S + HOLD_S)
+    assert refused.status_code == 503, refused.text
+    assert refused.headers["Retry-After"]
+    nats.start()
 
     def is_served() -> bool:
         with pair.cluster.client() as client:
             return client.post(CHAT, json=GOOD).status_code == 200
 
     until(is_served, 10.0)
+    pair.until_idle(LOST_WITHIN_S)
+
+
+# --- etcd --------------------------------------------------------------------------------------------
+
+
+def test_requests_when_etcd_is_away_for_four_leases_then_all_are_served_and_the_same_workers_are_back(
+    make_cluster: Make, own_etcd: Callable[[], TestServer]
+) -> None:
+    etcd = own_etcd()
+    pair = start_pair(make_cluster(etcd=etcd.address))
+    before = {pair.prefill.instance(), pair.decode.instance()}
+    etcd.stop()
+    begun = time.monotonic()
+    while time.monotonic() - begun < 4.0:
+        check_good(pair.cluster)
+    etcd.start()
+    time.sleep(2.0)  # they register again within a third of their lease, and a pause between tries
+    check_good(pair.cluster)
+    with pair.cluster.client() as client:
+        told = client.get("/health").json()
+    assert sorted(f"{each['instance_id']:x}" for each in told["instances"]) == sorted(before)
+    for process in (pair.cluster.frontend, pair.prefill, pair.decode):
+        assert not process.is_over
+
+
+# --- a worker that is frozen ---------------------------------------------------------------------------
+
+
+def test_requests_when_a_worker_is_frozen_then_they_are_served_elsewhere_and_only_the_first_waits(
+    make_cluster: Make,
+) -> None:
+    pair = start_pair(make_cluster())
+    other = pair.cluster.mock("decode", "mock", step_s=STEP_S)
+    other.instance()
+    for _ in range(4):
+        check_good(pair.cluster)
+    pair.decode.send(signal.SIGSTOP)
+    try:
+        waits = []
+        for _ in range(6):
+            begun = time.monotonic()
+            check_good(pair.cluster)
+            waits.append(time.monotonic() - begun)
+        assert len([wait for wait in waits if wait > 1.5]) <= 1, waits
+    finally:
+        pair.decode.send(signal.SIGCONT)
