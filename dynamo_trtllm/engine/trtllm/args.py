@@ -39,6 +39,7 @@ _OURS = {
     "model": "give --model-path",
     "backend": "only pytorch is driven here; leave it out",
 }
+_ADAPTER = "the trtllm engine"  # as a source
 # Two ways to say the same: advice in one gives way to the other.
 _EITHER = {
     "cuda_graph_config.max_batch_size": "cuda_graph_config.batch_sizes",
@@ -93,7 +94,8 @@ def trtllm_args(config: WorkerConfig, release: Release, gpus: Sequence[Gpu] | No
             Layer(profile.mxfp4_args if _is_mxfp4(config.model_path) else {}, profile.source),
         ]
     )
-    merged = layers.merge([_advice(wanted.leaves, given, release, notes), *given])
+    merged = layers.merge([_own(given, release), _advice(wanted.leaves, given, release, notes), *given])
+    _without_postprocessing(merged.leaves, notes)
     schema.check_together({key: leaf.value for key, leaf in merged.leaves.items()})
     return TrtllmArgs(
         release=release,
@@ -114,6 +116,24 @@ def described(config: WorkerConfig, release: Release) -> Described:
     order = {key: i for i, key in enumerate(release.fields(schema.ROOT))}
     ordered = dict(sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order))))
     return Described(f"TensorRT-LLM {release.title}, {args.profile.source}", args.leaves, ordered, args.notes)
+
+
+def _own(given: Sequence[Layer], release: Release) -> Layer:
+    """What the adapter wants unless somebody says otherwise."""
+    values: dict[str, Any] = {"enable_iter_perf_stats": True}  # KV use on /metrics; an engine that stands still
+    samplers = ("enable_trtllm_sampler", "enable_mixed_sampler")
+    is_chosen = any(layer.values.get(name) for layer in given for name in samplers)
+    if release.presence(schema.ROOT, samplers[0]) is Presence.PRESENT and not is_chosen:
+        values[samplers[0]] = True  # 1.0 decodes greedily without
+    return Layer(values, _ADAPTER)
+
+
+def _without_postprocessing(leaves: dict[str, Layered], notes: list[str]) -> None:
+    """Those workers replace the results whose tokens and hand-off parameters the adapter reads."""
+    leaf = leaves.get("num_postprocess_workers")
+    if leaf is not None and leaf.value:
+        notes.append(f"num_postprocess_workers {leaf.value} of {leaf.source} is set to 0: nothing is detokenized here")
+        leaves["num_postprocess_workers"] = Layered(0, _ADAPTER)
 
 
 def _translated(layer: Layer, notes: list[str]) -> Layer:

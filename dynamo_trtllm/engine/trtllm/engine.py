@@ -114,7 +114,7 @@ class TrtllmEngine:
         """On a thread. The environment is set before the vendor is imported, which reads it."""
         kernels.apply(self._args.profile)
         vendor = load_vendor()
-        values = settings.llm_values(self._args, self._release, model=str(self._checkpoint.folder))
+        values = settings.llm_values(self._args, model=str(self._checkpoint.folder))
         try:
             llm = vendor.llm(**values)
         except (ValueError, TypeError) as exc:

@@ -33,24 +33,13 @@ class Arguments(preflight.Arguments, Protocol):
         ...
 
 
-def llm_values(args: Arguments, release: Release, *, model: str) -> dict[str, Any]:
-    """The keywords of `LLM`. Adds what this engine can't do without, and says so."""
-    values: dict[str, Any] = {**args.values, "model": model, "backend": "pytorch"}
-    if values.pop("num_postprocess_workers", 0):
-        # They replace the results whose tokens and hand-off parameters are read here.
-        _log.info("num_postprocess_workers is left out: nothing is detokenized in this process")
-    if "enable_iter_perf_stats" not in values:
-        values["enable_iter_perf_stats"] = True  # for KV use on /metrics, and to notice an engine that stands still
-    if release.presence("TorchLlmArgs", "enable_trtllm_sampler") is Presence.PRESENT:
-        choices = ("enable_trtllm_sampler", "enable_mixed_sampler")
-        if not any(values.get(name) for name in choices):
-            _log.info("enable_trtllm_sampler is set: TensorRT-LLM %s decodes greedily without", release.name)
-            values["enable_trtllm_sampler"] = True
-    return values
+def llm_values(args: Arguments, *, model: str) -> dict[str, Any]:
+    """The keywords of `LLM`."""
+    return {**args.values, "model": model, "backend": "pytorch"}
 
 
 def has_statistics(args: Arguments) -> bool:
-    return bool(args.values.get("enable_iter_perf_stats", True))
+    return bool(args.values.get("enable_iter_perf_stats"))
 
 
 def refuses(args: Arguments, release: Release, *, cache_salt: bool) -> tuple[str, ...]:

@@ -22,12 +22,6 @@ def _dummy_weights(facts: RoleFacts) -> Clash | None:
     return Clash() if str(facts.args.get("load_format")).rpartition(".")[2].upper() == "DUMMY" else None
 
 
-def _idle_postprocessing(facts: RoleFacts) -> Clash | None:
-    if (facts.number("num_postprocess_workers") or 0) <= 0:
-        return None
-    return Clash(other="workers here stream token ids; text is made in the frontend")
-
-
 RULES = (
     RoleRule(
         name="ray-without-ray",
@@ -44,13 +38,5 @@ RULES = (
         why="the weights are random numbers: answers have no meaning",
         cure="leave load_format out, except for measuring",
         test=_dummy_weights,
-    ),
-    RoleRule(
-        name="postprocess-workers-idle",
-        severity="note",
-        field="num_postprocess_workers",
-        why="there is no text to make in the engine, so these processes have nothing to do",
-        cure="leave it out",
-        test=_idle_postprocessing,
     ),
 )

@@ -195,7 +195,6 @@ NOTES = [
         both={K + "use_kv_cache_manager_v2": True},
         known={"release": "1.3.0rc27"},
     ),
-    Planted("postprocess-workers-idle", "note", decode={"num_postprocess_workers": 4}),
     Planted("moe-cutlass-hopper", "note", both={"moe_config.backend": "CUTLASS"}, known={"on": "h200"}),
     Planted("load-over-batch", "note", known={"load": replace(LOAD, concurrency=4000)}),
 ]

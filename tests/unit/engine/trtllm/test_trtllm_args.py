@@ -62,6 +62,7 @@ def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_le
     args = trtllm_args(config, release(), HOPPER)
     assert args.leaves == {
         "attn_backend": ("TRTLLM", "kernels profile hopper"),
+        "enable_iter_perf_stats": (True, "the trtllm engine"),
         "moe_config.backend": ("CUTLASS", f"YAML {path}"),
         "kv_cache_config.dtype": ("auto", "kernels profile hopper"),
         "cuda_graph_config.enable_padding": (True, "kernels profile hopper"),
@@ -324,7 +325,7 @@ def test_args_when_the_profile_has_a_key_of_another_release_then_left_out_and_of
     path = tmp_path / "p.yaml"
     path.write_text("engine_args: {num_serve_frontends: 2}")
     args = merged(kernels_profile=str(path))
-    assert args.values == {}
+    assert set(args.values) == {"enable_iter_perf_stats"}
     assert args.notes == (
         "kernels profile p: num_serve_frontends is left out, TensorRT-LLM 1.2.1 has no such argument",
     )
