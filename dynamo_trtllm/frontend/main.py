@@ -67,7 +67,7 @@ async def serve(config: FrontendConfig) -> None:
         stack.push_async_callback(models.aclose)
         pipeline = Pipeline(view, plane, _options(config), book)
         stack.push_async_callback(pipeline.aclose)
-        tasks = [models.watch()]
+        tasks = [models.watch(), plane.until_ended()]
         if tries_pairs:
             options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             tasks.append(Canaries(view, pipeline, book, options).run(plane, metrics))

@@ -35,6 +35,7 @@ class NatsLink:
         self._url = url
         self._address = url.rpartition("@")[2]  # without credentials, for people
         self._client = Client()
+        self._ended = asyncio.Event()  # for good, and not by us
         self._up = asyncio.Event()  # there is a connection, as far as the client knows
         self._lost: list[Lost] = []
         self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
@@ -185,7 +186,18 @@ class NatsLink:
 
     async def _on_closed(self) -> None:
         if not self._closing:
+            self._ended.set()
             logger.error("the NATS client gave up %s for good; restart this process", self._address)
+
+    def check(self) -> None:
+        """Raises Disconnected when the client connects no more, which nats-py does after a protocol error."""
+        if self._ended.is_set():
+            raise Disconnected(f"the NATS client gave up {self._address} for good; restart this process")
+
+    async def until_ended(self) -> None:
+        """Waits until `check` raises, and raises that."""
+        await self._ended.wait()
+        self.check()
 
 
 class NatsListening:
@@ -201,6 +213,11 @@ class NatsListening:
 
 class NatsPlane(LinkPlane):
     """Made by `connect`."""
+
+    def __init__(self, link: NatsLink, limits: PlaneLimits) -> None:
+        super().__init__(link, limits)
+        self.check = link.check
+        self.until_ended = link.until_ended
 
     @classmethod
     async def connect(cls, url: str, limits: PlaneLimits | None = None, *, connect_timeout_s: float = 5.0) -> NatsPlane:

@@ -23,7 +23,7 @@ from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
-from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.errors import Disconnected, EngineFailed
 from dynamo_trtllm.messages import Instance, ModelCard, Role
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
@@ -44,6 +44,7 @@ _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREG
 class _Parts(NamedTuple):
     """What a started worker is made of; the exit stack of `serve` closes it."""
 
+    plane: NatsPlane
     engine: Engine
     service: WorkerService
     serving: Serving
@@ -117,8 +118,8 @@ class Worker:
             _log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
                 await self._until_stopped(parts)
-            except EngineFailed as exc:
-                _log.error("the engine failed, leaving: %s", exc.message)
+            except (EngineFailed, Disconnected) as exc:
+                _log.error("leaving, %s: %s", exc.code, exc.message)
                 await self._drain(parts)
                 raise
             await self._drain(parts)
@@ -161,7 +162,7 @@ class Worker:
         registration = await discovery.register(instance)
         stack.push_async_callback(registration.aclose)
         self._health.phase = "serving"
-        return _Parts(engine, service, serving, registration)
+        return _Parts(plane, engine, service, serving, registration)
 
     def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
         """The record to register, and the files it names by their hash."""
@@ -207,10 +208,12 @@ class Worker:
         return self._config.served_model_name or Path(self._config.model_path).name
 
     async def _until_stopped(self, parts: _Parts) -> None:
-        """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit, or said to be so."""
+        """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit, or said to be so, and
+        Disconnected when there will be no request plane any more."""
         while not self._stop.is_set():
             if parts.service.restart_asked.is_set():
                 raise EngineFailed(f"asked to restart: {parts.service.restart_reason}")
+            parts.plane.check()
             try:
                 await parts.engine.check()
             except EngineFailed as exc:

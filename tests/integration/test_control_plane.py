@@ -177,6 +177,22 @@ async def test_request_while_nats_is_away_then_it_waits_and_is_served_or_disconn
         await until_served(side)
 
 
+async def test_worker_when_its_nats_client_gave_up_for_good_then_it_leaves_and_says_why(
+    etcd_server: str, nats_server: str, living: Living
+) -> None:
+    """Rather than staying registered, healthy to look at, where nobody reaches it."""
+    chosen = config(etcd_server, nats_server)
+    living.start(chosen)
+    async with frontend_side(chosen) as side:
+        await side.until_instances(1)
+        await living.planes[0]._link._client.close()  # as nats-py does by itself after a protocol error
+        (serving,) = living.tasks
+        with pytest.raises(Disconnected, match="restart this process"):
+            await asyncio.wait_for(asyncio.shield(serving), 8)
+        living.tasks.clear()
+        await side.until_instances(0)
+
+
 async def until_served(side: Side) -> list[Chunk]:
     async with asyncio.timeout(10):
         while True:

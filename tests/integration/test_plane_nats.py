@@ -207,5 +207,7 @@ async def test_client_when_closed_for_good_then_named_and_calls_fail(nats_server
     with caplog.at_level(logging.ERROR):
         await caller._link._client.close()  # as nats-py does by itself after a protocol error
     assert "restart this process" in caplog.text
+    with pytest.raises(Disconnected, match="for good"):
+        await asyncio.wait_for(caller.until_ended(), 1)
     with pytest.raises(Disconnected):
         await collect(caller)
