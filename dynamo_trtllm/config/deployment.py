@@ -38,9 +38,9 @@ class ServicesConfig(Config):
 
 
 class RestartConfig(Config):
-    """How often a worker that died is started again before the deployment is given up."""
+    """How often a process that died, etcd and NATS too, is started again before the deployment is given up."""
 
-    max_restarts: Annotated[int, Field(ge=0)] = Field(default=3, description="restarts of one worker within the window")
+    max_restarts: Annotated[int, Field(ge=0)] = Field(default=3, description="restarts of one process within the window")
     window_s: PositiveFloat = Field(default=60.0, description="a restart is forgotten after this many seconds")
 
 
@@ -89,7 +89,7 @@ class DeploymentConfig(Config):
         description="flags of `python -m dynamo_trtllm.frontend` without the dashes; null starts none",
     )
     workers: list[WorkerSpec] = Field(min_length=1, description="at least one")
-    restart: RestartConfig = Field(default=RestartConfig(), description="what happens when a worker dies")
+    restart: RestartConfig = Field(default=RestartConfig(), description="what happens when a process dies")
     ready_timeout_s: PositiveFloat = Field(default=120.0, description="longest wait in seconds for one process")
 
     @model_validator(mode="after")

@@ -108,3 +108,22 @@ async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
         assert len(side.view.instances()) == 4  # as it was when etcd was last heard
         etcd.start()
         await side.until_instances(2)
+
+
+@pytest.mark.parametrize("hurt", ["stop", "pause"])
+async def test_worker_when_it_stops_while_nats_is_away_then_it_ends_in_time(
+    etcd_server: str, own_nats: Callable[[], TestServer], living: Living, hurt: str
+) -> None:
+    nats = own_nats()
+    chosen = config(etcd_server, nats.address, drain_timeout_s=2.0, override_engine_args=STEP)
+    pairs(chosen, living)
+    async with frontend_side(chosen) as side:
+        await side.until_instances(2)
+        await ticket_of(side, living)
+        await asyncio.to_thread(getattr(nats, hurt))
+        begun_s = time.monotonic()
+        for worker in living.workers:
+            worker.stop()
+        await asyncio.gather(*living.tasks)
+        assert time.monotonic() - begun_s < 9
+        await side.until_instances(0)
