@@ -39,3 +39,9 @@ def test_decide_when_no_restart_is_allowed_then_first_death_gives_up():
 )
 def test_describe_when_status_then_words(status, text):
     assert describe(status) == text
+
+
+def test_decide_when_a_program_that_is_not_ours_exits_with_2_then_it_is_restarted() -> None:
+    """A panic of etcd or nats-server has that status too."""
+    assert decide(RestartConfig(), 2, [], 0.0, is_ours=False).is_restart
+    assert not decide(RestartConfig(), 2, [], 0.0).is_restart
