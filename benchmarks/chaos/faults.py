@@ -29,8 +29,10 @@ class Fault:
 
 
 async def _signal(name: str, number: signal.Signals, scene: Scene) -> None:
+    """The launcher mends it; what follows is served by its successor too."""
     scene.deployment.send(name, number)
     await asyncio.sleep(scene.outage_s)
+    await asyncio.to_thread(scene.deployment.wait_whole, _REPLACED_S)
 
 
 async def _freeze(name: str, scene: Scene) -> None:
