@@ -6,6 +6,8 @@ uvicorn has none of these for its fast parser. Bodies are limited where they are
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import ClassVar
@@ -19,6 +21,9 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, Overloaded, RequestTimeout
 from dynamo_trtllm.frontend.errors import answer
 
+_log = logging.getLogger(__name__)
+
+_OTHER_FILES = 128  # log, etcd, NATS, model files, and refused connections that linger
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 _GRACE_S = 5.0  # for the answer to a body that came too slowly, before the connection is cut
 _LINGER_S = 1.0  # for a refused client to read why: closed at once, what it still sends would wipe the answer out
@@ -32,7 +37,8 @@ class ConnectionLimits:
 
 
 def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicorn.Server:
-    """Listens nowhere yet."""
+    """Listens nowhere yet. Lets this process have as many open files as it may have connections."""
+    _allow_files(config.max_connections + _OTHER_FILES)
     limits = ConnectionLimits(
         max_connections=config.max_connections,
         max_header_bytes=config.max_header_bytes,
@@ -52,6 +58,22 @@ def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicor
             backlog=backlog,
         )
     )
+
+
+def _allow_files(wanted: int) -> None:
+    """One connection more than the system lets would wait unanswered, and nobody would know why."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        _log.warning(
+            "the system lets this process have %d open files, too few for --max-connections: raise it (ulimit -n) to "
+            "%d or lower --max-connections",
+            most,
+            wanted,
+        )
 
 
 def _protocol_with(limits: ConnectionLimits) -> type[LimitedProtocol]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -238,6 +239,38 @@ async def test_answer_when_it_takes_longer_than_a_request_may_then_it_is_not_cut
         await asyncio.sleep(0.5)
         held.set()
         assert (await client.answer()).status == 200
+
+
+class Files:
+    """Stands for the system's limits: those of this process can't be lowered and raised again everywhere."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
+        self.limits = (512, hard)
+        monkeypatch.setattr(resource, "getrlimit", lambda _: self.limits)
+        monkeypatch.setattr(resource, "setrlimit", self._set)
+
+    def _set(self, which: int, limits: tuple[int, int]) -> None:
+        assert which == resource.RLIMIT_NOFILE
+        self.limits = limits
+
+
+@pytest.mark.parametrize("hard", [4096, resource.RLIM_INFINITY])
+async def test_server_when_the_process_may_open_too_few_files_then_it_is_let_have_more(
+    hard: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Files(monkeypatch, hard)
+    async with serving(max_connections=600):
+        assert files.limits == (728, hard)
+    assert "ulimit" not in caplog.text
+
+
+async def test_server_when_the_system_lets_it_have_no_more_then_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Files(monkeypatch, 1000)
+    async with serving(max_connections=2000):
+        assert files.limits == (1000, 1000)
+    assert "raise it (ulimit -n) to 2128" in caplog.text
 
 
 async def test_request_when_malformed_then_400() -> None:
