@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Generic
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError, InvalidRequest
+from dynamo_trtllm.errors import DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.admission import Permits, Running
 from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.choices import likeliest, together
 from dynamo_trtllm.frontend.dialect import B, Dialect, Events, Heading, Job
+from dynamo_trtllm.frontend.errors import RETRY_AFTER_S
 from dynamo_trtllm.frontend.http import Reply
 from dynamo_trtllm.frontend.postprocess import Piece, pieces
 from dynamo_trtllm.frontend.preprocess import Identity, Plan
@@ -68,7 +69,8 @@ class Run(Generic[B]):
         if self._events is not None and self._reply.started:
             await self._reply.events(self._events.failure(error), last=True)
         else:
-            await self._reply.fail(error, self._edge.permits.retry_after_s())
+            crowded = isinstance(error, Overloaded)
+            await self._reply.fail(error, self._edge.permits.retry_after_s() if crowded else RETRY_AFTER_S)
 
     def admit(self) -> None:
         """Before anything is read. Raises Overloaded when this request could not even wait for its turn."""
