@@ -53,6 +53,7 @@ class Load:
     extra: dict[str, Any] = field(default_factory=dict)  # put into every body
     seed: int = 0  # 0: prompts that no earlier run sent, because servers cache
     keep_text: bool = False
+    ramp_s: float = 0.0  # closed loop: over which the lanes start, so that they do not keep step
     prompts: tuple[str, ...] = ()  # taken in turn, by the record's index, instead of random words
 
 
@@ -85,17 +86,19 @@ class Client:
             await self._open_loop(wanted, records)
         else:
             left = iter(range(wanted))
+            lanes = min(self._load.concurrency, wanted)
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(self._load.concurrency, wanted)):
-                    group.create_task(self._lane(left, records))
+                for lane in range(lanes):
+                    group.create_task(self._lane(left, records, self._load.ramp_s * lane / lanes))
         return records
 
     def stop(self) -> None:
         """No new request from now on; `run` ends with those under way."""
         self._until_s = 0.0
 
-    async def _lane(self, left: Iterator[int], records: list[Record]) -> None:
+    async def _lane(self, left: Iterator[int], records: list[Record], wait_s: float) -> None:
         """One request after the other, out of those that all lanes share."""
+        await asyncio.sleep(wait_s)
         for _ in left:
             now = time.perf_counter()
             if now > self._until_s:

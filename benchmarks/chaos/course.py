@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.chaos.deployment import Deployment, Options
+from benchmarks.chaos.deployment import Deployment, NotServing, Options
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.judge import Kind, Rules, Verdict, judged
 from benchmarks.chaos.load import load
@@ -45,7 +45,9 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
     """Judges it and leaves the deployment whole. Raises NotServing when it can't be made whole again."""
     hung_s = course.silence_s(deployment.options)
     scene = Scene(deployment=deployment, outage_s=course.outage_s, osl=course.osl, hung_s=hung_s)
-    client = Client(load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s))
+    ramp_s = min(1.0, 0.8 * course.edge_s)  # else all streams are in the same phase when the fault strikes
+    client = Client(load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s, ramp_s=ramp_s))
+    migrations = await _migrations(deployment, fault)
     before = _instances(deployment)
     running = asyncio.create_task(client.run(), name="chaos-load")
     try:
@@ -63,10 +65,17 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
     if fault.is_launcher:
         return _of_launcher(verdict)
     await asyncio.to_thread(deployment.wait_whole, _WHOLE_S)
+    if fault.migrates and await _migrations(deployment, fault) <= migrations:
+        raise NotServing("no stream had to be continued elsewhere: give it more --streams")
     verdict.replace(sorted(name for name, _ in before - _instances(deployment) if name not in fault.victims))
     verdict.leak(await asyncio.to_thread(still_held, deployment))
     deployment.note_processes()
     return verdict
+
+
+async def _migrations(deployment: Deployment, fault: Fault) -> float:
+    """So far; only asked where they are expected."""
+    return await asyncio.to_thread(deployment.total, "migrations") if fault.migrates else 0.0
 
 
 def _instances(deployment: Deployment) -> set[tuple[str, str | None]]:

@@ -25,6 +25,7 @@ class Fault:
     victims: tuple[str, ...] = ()  # workers that may end of it; no other one may
     kills_frontend: bool = False
     spares_requests: bool = False  # none may be answered with an error before its first token
+    migrates: bool = False  # streams must have been continued elsewhere, or it has not struck
     is_launcher: bool = False  # only what is left afterwards is judged
 
 
@@ -87,7 +88,12 @@ def _of_worker(role: str) -> list[Fault]:
     name = f"{role}-1"
     spared = partial(Fault, spares_requests=True, victims=(name,))
     return [
-        spared(name=f"kill-{role}", what=f"kill -9 of a {role} worker", apply=partial(_signal, name, signal.SIGKILL)),
+        spared(
+            name=f"kill-{role}",
+            what=f"kill -9 of a {role} worker",
+            apply=partial(_signal, name, signal.SIGKILL),
+            migrates=role == "decode",
+        ),
         spared(
             name=f"freeze-{role}",
             what=f"SIGSTOP of a {role} worker, then SIGCONT",

@@ -18,7 +18,7 @@ def prompts(count: int = NUM_PROMPTS) -> tuple[str, ...]:
     return tuple(f"Tell me about {_TOPICS[i % len(_TOPICS)]}, in {i + 3} parts. " * (1 + i % 5) for i in range(count))
 
 
-def load(deployment: Deployment, *, osl: int, streams: int, timeout_s: float, **more: int) -> Load:
+def load(deployment: Deployment, *, osl: int, streams: int, timeout_s: float, ramp_s: float = 0.0, **more: int) -> Load:
     """Endless, greedy, of answers whose text is kept. `more`: fields of Load."""
     return Load(
         url=deployment.url,
@@ -29,6 +29,7 @@ def load(deployment: Deployment, *, osl: int, streams: int, timeout_s: float, **
         seconds=more.get("seconds", _MANY),
         requests=more.get("requests", _MANY),
         keep_text=True,
+        ramp_s=ramp_s,
         prompts=prompts(more.get("prompts", NUM_PROMPTS)),
         extra={"temperature": 0},
     )

@@ -68,10 +68,6 @@ class Stage:
         self._deployment.start()
         self._texts = await undisturbed(self._deployment, osl=self._plan.osl)
 
-    def total(self, counter: str) -> float:
-        """Of the frontend that serves now; 0 before the first fault."""
-        return 0.0 if self._deployment is None else self._deployment.total(counter)
-
     def close(self) -> list[str]:
         """What the deployment has left behind."""
         deployment, self._deployment = self._deployment, None

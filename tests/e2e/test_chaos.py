@@ -5,7 +5,6 @@ The longer runs are `scripts/chaos --all`. Most faults share one deployment, whi
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import subprocess
@@ -46,7 +45,6 @@ def stage() -> Iterator[Stage]:
 
 @pytest.mark.parametrize("name", FAULTS)
 async def test_requests_when_a_fault_strikes_then_right_or_told_and_nothing_is_kept(stage: Stage, name: str) -> None:
-    before = await asyncio.to_thread(stage.total, "migrations") if name == "kill-decode" else 0
     verdict = await stage.run(FAULTS[name])
     assert is_good(verdict), table([verdict])
     assert verdict.counts[Kind.RIGHT] > 0 or FAULTS[name].is_launcher, table([verdict])
@@ -54,8 +52,6 @@ async def test_requests_when_a_fault_strikes_then_right_or_told_and_nothing_is_k
         assert verdict.counts[Kind.NAMED_ERROR] == 0, table([verdict])
     if name in CUTS:
         assert verdict.counts[Kind.CUT] > 0, table([verdict])
-    if name == "kill-decode":
-        assert await asyncio.to_thread(stage.total, "migrations") > before
 
 
 @pytest.mark.long
