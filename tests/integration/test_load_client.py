@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from benchmarks.client import Client, Load
 from benchmarks.figures import figures
@@ -55,12 +57,15 @@ async def silent(_: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def serving(answer: Answer) -> AsyncIterator[str]:
+async def serving(answer: Answer, bodies: list[Any] | None = None) -> AsyncIterator[str]:
+    """`bodies` takes what was sent."""
+    bodies = [] if bodies is None else bodies
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 length = int(head.split(b"Content-Length: ")[1].split(b"\r\n")[0])
-                await reader.readexactly(length)
+                bodies.append(json.loads(await reader.readexactly(length)))
                 await answer(writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -72,8 +77,10 @@ async def serving(answer: Answer) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-async def records_of(answer: Answer, *, requests: int = 1, **load: object) -> list[Record]:
-    async with serving(answer) as url:
+async def records_of(
+    answer: Answer, *, requests: int = 1, bodies: list[Any] | None = None, **load: object
+) -> list[Record]:
+    async with serving(answer, bodies) as url:
         client = Client(Load(url=url, model="m", requests=requests, osl=2, timeout_s=0.3, **load))  # type: ignore[arg-type]
         try:
             return await client.run()
@@ -110,3 +117,31 @@ async def test_run_when_nobody_listens_then_connect() -> None:
     client = Client(Load(url="http://127.0.0.1:1", model="m", requests=1))
     (record,) = await client.run()
     assert record.error == "connect"
+
+
+async def test_run_when_prompts_are_given_then_they_are_sent_in_turn_by_index() -> None:
+    bodies: list[Any] = []
+    records = await records_of(chunked(*WHOLE), requests=5, bodies=bodies, prompts=("a", "b"))
+    assert [body["messages"][0]["content"] for body in bodies] == ["a", "b", "a", "b", "a"]
+    assert [record.index for record in records] == [1, 2, 3, 4, 5]
+
+
+async def test_run_when_there_is_a_ramp_then_the_lanes_start_apart() -> None:
+    async def late(writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.2)  # so that the second request is the second lane's
+        await chunked(*WHOLE)(writer)
+
+    first, second = await records_of(late, requests=2, concurrency=2, ramp_s=0.2)
+    assert 0.09 <= second.planned_s - first.planned_s <= 0.19
+
+
+async def test_stop_when_called_then_the_requests_under_way_are_the_last() -> None:
+    async with serving(chunked(*WHOLE)) as url:
+        client = Client(
+            Load(url=url, model="m", requests=1_000_000, concurrency=2, osl=2),
+            on_record=lambda record: client.stop() if record.index == 10 else None,
+        )
+        records = await asyncio.wait_for(client.run(), 10)
+        client.aclose()
+    assert 10 <= len(records) <= 12
+    assert all(record.is_ok for record in records)
