@@ -132,7 +132,7 @@ async def test_run_when_there_is_a_ramp_then_the_lanes_start_apart() -> None:
         await chunked(*WHOLE)(writer)
 
     first, second = await records_of(late, requests=2, concurrency=2, ramp_s=0.2)
-    assert 0.09 <= second.planned_s - first.planned_s <= 0.19
+    assert second.planned_s - first.planned_s >= 0.09
 
 
 async def test_stop_when_called_then_the_requests_under_way_are_the_last() -> None:
