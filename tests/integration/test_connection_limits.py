@@ -112,7 +112,7 @@ async def test_connections_when_one_too_many_then_429_closed_and_room_again_afte
             assert (answer.status, answer.code, answer.headers["retry-after"]) == (429, "overloaded", "1")
             assert answer.headers["connection"] == "close"
             assert await refused.until_closed() == b""
-            refused.writer.close()
+        assert len(served.server.server_state.connections) == 2
         assert (await clients[0].ask(GET)).status == 200  # the others are served on
         clients[0].writer.close()
         await served.until_connections(1)
@@ -175,6 +175,15 @@ async def test_head_when_it_comes_too_slowly_then_408_and_closed() -> None:
         answer = await client.ask(b"GET /live HTTP/1.1\r\nHost:")
         assert (answer.status, answer.code) == (408, "request_timeout")
         assert 0.15 < time.monotonic() - begun < 2
+        assert await client.until_closed() == b""
+
+
+@pytest.mark.parametrize(("more", "status"), [(b"a" * 2000, 431), (b"a", 408)])
+async def test_head_when_it_is_the_second_of_a_connection_then_it_is_held_to_the_same(more: bytes, status: int) -> None:
+    async with serving(max_header_bytes=1024, receive_timeout_s=0.3, keep_alive_timeout_s=30.0) as served:
+        client = await served.connect()
+        assert (await client.ask(GET)).status == 200
+        assert (await client.ask(GET[:-2] + b"X-Long: " + more)).status == status
         assert await client.until_closed() == b""
 
 

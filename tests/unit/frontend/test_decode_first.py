@@ -94,10 +94,12 @@ async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_noth
     cluster: Cluster,
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, strategy=FIRST)
-    for number in (2, 3):
-        (await cluster.add(number, Role.DECODE, strategy=FIRST)).faults[Reserve] = Overloaded("full")
+    decodes = [await cluster.add(number, Role.DECODE, strategy=FIRST) for number in (2, 3)]
+    for decode in decodes:
+        decode.faults[Reserve] = Overloaded("full")
     with pytest.raises(Overloaded):
         await cluster.tokens()
+    assert [len(decode.reservations) for decode in decodes] == [1, 1]  # each was asked once
     assert prefill.requests == []
 
 
