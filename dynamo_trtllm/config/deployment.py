@@ -40,7 +40,7 @@ class ServicesConfig(Config):
 class RestartConfig(Config):
     """How often a process that died, etcd and NATS too, is started again before the deployment is given up."""
 
-    max_restarts: Annotated[int, Field(ge=0)] = Field(default=3, description="restarts of one process within the window")
+    max_restarts: Annotated[int, Field(ge=0)] = Field(default=3, description="restarts of one process per window")
     window_s: PositiveFloat = Field(default=60.0, description="a restart is forgotten after this many seconds")
 
 
