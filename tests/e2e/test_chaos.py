@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(stall_timeout_s=1.0, lease_ttl_s=1.0, ticket_ttl_s=1.0, hold_s=2.0)
-SHORT = Course(seconds=1.5, streams=6, osl=20)
+SHORT = Course(seconds=1.2, streams=6, osl=16)
 MAY_REFUSE = {f"{word}-nats" for word in ("kill", "freeze", "restart", "empty")} | {"full-kv"}
 CUTS = {"kill-frontend", "kill-launcher", "freeze-launcher", "term-launcher"}
 
