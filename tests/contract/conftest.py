@@ -1,11 +1,16 @@
-"""Tiny models with random weights, saved once per session, and the trtllm engine over its stand-in."""
+"""Tiny models with random weights, saved once per session, the trtllm engine over its stand-in, pairs of planes."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dynamo_trtllm.plane.base import Plane
+from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.plane.nats import NatsPlane
+from tests.contract.plane_bench import LIMITS, Bench
 from tests.standin import hurry, playing
 from tests.tiny_models import save_tiny_gpt_oss, save_tiny_llama
 from tests.trio import Engines, three
@@ -33,3 +38,20 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 async def engines(package: Any, gpt_oss: Path) -> AsyncIterator[Engines]:
     async with three(package, gpt_oss) as found:
         yield found
+
+
+@pytest.fixture(params=["inproc", "nats"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    tasks_before = asyncio.all_tasks()
+    if request.param == "inproc":
+        worker: Plane = InprocPlane(LIMITS)
+        planes = Bench(worker, worker)
+    else:
+        url = request.getfixturevalue("nats_server")
+        planes = Bench(await NatsPlane.connect(url, LIMITS), await NatsPlane.connect(url, LIMITS))
+    yield planes
+    await planes.caller.aclose()
+    await planes.worker.aclose()
+    await asyncio.sleep(0.01)
+    here = {asyncio.current_task()}
+    assert {task.get_name() for task in asyncio.all_tasks() - tasks_before - here} == set()

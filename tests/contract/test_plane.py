@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import pytest
@@ -12,7 +12,6 @@ import pytest
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     Draining,
-    DynamoError,
     EngineRefused,
     InternalError,
     Overloaded,
@@ -23,121 +22,26 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.messages import (
     Chunk,
-    Control,
     FileRequest,
     FinishReason,
     GenerateRequest,
     LegStats,
     Release,
     ReleaseOutcome,
-    Sampling,
     token_ids,
 )
-from dynamo_trtllm.plane.base import Plane
-from dynamo_trtllm.plane.inproc import InprocPlane
-from dynamo_trtllm.plane.linked import PlaneLimits
-from dynamo_trtllm.plane.nats import NatsPlane
-from tests.instances import make_ticket
-
-LIMITS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.3, max_pending_tokens=2000)
-SUBJECT = "ns_prefill.generate-1f"
-Script = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
-
-
-class ScriptedService:
-    """Runs a script per request and counts what is open."""
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.open = 0
-        self.started = asyncio.Event()
-        self.closed = asyncio.Event()
-        self.verbs: list[Control] = []
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        self.open += 1
-        self.started.set()
-        try:
-            async with aclosing(self.script(request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        finally:
-            self.open -= 1
-            self.closed.set()
-
-    async def control(self, verb: Control) -> bytes:
-        self.verbs.append(verb)
-        if isinstance(verb, Release):
-            raise TicketExpired("too late", field="ticket_id")
-        if verb.sha256 == "boom":
-            raise RuntimeError("boom")
-        return b"x" * (2_000_000 if verb.sha256 == "huge" else 1000)
-
-
-class Bench:
-    """The worker's plane and the caller's plane, of one kind."""
-
-    def __init__(self, worker: Plane, caller: Plane) -> None:
-        self.worker = worker
-        self.caller = caller
-
-
-@pytest.fixture(params=["inproc", "nats"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    tasks_before = asyncio.all_tasks()
-    if request.param == "inproc":
-        worker: Plane = InprocPlane(LIMITS)
-        planes = Bench(worker, worker)
-    else:
-        url = request.getfixturevalue("nats_server")
-        planes = Bench(await NatsPlane.connect(url, LIMITS), await NatsPlane.connect(url, LIMITS))
-    yield planes
-    await planes.caller.aclose()
-    await planes.worker.aclose()
-    await asyncio.sleep(0.01)
-    here = {asyncio.current_task()}
-    assert {task.get_name() for task in asyncio.all_tasks() - tasks_before - here} == set()
-
-
-def make_request(*, name: str = "r", prompt: int = 4, seconds: float = 10.0, max_tokens: int = 5) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=name,
-        model="m",
-        token_ids=token_ids(range(prompt)),
-        sampling=Sampling(max_tokens=max_tokens),
-        deadline=time.time() + seconds,
-    )
-
-
-async def count_up(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    for n in range(request.sampling.max_tokens - 1):
-        yield Chunk(token_ids=token_ids([n]))
-        await asyncio.sleep(0)
-    last = token_ids([request.sampling.max_tokens - 1])
-    yield Chunk(token_ids=last, finish_reason=FinishReason.LENGTH, stats=LegStats(queue_s=0.5))
-
-
-async def one_then_wait(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(token_ids=token_ids([7]))
-    await asyncio.Event().wait()
-
-
-async def wait_for_ever(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    await asyncio.Event().wait()
-    yield Chunk()
-
-
-async def collect(plane: Plane, request: GenerateRequest, subject: str = SUBJECT) -> list[Chunk]:
-    async with aclosing(plane.generate(subject, request)) as chunks:
-        return [chunk async for chunk in chunks]
-
-
-async def check_fails(call: Awaitable[object], error: type[DynamoError]) -> DynamoError:
-    with pytest.raises(error) as caught:
-        await call
-    assert type(caught.value) is error
-    assert caught.value.code == error.code
-    return caught.value
+from tests.contract.plane_bench import (
+    LIMITS,
+    SUBJECT,
+    Bench,
+    ScriptedService,
+    check_fails,
+    collect,
+    count_up,
+    make_request,
+    one_then_wait,
+    wait_for_ever,
+)
 
 
 async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: Bench) -> None:
@@ -353,64 +257,3 @@ async def test_ping_when_both_sides_live_then_a_quiet_stream_goes_on(bench: Benc
 
     await bench.worker.serve(SUBJECT, ScriptedService(script))
     assert len(await collect(bench.caller, make_request())) == 1
-
-
-# --- tickets -------------------------------------------------------------------------------------------
-
-
-async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1"))
-
-
-async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: Bench) -> None:
-    async def hand_over_too_late(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        async for chunk in hand_over(request):
-            yield chunk
-        taking.cancel()  # the chunk is sent and not there yet
-
-    service = ScriptedService(hand_over_too_late)
-    await bench.worker.serve(SUBJECT, service)
-    taking = asyncio.create_task(collect(bench.caller, make_request()))
-    with pytest.raises(asyncio.CancelledError):
-        await taking
-    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
-
-
-async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(bench: Bench) -> None:
-    service = ScriptedService(hand_over)
-    await bench.worker.serve(SUBJECT, service)
-    async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
-        assert (await anext(chunks)).ticket is not None
-    await asyncio.sleep(0.7)  # two pings: the caller is there
-    assert service.verbs == []
-    with pytest.raises(TicketExpired):
-        await bench.caller.control(SUBJECT, Release("t1", ReleaseOutcome.REDEEMED))
-    assert len(service.verbs) == 1
-
-
-async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: Bench) -> None:
-    gate = asyncio.Event()
-
-    async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        await gate.wait()
-        yield Chunk(finish_reason=FinishReason.STOP)
-
-    service = ScriptedService(gated)
-    serving = await bench.worker.serve(SUBJECT, service)
-    await asyncio.wait_for(serving.finished(), 1)
-    asking = asyncio.create_task(collect(bench.caller, make_request()))
-    await asyncio.wait_for(service.started.wait(), 2)
-    assert serving.running == 1
-    await serving.stop_accepting()
-    finished = asyncio.create_task(serving.finished())
-    await asyncio.sleep(0.05)
-    assert not finished.done()
-    gate.set()
-    await asyncio.wait_for(finished, 2)
-    assert (serving.running, len(await asking)) == (0, 1)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(2):
-        while not condition():  # noqa: ASYNC110  # a list tells nobody when it grows
-            await asyncio.sleep(0.01)

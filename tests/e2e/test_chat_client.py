@@ -56,7 +56,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(mock_cluster: Cluster) -> Iterator[Terminal]:
-    made = Terminal(mock_cluster, "--max-tokens", "2000")
+    made = Terminal(mock_cluster, "--model", "mock", "--max-tokens", "2000")  # other tests leave models known
     yield made
     made.close()
 

@@ -269,7 +269,7 @@ def test_check_when_the_buffer_is_no_multiple_then_the_cure_names_the_next_one()
 
 
 def test_check_when_several_are_found_then_the_worst_comes_first() -> None:
-    judged = facts(P, {"disable_overlap_scheduler": False, "load_format": "dummy", "num_postprocess_workers": 4})
+    judged = facts(P, {"disable_overlap_scheduler": False, "load_format": "dummy", "enable_attention_dp": True})
     assert [finding.severity for finding in check_role(judged)] == ["error", "warning", "note"]
 
 

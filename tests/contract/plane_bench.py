@@ -1,0 +1,116 @@
+"""Two planes and scripted services for the request-plane contract."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+
+import pytest
+
+from dynamo_trtllm.errors import (
+    DynamoError,
+    TicketExpired,
+)
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    LegStats,
+    Release,
+    Sampling,
+    token_ids,
+)
+from dynamo_trtllm.plane.base import Plane
+from dynamo_trtllm.plane.linked import PlaneLimits
+
+LIMITS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.6, max_pending_tokens=2000)
+SUBJECT = "ns_prefill.generate-1f"
+Script = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
+
+
+class ScriptedService:
+    """Runs a script per request and counts what is open."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.open = 0
+        self.started = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.verbs: list[Control] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.open += 1
+        self.started.set()
+        try:
+            async with aclosing(self.script(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self.open -= 1
+            self.closed.set()
+
+    async def control(self, verb: Control) -> bytes:
+        self.verbs.append(verb)
+        if isinstance(verb, Release):
+            raise TicketExpired("too late", field="ticket_id")
+        if verb.sha256 == "boom":
+            raise RuntimeError("boom")
+        return b"x" * (2_000_000 if verb.sha256 == "huge" else 1000)
+
+
+class Bench:
+    """The worker's plane and the caller's plane, of one kind."""
+
+    def __init__(self, worker: Plane, caller: Plane) -> None:
+        self.worker = worker
+        self.caller = caller
+
+
+def make_request(*, name: str = "r", prompt: int = 4, seconds: float = 10.0, max_tokens: int = 5) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        model="m",
+        token_ids=token_ids(range(prompt)),
+        sampling=Sampling(max_tokens=max_tokens),
+        deadline=time.time() + seconds,
+    )
+
+
+async def count_up(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    for n in range(request.sampling.max_tokens - 1):
+        yield Chunk(token_ids=token_ids([n]))
+        await asyncio.sleep(0)
+    last = token_ids([request.sampling.max_tokens - 1])
+    yield Chunk(token_ids=last, finish_reason=FinishReason.LENGTH, stats=LegStats(queue_s=0.5))
+
+
+async def one_then_wait(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    yield Chunk(token_ids=token_ids([7]))
+    await asyncio.Event().wait()
+
+
+async def wait_for_ever(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    await asyncio.Event().wait()
+    yield Chunk()
+
+
+async def collect(plane: Plane, request: GenerateRequest, subject: str = SUBJECT) -> list[Chunk]:
+    async with aclosing(plane.generate(subject, request)) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+async def check_fails(call: Awaitable[object], error: type[DynamoError]) -> DynamoError:
+    with pytest.raises(error) as caught:
+        await call
+    assert type(caught.value) is error
+    assert caught.value.code == error.code
+    return caught.value
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(2):
+        while not condition():  # noqa: ASYNC110  # a list tells nobody when it grows
+            await asyncio.sleep(0.01)

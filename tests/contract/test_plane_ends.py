@@ -1,0 +1,81 @@
+"""The request-plane contract where streams end: tickets on their way, and waiting for what runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from dynamo_trtllm.errors import (
+    TicketExpired,
+)
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    Release,
+    ReleaseOutcome,
+)
+from tests.contract.plane_bench import (
+    SUBJECT,
+    Bench,
+    ScriptedService,
+    collect,
+    make_request,
+    until,
+)
+from tests.instances import make_ticket
+
+
+async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1"))
+
+
+async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: Bench) -> None:
+    async def hand_over_too_late(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async for chunk in hand_over(request):
+            yield chunk
+        taking.cancel()  # the chunk is sent and not there yet
+
+    service = ScriptedService(hand_over_too_late)
+    await bench.worker.serve(SUBJECT, service)
+    taking = asyncio.create_task(collect(bench.caller, make_request()))
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
+
+
+async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(bench: Bench) -> None:
+    service = ScriptedService(hand_over)
+    await bench.worker.serve(SUBJECT, service)
+    async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
+        assert (await anext(chunks)).ticket is not None
+    await asyncio.sleep(0.7)  # two pings: the caller is there
+    assert service.verbs == []
+    with pytest.raises(TicketExpired):
+        await bench.caller.control(SUBJECT, Release("t1", ReleaseOutcome.REDEEMED))
+    assert len(service.verbs) == 1
+
+
+async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: Bench) -> None:
+    gate = asyncio.Event()
+
+    async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        await gate.wait()
+        yield Chunk(finish_reason=FinishReason.STOP)
+
+    service = ScriptedService(gated)
+    serving = await bench.worker.serve(SUBJECT, service)
+    await asyncio.wait_for(serving.finished(), 1)
+    asking = asyncio.create_task(collect(bench.caller, make_request()))
+    await asyncio.wait_for(service.started.wait(), 2)
+    assert serving.running == 1
+    await serving.stop_accepting()
+    finished = asyncio.create_task(serving.finished())
+    await asyncio.sleep(0.05)
+    assert not finished.done()
+    gate.set()
+    await asyncio.wait_for(finished, 2)
+    assert (serving.running, len(await asking)) == (0, 1)
