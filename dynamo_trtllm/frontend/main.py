@@ -35,6 +35,7 @@ from dynamo_trtllm.router.view import ClusterView
 PROG = "python -m dynamo_trtllm.frontend"
 _DESCRIPTION = "The OpenAI-compatible HTTP frontend: renders, routes to prefill and decode workers, parses, streams."
 _BACKLOG = 2048
+_SETTLE_S = 15.0  # longest wait for the models that are there already, before the first request is taken
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ async def serve(config: FrontendConfig) -> None:
         stack.push_async_callback(store.aclose)
         app = build_app(config, models, pipeline, metrics, store)
         # A model that was not heard of yet is not unknown: until then, and for this long, early clients wait
-        settled = asyncio.wait_for(models.settled(), config.hold_for_roles_s)
+        settled = asyncio.wait_for(models.settled(), _SETTLE_S)
         await _until_stopped(http_server(app, config, backlog=_BACKLOG), sock, tasks, settled)
 
 

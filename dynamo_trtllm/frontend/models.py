@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Discovery, Down, Synced, Up
-from dynamo_trtllm.errors import BadFrame, DynamoError, ModelNotFound, NoInstances
+from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, ModelNotFound, NoInstances
 from dynamo_trtllm.frontend import standing
 from dynamo_trtllm.frontend.standing import Standing
 from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard, Role
@@ -52,8 +52,10 @@ class Models:
         self.synced = asyncio.Event()  # discovery has told all that was there
 
     def get(self, name: str) -> ServedModel:
-        """Raises ModelNotFound, naming what is served."""
+        """Raises ModelNotFound, naming what is served, or EngineNotReady while the model is being loaded."""
         served = self._served.get(name)
+        if served is None and name in self._view.models():
+            raise EngineNotReady(f"model {name!r} has workers, and this frontend is still loading its files; retry")
         if served is None:
             known = ", ".join(self.names()) or "none yet"
             raise ModelNotFound(f"model {name!r} is not served here; served: {known}", field="model")

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dynamo_trtllm.discovery.keys import endpoint_of
-from dynamo_trtllm.errors import ModelNotFound
+from dynamo_trtllm.errors import DynamoError, EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend.base import Catalog
 from dynamo_trtllm.frontend.errors import INVALID, answer, retry_headers
 from dynamo_trtllm.frontend.openapi import document
@@ -53,7 +53,7 @@ class Answers:
     async def model(self, request: Request) -> Response:
         try:
             served = self._models.get(request.path_params["name"])
-        except ModelNotFound as error:
+        except (ModelNotFound, EngineNotReady) as error:
             return _told(error)
         return json_response(model_object(served.card, self._created))
 
@@ -63,7 +63,7 @@ class Answers:
         try:
             self._models.get(name)
             lacking = self._models.lacking(name)
-        except ModelNotFound as error:
+        except (ModelNotFound, EngineNotReady) as error:
             return _not_ready(name, error.message)
         if lacking:
             return _not_ready(name, lacking)
@@ -110,7 +110,7 @@ def _not_ready(name: str, message: str) -> Response:
     return json_response({"model": name, "status": "not_ready", "message": message}, 503, retry_headers(503))
 
 
-def _told(error: ModelNotFound) -> Response:
+def _told(error: DynamoError) -> Response:
     told = answer(error)
     return json_response(told.body, told.status, told.headers)
 

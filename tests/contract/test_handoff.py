@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,6 +223,17 @@ class Holder:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
+    def freeze(self) -> None:
+        """Returns once it stands still: on a busy machine a stop takes a while to reach every thread."""
+        self.signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{self._process.pid}/task")
+        while any(_state(thread) != "T" for thread in threads.iterdir()):
+            time.sleep(0.001)
+
+
+def _state(thread: Path) -> str:
+    return thread.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+
 
 @asynccontextmanager
 async def holder_process(kind: str) -> AsyncIterator[Holder]:
@@ -299,7 +311,7 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
         assert await holder.answer() == {"fetched": "w"}
         offer = await holder.offer("t", size)
         tasks, threads, sockets = len(asyncio.all_tasks()), own_threads(), open_sockets()
-        holder.signal(signal.SIGSTOP)
+        holder.freeze()
         began = time.monotonic()
         fetch = asyncio.create_task(reader.carrier.fetch("t", offer, split(target, [size]), timeout_s=1.5))
         if cancel:

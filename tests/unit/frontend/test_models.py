@@ -20,7 +20,7 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.memory import MemoryDiscovery
 from dynamo_trtllm.engine.base import EngineInfo
-from dynamo_trtllm.errors import ModelNotFound
+from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend import models as models_module
 from dynamo_trtllm.frontend.models import Models
 from dynamo_trtllm.messages import (
@@ -279,6 +279,14 @@ async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(f
     with pytest.raises(ModelNotFound, match="served: oss") as caught:
         frontend.models.get("nope")
     assert caught.value.field == "model"
+
+
+async def test_get_when_the_model_is_still_being_loaded_then_come_back_later(frontend: Frontend) -> None:
+    absent = msgspec.structs.replace(CARD, files={"tokenizer.json": hashlib.sha256(b"x").hexdigest()})
+    await frontend.add(1, absent)  # nobody gives the file
+    await until(lambda: len(frontend.models.instances()) == 1)
+    with pytest.raises(EngineNotReady, match="still loading"):
+        frontend.models.get("tiny")
 
 
 async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_roles(frontend: Frontend) -> None:
