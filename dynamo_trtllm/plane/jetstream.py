@@ -76,6 +76,9 @@ class JetStreamStore:
                 f"JetStream at {address} can't be used ({exc or type(exc).__name__}); start nats-server with -js, "
                 "or choose --response-store memory"
             ) from exc
+        except asyncio.CancelledError:  # the client's own tasks would go on trying
+            await client.close()
+            raise
         return cls(client, bucket, limits.max_bytes)
 
     async def put(self, key: str, value: bytes) -> None:

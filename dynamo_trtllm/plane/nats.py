@@ -64,6 +64,10 @@ class NatsLink:
             self._closing = True
             await self._client.close()
             raise Unreachable(f"no NATS server at {self._address}; start one or change nats.url") from exc
+        except asyncio.CancelledError:  # the client's own tasks would go on trying
+            self._closing = True
+            await self._client.close()
+            raise
         self._up.set()
         self._writer = asyncio.create_task(self._write(), name="plane-nats-writer")
 

@@ -211,3 +211,13 @@ async def test_client_when_closed_for_good_then_named_and_calls_fail(nats_server
         await asyncio.wait_for(caller.until_ended(), 1)
     with pytest.raises(Disconnected):
         await collect(caller)
+
+
+async def test_connect_when_cancelled_then_nothing_goes_on_trying() -> None:
+    before = asyncio.all_tasks()
+    connecting = asyncio.create_task(NatsPlane.connect("nats://127.0.0.1:1", connect_timeout_s=5))
+    await asyncio.sleep(0.2)
+    connecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await connecting
+    assert asyncio.all_tasks() == before
