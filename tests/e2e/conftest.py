@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from tests.e2e.cluster import TINY, Cluster, Process
@@ -22,6 +23,7 @@ class TorchCluster:
     prefill: Process
     decode: Process
     aggregated: Process
+    resident_bytes: dict[str, int] = field(default_factory=dict)  # by role, once each had served a chat
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +38,21 @@ def torch_cluster(etcd_server: str, nats_server: str) -> Iterator[TorchCluster]:
             aggregated=cluster.torch("prefill_and_decode", AGGREGATED),
         )
         cluster.until_ready(TINY, AGGREGATED)
+        _measure(workers)
         yield workers
     finally:
         cluster.stop()
+
+
+def _measure(torch: TorchCluster) -> None:
+    """Before the tests: they may use what takes more, such as guided decoding, which keeps a tokenizer of 80 MB."""
+    with torch.cluster.client() as client:
+        for name in (TINY, AGGREGATED):
+            body = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+    processes = {"prefill": torch.prefill, "decode": torch.decode, "whole": torch.aggregated}
+    processes["frontend"] = torch.cluster.frontend
+    torch.resident_bytes.update({role: psutil.Process(p.pid).memory_info().rss for role, p in processes.items()})
 
 
 @pytest.fixture
