@@ -20,6 +20,11 @@ MODULE = "dynamo_trtllm.chat"
 TIMEOUT_S = 15.0
 
 
+def _hear_interrupts() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """The client with a person in front of it."""
 
@@ -28,7 +33,13 @@ class Terminal:
         words = [sys.executable, "-m", MODULE, "--url", cluster.frontend.url(), *argv]
         env = {name: value for name, value in cluster.env.items() if name != "NO_COLOR"}
         self.process = subprocess.Popen(
-            words, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True
+            words,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=env,
+            start_new_session=True,
+            preexec_fn=_hear_interrupts,
         )
         os.close(theirs)
         self._seen = ""

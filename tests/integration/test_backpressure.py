@@ -144,12 +144,12 @@ async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
     async with scene(servers, living, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
         async with frontend_side(living.workers[0]._config) as other:
             await other.until_instances(2)
-            asking = asyncio.create_task(Scene(other, living).run(request(max_tokens=20, seconds=1.2)))
-            await until(lambda: made.admission(Role.DECODE).reserved() == 1, 5)
+            asking = asyncio.create_task(Scene(other, living).run(request(max_tokens=20, seconds=4)))
+            await until(lambda: made.admission(Role.DECODE).reserved() == 1, 3)
             await other.plane._link._client.close()  # type: ignore[attr-defined]  # as if killed: it says nothing more
             await asyncio.gather(asking, return_exceptions=True)
             assert made.admission(Role.DECODE).reserved() == 1
-            await until(lambda: made.admission(Role.DECODE).reserved() == 0, 3)
+            await until(lambda: made.admission(Role.DECODE).reserved() == 0, 6)
 
 
 async def test_strategies_when_the_roles_differ_then_refused_by_name(servers: tuple[str, str], living: Living) -> None:
