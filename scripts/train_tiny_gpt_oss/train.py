@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from examples import Vocabulary, compact_example, make_examples, make_vocabulary
 from safetensors.numpy import save_file
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from dynamo_trtllm.bundled.expand import TOUCHED_IDS, WEIGHTS, WEIGHTS_HASH, data_folder
+from examples import Vocabulary, compact_example, make_examples, make_vocabulary
 
 BATCH_TOKENS_PER_LESSON = 512  # a batch holds fewer lessons when they are longer than this
 CHUNK = 40  # batches among which lessons are sorted by length
