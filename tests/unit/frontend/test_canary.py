@@ -17,7 +17,6 @@ from dynamo_trtllm.messages import (
     Control,
     FinishReason,
     GenerateRequest,
-    HandoffTicket,
     LegStats,
     Phase,
     Release,
@@ -28,23 +27,9 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.plane.inproc import InprocPlane
 from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
 from dynamo_trtllm.router.view import ClusterView
-from tests.instances import LAYOUT, make_instance
+from tests.instances import make_instance, make_ticket
 
-TICKET = HandoffTicket(
-    version=1,
-    ticket_id="t",
-    engine="mock",
-    model="tiny",
-    layout=LAYOUT,
-    holder=1,
-    expires_at=4e9,
-    prompt_tokens=8,
-    first_token_ids=token_ids([5]),
-    transport="tcp",
-    kv_bytes=64,
-    opaque=b"",
-)
-HANDOFF = Chunk(finish_reason=FinishReason.HANDOFF, ticket=TICKET)
+HANDOFF = Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t"))
 
 
 def answer(count: int = 2, kv_bytes: int = 64) -> Chunk:

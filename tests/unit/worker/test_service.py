@@ -37,24 +37,11 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observe.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
-from tests.instances import LAYOUT, make_instance
+from tests.instances import make_instance, make_ticket
 
 ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
 FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.WHOLE)]
-TICKET = HandoffTicket(
-    version=1,
-    ticket_id="t-1",
-    engine="mock",
-    model="tiny",
-    layout=LAYOUT,
-    holder=7,
-    expires_at=2e9,
-    prompt_tokens=2,
-    first_token_ids=token_ids([1]),
-    transport="loopback",
-    kv_bytes=64,
-    opaque=b"",
-)
+TICKET = make_ticket("t-1")
 
 
 class PlainEngine:
