@@ -112,7 +112,8 @@ class TcpCarrier:
         with connection:
             _prepare(connection)
             try:
-                ticket_id, token = await asyncio.wait_for(_read_ask(connection), _ASK_TIMEOUT_S)
+                async with asyncio.timeout(_ASK_TIMEOUT_S):
+                    ticket_id, token = await _read_ask(connection)
                 held = self._offers.get(ticket_id)
                 if held is None or not hmac.compare_digest(held.token, token):
                     await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(_MAGIC, False, 0))

@@ -97,6 +97,9 @@ class NatsLink:
         """While there is no connection, one is waited for as long as for the answer."""
         if not self._up.is_set():
             await self._connected(timeout_s)
+        caller = asyncio.current_task()
+        assert caller is not None
+        cancels = caller.cancelling()
         try:
             reply: bytes = (await self._client.request(subject, data, timeout=timeout_s)).data
         except nats_errors.NoRespondersError as exc:
@@ -107,6 +110,8 @@ class NatsLink:
             raise Unreachable(f"no answer from {subject} within {timeout_s:.1f} s") from exc
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
+        if caller.cancelling() > cancels:  # the `wait_for` in there, up to Python 3.11, drops a cancel beside the reply
+            raise asyncio.CancelledError
         return reply
 
     async def _connected(self, timeout_s: float) -> None:

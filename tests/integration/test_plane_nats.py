@@ -13,6 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from nats.aio.msg import Msg
 
 from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unreachable
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, token_ids
@@ -221,3 +222,20 @@ async def test_connect_when_cancelled_then_nothing_goes_on_trying() -> None:
     with pytest.raises(asyncio.CancelledError):
         await connecting
     assert asyncio.all_tasks() == before
+
+
+async def test_ask_when_cancelled_as_the_reply_comes_then_it_is_cancelled(nats_server, connect, monkeypatch) -> None:
+    """The client waits with `wait_for`, which up to Python 3.11 returns the reply and forgets the cancel."""
+    plane = await connect(nats_server, PlaneLimits())
+    link, reply = plane._link, asyncio.get_running_loop().create_future()
+
+    async def asked(subject: str, data: bytes, *, timeout: float) -> Msg:
+        return await asyncio.wait_for(reply, timeout)
+
+    monkeypatch.setattr(link._client, "request", asked)
+    asking = asyncio.create_task(link.ask("s", b"", timeout_s=5))
+    await asyncio.sleep(0)
+    reply.set_result(Msg(_client=link._client, data=b"here"))
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
