@@ -91,6 +91,12 @@ examples, one prefill and one decode worker of the same model:
         description="write the merged engine arguments to this YAML file, each with its source, and go on",
         json_schema_extra=setting(ENGINE),
     )
+    load_format: Literal["auto", "dummy"] | None = Field(
+        default=None,
+        description="auto reads the model's weights, dummy makes some up: the shape and cost of the model without its "
+        "files, and answers that mean nothing",
+        json_schema_extra=setting(ENGINE),
+    )
     max_num_tokens: PositiveInt | None = Field(
         default=None, description="tokens in one engine step", json_schema_extra=setting(ENGINE)
     )

@@ -23,6 +23,7 @@ S = TypeVar("S", bound=BaseModel)
 
 # Every flag that speaks of the engine. One that the chosen engine has no argument for is refused, never ignored.
 ENGINE_FLAGS = (
+    "load_format",
     "max_num_tokens",
     "max_batch_size",
     "max_seq_len",

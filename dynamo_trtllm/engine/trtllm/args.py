@@ -24,6 +24,7 @@ from dynamo_trtllm.errors import ConfigError
 
 # Our flag -> their argument.
 FLAGS: Mapping[str, str] = {
+    "load_format": "load_format",
     "tensor_parallel_size": "tensor_parallel_size",
     "expert_parallel_size": "moe_expert_parallel_size",
     "pipeline_parallel_size": "pipeline_parallel_size",

@@ -83,7 +83,7 @@ def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_le
 
 @pytest.mark.parametrize("field", sorted(FLAGS))
 def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> None:
-    value = 0.5 if field == "free_gpu_memory_fraction" else 2
+    value = {"free_gpu_memory_fraction": 0.5, "load_format": "dummy"}.get(field, 2)
     assert merged(**{field: value}).leaves[FLAGS[field]] == (value, "configuration")
 
 
