@@ -84,7 +84,7 @@ async def test_etcd_in_trouble_then_all_is_served_and_the_same_instances_are_reg
             await trouble(etcd)  # type: ignore[misc]
             await asyncio.sleep(1.5)  # more than a lease, and what renewing takes
         assert set(answered) == {4}
-        assert len(answered) > 20
+        assert len(answered) >= 5
         assert living.alive()
         await side.until_instances(2)
         assert await registered(etcd) == living.ids() == [instance.id for instance in side.view.instances()]
