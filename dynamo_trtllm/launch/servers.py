@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.children import spawn
 
 INSTALL = "pip install 'dynamo_trtllm[local]'"
 READY_TIMEOUT_S = 15.0

@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dynamo_trtllm.children.child import end_of
+from dynamo_trtllm.children.restart import decide
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
-from dynamo_trtllm.launch.restart import decide
-from dynamo_trtllm.launch.running import Running, end_of
+from dynamo_trtllm.launch.running import Running
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
+from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.errors import Disconnected, PayloadTooLarge, Unreachable
-from dynamo_trtllm.launch.children import spawn
 from dynamo_trtllm.launch.servers import _nats_binary
 from dynamo_trtllm.plane.jetstream import JetStreamStore, bucket_of
 from dynamo_trtllm.plane.store import MemoryStore, Store, StoreLimits

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from dynamo_trtllm.launch.children import spawn
+from dynamo_trtllm.children.spawn import spawn
 
 TINY = "tiny-gpt-oss"
 START_TIMEOUT_S = 60.0

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from dynamo_trtllm.children import spawn as spawning
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch import children, servers
+from dynamo_trtllm.launch import servers
 
 
 def test_spawn_when_program_is_missing_then_config_error_names_it() -> None:
     with pytest.raises(ConfigError, match="no-such-program"):
-        children.spawn(["no-such-program"])
+        spawning.spawn(["no-such-program"])
 
 
 def test_start_etcd_when_wheel_is_missing_then_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

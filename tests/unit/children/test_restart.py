@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from dynamo_trtllm.children.restart import decide, describe
 from dynamo_trtllm.config.deployment import RestartConfig
-from dynamo_trtllm.launch.restart import decide, describe
 
 CONFIG = RestartConfig(max_restarts=2, window_s=10)
 

@@ -24,7 +24,12 @@ Output = int | IO[bytes] | None
 
 
 def spawn(
-    argv: Sequence[str], *, env: Mapping[str, str] | None = None, stdout: Output = None, stderr: Output = None
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    stdout: Output = None,
+    stderr: Output = None,
 ) -> subprocess.Popen[bytes]:
     """Starts `argv` in a process group of its own (a Ctrl-C reaches this process only, which stops it in order).
 
@@ -41,7 +46,7 @@ def spawn(
     return subprocess.Popen(
         command,
         env=None if env is None else dict(env),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=stdout,
         stderr=stderr,
         process_group=0,

@@ -1,0 +1,61 @@
+"""One run of one child process on an event loop: its end and its stop. Decides nothing, reads no output."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+
+
+class Child:
+    """Around a process of `spawn`. Made on the loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes], stop_timeout_s: float) -> None:
+        self._process = process
+        self._stop_timeout_s = stop_timeout_s
+        self._ended = end_of(process)
+        self.pid = process.pid
+
+    async def ended(self) -> int:
+        """Its exit status. May be awaited by several."""
+        return await asyncio.shield(self._ended)
+
+    async def stop(self) -> None:
+        """SIGTERM, then SIGKILL after the time it was given. Returns when it is gone. Idempotent."""
+        self._process.terminate()
+        try:
+            async with asyncio.timeout(self._stop_timeout_s):
+                await self.ended()
+        except TimeoutError:
+            self.kill()
+            await self.ended()
+
+    def kill(self) -> None:
+        """SIGKILL to it and what it has started."""
+        if self._process.returncode is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                self._process.kill()  # not a group of its own yet
+
+
+def end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
+    """The exit status to come. A thread waits: that works on each system and needs no child watcher."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[int] = loop.create_future()
+
+    def settle(status: int) -> None:
+        if not future.done():
+            future.set_result(status)
+
+    def wait() -> None:
+        status = process.wait()
+        try:
+            loop.call_soon_threadsafe(settle, status)
+        except RuntimeError:
+            return  # the loop has ended: nobody asks any more
+
+    threading.Thread(target=wait, name=f"wait-{process.pid}", daemon=True).start()
+    return future
