@@ -3,7 +3,8 @@
 python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --requests 320 --isl 128 --osl 256
 
 Closed loop: --concurrency requests are always under way. Open loop: --rate sends that many a second (Poisson) whatever
-the answers do; latency counts from the planned time, so that a server that stalls can't hide it.
+the answers do; latency counts from the planned time, so that a server that stalls can't hide it. --processes parts the
+load among client processes, for when one is not enough: the output says when it was not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import random
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import msgspec
 import orjson
 import uvloop
 
-from benchmarks.figures import Figures, ProcessMeter, figures, table
+from benchmarks.figures import Figures, ProcessMeter, cost, figures, table
 from benchmarks.stream import Record, StreamConnection
 
 _WORDS = (
@@ -58,17 +59,19 @@ class Load:
 
 
 class Client:
-    """Runs one load. `on_record` sees each record as its request ends; `connection` reads the answers."""
+    """Runs one load. `on_open` sees each record as its request is sent, `on_record` as it ends; `connection` reads."""
 
     def __init__(
         self,
         load: Load,
         on_record: Callable[[Record], None] = lambda _: None,
         connection: type[StreamConnection] = StreamConnection,
+        on_open: Callable[[Record], None] = lambda _: None,
     ) -> None:
         self._load = load
         self._on_record = on_record
         self._connection = connection
+        self._on_open = on_open
         self._until_s = math.inf
         self._random = random.Random(load.seed or time.time_ns())
         at = urlsplit(load.url)
@@ -122,6 +125,7 @@ class Client:
     async def _one(self, planned_s: float, records: list[Record]) -> None:
         self._sent += 1
         record = Record(index=self._sent, planned_s=planned_s)
+        self._on_open(record)
         connection = await self._connected(record)
         if connection is not None:
             await connection.exchange(self._request(record.index), record, self._load.timeout_s)
@@ -167,20 +171,47 @@ class Client:
 
 async def measured(load: Load, *, warmup: int, pids: dict[str, int]) -> tuple[Figures, list[Record]]:
     """Warm-up, then the load with the cost of the named processes."""
+    meter = ProcessMeter(pids)
+    share = await run_share(load, warmup, meter.start)
+    return metered([share], meter, osl=load.osl), share.records
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one client process did."""
+
+    records: list[Record]
+    begun_s: float
+    ended_s: float
+    cpu_s: float
+
+
+async def run_share(load: Load, warmup: int, on_warm: Callable[[], object]) -> Share:
+    """`on_warm` is called between warm-up and load; it may block."""
     client = Client(load)
     try:
         if warmup:
             await client.run(warmup)
-        meter = ProcessMeter(pids)
-        meter.start()
-        begun_s = time.perf_counter()
+        on_warm()
+        begun_s, cpu_s = time.perf_counter(), time.process_time()
         records = await client.run()
-        wall_s = time.perf_counter() - begun_s
-        good = [record for record in records if record.is_ok]
-        costs = meter.costs(wall_s=wall_s, tokens=sum(record.output_tokens for record in good), requests=len(good))
-        return figures(records, wall_s=wall_s, osl=load.osl, processes=costs), records
+        ended_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
+        return Share(records=records, begun_s=begun_s, ended_s=ended_s, cpu_s=cpu_s)
     finally:
         client.aclose()
+
+
+def metered(shares: Sequence[Share], meter: ProcessMeter, *, osl: int) -> Figures:
+    """The figures of all shares together, and what the processes of `meter` cost since it was started."""
+    records = [record for share in shares for record in share.records]
+    wall_s = max(share.ended_s for share in shares) - min(share.begun_s for share in shares)
+    good = [record for record in records if record.is_ok]
+    tokens, requests = sum(record.output_tokens for record in good), len(good)
+    costs = meter.costs(wall_s=wall_s, tokens=tokens, requests=requests)
+    costs["client"] = cost(sum(share.cpu_s for share in shares), wall_s=wall_s, tokens=tokens, requests=requests)
+    found = figures(records, wall_s=wall_s, osl=osl, processes=costs)
+    found["client_cores"] = max(share.cpu_s / (share.ended_s - share.begun_s) for share in shares)
+    return found
 
 
 def only_model(url: str) -> str:
@@ -216,6 +247,7 @@ def _arguments() -> argparse.Namespace:
     add("--no-ignore-eos", action="store_true", help="leave out ignore_eos, which not every server knows")
     add("--extra", type=orjson.loads, default={}, help="JSON object put into every body")
     add("--seed", type=int, default=0, help="of the prompts; 0: other ones every time")
+    add("--processes", type=int, default=1, help="client processes that share the load")
     add(
         "--pid",
         action="append",
@@ -230,6 +262,8 @@ def _arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Exit status 1 when no request was answered."""
+    from benchmarks import shares  # it needs this module
+
     args = _arguments()
     load = Load(
         url=args.url,
@@ -247,7 +281,10 @@ def main() -> None:
         seed=args.seed,
     )
     pids = {name: int(pid) for name, _, pid in (each.partition("=") for each in args.pid)}
-    found, records = uvloop.run(measured(load, warmup=args.warmup, pids=pids))
+    if args.processes > 1:
+        found, records = shares.measured(load, processes=args.processes, warmup=args.warmup, pids=pids)
+    else:
+        found, records = uvloop.run(measured(load, warmup=args.warmup, pids=pids))
     if args.records:
         encode = msgspec.json.Encoder(enc_hook=list).encode
         args.records.write_bytes(b"".join(encode(record) + b"\n" for record in records))

@@ -11,6 +11,7 @@ import psutil
 
 from benchmarks.stream import Record
 
+BUSY_CORES = 0.9  # of one client process: beyond, figures may be the client's and not the server's
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
 
 
@@ -30,14 +31,16 @@ class Figures(TypedDict):
     itl_ms: dict[str, float]  # between reads that brought text
     tpot_ms: dict[str, float]  # mean gap between tokens, per request
     e2e_ms: dict[str, float]
-    processes: dict[str, dict[str, float]]  # cpu_s, cores, cpu_ms_per_1k_tokens, cpu_ms_per_request, rss_mib
+    # cpu_s, cores, cpu_ms_per_1k_tokens, cpu_ms_per_request; of other processes than the client rss_mib, at the end
+    processes: dict[str, dict[str, float]]
+    client_cores: float  # of the busiest client process: near 1 the client is what limits; 0: not measured
 
 
 class ProcessMeter:
-    """CPU of processes and of all their children, from `start` to `costs`. The client's own is `client`."""
+    """CPU of processes and of all their children, from `start` to `costs`."""
 
     def __init__(self, pids: Mapping[str, int]) -> None:
-        self._roots = {name: psutil.Process(pid) for name, pid in pids.items()} | {"client": psutil.Process()}
+        self._roots = {name: psutil.Process(pid) for name, pid in pids.items()}
         self._before: dict[str, dict[int, float]] = {}
 
     def start(self) -> None:
@@ -48,14 +51,19 @@ class ProcessMeter:
         for name, root in self._roots.items():
             before = self._before[name]
             cpu_s = sum(now - before.get(pid, 0.0) for pid, now in _cpu_by_pid(root).items())
-            found[name] = {
-                "cpu_s": cpu_s,
-                "cores": cpu_s / wall_s,
-                "cpu_ms_per_1k_tokens": cpu_s * 1e6 / tokens if tokens else 0.0,
-                "cpu_ms_per_request": cpu_s * 1e3 / requests if requests else 0.0,
-                "rss_mib": sum(process.memory_info().rss for process in _alive(root)) / (1 << 20),
-            }
+            found[name] = cost(cpu_s, wall_s=wall_s, tokens=tokens, requests=requests)
+            found[name]["rss_mib"] = sum(process.memory_info().rss for process in _alive(root)) / (1 << 20)
         return found
+
+
+def cost(cpu_s: float, *, wall_s: float, tokens: int, requests: int) -> dict[str, float]:
+    """What so much CPU is per second, token and request."""
+    return {
+        "cpu_s": cpu_s,
+        "cores": cpu_s / wall_s,
+        "cpu_ms_per_1k_tokens": cpu_s * 1e6 / tokens if tokens else 0.0,
+        "cpu_ms_per_request": cpu_s * 1e3 / requests if requests else 0.0,
+    }
 
 
 def _alive(root: psutil.Process) -> list[psutil.Process]:
@@ -100,6 +108,7 @@ def figures(records: Sequence[Record], *, wall_s: float, osl: int, processes: di
         ),
         "e2e_ms": _quantiles(record.end_s - record.planned_s for record in good),
         "processes": processes,
+        "client_cores": 0.0,
     }
 
 
@@ -135,9 +144,12 @@ def table(found: Figures) -> str:
     ):
         if values:
             lines.append(f"{name:<8}" + "".join(f"{values[q]:>10.2f}" for q in QUANTILES))
-    for name, cost in found["processes"].items():
+    for name, spent in found["processes"].items():
+        memory = f", {spent['rss_mib']:.0f} MiB" if "rss_mib" in spent else ""
         lines.append(
-            f"{name}: {cost['cores']:.2f} cores, {cost['cpu_ms_per_1k_tokens']:.1f} ms CPU per 1,000 tokens, "
-            f"{cost['cpu_ms_per_request']:.2f} per request, {cost['rss_mib']:.0f} MiB"
+            f"{name}: {spent['cores']:.2f} cores, {spent['cpu_ms_per_1k_tokens']:.1f} ms CPU per 1,000 tokens, "
+            f"{spent['cpu_ms_per_request']:.2f} per request{memory}"
         )
+    if found["client_cores"] > BUSY_CORES:
+        lines.append(f"a client process was busy for {found['client_cores']:.0%} of the time: use more --processes")
     return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ Events are counted on the wire, so that the client costs little and several even
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from array import array
 from typing import cast
@@ -16,7 +17,7 @@ import orjson
 
 _DATA = b"data: "
 _DONE = b"[DONE]"
-_SHOWN = (b'"content":"', b'"reasoning_content":"', b'"arguments":"', b'"text":"')
+_SHOWS = re.compile(rb'"(?:content|reasoning_content|arguments|text)":"[^"]').search
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -146,7 +147,7 @@ class StreamConnection(asyncio.Protocol):
             self._take_end(orjson.loads(event), record)
         if self._keep_text or b'"finish_reason":"' in event:
             self._take_choices(orjson.loads(event), record)
-        return any(mark in event and mark + b'"' not in event for mark in _SHOWN)
+        return _SHOWS(event) is not None
 
     def _take_end(self, event: dict[str, object], record: Record) -> None:
         match event:
@@ -178,6 +179,8 @@ def _error_code(body: bytes) -> str:
         match orjson.loads(body):
             case {"error": {"code": str(code)}}:
                 return code
+            case {"error": {"code": int(code)}} | {"code": int(code)}:  # servers that name the status alone
+                return f"http_{code}"
     except orjson.JSONDecodeError:
         pass
     return ""

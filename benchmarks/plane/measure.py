@@ -1,0 +1,87 @@
+"""Runs a point against a stack with the load client as a process of its own, and notes what else the machine did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+import orjson
+import psutil
+
+from benchmarks.figures import Figures
+from benchmarks.plane.points import Point
+from benchmarks.plane.stack import MODEL, NotServing, Stack
+from dynamo_trtllm.children.spawn import spawn
+
+_MOST_WARMUP = 256
+_STREAMS_PER_CLIENT = 1024
+_TIMEOUT_S = 300.0
+
+
+class Run(TypedDict):
+    """One measurement of one side."""
+
+    point: str
+    side: str
+    repetition: int
+    load_average: float  # of the last minute, before
+    others_cores: float  # used meanwhile by what is neither this side nor its client
+    figures: Figures
+
+
+def run(point: Point, stack: Stack, repetition: int) -> Run:
+    """Raises NotServing when the client fails altogether."""
+    load_average = os.getloadavg()[0]
+    begun_s, busy_s = time.monotonic(), _busy_s()
+    figures = _client(point, stack)
+    wall_s, busy_s = time.monotonic() - begun_s, _busy_s() - busy_s
+    known_s = sum(spent["cpu_s"] for spent in figures["processes"].values())
+    # the warm-up is in the machine's time and not in theirs: taken to cost as much a second
+    known_s *= wall_s / figures["wall_s"]
+    return {
+        "point": point.name,
+        "side": stack.name,
+        "repetition": repetition,
+        "load_average": load_average,
+        "others_cores": max(0.0, busy_s - known_s) / wall_s,
+        "figures": figures,
+    }
+
+
+def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
+    """Of the load client, or of the one for idle streams."""
+    if point.idle_s:
+        words = ["benchmarks.plane.idle", "--streams", str(point.streams), "--seconds", str(point.idle_s)]
+    else:
+        words = ["benchmarks.client", "--json", "--concurrency", str(point.streams), "--requests", str(point.requests)]
+        words += ["--warmup", str(max(4, min(point.streams, _MOST_WARMUP))), "--timeout-s", "200"]
+        words += ["--isl", str(point.isl), "--osl", str(point.osl)]
+        words += ["--processes", str(-(-point.streams // _STREAMS_PER_CLIENT))]
+        words += ["--fresh-connections"] if point.fresh else []
+    words += ["--url", url, "--model", MODEL]
+    return ["-m", *words, *(word for name, pid in pids.items() for word in ("--pid", f"{name}={pid}"))]
+
+
+def _client(point: Point, stack: Stack) -> Figures:
+    argv = [sys.executable, *arguments(point, stack.url, stack.pids)]
+    client = spawn(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        output, errors = client.communicate(timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired as exc:
+        raise NotServing(f"{stack.name}, {point.name}: not measured within {_TIMEOUT_S:g} s") from exc
+    finally:
+        client.kill()
+        client.wait()
+    if not output:
+        raise NotServing(f"{stack.name}, {point.name}: the client failed\n{errors.decode(errors='replace')}")
+    found: Figures = orjson.loads(output)
+    return found
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)

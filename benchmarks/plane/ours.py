@@ -1,0 +1,36 @@
+"""How this project's processes are started: its frontend and its mock engine as a prefill and a decode worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+import orjson
+
+from benchmarks.plane.points import IDLE_STEP_S
+from benchmarks.plane.stack import HOST, MODEL
+
+_KV_BLOCKS = 1 << 20
+_SLOTS = 4096
+
+
+class Ours:
+    """A `Recipe`. The mock engine makes Harmony tokens, one a step and stream."""
+
+    name = "ours"
+    python = sys.executable
+
+    def env(self, etcd: str, nats: str) -> Mapping[str, str]:
+        return {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats}
+
+    def frontend(self, port: int) -> Sequence[str]:
+        return ("-m", "dynamo_trtllm.frontend", "--http-host", HOST, "--http-port", str(port))
+
+    def worker(self, role: str, pace_s: float) -> Sequence[str]:
+        # A prompt of an idle stream is read at once: only then it waits for ever
+        step_s = 0.0 if pace_s == IDLE_STEP_S and role == "prefill" else pace_s
+        engine = {"step_s": step_s, "max_batch_size": _SLOTS, "kv_cache_blocks": _KV_BLOCKS}
+        engine["prefill_tokens_per_step"] = 1 << 20
+        flags = ("--engine", "mock", "--model", MODEL, "--served-model-name", MODEL)
+        arguments = ("--override-engine-args", orjson.dumps(engine).decode())
+        return ("-m", "dynamo_trtllm", *flags, "--disaggregation-mode", role, *arguments)

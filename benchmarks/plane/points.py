@@ -1,0 +1,63 @@
+"""The loads that are measured, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One load. `pace_s` is the engines' step time; 0 is a burst: engines that cost no time."""
+
+    name: str
+    pace_s: float
+    streams: int
+    requests: int
+    isl: int = 128
+    osl: int = 256
+    fresh: bool = False  # a connection for every request
+    idle_s: float = 0.0  # above 0: streams that are open this long with no token under way
+
+
+STEP_S = 0.0057  # of Dynamo's mock engine at its own speed
+IDLE_STEP_S = 60.0  # of the decode engine: nothing but the first token comes
+
+POINTS = (
+    Point(name="paced-1", pace_s=STEP_S, streams=1, requests=6),
+    Point(name="paced-32", pace_s=STEP_S, streams=32, requests=128),
+    Point(name="paced-128", pace_s=STEP_S, streams=128, requests=384),
+    Point(name="paced-256", pace_s=STEP_S, streams=256, requests=768),
+    Point(name="burst-1", pace_s=0.0, streams=1, requests=64),
+    Point(name="burst-32", pace_s=0.0, streams=32, requests=1024),
+    Point(name="burst-256", pace_s=0.0, streams=256, requests=1536),
+    Point(name="burst-1024", pace_s=0.0, streams=1024, requests=2048),
+    Point(name="long-32", pace_s=0.0, streams=32, requests=384, isl=8192, osl=64),
+    Point(name="churn-32", pace_s=0.0, streams=32, requests=1500, osl=8, fresh=True),
+    Point(name="slow-1024", pace_s=0.040, streams=1024, requests=2048),
+    Point(name="slow-3600", pace_s=0.058, streams=3600, requests=3600),
+    Point(name="idle-1000", pace_s=IDLE_STEP_S, streams=1000, requests=1000, osl=8, idle_s=10.0),
+)
+COMPARED = ("paced-1", "paced-32", "paced-128", "paced-256", "burst-1", "burst-32", "burst-256", "long-32")
+_QUICK = ("paced-32", "paced-128", "burst-1", "burst-32", "long-32")
+_QUICK_SHARE = 0.34
+
+
+def select(names: Iterable[str], *, quick: bool) -> list[Point]:
+    """By name, or all (of those that a quick run has), shortened when it is to be quick. Raises KeyError."""
+    by_name = {point.name: point for point in POINTS}
+    chosen = [by_name[name] for name in names] or [p for p in POINTS if not quick or p.name in _QUICK]
+    if not quick:
+        return chosen
+    return [replace(p, requests=max(p.streams, int(p.requests * _QUICK_SHARE))) for p in chosen]
+
+
+def by_pace(points: Iterable[Point]) -> Iterator[tuple[float, list[Point]]]:
+    """Points that the same engines serve, together."""
+    order: dict[float, int] = {}
+    listed = list(points)
+    for point in listed:
+        order.setdefault(point.pace_s, len(order))
+    for pace_s, group in groupby(sorted(listed, key=lambda p: order[p.pace_s]), key=lambda p: p.pace_s):
+        yield pace_s, list(group)

@@ -1,0 +1,120 @@
+"""A frontend with its workers, etcd and NATS as real processes that end with this one. Knows no product."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import orjson
+
+from dynamo_trtllm.children.spawn import spawn
+from dynamo_trtllm.launch.scratch import scratch_folder
+from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+
+MODEL = "openai/gpt-oss-120b"
+HOST = "127.0.0.1"
+_READY_S = 120.0
+_STOP_S = 10.0
+
+
+class NotServing(Exception):
+    """A process that ended, or a chat that nobody answers."""
+
+
+class Recipe(Protocol):
+    """How a product's processes are started."""
+
+    name: str
+    python: str
+
+    def env(self, etcd: str, nats: str) -> Mapping[str, str]: ...
+
+    def frontend(self, port: int) -> Sequence[str]:
+        """Arguments after `python`."""
+        ...
+
+    def worker(self, role: str, pace_s: float) -> Sequence[str]: ...
+
+
+class Stack:
+    """Use it as a context, from the main thread: it serves inside and nothing is left after."""
+
+    def __init__(self, recipe: Recipe, port: int, pace_s: float) -> None:
+        self.name = recipe.name
+        self.url = f"http://{HOST}:{port}"
+        self._recipe, self._port, self._pace_s = recipe, port, pace_s
+        self._exit = ExitStack()
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._servers: dict[str, LocalServer] = {}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        servers = {name: server.process.pid for name, server in self._servers.items()}
+        return {name: process.pid for name, process in self._processes.items()} | servers
+
+    def __enter__(self) -> Stack:
+        try:
+            self._start()
+        except BaseException:
+            self._exit.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def _start(self) -> None:
+        folder = self._exit.enter_context(scratch_folder("dynamo-plane-"))
+        for name, start in (("etcd", start_etcd), ("nats", start_nats)):
+            server = self._servers[name] = start(folder / name)
+            self._exit.callback(server.kill)
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        env |= self._recipe.env(f"http://{self._servers['etcd'].address}", self._servers["nats"].address)
+        commands = {"frontend": self._recipe.frontend(self._port)}
+        commands |= {role: self._recipe.worker(role, self._pace_s) for role in ("prefill", "decode")}
+        self._exit.callback(self._stop)
+        for name, arguments in commands.items():
+            log = self._exit.enter_context((folder / f"{name}.log").open("wb"))
+            argv = [self._recipe.python, *arguments]
+            self._processes[name] = spawn(argv, env=env, stdout=log, stderr=subprocess.STDOUT)
+        self._wait_chat(folder)
+
+    def _wait_chat(self, folder: Path) -> None:
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        body = orjson.dumps(asked)
+        until = time.monotonic() + _READY_S
+        while time.monotonic() < until:
+            ended = [name for name, process in self._processes.items() if process.poll() is not None]
+            if ended:
+                raise NotServing(f"{self.name}: {ended[0]} ended:\n{_tail(folder / f'{ended[0]}.log')}")
+            request = urllib.request.Request(
+                f"{self.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=130):
+                    return
+            except OSError:
+                time.sleep(0.1)
+        tails = "\n".join(f"{name}: {_tail(folder / f'{name}.log')}" for name in self._processes)
+        raise NotServing(f"{self.name}: no chat was answered within {_READY_S:g} s\n{tails}")
+
+    def _stop(self) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        until = time.monotonic() + _STOP_S
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _tail(path: Path, lines: int = 12) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
