@@ -14,6 +14,7 @@ from dynamo_trtllm.config.base import Config, PositiveFloat, PositiveInt
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import check_keys, read_yaml
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.substitute import substituted
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -27,6 +28,7 @@ _ELSEWHERE = {
     "disaggregation_mode": "disaggregation_mode of the worker",
 }
 
+_GPU_NUMBERS = re.compile(r"\d+(,\d+)*")
 _WORKER_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
@@ -51,7 +53,8 @@ class WorkerSpec(Config):
     disaggregation_mode: Role = Field(description="prefill, decode or prefill_and_decode")
     count: PositiveInt = Field(default=1, description="how many of it")
     devices: list[Annotated[int, Field(ge=0)]] | Literal["cpu"] = Field(
-        default="cpu", description="cpu, or GPU numbers; with count N they are dealt out in N equal parts"
+        default="cpu",
+        description="cpu, or GPU numbers ([0, 1] or 0,1); with count N they are dealt out in N equal parts",
     )
     flags: dict[str, Any] = Field(
         default_factory=dict, description="flags of `python -m dynamo_trtllm` without the dashes; by field name here"
@@ -61,6 +64,8 @@ class WorkerSpec(Config):
     @field_validator("devices", mode="before")
     @classmethod
     def _devices_form(cls, value: Any) -> Any:
+        if isinstance(value, str) and _GPU_NUMBERS.fullmatch(value):
+            return [int(number) for number in value.split(",")]
         if value != "cpu" and not isinstance(value, list):
             raise ValueError(f"expected cpu or a list of GPU numbers, found {value!r}")
         return value
@@ -101,9 +106,12 @@ class DeploymentConfig(Config):
         return self
 
 
-def load_deployment(path: Path) -> DeploymentConfig:
-    """Reads and checks a deployment file. Raises ConfigError naming the file and the path inside it."""
-    data = read_yaml(path)
+def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> DeploymentConfig:
+    """Reads and checks a deployment file; `environ` fills the `${NAME:-default}` in its values.
+
+    Raises ConfigError naming the file and the path inside it.
+    """
+    data = {key: substituted(value, environ or {}, f"{path}: {key}") for key, value in read_yaml(path).items()}
     _check_model_keys(DeploymentConfig, data, str(path), "")
     if isinstance(data.get("frontend"), dict):
         data["frontend"] = _by_field(FrontendConfig, data["frontend"], f"{path}: frontend")

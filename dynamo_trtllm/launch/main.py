@@ -26,7 +26,7 @@ def main() -> None:
     try:
         config = load(LaunchConfig, prog=PROG, description=_DESCRIPTION).config
         observe_logging.setup(config.log_level, "launch")
-        deployment = load_deployment(config.deployment)
+        deployment = load_deployment(config.deployment, process_environment())
         if config.model is not None:
             deployment = with_model(deployment, config.model)
         if config.engine is not None:

@@ -10,13 +10,14 @@ from typing import Any
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.load import to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.engine.arguments import ENGINE_FLAGS
 from dynamo_trtllm.errors import ConfigError
 
 FRONTEND = "frontend"
 _ANY_HOST = ("0.0.0.0", "::", "127.0.0.1")
 _READ_LEVELS = ("debug", "info")  # readiness is a line of level info
 _STOP_MARGIN_S = 5.0
-_OF_ENGINE = ("extra_engine_args", "override_engine_args", "kernels_profile")  # in the words of one engine
+_OF_ENGINE = ("extra_engine_args", "override_engine_args", "kernels_profile", *ENGINE_FLAGS)  # of one engine
 _FRONTEND_STOP_S = 35.0  # it gives running requests 30 s
 
 

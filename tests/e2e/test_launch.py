@@ -7,17 +7,13 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
+
+from tests.e2e.launched import Launched, ask_until_answered, free_port
 
 FILE = """\
 namespace: launch-{port}
@@ -27,101 +23,13 @@ workers:
   - {{name: decode, disaggregation_mode: decode, flags: {{model: tiny-gpt-oss, engine: mock}}}}
 restart: {{max_restarts: 1}}
 """
-WAIT_S = 15.0
-MARK = "LAUNCH_TEST_MARK"
-
-
-class Launched:
-    """A launcher whose children carry a mark in their environment."""
-
-    def __init__(self, folder: Path, *argv: str) -> None:
-        self.mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "dynamo_trtllm.launch", *argv],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, MARK: self.mark, "TMPDIR": str(folder)},
-        )
-        self.lines: list[str] = []
-        self._news = threading.Condition()
-        self._ended = False
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._news:
-                self.lines.append(line.rstrip("\n"))
-                self._news.notify_all()
-        with self._news:
-            self._ended = True
-            self._news.notify_all()
-
-    def wait_line(self, pattern: str, after: int = 0) -> re.Match[str]:
-        """The first line from number `after` on that matches."""
-
-        def find() -> re.Match[str] | None:
-            return next((m for line in self.lines[after:] if (m := re.search(pattern, line))), None)
-
-        with self._news:
-            self._news.wait_for(lambda: find() is not None or self._ended, WAIT_S)
-            found = find()
-        assert found is not None, f"no line matches {pattern!r}:\n" + "\n".join(self.lines)
-        return found
-
-    def pids(self) -> dict[int, str]:
-        """Every process of this launch that lives, itself included, with its command line."""
-        found = {}
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found[process.pid] = " ".join(process.cmdline())
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
-
-    def pid_of(self, word: str) -> int:
-        (pid,) = [pid for pid, command in self.pids().items() if word in command]
-        return pid
-
-    def wait_gone(self, limit_s: float) -> None:
-        """No process of this launch lives any more, not even one that was just being started."""
-        deadline = time.monotonic() + limit_s
-        while alive := self.pids():
-            assert time.monotonic() < deadline, f"still there: {alive}"
-            for pid in alive:
-                try:
-                    psutil.Process(pid).wait(max(0.0, deadline - time.monotonic()))
-                except (psutil.NoSuchProcess, psutil.TimeoutExpired):
-                    continue
-
-    def end(self) -> tuple[int, str]:
-        """Exit status and what it wrote to stderr."""
-        status = self.process.wait(WAIT_S)
-        self._reader.join(WAIT_S)
-        assert self.process.stderr is not None
-        return status, self.process.stderr.read()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self._reader.join(WAIT_S)
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
-
 
 Launch = Callable[..., Launched]
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return free_port()
 
 
 @pytest.fixture
@@ -250,17 +158,6 @@ def test_launch_when_a_server_dies_then_it_is_back_at_its_address_once_and_then_
     assert status == 1
     assert f"{server} was killed by SIGKILL; it was restarted 1 times in 60 s" in said
     launched.wait_gone(1.0)
-
-
-def ask_until_answered(port: int) -> None:
-    body = {"model": "tiny-gpt-oss", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        answer = httpx.post(f"http://localhost:{port}/v1/chat/completions", json=body, timeout=WAIT_S, trust_env=False)
-        if answer.status_code == 200:
-            return
-        assert answer.status_code == 503, answer.text
-        assert time.monotonic() < deadline
 
 
 def test_launch_when_port_is_in_use_then_one_line_and_status_2_and_nothing_is_left(

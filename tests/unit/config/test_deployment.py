@@ -90,3 +90,26 @@ def test_load_deployment_when_something_is_wrong_then_its_path_is_named(deployme
 def test_load_deployment_when_there_is_no_worker_then_it_is_refused(deployment_file, text):
     with pytest.raises(ConfigError, match=r"workers|services"):
         load_deployment(deployment_file(text))
+
+
+def test_load_deployment_when_values_name_variables_then_they_come_from_the_environment_given(deployment_file):
+    path = deployment_file("""\
+frontend: {http-port: "${PORT:-8000}"}
+workers:
+  - name: w
+    disaggregation_mode: decode
+    devices: ${GPUS:-0,1,2,3}
+    count: ${COUNT:-2}
+    flags: {model: "${MODEL:-/model}"}
+""")
+    plain = load_deployment(path)
+    assert plain.frontend == {"http_port": "8000"}
+    assert (plain.workers[0].devices, plain.workers[0].count) == ([0, 1, 2, 3], 2)
+    assert plain.workers[0].flags == {"model_path": "/model"}
+    given = load_deployment(path, {"PORT": "81", "GPUS": "cpu", "COUNT": "1", "MODEL": "tiny"})
+    assert given.frontend == {"http_port": "81"}
+    assert (given.workers[0].devices, given.workers[0].flags) == ("cpu", {"model_path": "tiny"})
+    with pytest.raises(ConfigError, match=r"frontend\.http_port is 'x'"):
+        load_deployment(path, {"PORT": "x"})
+    with pytest.raises(ConfigError, match=r"workers\[0\]\.devices: expected cpu or a list of GPU numbers, found 'a'"):
+        load_deployment(path, {"GPUS": "a"})

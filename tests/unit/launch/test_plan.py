@@ -67,9 +67,9 @@ def test_with_model_when_given_then_every_worker_serves_it_under_its_own_name():
 
 
 def test_with_engine_when_it_is_another_then_arguments_of_the_old_one_go():
-    flags = {"model_path": "m", "engine": "mock", "extra_engine_args": "mock.yaml", "max_batch_size": 4}
+    flags = {"model_path": "m", "engine": "mock", "extra_engine_args": "mock.yaml", "tensor_parallel_size": 4}
     (changed,) = with_engine(deployment(flags=flags), "torch").workers
-    assert changed.flags == {"model_path": "m", "engine": "torch", "max_batch_size": 4}
+    assert changed.flags == {"model_path": "m", "engine": "torch"}
     (same,) = with_engine(deployment(flags=flags), "mock").workers
     assert "extra_engine_args" in same.flags
 

@@ -1,0 +1,65 @@
+# Sourced by the launch scripts: from a deployment file and flags to the launcher, in this process's place. The launcher
+# watches its processes, starts a dead one again and leaves none behind, however it ends; nothing is done here about it.
+
+# Every ${NAME:-default} of the file, with what stands behind it as a comment where it comes first.
+variables() {
+    awk '/^#/ { next } match($0, /\$\{[A-Z_0-9]+:-[^}]*\}/) {
+        reference = substr($0, RSTART + 2, RLENGTH - 3)
+        split(reference, part, ":-")
+        name = part[1]
+        sub(/^[A-Z_0-9]+:-/, "", reference)
+        if (name in seen) next
+        seen[name] = 1
+        comment = ""
+        if (match($0, / # /)) comment = substr($0, RSTART + 3)
+        printf "  %s=%s%s\n", name, reference, (comment == "" ? "" : "\n      " comment)
+    }' "$1"
+}
+
+usage() {
+    local name=$1 deployment=$2
+    cat <<END
+usage: $name [--engine NAME] [--deployment FILE.yaml] [flags of python -m dynamo_trtllm.launch]
+
+$about
+
+  --engine NAME          run all workers with trtllm, torch, vllm or mock instead of the file's engine; settings that only
+                         the file's engine has are left out
+  --deployment FILE      instead of ${deployment#"$root"/}
+  --demo, --once         ask one question when all serves; stop after it
+
+Python is \$PYTHON, or .venv/bin/python of this repository, or python3. Environment variables:
+
+END
+    variables "$deployment"
+    cat <<END
+
+Ctrl-C or SIGTERM drains the workers and stops everything; a second one does not wait. On a machine without GPUs:
+  MODEL_PATH=tiny-gpt-oss $name --engine mock
+END
+}
+
+# launch DEPLOYMENT ARGUMENTS...
+launch() {
+    local name=$0 deployment=$root/$1 words=() python=${PYTHON:-}
+    shift
+    while (($#)); do
+        case $1 in
+            -h | --help) usage "$name" "$deployment"; exit 0 ;;
+            --deployment)
+                (($# > 1)) || { echo "$name: $1 needs a file" >&2; exit 2; }
+                deployment=$2
+                shift 2
+                ;;
+            --deployment=*) deployment=${1#*=}; shift ;;
+            *) words+=("$1"); shift ;;
+        esac
+    done
+    if [[ -z $python ]]; then
+        python=python3
+        [[ -x $root/.venv/bin/python ]] && python=$root/.venv/bin/python
+    fi
+    exec "$python" -m dynamo_trtllm.launch "${words[@]}" "$deployment"
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)

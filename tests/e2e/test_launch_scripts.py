@@ -1,0 +1,81 @@
+"""scripts/launch as on a machine without GPUs: the guides' variables, the mock engine, a killed worker, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launched import Launched, ask_until_answered, free_port
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted((ROOT / "scripts/launch").glob("gpt_oss_*.sh"))
+MODEL = "openai/gpt-oss-120b"
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def environment(port: int) -> dict[str, str]:
+    return {
+        "PYTHON": sys.executable,
+        "MODEL_PATH": "tiny-gpt-oss",
+        "DYN_HTTP_PORT": str(port),
+        "DYN_NAMESPACE": f"scripts-{port}",
+    }
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing_is_left(
+    script: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    launched = Launched(tmp_path, "--engine", "mock", command=[str(script)], env=environment(port))
+    try:
+        launched.wait_line("all processes serve")
+        ask_until_answered(port, MODEL)
+        workers = {pid: command for pid, command in launched.pids().items() if " -m dynamo_trtllm --" in command}
+        assert len(workers) == (1 if "agg" in script.stem.split("_") else 2)
+        killed = next(pid for pid, command in workers.items() if "--disaggregation-mode=prefill" in command)
+        others = set(launched.pids()) - {killed}
+        seen = len(launched.lines)
+        os.kill(killed, signal.SIGKILL)
+        launched.wait_line("was killed by SIGKILL; starting it again", seen)
+        launched.wait_line("(prefill|agg) is ready after", seen)
+        ask_until_answered(port, MODEL)
+        assert others <= set(launched.pids())
+        launched.process.send_signal(signal.SIGINT)
+        assert launched.end() == (0, "")
+        launched.wait_gone(5.0)
+        assert not list(tmp_path.iterdir())
+    finally:
+        launched.close()
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_help_when_asked_then_every_variable_of_the_deployment_with_its_default(script: Path) -> None:
+    said = subprocess.run([script, "--help"], capture_output=True, text=True, check=True).stdout
+    (name,) = re.findall(r"launch (deploy/local/\S+\.yaml)", script.read_text())
+    text = re.sub(r"^#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE)
+    variables = set(re.findall(r"\$\{([A-Z_0-9]+:-[^}]*)\}", text))
+    assert {each.split(":-")[0] for each in variables} >= {"MODEL_PATH", "SERVED_MODEL_NAME", "DYN_HTTP_PORT"}
+    told = re.findall(r"^  ([A-Z_0-9]+)=(.*)\n      \S", said, re.MULTILINE)
+    assert sorted(told) == sorted(tuple(each.split(":-")) for each in variables)
+    assert name in said
+
+
+def test_script_when_a_flag_has_no_value_then_one_line_and_status_2() -> None:
+    done = subprocess.run([SCRIPTS[0], "--deployment"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"{SCRIPTS[0]}: --deployment needs a file\n")
+
+
+def test_script_when_another_deployment_is_named_then_that_one_is_started(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("workers: []\n")
+    command = [SCRIPTS[0], f"--deployment={tmp_path / 'mine.yaml'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment(0))
+    assert done.returncode == 2
+    assert "mine.yaml: workers" in done.stderr

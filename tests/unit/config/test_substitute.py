@@ -1,0 +1,46 @@
+import pytest
+
+from dynamo_trtllm.config.substitute import substituted
+from dynamo_trtllm.errors import ConfigError
+
+SET = {"A": "x", "EMPTY": "", "PATH_LIKE": "/m: #1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("plain", "plain"),
+        ("${A}", "x"),
+        ("${A:-y}", "x"),
+        ("${B:-y}", "y"),
+        ("${B:-}", ""),
+        ("${EMPTY:-y}", "y"),
+        ("${EMPTY}", ""),
+        ("/models/${A}/${B:-0,1}", "/models/x/0,1"),
+        ("${B:-nats://localhost:4222}", "nats://localhost:4222"),
+        ("${PATH_LIKE}", "/m: #1"),
+        ("$A costs $5", "$A costs $5"),
+        ("$${A}", "${A}"),
+    ],
+)
+def test_text_when_it_has_references_then_they_are_replaced_as_in_a_shell(text, wanted):
+    assert substituted(text, SET, "f") == wanted
+
+
+def test_value_when_nested_then_texts_at_any_depth_and_keys_and_numbers_stay():
+    value = {"${A}": [{"k": "${A}"}, 3, None, True]}
+    assert substituted(value, SET, "f") == {"${A}": [{"k": "x"}, 3, None, True]}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("${B}", r"f\.k\[0\]: B is not set in the environment, and \$\{B\} has no default"),
+        ("${B", r"f\.k\[0\]: '\$\{B' is not"),
+        ("${1}", r"'\$\{1\}' is not"),
+        ("${A:+y}", r"'\$\{A:\+y\}' is not"),
+    ],
+)
+def test_text_when_a_reference_can_not_be_replaced_then_its_place_is_told(text, said):
+    with pytest.raises(ConfigError, match=said):
+        substituted(["x", {"k": [text]}][1], SET, "f")
