@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
@@ -80,6 +81,21 @@ class ConnectionConfig(Config):
         default="http://localhost:2379",
         description="etcd addresses, comma-separated",
         json_schema_extra=setting(CONTROL, env="ETCD_ENDPOINTS"),
+    )
+    etcd_ca: Path | None = Field(
+        default=None,
+        description="PEM file of the authority that signed etcd's certificate, for https:// endpoints",
+        json_schema_extra=setting(CONTROL, env="ETCD_AUTH_CA"),
+    )
+    etcd_cert: Path | None = Field(
+        default=None,
+        description="PEM file of the client certificate that etcd asks for",
+        json_schema_extra=setting(CONTROL, env="ETCD_AUTH_CLIENT_CERT"),
+    )
+    etcd_key: Path | None = Field(
+        default=None,
+        description="PEM file of that certificate's key",
+        json_schema_extra=setting(CONTROL, env="ETCD_AUTH_CLIENT_KEY"),
     )
     nats_server: str = Field(
         default="nats://localhost:4222",

@@ -14,10 +14,11 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from dynamo_trtllm import codec
+from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.backoff import Backoff
 from dynamo_trtllm.discovery.base import Event, Synced
 from dynamo_trtllm.discovery.etcd_lease import EtcdRegistration
-from dynamo_trtllm.discovery.etcd_store import EtcdStore, Listing
+from dynamo_trtllm.discovery.etcd_store import EtcdStore, Listing, TlsFiles
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.discovery.mirror import Mirror
 from dynamo_trtllm.errors import Unreachable
@@ -32,11 +33,22 @@ SAY_EVERY_S = 5.0
 T = TypeVar("T")
 
 
+def tls_files(config: ConnectionConfig) -> TlsFiles:
+    return TlsFiles(ca=config.etcd_ca, cert=config.etcd_cert, key=config.etcd_key)
+
+
 class EtcdDiscovery:
     """See `base.Discovery`. `endpoints` is comma-separated. Made on a running event loop. Raises ConfigError."""
 
-    def __init__(self, endpoints: str, *, lease_ttl_s: float = 10.0, start_timeout_s: float = START_TIMEOUT_S) -> None:
-        self._store = EtcdStore(endpoints)
+    def __init__(
+        self,
+        endpoints: str,
+        *,
+        tls: TlsFiles = TlsFiles(),  # noqa: B008 - a value
+        lease_ttl_s: float = 10.0,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        self._store = EtcdStore(endpoints, tls)
         self._lease_ttl_s = lease_ttl_s
         self._start_timeout_s = start_timeout_s
         self._registrations: list[EtcdRegistration] = []

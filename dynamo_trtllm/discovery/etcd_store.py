@@ -15,6 +15,7 @@ import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc.aio
 from etcd3aio._protobuf import (
@@ -51,18 +52,56 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     """`host:port` of each comma-separated endpoint; port 2379 if none is given. Raises ConfigError."""
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
-        if part.startswith("https://") or "@" in part:
+        if "@" in part:
             raise ConfigError(
-                f"etcd endpoint {part.rpartition('@')[2]!r}: TLS and user names are not supported; give http://HOST:PORT",
+                f"etcd endpoint {part.rpartition('@')[2]!r}: user names are not supported; give https://HOST:PORT and "
+                "a client certificate with --etcd-cert and --etcd-key",
                 field="etcd_endpoints",
             )
-        match = _ADDRESS.fullmatch(part.removeprefix("http://").rstrip("/"))
+        match = _ADDRESS.fullmatch(part.removeprefix("https://").removeprefix("http://").rstrip("/"))
         if match is None:
-            raise ConfigError(f"etcd endpoint {part!r} is not HOST:PORT or http://HOST:PORT", field="etcd_endpoints")
+            raise ConfigError(f"etcd endpoint {part!r} is not HOST:PORT or http(s)://HOST:PORT", field="etcd_endpoints")
         found.append(f"{match['host']}:{match['port'] or 2379}")
     if not found:
         raise ConfigError("no etcd endpoint is given; set --etcd-endpoints HOST:PORT", field="etcd_endpoints")
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """PEM files, read once at the start. `ca` None: the authorities that the system trusts."""
+
+    ca: Path | None = None
+    cert: Path | None = None
+    key: Path | None = None
+
+    def __bool__(self) -> bool:
+        return any((self.ca, self.cert, self.key))
+
+
+def channel_credentials(endpoints: str, files: TlsFiles) -> grpc.ChannelCredentials | None:
+    """What TLS needs when the endpoints are https://, None when none is. Raises ConfigError when they do not agree."""
+    schemes = {part.strip().startswith("https://") for part in endpoints.split(",") if part.strip()}
+    if schemes != {True}:
+        if True in schemes or files:
+            raise ConfigError(
+                "etcd is reached with TLS through all of its endpoints or none; begin each with https://",
+                field="etcd_endpoints",
+            )
+        return None
+    if (files.cert is None) != (files.key is None):
+        raise ConfigError("a client certificate needs both --etcd-cert and --etcd-key", field="etcd_cert")
+    return grpc.ssl_channel_credentials(
+        _pem(files.ca, "etcd_ca"), _pem(files.key, "etcd_key"), _pem(files.cert, "etcd_cert")
+    )
+
+
+def _pem(path: Path | None, field: str) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as exc:
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(f"{flag} {path} can't be read: {exc.strerror or exc}", field=field) from exc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,15 +127,22 @@ class Lease:
     ttl_s: int  # as granted, which may be more than was asked for
 
 
+def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    if credentials is None:
+        return grpc.aio.insecure_channel(f"dns:///{address}", options=_OPTIONS)
+    return grpc.aio.secure_channel(f"dns:///{address}", credentials, options=_OPTIONS)
+
+
 class EtcdStore:
     """One logical etcd. A call that fails moves on to the next endpoint for the next call. Made on a running loop."""
 
-    def __init__(self, endpoints: str) -> None:
+    def __init__(self, endpoints: str, files: TlsFiles = TlsFiles()) -> None:
         self.addresses = parse_endpoints(endpoints)
+        credentials = channel_credentials(endpoints, files)
         self.closed = False
         self.answered = False  # at least once
         self._current = 0
-        self._channels = [grpc.aio.insecure_channel(f"dns:///{each}", options=_OPTIONS) for each in self.addresses]
+        self._channels = [_channel(each, credentials) for each in self.addresses]
 
     @property
     def _channel(self) -> grpc.aio.Channel:

@@ -20,7 +20,7 @@ from dynamo_trtllm.bundled import resolve
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Registration
-from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
 from dynamo_trtllm.errors import Disconnected, EngineFailed
@@ -146,7 +146,7 @@ class Worker:
         )
         plane = await NatsPlane.connect(config.nats_server)
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(config.etcd_endpoints, lease_ttl_s=config.lease_ttl_s)
+        discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), lease_ttl_s=config.lease_ttl_s)
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         peers = await loading.live_peers(

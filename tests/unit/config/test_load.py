@@ -52,6 +52,9 @@ def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
     ("name", "twin", "field", "value"),
     [
         ("ETCD_ENDPOINTS", "DYN_TRTLLM_ETCD_ENDPOINTS", "etcd_endpoints", "http://etcd:2379"),
+        ("ETCD_AUTH_CA", "DYN_TRTLLM_ETCD_CA", "etcd_ca", "/tls/ca-9.crt"),
+        ("ETCD_AUTH_CLIENT_CERT", "DYN_TRTLLM_ETCD_CERT", "etcd_cert", "/tls/client-9.crt"),
+        ("ETCD_AUTH_CLIENT_KEY", "DYN_TRTLLM_ETCD_KEY", "etcd_key", "/tls/client-9.key"),
         ("NATS_SERVER", "DYN_TRTLLM_NATS_SERVER", "nats_server", "nats://nats:4222"),
         ("DYN_NAMESPACE", "DYN_TRTLLM_NAMESPACE", "namespace", "blue"),
         ("DYN_SYSTEM_PORT", "DYN_TRTLLM_SYSTEM_PORT", "system_port", "9090"),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from dynamo_trtllm.discovery.etcd_store import parse_endpoints
+from dynamo_trtllm.discovery.etcd_store import TlsFiles, channel_credentials, parse_endpoints
 from dynamo_trtllm.errors import ConfigError
 
 
@@ -16,6 +18,7 @@ from dynamo_trtllm.errors import ConfigError
         ("localhost", ("localhost:2379",)),
         ("http://a:1, b:2,", ("a:1", "b:2")),
         ("[::1]:2379", ("[::1]:2379",)),
+        ("https://a:1,https://b", ("a:1", "b:2379")),
     ],
 )
 def test_endpoints_when_well_formed_then_host_and_port(text: str, addresses: tuple[str, ...]) -> None:
@@ -24,9 +27,39 @@ def test_endpoints_when_well_formed_then_host_and_port(text: str, addresses: tup
 
 @pytest.mark.parametrize(
     ("text", "word"),
-    [("", "no etcd endpoint"), ("https://a:1", "TLS"), ("http://me:secret@a:1", "user names"), ("a:b:c", "HOST:PORT")],
+    [
+        ("", "no etcd endpoint"),
+        ("https://", "HOST:PORT"),
+        ("http://me:secret@a:1", "user names"),
+        ("a:b:c", "HOST:PORT"),
+    ],
 )
 def test_endpoints_when_not_supported_then_refused_by_name(text: str, word: str) -> None:
     with pytest.raises(ConfigError, match=word) as caught:
         parse_endpoints(text)
     assert "secret" not in caught.value.message
+
+
+def test_credentials_when_no_endpoint_is_https_then_none() -> None:
+    assert channel_credentials("http://a:1,b:2", TlsFiles()) is None
+
+
+def test_credentials_when_all_endpoints_are_https_then_some() -> None:
+    assert channel_credentials("https://a:1, https://b:2,", TlsFiles()) is not None
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "files", "field"),
+    [
+        ("https://a:1,http://b:2", TlsFiles(), "etcd_endpoints"),
+        ("http://a:1", TlsFiles(ca=Path("ca.crt")), "etcd_endpoints"),
+        ("https://a:1", TlsFiles(cert=Path("client.crt")), "etcd_cert"),
+        ("https://a:1", TlsFiles(ca=Path("/not/there/ca.crt")), "etcd_ca"),
+    ],
+)
+def test_credentials_when_endpoints_and_files_do_not_agree_then_refused(
+    endpoints: str, files: TlsFiles, field: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        channel_credentials(endpoints, files)
+    assert caught.value.field == field
