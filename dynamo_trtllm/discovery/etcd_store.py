@@ -25,6 +25,7 @@ from etcd3aio._protobuf import (
     LeaseKeepAliveRequest,
     LeaseRevokeRequest,
     LeaseStub,
+    LeaseTimeToLiveRequest,
     PutRequest,
     RangeRequest,
     WatchCreateRequest,
@@ -124,7 +125,7 @@ class Batch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
     id: int
-    ttl_s: int  # as granted, which may be more than was asked for
+    ttl_s: int  # as granted, which may be more than was asked for; of `leases` what is left
 
 
 def _channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
@@ -177,6 +178,20 @@ class EtcdStore:
             reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
         return Listing(records={kv.key.decode(): kv.value for kv in reply.kvs}, revision=reply.header.revision)
 
+    async def leases(self, prefix: str) -> dict[str, Lease | None]:
+        """Every key under the prefix with what is left of its lease; None: it has none that still runs."""
+        request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=True)
+        with self._translated():
+            reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
+            return {kv.key.decode(): await self._left(kv.lease) for kv in reply.kvs}
+
+    async def _left(self, lease_id: int) -> Lease | None:
+        if not lease_id:
+            return None
+        request = LeaseTimeToLiveRequest(ID=lease_id)
+        reply = await LeaseStub(self._channel).LeaseTimeToLive(request, timeout=CALL_TIMEOUT_S)
+        return Lease(id=lease_id, ttl_s=reply.TTL) if reply.TTL >= 0 else None  # 0: less than a second
+
     async def put(self, key: str, record: bytes, lease: Lease) -> None:
         with self._translated():
             request = PutRequest(key=key.encode(), value=record, lease=lease.id)
@@ -206,8 +221,13 @@ class EtcdStore:
         return bool(reply.TTL > 0)
 
     async def revoke(self, lease: Lease) -> None:
+        """With it go its keys. Nothing happens when it is gone."""
         with self._translated():
-            await LeaseStub(self._channel).LeaseRevoke(LeaseRevokeRequest(ID=lease.id), timeout=CALL_TIMEOUT_S)
+            try:
+                await LeaseStub(self._channel).LeaseRevoke(LeaseRevokeRequest(ID=lease.id), timeout=CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as exc:
+                if exc.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
 
     async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[Batch, None]:
         """What happens from that revision on. The first batch is empty: the watch is there. Ends when etcd cancels it,

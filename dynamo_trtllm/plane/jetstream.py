@@ -11,8 +11,9 @@ import hashlib
 import logging
 import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Final
 
 from nats import errors as nats_errors
@@ -56,29 +57,15 @@ class JetStreamStore:
     ) -> JetStreamStore:
         """Raises Unreachable when no server answers at `url`, or one without JetStream."""
         client = Client()
-        address = url.rpartition("@")[2]
-        try:
-            async with asyncio.timeout(connect_timeout_s):
-                await client.connect(
-                    url,
-                    error_cb=_on_error,
-                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # declared int, used as a float
-                    max_reconnect_attempts=-1,
-                    ping_interval=2,
-                    max_outstanding_pings=2,
-                    flush_timeout=2,  # else a publish to a frozen server waits, deaf to cancels
-                )
-                context = client.jetstream(timeout=_TIMEOUT_S)
-                bucket = await _bucket(context, bucket_of(namespace), limits)
-        except (nats_errors.Error, OSError, TimeoutError) as exc:
-            await client.close()
-            raise Unreachable(
-                f"JetStream at {address} can't be used ({exc or type(exc).__name__}); start nats-server with -js, "
-                "or choose --response-store memory"
-            ) from exc
-        except asyncio.CancelledError:  # the client's own tasks would go on trying
-            await client.close()
-            raise
+        with _reached(url, "start nats-server with -js, or choose --response-store memory"):
+            try:
+                async with asyncio.timeout(connect_timeout_s):
+                    await _connect(client, url)
+                    context = client.jetstream(timeout=_TIMEOUT_S)
+                    bucket = await _bucket(context, bucket_of(namespace), limits)
+            except BaseException:  # of a cancel too: the client's own tasks would go on trying
+                await client.close()
+                raise
         return cls(client, bucket, limits.max_bytes)
 
     async def put(self, key: str, value: bytes) -> None:
@@ -138,6 +125,66 @@ class JetStreamStore:
             raise Unreachable(f"JetStream could not {what} a response: {exc}") from exc
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             raise Disconnected(f"JetStream could not {what} a response: {exc or type(exc).__name__}") from exc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptResponses:
+    """What a deployment's frontends have kept in JetStream."""
+
+    bucket: str
+    messages: int
+    size_bytes: int
+
+
+async def kept_responses(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> KeptResponses | None:
+    """None when there is no such bucket, or no JetStream. Raises Unreachable when no server answers at `url`."""
+    async with _jetstream(url, connect_timeout_s) as context:
+        name = bucket_of(namespace)
+        try:
+            state = (await context.stream_info(f"KV_{name}")).state
+        except (js_errors.NotFoundError, js_errors.ServiceUnavailableError, nats_errors.NoRespondersError):
+            return None
+        return KeptResponses(bucket=name, messages=state.messages, size_bytes=state.bytes)
+
+
+async def forget_responses(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> None:
+    """Deletes the bucket; nothing happens when it is not there. Raises Unreachable."""
+    async with _jetstream(url, connect_timeout_s) as context:
+        with suppress(js_errors.NotFoundError):
+            await context.delete_stream(f"KV_{bucket_of(namespace)}")
+
+
+@asynccontextmanager
+async def _jetstream(url: str, connect_timeout_s: float) -> AsyncIterator[JetStreamContext]:
+    client = Client()
+    with _reached(url, "check --nats-server and that NATS runs"):
+        try:
+            async with asyncio.timeout(connect_timeout_s):
+                await _connect(client, url)
+                yield client.jetstream(timeout=_TIMEOUT_S)
+        finally:
+            await client.close()
+
+
+async def _connect(client: Client, url: str) -> None:
+    await client.connect(
+        url,
+        error_cb=_on_error,
+        reconnect_time_wait=0.1,  # type: ignore[arg-type]  # declared int, used as a float
+        max_reconnect_attempts=-1,
+        ping_interval=2,
+        max_outstanding_pings=2,
+        flush_timeout=2,  # else a publish to a frozen server waits, deaf to cancels
+    )
+
+
+@contextmanager
+def _reached(url: str, cure: str) -> Iterator[None]:
+    try:
+        yield
+    except (nats_errors.Error, OSError, TimeoutError) as exc:
+        said = f"JetStream at {url.rpartition('@')[2]} can't be used ({exc or type(exc).__name__})"
+        raise Unreachable(f"{said}; {cure}") from exc
 
 
 async def _bucket(context: JetStreamContext, name: str, limits: StoreLimits) -> KeyValue:

@@ -1,0 +1,155 @@
+"""The command against a real etcd and JetStream: what it shows, removes, refuses, and with which status it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.cli import clear_namespace
+from dynamo_trtllm.discovery.base import Up
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
+from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.plane.jetstream import JetStreamStore, kept_responses
+from dynamo_trtllm.plane.store import StoreLimits
+from tests.instances import make_instance
+
+NO_LEASE = Lease(id=0, ttl_s=0)
+LIMITS = StoreLimits(max_entries=10, max_bytes=1 << 20, ttl_s=60.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    etcd: str
+    nats: str
+    namespace: str
+    store: EtcdStore
+
+    async def leave(self, number: int, lease: Lease = NO_LEASE) -> str:
+        """A record that nobody renews."""
+        instance = make_instance(number, namespace=self.namespace)
+        key = instance_key(endpoint_of(instance), number)
+        await self.store.put(key, codec.encode(instance), lease)
+        return key
+
+    async def keys(self) -> list[str]:
+        return sorted((await self.store.read_all(namespace_prefix(self.namespace))).records)
+
+    async def run(self, *flags: str, nats: str | None = None) -> int:
+        argv = ["--etcd-endpoints", self.etcd, "--nats-server", nats or self.nats, "--namespace", self.namespace]
+        with pytest.raises(SystemExit) as ended:
+            await asyncio.to_thread(clear_namespace.main, [*argv, *flags])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code
+
+
+@pytest.fixture
+async def deployment(etcd_server: str, nats_server: str) -> AsyncIterator[Deployment]:
+    store = EtcdStore(etcd_server)
+    yield Deployment(etcd_server, nats_server, f"clear-{secrets.token_hex(4)}", store)
+    await store.aclose()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+async def test_clear_when_nothing_is_there_then_it_says_so(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await deployment.run() == 0
+    assert capsys.readouterr().out == f"namespace {deployment.namespace} is clear\n"
+
+
+async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_other_namespaces_stay(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = await deployment.leave(7)
+    longer = Deployment(deployment.etcd, deployment.nats, f"{deployment.namespace}-2", deployment.store)
+    other = await longer.leave(8)
+    kept = await JetStreamStore.connect(deployment.nats, deployment.namespace, LIMITS)
+    await kept.put("resp_1", b"answer")
+    await kept.aclose()
+    assert await deployment.run("--yes") == 0
+    first, instance, bucket, last = capsys.readouterr().out.splitlines()
+    assert first == f"namespace {deployment.namespace} has"
+    assert instance == f"  etcd       {key} (nobody renews it)"
+    assert bucket.startswith(f"  JetStream  dynamo_trtllm_responses_{deployment.namespace} (1 messages, ")
+    assert last == "removed"
+    assert await deployment.keys() == []
+    assert await longer.keys() == [other]
+    assert await kept_responses(deployment.nats, deployment.namespace) is None
+
+
+async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_registers_again(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stale = await deployment.leave(1)
+    discovery = EtcdDiscovery(deployment.etcd, lease_ttl_s=1)
+    try:
+        await discovery.register(make_instance(2, namespace=deployment.namespace))
+        live = next(key for key in await deployment.keys() if key != stale)
+        assert await deployment.run("--yes") == 1
+        said = capsys.readouterr().out
+        assert f"  etcd       {live} (live, " in said
+        assert "nothing is removed: 1 of its instances live" in said
+        assert await deployment.keys() == [stale, live]
+        assert await deployment.run("--yes", "--force") == 0
+        watch = discovery.watch(deployment.namespace)
+        async with asyncio.timeout(10), aclosing(watch):  # it does run, and its next renewal finds the lease gone
+            async for event in watch:
+                if isinstance(event, Up):
+                    break
+        assert await deployment.keys() == [live]
+    finally:
+        await discovery.aclose()
+
+
+async def test_clear_when_a_killed_worker_is_forced_out_then_it_stays_out(deployment: Deployment) -> None:
+    lease = await deployment.store.grant(60)
+    await deployment.leave(3, lease)
+    await deployment.leave(4, lease)
+    assert await deployment.run("--yes") == 1
+    assert await deployment.run("--yes", "--force") == 0
+    assert await deployment.keys() == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "left"), [("y\n", 0, 0), ("YES\n", 0, 0), ("n\n", 1, 1), ("\n", 1, 1), ("", 1, 1)]
+)
+async def test_clear_when_it_asks_on_a_terminal_then_only_a_yes_removes(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, left: int
+) -> None:
+    await deployment.leave(4)
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    assert await deployment.run() == status
+    assert len(await deployment.keys()) == left
+
+
+async def test_clear_when_nobody_can_answer_then_status_2_and_nothing_goes(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await deployment.leave(5)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert await deployment.run() == 2
+    assert capsys.readouterr().err.endswith("there is no terminal to ask on; give --yes\n")
+    assert len(await deployment.keys()) == 1
+
+
+async def test_clear_when_nats_is_not_there_then_status_1_and_nothing_goes(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(clear_namespace, "kept_responses", partial(kept_responses, connect_timeout_s=0.2))
+    await deployment.leave(6)
+    assert await deployment.run("--yes", nats="nats://127.0.0.1:1") == 1
+    assert "check --nats-server and that NATS runs" in capsys.readouterr().err
+    assert len(await deployment.keys()) == 1
