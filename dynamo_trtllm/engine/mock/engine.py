@@ -107,10 +107,14 @@ class MockEngine:
                 yield await self._redeem(sequence, request.ticket)
             left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.produced
             self._steps.want(sequence, left)
+            made = sequence.made
             while left > 1:
-                yield Chunk(token_ids=token_ids([await sequence.token()]))
+                if not made:
+                    await sequence.more()
+                yield Chunk(token_ids=token_ids((made.popleft(),)))
                 left -= 1
-            yield await self._last(sequence, await sequence.token())
+            await sequence.more()
+            yield await self._last(sequence, made.popleft())
         finally:
             self._steps.remove(sequence)
             self._streams -= 1
