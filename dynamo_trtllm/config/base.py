@@ -15,7 +15,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-EngineName = Literal["trtllm", "torch", "mock"]
+EngineName = Literal["trtllm", "vllm", "torch", "mock"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_SOURCE = "default"
@@ -31,25 +31,28 @@ LOAD = "load"
 PROCESS = "process"
 GROUPS = (MODEL, ENGINE, ROLE, KV, LOAD, HTTP, CONTROL, PROCESS)  # in the order of --help
 
-# Flags of other programs that people bring along: refused with what to use instead.
-REFUSED_FLAGS = {
-    "--is-prefill-worker": "is of the vllm engine, which is not in this version; use --disaggregation-mode prefill",
-    "--is-decode-worker": "is of the vllm engine, which is not in this version; use --disaggregation-mode decode",
-}
-
 _NAME = re.compile(r"[^/.*>\s]+")
 _HOST = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)"
 _ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
 _NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
 
 
-def setting(group: str, *flags: str, env: str | None = None, positional: bool = False) -> JsonDict:
-    """How a field shows on the command line: its help group, further spellings, a well-known environment variable."""
-    return {"group": group, "flags": list(flags), "env": env, "positional": positional}
+def setting(
+    group: str,
+    *flags: str,
+    env: str | None = None,
+    positional: bool = False,
+    words: Mapping[str, str] | None = None,
+) -> JsonDict:
+    """How a field shows on the command line: its help group, further spellings, a well-known environment variable.
+
+    `words`: flags without a value, each with the value that it stands for.
+    """
+    return {"group": group, "flags": list(flags), "env": env, "positional": positional, "words": dict(words or {})}
 
 
 class Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
     examples: ClassVar[str] = ""  # launch lines shown under --help
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)

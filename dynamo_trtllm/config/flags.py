@@ -6,17 +6,18 @@ import argparse
 import json
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
 from pydantic.fields import FieldInfo
 
-from dynamo_trtllm.config.base import GROUPS, REFUSED_FLAGS, Config
-from dynamo_trtllm.config.layers import nearest
+from dynamo_trtllm.config.base import GROUPS, Config
+from dynamo_trtllm.config.wording import nearest
 from dynamo_trtllm.errors import ConfigError
 
+_WORDS = "words"  # where argparse collects the flags that stand for a value
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -31,6 +32,7 @@ class Flag:
     positional: bool
     kind: type  # bool, dict, int, float, Path or str
     choices: tuple[str, ...]
+    words: Mapping[str, str]  # flags that take no value -> the value each stands for
 
     def convert(self, text: str, source: str) -> Any:
         """What the model takes for this text. `source` is named in errors. Raises ConfigError."""
@@ -64,6 +66,7 @@ def _flag(name: str, info: FieldInfo) -> Flag:
         positional=positional,
         kind=kind,
         choices=choices,
+        words=typing.cast("dict[str, str]", shown["words"]),
     )
 
 
@@ -144,6 +147,10 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> None:
         group.add_argument(*flag.names, dest=flag.field, action=argparse.BooleanOptionalAction, help=help_text)
     else:
         group.add_argument(*flag.names, dest=flag.field, metavar=metavar, help=help_text)
+    for word, value in flag.words.items():
+        group.add_argument(
+            word, dest=_WORDS, action="append_const", const=(flag.field, word, value), help=f"{flag.names[0]} {value}"
+        )
 
 
 def _help(flag: Flag, info: FieldInfo) -> str:
@@ -160,10 +167,6 @@ def _help(flag: Flag, info: FieldInfo) -> str:
 
 def read_flags(parser: argparse.ArgumentParser, model: type[Config], argv: Sequence[str]) -> dict[str, Any]:
     """What was typed, by field: (flag as named, value); and `print_config`. Raises ConfigError, `--help` exits."""
-    for word in argv:
-        refusal = REFUSED_FLAGS.get(word.partition("=")[0])
-        if refusal:
-            raise ConfigError(f"{word.partition('=')[0]} {refusal}", field=word)
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
         _refuse(unknown[0], [name for name in parser._option_string_actions if name.startswith("--")])
@@ -174,6 +177,12 @@ def read_flags(parser: argparse.ArgumentParser, model: type[Config], argv: Seque
             value = given[flag.field]
             name = flag.names[0]
             typed[flag.field] = (name, value if isinstance(value, bool) else flag.convert(value, f"flag {name}"))
+    words = {word for flag in flags_of(model) for word in flag.words}
+    for field, word, value in given.get(_WORDS, ()):
+        said, other = typed.setdefault(field, (word, value))
+        if other != value:
+            shown = said if said in words else f"{said} {other}"
+            raise ConfigError(f"{word} and {shown} contradict each other; leave one of them out", field=field)
     return typed
 
 

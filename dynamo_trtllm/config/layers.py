@@ -5,15 +5,15 @@ Knows no engine: which keys exist is the engine's business, handed to `check_key
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from dynamo_trtllm.config.wording import nearest
 from dynamo_trtllm.errors import ConfigError
 
 OVERRIDE_SOURCE = "--override-engine-args"
@@ -103,12 +103,6 @@ def _contradicted(merged: Mapping[str, Layered], key: str) -> list[str]:
     return [known for known in merged if known in above or known.startswith(f"{key}.")]
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name most like `name`, if one is alike at all."""
-    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
 def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
     """Raises ConfigError for the first given key that is not allowed, naming the nearest one. `where`: for people."""
     names = sorted(allowed)
@@ -192,12 +186,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
         if not isinstance(key, str):
             raise ConfigError(f"{path}: key {key!r} is not text; quote it")
     return value
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of texts as lines, in columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
-    return "".join("  ".join([*map(str.ljust, row, widths), row[-1]]) + "\n" for row in rows)
 
 
 def as_yaml(leaves: Mapping[str, Layered]) -> str:

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
-from dynamo_trtllm.config.layers import nearest, table
 from dynamo_trtllm.config.models import PROCESS_CONFIGS
+from dynamo_trtllm.config.wording import nearest, table
 from dynamo_trtllm.errors import ConfigError
 
 ENV_PREFIX = "DYN_TRTLLM_"

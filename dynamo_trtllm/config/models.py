@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from dynamo_trtllm.config.base import (
     CONTROL,
@@ -67,8 +67,8 @@ examples, one prefill and one decode worker of the same model:
     )
     engine: EngineName | None = Field(
         default=None,
-        description="what computes tokens: trtllm (TensorRT-LLM; meant when it is installed and none is named), torch "
-        "(transformers on CPU or GPU), mock (no weights)",
+        description="what computes tokens: trtllm (TensorRT-LLM; meant when it is installed and none is named), vllm, "
+        "torch (transformers on CPU or GPU), mock (no weights)",
         json_schema_extra=setting(ENGINE),
     )
     extra_engine_args: Path | None = Field(
@@ -114,8 +114,8 @@ examples, one prefill and one decode worker of the same model:
     )
     disaggregation_mode: Role = Field(
         default=Role.AGGREGATED,
-        description="which leg of a request this worker serves",
-        json_schema_extra=setting(ROLE),
+        description="which leg of a request this worker serves; with --engine vllm it is decode where nothing is said",
+        json_schema_extra=setting(ROLE, words={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"}),
     )
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = Field(
         default="prefill_first",
@@ -130,7 +130,8 @@ examples, one prefill and one decode worker of the same model:
     )
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
-        description="share of the GPU memory left after weights that KV takes",
+        description="share of the GPU memory left after weights that KV takes; with --engine vllm the share of all of "
+        "it that the engine takes, weights included",
         json_schema_extra=setting(KV),
     )
     kv_block_size: PositiveInt | None = Field(
@@ -172,19 +173,20 @@ examples, one prefill and one decode worker of the same model:
         json_schema_extra=setting(PROCESS),
     )
 
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _engine_is_here(cls, value: Any) -> Any:
-        if value == "vllm":
-            raise ValueError("the vllm engine is not in this version; choose trtllm, torch or mock")
-        return value
-
     @field_validator("publish_kv_events")
     @classmethod
     def _no_kv_events(cls, value: bool) -> bool:
         if value:
             raise ValueError("no engine of this version publishes KV events; leave it out")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _role_of_vllm(cls, data: Any) -> Any:
+        """A vLLM worker that is not called a prefill worker is a decode worker to those who know it from Dynamo."""
+        if isinstance(data, dict) and data.get("engine") == "vllm":
+            return {"disaggregation_mode": Role.DECODE, **data}
+        return data
 
     @field_validator("endpoint")
     @classmethod
@@ -200,6 +202,12 @@ class FrontendConfig(ConnectionConfig):
     http_host: str = Field(default="0.0.0.0", description="address to listen on", json_schema_extra=setting(HTTP))
     http_port: Port = Field(
         default=8000, description="port to listen on; 0 takes a free one", json_schema_extra=setting(HTTP)
+    )
+    workers: PositiveInt = Field(
+        default=1,
+        description="frontend processes that share the port; limits of connections, choices and queues are those of "
+        "each of them",
+        json_schema_extra=setting(HTTP),
     )
     router_mode: Literal["round-robin"] = Field(
         default="round-robin", description="how an instance is chosen", json_schema_extra=setting(HTTP)
@@ -275,10 +283,11 @@ class FrontendConfig(ConnectionConfig):
         description="seconds after which a worker that answers nothing at all counts as dead",
         json_schema_extra=setting(HTTP, "--stall-timeout"),
     )
-    response_store: Literal["memory", "jetstream"] = Field(
-        default="memory",
-        description="where responses are kept for previous_response_id and GET: memory (of this frontend), jetstream "
-        "(NATS, shared by all frontends of the namespace; needs nats-server -js)",
+    response_store: Literal["auto", "memory", "jetstream"] = Field(
+        default="auto",
+        description="where responses are kept for previous_response_id and GET: memory (of one frontend process), "
+        "jetstream (NATS, shared by all frontends of the namespace; needs nats-server -js), auto (jetstream with "
+        "several --workers, else memory)",
         json_schema_extra=setting(HTTP),
     )
     response_store_entries: PositiveInt = Field(
@@ -294,6 +303,20 @@ class FrontendConfig(ConnectionConfig):
     response_store_ttl_s: PositiveFloat = Field(
         default=86_400.0, description="seconds after which a kept response goes", json_schema_extra=setting(HTTP)
     )
+
+    @property
+    def shares_responses(self) -> bool:
+        """Whether other processes find the responses that this one keeps."""
+        return self.response_store == "jetstream" or (self.response_store == "auto" and self.workers > 1)
+
+    @model_validator(mode="after")
+    def _responses_are_found_by_all(self) -> FrontendConfig:
+        if self.workers > 1 and not self.shares_responses:
+            raise ValueError(
+                f"--response-store memory is one process's own, and --workers {self.workers} take turns: a response "
+                "would be found only by chance; use jetstream, or one worker"
+            )
+        return self
 
 
 class LaunchConfig(Config):

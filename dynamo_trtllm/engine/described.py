@@ -8,6 +8,7 @@ from typing import Any
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.wording import table as columns
 from dynamo_trtllm.engine.arguments import Described, described_arguments
 from dynamo_trtllm.errors import ConfigError
 
@@ -32,7 +33,7 @@ def table(config: WorkerConfig) -> str:
     found = described(config)
     rows = [(key, _shown(leaf.value), leaf.source) for key, leaf in found.every.items()]
     notes = "".join(f"note: {note}\n" for note in found.notes)
-    return f"\narguments of {found.title}\n" + layers.table([("argument", "value", "source"), *rows]) + notes
+    return f"\narguments of {found.title}\n" + columns([("argument", "value", "source"), *rows]) + notes
 
 
 def dump(config: WorkerConfig, path: Path) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import secrets
-
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import Permits, Running
@@ -19,7 +15,8 @@ from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.endpoints import CHAT, TEXT
 from dynamo_trtllm.frontend.errors import answer
 from dynamo_trtllm.frontend.exchange import Generation
-from dynamo_trtllm.frontend.http import header, internal
+from dynamo_trtllm.frontend.http import internal
+from dynamo_trtllm.frontend.request_ids import RequestIds
 from dynamo_trtllm.frontend.responses.dialect import Responses
 from dynamo_trtllm.frontend.responses.routes import response_routes
 from dynamo_trtllm.frontend.responses.shelf import Shelf, store_limits
@@ -27,9 +24,6 @@ from dynamo_trtllm.frontend.routes import Answers, docs, error_response, json_re
 from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.plane.store import MemoryStore, Store
-
-ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
-ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
 
 
 def build_app(
@@ -54,7 +48,7 @@ def build_app(
         running=Running(),
     )
     answers = Answers(models, metrics)
-    shelf = Shelf(store or MemoryStore(store_limits(config)), shared=config.response_store != "memory")
+    shelf = Shelf(store or MemoryStore(store_limits(config)), shared=config.shares_responses)
     responses = Responses(shelf)
     app = Starlette(
         routes=[
@@ -77,30 +71,6 @@ def build_app(
     app.router.redirect_slashes = False
     app.state.running = edge.running
     return app
-
-
-class RequestIds:
-    """Takes or makes `X-Request-Id` and puts it on every answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = header(scope, b"x-request-id") or ""
-        request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
-        state = scope.setdefault("state", {})
-        state["echoed_id"] = request_id
-        state["request_id"] = request_id if ENGINE_ID.fullmatch(request_id) else ""
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 async def _bug(request: Request, _: Exception) -> Response:

@@ -1,8 +1,9 @@
-"""What the HTTP edge needs of the rest of a frontend, as protocols: a pipeline to run and models to choose from."""
+"""What the HTTP edge needs of the rest of a frontend, as protocols: a pipeline to run, models to choose from, and the
+other processes on the port."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance
@@ -11,11 +12,16 @@ if TYPE_CHECKING:
     from dynamo_trtllm.frontend.models import ServedModel
     from dynamo_trtllm.frontend.pipeline import Trace
     from dynamo_trtllm.frontend.standing import Standing
+    from dynamo_trtllm.observe.metrics import FrontendMetrics
+    from dynamo_trtllm.plane.base import Sink
 
 
 class Generates(Protocol):
-    def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
-        """Both legs. Consume with `aclosing`; closing it cancels both. Fills `trace` as workers answer."""
+    def generate(self, request: GenerateRequest, trace: Trace, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
+        """Both legs. Consume with `aclosing`; closing it cancels both. Fills `trace` as workers answer.
+
+        `sink`: may be given chunks that are not yielded then, as in `Plane.generate`.
+        """
         ...
 
 
@@ -35,3 +41,32 @@ class Catalog(Protocol):
     def standing(self) -> Standing:
         """All pairs of all models, and the instances that fit no other."""
         ...
+
+
+class Colleagues(Protocol):
+    """The other frontend processes on the port, to the one that is being started."""
+
+    def share(self, metrics: FrontendMetrics) -> None:
+        """From now on one scrape, of whichever process, tells of all."""
+        ...
+
+    def served(self) -> None:
+        """This process takes requests."""
+        ...
+
+    def on_parted(self, stop: Callable[[], None]) -> None:
+        """Calls `stop` when this process is left alone, which it must not outlive."""
+        ...
+
+
+class Alone:
+    """The one process of a frontend: there are no others."""
+
+    def share(self, metrics: FrontendMetrics) -> None:
+        """Its own numbers are all."""
+
+    def served(self) -> None:
+        """Nobody waits for it."""
+
+    def on_parted(self, stop: Callable[[], None]) -> None:
+        """There is nobody to part from."""

@@ -1,4 +1,4 @@
-"""Which renderer a model card names."""
+"""Which renderer a model card names. Its libraries are imported when the first card asks for them, not before."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import ModelCard
 from dynamo_trtllm.render.base import Renderer
 from dynamo_trtllm.render.formats import PARSERS
-from dynamo_trtllm.render.harmony import HarmonyRenderer
-from dynamo_trtllm.render.template import ChatTemplateRenderer
 
 
 def renderer_for(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
@@ -26,8 +24,12 @@ def renderer_for(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
             )
     match card.renderer:
         case "harmony":
+            from dynamo_trtllm.render.harmony import HarmonyRenderer
+
             return HarmonyRenderer(reasoning_parser=card.reasoning_parser, tool_call_parser=card.tool_call_parser)
         case "chat_template":
+            from dynamo_trtllm.render.template import ChatTemplateRenderer
+
             return ChatTemplateRenderer(
                 files,
                 stop_token_ids=card.eos_token_ids,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from dynamo_trtllm.config.layers import nearest
+from dynamo_trtllm.config.wording import nearest
 from dynamo_trtllm.engine.trtllm.releases import Field, Presence, Release, in_development, releases
 from dynamo_trtllm.errors import ConfigError
 

@@ -1,0 +1,164 @@
+"""How long a frontend takes to its first word and to its first model, and which imports that time goes to.
+
+    python -m benchmarks.startup --repeat 3
+
+Starts etcd, NATS, a frontend and then a mock worker of a Harmony model, on free ports; ends them all. Seconds are since
+the start of the frontend, and since the registration of the worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from dynamo_trtllm.children.spawn import spawn
+from dynamo_trtllm.launch.scratch import scratch_folder
+from dynamo_trtllm.launch.servers import start_etcd, start_nats
+
+MODEL = "mock"
+STAGES = {"first word": "dynamo_trtllm.frontend.main", "whole frontend": "dynamo_trtllm.frontend.serving"}
+_WITHIN_S = 60.0
+_PAUSE_S = 0.002
+_ROWS = 12
+_IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)")
+
+
+class Watched:
+    """A `python -m` of ours, and when each of its log lines came."""
+
+    def __init__(self, module: str, argv: list[str], env: Mapping[str, str]) -> None:
+        self.begun = time.monotonic()
+        self.process = spawn([sys.executable, "-m", module, *argv], env=env, stderr=subprocess.PIPE)
+        self._lines: list[tuple[float, str]] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines.append((time.monotonic(), line.decode(errors="replace")))
+
+    def said(self, pattern: str) -> tuple[float, re.Match[str]]:
+        """When a line that matches came first, waited for."""
+        found: list[tuple[float, re.Match[str]]] = []
+
+        def look() -> bool:
+            found.extend((at, match) for at, line in self._lines if (match := re.search(pattern, line)))
+            return bool(found) or self.process.poll() is not None
+
+        until(look)
+        if not found:
+            raise SystemExit("".join(line for _, line in self._lines))
+        return found[0]
+
+    def rss_mib(self) -> float:
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+def until(condition: Callable[[], bool]) -> float:
+    """When it held."""
+    deadline = time.monotonic() + _WITHIN_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"not so within {_WITHIN_S:g} s")
+        time.sleep(_PAUSE_S)
+    return time.monotonic()
+
+
+def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, str]:
+    """Status and text; 0 while nobody listens."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_WITHIN_S)
+    try:
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+    except OSError:
+        return 0, ""
+    finally:
+        connection.close()
+
+
+@contextmanager
+def servers() -> Iterator[dict[str, str]]:
+    """The environment in which processes find them."""
+    with scratch_folder("dynamo-startup-") as folder:
+        etcd = start_etcd(folder / "etcd")
+        nats = start_nats(folder / "nats")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        try:
+            yield kept | {"ETCD_ENDPOINTS": etcd.address, "NATS_SERVER": nats.address}
+        finally:
+            nats.stop()
+            etcd.stop()
+
+
+def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
+    frontend = Watched("dynamo_trtllm.frontend", [f"--http-port={port}"], env)
+    told = {}
+    try:
+        told["/live answers"] = until(lambda: ask(port, "GET", "/live")[0] == 200) - frontend.begun
+        told["requests are taken"] = until(lambda: "loading" not in ask(port, "GET", "/health")[1]) - frontend.begun
+        told["MiB, no model"] = frontend.rss_mib()
+        worker = Watched("dynamo_trtllm", ["--engine", "mock", "--model", MODEL], env)
+        try:
+            registered, _ = worker.said("serving as instance")
+            told["worker: start to registration"] = registered - worker.begun
+            told["registration: seen"] = frontend.said("instance .* is up")[0] - registered
+            told["registration: model served"] = frontend.said("is served")[0] - registered
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+            answered = until(lambda: ask(port, "POST", "/v1/chat/completions", body)[0] == 200)
+            told["registration: first answer"] = answered - registered
+            told["MiB, one model"] = frontend.rss_mib()
+        finally:
+            worker.stop()
+    finally:
+        frontend.stop()
+    return told
+
+
+def imports(module: str) -> Counter[str]:
+    """Milliseconds by package, each without what it imports of others."""
+    command = [sys.executable, "-X", "importtime", "-c", f"import {module}"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spent: Counter[str] = Counter()
+    for us, name in _IMPORT.findall(text):
+        spent[name.partition(".")[0]] += int(us)
+    return Counter({name: us / 1000 for name, us in spent.items()})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=3, help="starts, of which medians are shown")
+    parser.add_argument("--http-port", type=int, default=18080)
+    args = parser.parse_args()
+    with servers() as env:
+        runs = [timeline(env, args.http_port) for _ in range(args.repeat)]
+    print(f"{'':32} median   lowest   highest, of {args.repeat}")
+    for name in runs[0]:
+        values = [run[name] for run in runs]
+        print(f"{name:32} {statistics.median(values):7.3f}  {min(values):7.3f}  {max(values):7.3f}")
+    for stage, module in STAGES.items():
+        spent = imports(module)
+        shown = ", ".join(f"{name} {ms:.0f}" for name, ms in spent.most_common(_ROWS))
+        print(f"\nimports up to the {stage}: {sum(spent.values()):.0f} ms; {shown}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The ASGI app of a frontend from its first moment on: what can be told before anything is loaded, and a place to wait.
+
+Imported before everything heavy. A request that needs the models waits here until they are known, instead of being
+told that there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dynamo_trtllm.errors import Draining
+from dynamo_trtllm.frontend.errors import RETRY_AFTER_S
+from dynamo_trtllm.frontend.http import Reply
+from dynamo_trtllm.frontend.request_ids import RequestIds
+
+_EARLY = {
+    "/live": {"status": "live"},
+    "/health": {
+        "status": "loading",
+        "endpoints": [],
+        "instances": [],
+        "pairs": [],
+        "mismatched": [],
+        "message": "this frontend is starting",
+    },
+}
+
+
+class Door:
+    """`open` or `close` is called once; until then requests wait."""
+
+    def __init__(self) -> None:
+        self._app: ASGIApp | None = None
+        self._decided = asyncio.Event()
+        self._early = RequestIds(_answer_early)
+        self._late = RequestIds(_answer_late)
+
+    def open(self, app: ASGIApp) -> None:
+        """From now on `app` answers, those that wait too."""
+        self._app = app
+        self._decided.set()
+
+    def close(self) -> None:
+        """Those that wait are told to come back. Nothing happens when it was opened before."""
+        self._decided.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            if scope["path"] in _EARLY and scope["method"] in ("GET", "HEAD"):
+                await self._early(scope, receive, send)
+                return
+            await self._decided.wait()
+        await (self._app or self._late)(scope, receive, send)
+
+
+async def _answer_early(scope: Scope, receive: Receive, send: Send) -> None:
+    await Reply(send).json(200, _EARLY[scope["path"]])
+
+
+async def _answer_late(scope: Scope, receive: Receive, send: Send) -> None:
+    await Reply(send).fail(Draining("this frontend could not start; its log says why"), RETRY_AFTER_S)

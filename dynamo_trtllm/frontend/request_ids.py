@@ -1,0 +1,37 @@
+"""The id of each request: taken from `X-Request-Id` or made, put on every answer. Raw ASGI."""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dynamo_trtllm.frontend.http import header
+
+ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
+ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
+
+
+class RequestIds:
+    """Takes or makes `X-Request-Id` and puts it on every answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = header(scope, b"x-request-id") or ""
+        request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
+        state = scope.setdefault("state", {})
+        state["echoed_id"] = request_id
+        state["request_id"] = request_id if ENGINE_ID.fullmatch(request_id) else ""
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode("latin-1"))]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,40 @@
+"""How many processes a frontend has, and where they keep responses."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import ConfigError
+
+
+def config(*words: str) -> FrontendConfig:
+    return load(FrontendConfig, prog="frontend", description="", argv=words, environ={}).config
+
+
+@pytest.mark.parametrize(
+    ("words", "is_shared"),
+    [
+        ((), False),
+        (("--workers", "2"), True),
+        (("--response-store", "memory"), False),
+        (("--response-store", "jetstream"), True),
+        (("--workers", "2", "--response-store", "jetstream"), True),
+    ],
+)
+def test_response_store_when_it_is_chosen_or_not_then_all_workers_find_responses(
+    words: tuple[str, ...], is_shared: bool
+) -> None:
+    assert config(*words).shares_responses is is_shared
+
+
+def test_workers_when_responses_are_kept_in_memory_then_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"--response-store memory .* --workers 2"):
+        config("--workers", "2", "--response-store", "memory")
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_workers_when_it_is_no_number_of_processes_then_refused(count: str) -> None:
+    with pytest.raises(ConfigError, match="--workers"):
+        config("--workers", count)

@@ -1,0 +1,33 @@
+"""What a frontend must not import before its first word, and what not before a model asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ENGINES = {"torch", "transformers", "numpy", "nixl", "vllm", "tensorrt_llm", "safetensors"}
+OF_MODELS = {"openai_harmony", "tiktoken", "tokenizers", "jinja2"}  # the first card that names a renderer imports it
+LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "starlette.applications", "yaml"}
+OURS_LATER = {"dynamo_trtllm.openai.chat", "dynamo_trtllm.frontend.pipeline", "dynamo_trtllm.frontend.serving"}
+
+
+def imported(module: str) -> set[str]:
+    """What a process has in memory that imports just this module."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=15)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "not_yet"),
+    [
+        ("dynamo_trtllm.frontend.main", ENGINES | OF_MODELS | LATER | OURS_LATER),
+        ("dynamo_trtllm.frontend.serving", ENGINES | OF_MODELS | {"yaml"}),
+    ],
+)
+def test_imports_when_a_stage_of_the_start_is_loaded_then_no_heavier_one_is(module: str, not_yet: set[str]) -> None:
+    found = imported(module)
+    assert module in found
+    assert found & not_yet == set()
