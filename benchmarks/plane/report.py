@@ -99,7 +99,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     found = []
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
         events = middle(runs, point, side, lambda f: f["events_per_token"]) or 0.0
-        if 0 < events < VALID_EVENTS_PER_TOKEN:
+        if 0 < round(events, 2) < VALID_EVENTS_PER_TOKEN:
             found.append(f"{point}, {side}: {events:.2f} events per token, so tokens are merged: compare no CPU")
         if (middle(runs, point, side, lambda f: f["client_cores"]) or 0.0) > BUSY_CORES:
             found.append(f"{point}, {side}: the client was busy; rates and times are its own limit")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from benchmarks import shares
 from benchmarks.client import Client, Load
 from benchmarks.figures import figures
 from benchmarks.stream import Record
@@ -145,3 +146,13 @@ async def test_stop_when_called_then_the_requests_under_way_are_the_last() -> No
         client.aclose()
     assert 10 <= len(records) <= 12
     assert all(record.is_ok for record in records)
+
+
+async def test_measured_when_several_processes_share_a_load_then_all_of_it_is_sent() -> None:
+    bodies: list[Any] = []
+    async with serving(chunked(*WHOLE), bodies) as url:
+        load = Load(url=url, model="m", requests=5, concurrency=2, osl=2)
+        found, records = await asyncio.to_thread(shares.measured, load, processes=2, warmup=2, pids={})
+    assert (found["ok"], found["errors"], len(bodies)) == (5, {}, 7)
+    assert [record.index for record in records] == [1, 2, 3, 4, 5]
+    assert 0 < found["client_cores"] <= 1.1
