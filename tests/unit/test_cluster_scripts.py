@@ -1,0 +1,145 @@
+"""The Slurm and mpirun scripts with stand-ins for the programs they start: which command lines, what a signal does."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.messages import Role
+
+FOLDER = Path(__file__).parents[2] / "scripts/launch"
+# Writes its own line and lives until it is told to end, as a server does; `python3` plays the frontend.
+STAND_IN = """\
+#!/usr/bin/env bash
+trap 'kill $!; echo "$me ended" >>"$LOG"; exit 143' TERM
+me=$(basename "$0")
+printf '%s %s pid=%s\\n' "$me" "${*@Q}" $$ >>"$LOG"
+sleep 60 &
+wait $!
+"""
+ECHO = '#!/usr/bin/env bash\nprintf "%s\\n" "$(basename "$0")" "$@" >>"$LOG"\n'
+
+
+class Job:
+    def __init__(self, folder: Path) -> None:
+        self._bin = folder / "bin"
+        self._bin.mkdir()
+        self._log = folder / "log"
+        self._log.touch()
+        self.env = {
+            "PATH": f"{self._bin}:{os.environ['PATH']}",
+            "LOG": str(self._log),
+            "TMPDIR": str(folder),
+            "RESTART_AFTER_S": "0",
+        }
+
+    def plays(self, *names: str, script: str = STAND_IN) -> None:
+        for name in names:
+            (self._bin / name).write_text(script)
+            (self._bin / name).chmod(0o755)
+
+    def lines(self) -> list[str]:
+        return self._log.read_text().splitlines()
+
+    def started(self, name: str) -> list[list[str]]:
+        return [shlex.split(line)[1:] for line in self.lines() if line.startswith(f"{name} ") and " pid=" in line]
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 15
+        while not condition():
+            assert time.monotonic() < deadline, self.lines()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+@pytest.fixture
+def slurm(job: Job) -> Iterator[subprocess.Popen[bytes]]:
+    job.plays("srun", "etcd", "nats-server", "python3")
+    env = job.env | {"SLURM_JOB_NUM_NODES": "3", "DECODE_NODES": "2", "MODEL_PATH": "/models/a b"}
+    process = subprocess.Popen([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, start_new_session=True)
+    yield process
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def worker_of(words: list[str]) -> WorkerConfig:
+    start = words.index("dynamo_trtllm")
+    assert words[start - 3 : start] == ["trtllm-llmapi-launch", "python3", "-m"]
+    flags = [word for word in words[start + 1 :] if not word.startswith("pid=")]
+    return load(WorkerConfig, prog="p", description="d", argv=flags, environ={}).config
+
+
+def test_slurm_when_the_job_runs_then_each_worker_has_its_nodes_and_our_own_parser_takes_its_line(
+    job: Job, slurm: subprocess.Popen[bytes]
+) -> None:
+    job.until(lambda: len(job.started("srun")) == 2 and len(job.lines()) == 5)
+    by_role = {
+        config.disaggregation_mode: (words, config) for words in job.started("srun") if (config := worker_of(words))
+    }
+    for role, first, nodes, tokens, batch in ((Role.PREFILL, 0, 1, 20000, 32), (Role.DECODE, 1, 2, 16384, 128)):
+        words, config = by_role[role]
+        assert {f"--relative={first}", f"--nodes={nodes}", f"--ntasks={4 * nodes}"} <= set(words)
+        assert (config.tensor_parallel_size, config.expert_parallel_size) == (4 * nodes, 4 * nodes)
+        assert (config.max_num_tokens, config.max_batch_size, config.model_path) == (tokens, batch, "/models/a b")
+    (frontend,) = job.started("python3")
+    assert frontend[:2] == ["-m", "dynamo_trtllm.frontend"]
+    assert load(FrontendConfig, prog="p", description="d", argv=frontend[2:-1], environ={}).config.http_port == 8000
+
+
+def test_slurm_when_a_worker_dies_then_it_alone_is_started_again_and_at_sigterm_all_end(
+    job: Job, slurm: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    job.until(lambda: len(job.lines()) == 5)
+    os.kill(int(job.started("srun")[0][-1].removeprefix("pid=")), signal.SIGKILL)
+    job.until(lambda: len(job.started("srun")) == 3)
+    assert len(job.lines()) == 6
+    slurm.send_signal(signal.SIGTERM)
+    assert slurm.wait(15) == 0
+    assert sum(line.endswith(" ended") for line in job.lines()) == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "log"]
+
+
+def test_slurm_when_a_worker_is_refused_then_all_end_with_its_status(job: Job) -> None:
+    job.plays("etcd", "nats-server", "python3")
+    job.plays("srun", script="#!/usr/bin/env bash\nexit 2\n")
+    env = job.env | {"SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True, timeout=15)
+    assert done.returncode == 2
+    assert "was refused, see its last line" in done.stderr
+
+
+def test_slurm_when_the_job_has_too_few_nodes_then_one_line_and_status_2(job: Job) -> None:
+    env = job.env | {"SLURM_JOB_NUM_NODES": "2", "DECODE_NODES": "2"}
+    done = subprocess.run([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, "slurm: 1 + 2 nodes are wanted, the job has 2\n")
+
+
+def test_mpirun_when_started_then_every_rank_runs_the_launcher_of_the_engine(job: Job) -> None:
+    job.plays("mpirun", script=ECHO)
+    env = job.env | {"HOSTFILE": "hosts", "RANKS": "8", "NATS_SERVER": "nats://h:4222"}
+    flags = ["--model-path", "/model", "--disaggregation-mode", "decode", "--tensor-parallel-size", "8"]
+    subprocess.run([FOLDER / "mpirun_worker.sh", *flags], env=env, check=True)
+    start = ["mpirun", "--hostfile", "hosts", "-np", "8", "-x", "NATS_SERVER", "trtllm-llmapi-launch", "python3"]
+    assert job.lines() == [*start, "-m", "dynamo_trtllm", *flags]
+
+
+def test_mpirun_when_it_is_not_told_where_then_one_line_and_status_2(job: Job) -> None:
+    done = subprocess.run([FOLDER / "mpirun_worker.sh"], env=job.env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "set HOSTFILE and RANKS" in done.stderr
