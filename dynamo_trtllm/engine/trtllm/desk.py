@@ -6,35 +6,26 @@ has not released yet, and what has not expired.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from dynamo_trtllm.engine.held import HeldTickets, kv_blocks, kv_bytes, ticket_of
 from dynamo_trtllm.engine.trtllm import ticket as wire
 from dynamo_trtllm.engine.trtllm.vendor import Capabilities
-from dynamo_trtllm.errors import EngineRefused, TicketMismatch
+from dynamo_trtllm.errors import TicketMismatch
 from dynamo_trtllm.handoff import tickets
 from dynamo_trtllm.messages import (
     GenerateRequest,
     HandoffTicket,
     KvLayout,
-    ReleaseOutcome,
     TokenLogprob,
     token_ids,
 )
 
-_log = logging.getLogger(__name__)
 _COUNTER_BITS = 20
 _GLOBAL = 1 << 62  # keeps our ids apart from those that an engine counts itself
-
-
-class _Held(NamedTuple):
-    kv_blocks: int
-    give_up: Callable[[], None]
-    expiry: asyncio.TimerHandle
 
 
 class Terms(NamedTuple):
@@ -47,23 +38,13 @@ class Terms(NamedTuple):
     capabilities: Capabilities
 
 
-class Desk:
+class Desk(HeldTickets):
     """`on_change` is called whenever the number of tickets held has changed."""
 
     def __init__(self, terms: Terms, *, ttl_s: float, on_change: Callable[[], None]) -> None:
+        super().__init__(ttl_s=ttl_s, on_change=on_change)
         self._terms = terms
-        self._ttl_s = ttl_s
-        self._on_change = on_change
-        self._held: dict[str, _Held] = {}
         self._numbers = itertools.count(1)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    @property
-    def kv_blocks(self) -> int:
-        """Of all tickets held, by their prompts: the vendor does not tell."""
-        return sum(held.kv_blocks for held in self._held.values())
 
     def context_params(self) -> dict[str, Any]:
         """Arguments of the context-only call's DisaggregatedParams."""
@@ -88,10 +69,7 @@ class Desk:
         terms = self._terms
         opaque = wire.pack(params, release=terms.capabilities.release)
         ticket_id = f"{terms.holder:x}-{next(self._numbers)}"
-        expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        blocks = -(-len(request.token_ids) // terms.layout.block_tokens)
-        self._held[ticket_id] = _Held(blocks, give_up, expiry)
-        self._on_change()
+        self.hold(ticket_id, kv_blocks(terms.layout, len(request.token_ids)), give_up)
         return HandoffTicket(
             version=tickets.TICKET_VERSION,
             ticket_id=ticket_id,
@@ -100,7 +78,7 @@ class Desk:
             layout=terms.layout,
             pairing=terms.pairing,
             holder=terms.holder,
-            expires_at=time.time() + self._ttl_s,
+            expires_at=time.time() + self.ttl_s,
             prompt_tokens=len(request.token_ids),
             first_token_ids=token_ids(params["first_gen_tokens"][:1]),
             first_logprobs=logprobs,
@@ -128,40 +106,3 @@ class Desk:
             )
         params = wire.unpack(ticket, known=terms.capabilities.disagg_fields, logprob=logprob)
         return params | {"request_type": "generation_only"}
-
-    def let_go(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """Unknown tickets are no error. One that nobody redeemed is given up in the engine too, as far as it goes."""
-        held = self._held.pop(ticket_id, None)
-        if held is None:
-            return
-        held.expiry.cancel()
-        if outcome is ReleaseOutcome.REFUSED:
-            held.give_up()
-        self._on_change()
-
-    def _expire(self, ticket_id: str) -> None:
-        _log.warning("ticket %s expired after %.0f s: no decode worker told that it fetched it", ticket_id, self._ttl_s)
-        self.let_go(ticket_id, ReleaseOutcome.REFUSED)
-
-    def close(self) -> None:
-        """Forgets all tickets; the engine, and their KV with it, is about to go."""
-        for held in self._held.values():
-            held.expiry.cancel()
-        self._held.clear()
-        self._on_change()
-
-
-def ticket_of(request: GenerateRequest) -> HandoffTicket:
-    if request.ticket is None:
-        raise EngineRefused("a decode leg needs a ticket", field="ticket")
-    return request.ticket
-
-
-_ITEM_BYTES = {"fp8": 1, "nvfp4": 1, "float32": 4}
-
-
-def kv_bytes(layout: KvLayout, tokens: int) -> int:
-    """Of whole blocks, all ranks together; as the layout says, so sliding windows are not taken off."""
-    blocks = -(-tokens // layout.block_tokens)
-    per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _ITEM_BYTES.get(layout.dtype, 2)
-    return blocks * layout.block_tokens * per_token

@@ -18,11 +18,11 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engine.checkpoint import read_checkpoint
+from dynamo_trtllm.engine.loading import Loading, on_thread
 from dynamo_trtllm.engine.trtllm import gpu, kernels, settings
 from dynamo_trtllm.engine.trtllm.args import trtllm_args
 from dynamo_trtllm.engine.trtllm.desk import Terms
 from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS
-from dynamo_trtllm.engine.trtllm.loading import Loading, on_thread
 from dynamo_trtllm.engine.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import release_for

@@ -5,17 +5,14 @@ What can't be served is refused here, by name, before the engine sees it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dynamo_trtllm.engine.asking import is_plain, stop_token_ids, structural_tag
 from dynamo_trtllm.errors import ContextTooLong, EngineRefused
-from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling
+from dynamo_trtllm.messages import GenerateRequest, Guided, Phase, Role, Sampling
 
-# Harmony's ends of a turn: <|return|> and <|call|>. Releases before 1.2 stop at neither of their own accord, later
-# ones only when no end id is given; so the engine always names them.
-HARMONY_STOP_IDS = (200002, 200012)
 _DEFAULTS = Sampling(max_tokens=1)
 _NO_END = -1  # what TensorRT-LLM itself sends for a request that never ends by token
 
@@ -60,7 +57,7 @@ def make_call(request: GenerateRequest, rules: Rules) -> Call:
     _check(request, rules)
     sampling = request.sampling
     max_tokens = min(sampling.max_tokens, rules.context_length - len(request.token_ids))
-    stop_ids = stop_token_ids(sampling, rules)
+    stop_ids = stop_token_ids(sampling, rules.end_ids)
     # A request for one token is whole after the prompt: nothing may be left waiting for a decode worker.
     hands_over = request.phase is Phase.PREFILL and max_tokens > 1
     return Call(
@@ -74,12 +71,6 @@ def make_call(request: GenerateRequest, rules: Rules) -> Call:
         stop_ids=stop_ids,
         hands_over=hands_over,
     )
-
-
-def stop_token_ids(sampling: Sampling, rules: Rules) -> frozenset[int]:
-    """`ignore_eos` goes on past the model's own stop tokens, also where the request names them; others still stop."""
-    own, named = set(rules.end_ids), set(sampling.stop_token_ids)
-    return frozenset(named - own if sampling.ignore_eos else named | own)
 
 
 def _check(request: GenerateRequest, rules: Rules) -> None:
@@ -145,40 +136,17 @@ def _random(sampling: Sampling) -> dict[str, Any]:
 
 
 # --- guided decoding -----------------------------------------------------------------------------------
-# The forms below follow xgrammar's documentation; this was not run against the real package.
+# This was not run against the real package.
 
 
 def guided_params(guided: Guided, rules: Rules) -> dict[str, Any]:
     """Arguments of GuidedDecodingParams. Raises EngineRefused for a form that the release or backend can't take."""
-    first = guided.alternatives[0]
-    if len(guided.alternatives) == 1 and not first.literal and not guided.after:
+    if is_plain(guided):
+        first = guided.alternatives[0]
         return {"json_object": True} if first.json_schema == "{}" else {"json": first.json_schema}
     if not rules.structural_tags:
         raise EngineRefused(
             "a form for part of the answer needs guided_decoding_backend: xgrammar and TensorRT-LLM 1.2 or newer",
             field="guided",
         )
-    form = _after(guided) if guided.after else _one_of([_written(each) for each in guided.alternatives])
-    return {"structural_tag": json.dumps({"type": "structural_tag", "format": form})}
-
-
-def _after(guided: Guided) -> dict[str, Any]:
-    """Free text up to `after`, then one of the forms, then nothing more."""
-    tags = [{"begin": guided.after + each.literal, "content": _schema(each), "end": ""} for each in guided.alternatives]
-    return {"type": "triggered_tags", "triggers": [guided.after], "tags": tags, "stop_after_first": True}
-
-
-def _written(alternative: GuidedAlternative) -> dict[str, Any]:
-    if not alternative.literal:
-        return _schema(alternative)
-    literal = {"type": "const_string", "value": alternative.literal}
-    return {"type": "sequence", "elements": [literal, _schema(alternative)]}
-
-
-def _schema(alternative: GuidedAlternative) -> dict[str, Any]:
-    schema = {"type": "object"} if alternative.json_schema == "{}" else json.loads(alternative.json_schema)
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _one_of(forms: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}
+    return {"structural_tag": structural_tag(guided)}

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.engine.held import ticket_of
 from dynamo_trtllm.engine.trtllm import ticket as wire
-from dynamo_trtllm.engine.trtllm.desk import Desk, Terms, ticket_of
+from dynamo_trtllm.engine.trtllm.desk import Desk, Terms
 from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS, Flight
 from dynamo_trtllm.engine.trtllm.requests import Call, Rules, make_call
 from dynamo_trtllm.engine.trtllm.results import HANDED_OVER, Reader, Step

@@ -9,11 +9,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from dynamo_trtllm.engine.asking import HARMONY_STOP_IDS
 from dynamo_trtllm.engine.checkpoint import Checkpoint
 from dynamo_trtllm.engine.trtllm.preflight import facts as preflight
 from dynamo_trtllm.engine.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import Presence, Release
-from dynamo_trtllm.engine.trtllm.requests import HARMONY_STOP_IDS, PromptLimit, Rules
+from dynamo_trtllm.engine.trtllm.requests import PromptLimit, Rules
 from dynamo_trtllm.engine.trtllm.vendor import Capabilities
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Limits, Phase

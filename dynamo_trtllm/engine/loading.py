@@ -76,7 +76,7 @@ class Loading(Generic[T]):
 
     async def built(self) -> T:
         """Raises what `build` raises. Cancelled it lets go at once; what is still built then is discarded."""
-        return await on_thread(self._build, name="trtllm-load", unwanted=self._discard)
+        return await on_thread(self._build, name="engine-load", unwanted=self._discard)
 
     def progress(self) -> str:
         """What can be seen from outside: how much GPU memory is taken, and so which phase it is."""

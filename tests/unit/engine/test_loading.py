@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_trtllm.engine.trtllm import loading
-from dynamo_trtllm.engine.trtllm.loading import Loading, on_thread
+from dynamo_trtllm.engine import loading
+from dynamo_trtllm.engine.loading import Loading, on_thread
 from dynamo_trtllm.errors import EngineFailed
 
 GIB = 1 << 30

@@ -1,0 +1,54 @@
+"""What engines over another library make of a request alike: where it stops, and guided forms as structural tags. Pure.
+
+The forms follow xgrammar's documentation, which both TensorRT-LLM and vLLM use.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dynamo_trtllm.messages import Guided, GuidedAlternative, Sampling
+
+# Harmony's ends of a turn: <|return|> and <|call|>. The libraries stop at neither, or at one, of their own accord.
+HARMONY_STOP_IDS = (200002, 200012)
+
+
+def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
+    """`ignore_eos` goes on past the model's own stop tokens, also where the request names them; others still stop."""
+    ends, named = set(own), set(sampling.stop_token_ids)
+    return frozenset(named - ends if sampling.ignore_eos else named | ends)
+
+
+def is_plain(guided: Guided) -> bool:
+    """Whether it is one JSON Schema for the whole answer."""
+    return len(guided.alternatives) == 1 and not guided.alternatives[0].literal and not guided.after
+
+
+def structural_tag(guided: Guided) -> str:
+    """The form as the JSON text of a structural tag."""
+    form = _after(guided) if guided.after else _one_of([_written(each) for each in guided.alternatives])
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def _after(guided: Guided) -> dict[str, Any]:
+    """Free text up to `after`, then one of the forms, then nothing more."""
+    tags = [{"begin": guided.after + each.literal, "content": _schema(each), "end": ""} for each in guided.alternatives]
+    return {"type": "triggered_tags", "triggers": [guided.after], "tags": tags, "stop_after_first": True}
+
+
+def _written(alternative: GuidedAlternative) -> dict[str, Any]:
+    if not alternative.literal:
+        return _schema(alternative)
+    literal = {"type": "const_string", "value": alternative.literal}
+    return {"type": "sequence", "elements": [literal, _schema(alternative)]}
+
+
+def _schema(alternative: GuidedAlternative) -> dict[str, Any]:
+    schema = {"type": "object"} if alternative.json_schema == "{}" else json.loads(alternative.json_schema)
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _one_of(forms: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return forms[0] if len(forms) == 1 else {"type": "or", "elements": list(forms)}
