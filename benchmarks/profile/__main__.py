@@ -1,0 +1,6 @@
+"""`python -m benchmarks.profile`."""
+
+from benchmarks.profile.main import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The same load by aiperf, in an environment of its own: its command line, and its records as ours.
+
+aiperf 0.13.0: `--tokenizer builtin` is o200k_base by tiktoken, which finds the vocabulary offline in TIKTOKEN_CACHE_DIR
+under the SHA-1 of its download address.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from benchmarks.figures import figures
+from benchmarks.profile import phases
+from benchmarks.profile.point import Target
+from benchmarks.profile.result import Point
+from benchmarks.profile.shapes import Shape
+from benchmarks.profile.steady import steady
+from benchmarks.stream import Record
+
+VERSION = "0.13.0"
+_O200K_CACHE_NAME = "fb374d419588a4632f3f557e76b4b70aebbca790"
+_EXPORT = "profile_export.jsonl"
+_NS = 1e-9
+
+
+def command(program: Path, shape: Shape, target: Target, concurrency: int, folder: Path) -> list[str]:
+    """The guides' own line, with this point's numbers."""
+    extra: dict[str, Any] = {"max_tokens": shape.osl, "min_tokens": shape.osl, "ignore_eos": True} | shape.extra
+    return [
+        *(str(program), "profile", "--model", target.model, "--tokenizer", "builtin", "--endpoint-type", "chat"),
+        *("--endpoint", "/v1/chat/completions", "--streaming", "--use-server-token-count", "--url", target.url),
+        *("--synthetic-input-tokens-mean", str(shape.isl), "--synthetic-input-tokens-stddev", "0"),
+        *("--output-tokens-mean", str(shape.osl), "--output-tokens-stddev", "0"),
+        *("--extra-inputs", orjson.dumps(extra).decode()),
+        *("--concurrency", str(concurrency), "--request-count", str(shape.requests_at(concurrency))),
+        *("--warmup-request-count", str(shape.warmup_at(concurrency))),
+        *("--num-dataset-entries", str(shape.dataset), "--random-seed", str(shape.seed)),
+        *("--request-timeout-seconds", str(target.timeout_s), "--ui", "none", "--artifact-dir", str(folder)),
+    ]
+
+
+def install(folder: Path) -> Path:
+    """aiperf's program; made with pip at the first call (about 1.2 GB). Raises CalledProcessError."""
+    program = folder / "bin" / "aiperf"
+    if not program.exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(folder / "bin" / "pip"), "install", "--quiet", f"aiperf=={VERSION}"], check=True)
+    return program
+
+
+def vocabulary(folder: Path) -> Path:
+    """A folder with o200k_base as tiktoken looks for it."""
+    from dynamo_trtllm.render.vocabulary import o200k_ranks_path
+
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / _O200K_CACHE_NAME
+    if not kept.exists():
+        shutil.copyfile(o200k_ranks_path(), kept)
+    return folder
+
+
+def measure(
+    program: Path, shape: Shape, target: Target, concurrency: int, repetition: int, folder: Path
+) -> tuple[Point, list[Record]]:
+    """Raises CalledProcessError when aiperf fails, ValueError when it wrote no records."""
+    environment = os.environ | {
+        "TIKTOKEN_CACHE_DIR": str(vocabulary(folder.parent / "tiktoken")),
+        "AIPERF_HTTP_CONNECTION_LIMIT": str(max(concurrency, 1024)),  # its default caps the load below the guides'
+    }
+    before = phases.read_totals(target.url)
+    subprocess.run(command(program, shape, target, concurrency, folder), check=True, env=environment)
+    records = read(folder / _EXPORT)
+    if not records:
+        raise ValueError(f"aiperf wrote no request to {folder / _EXPORT}; see its log there")
+    origin_s = min(record.planned_s for record in records)
+    wall_s = max(record.end_s for record in records) - origin_s
+    point = Point(
+        concurrency=concurrency,
+        repetition=repetition,
+        origin_s=origin_s,
+        figures=figures(records, wall_s=wall_s, osl=shape.osl, processes={}),
+        steady=steady(records, concurrency),
+        phase_s=phases.means(before, phases.read_totals(target.url)),
+    )
+    return point, records
+
+
+def read(path: Path) -> list[Record]:
+    """aiperf's lines as records; those of its warm-up are left out. Raises ValueError."""
+    try:
+        lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    except (OSError, orjson.JSONDecodeError) as exc:
+        raise ValueError(f"aiperf's records at {path} can't be read: {exc}") from exc
+    return [_record(index, line) for index, line in enumerate(_profiling(lines), 1)]
+
+
+def _profiling(lines: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    return (line for line in lines if line["metadata"].get("benchmark_phase") != "warmup")
+
+
+def _record(index: int, line: Mapping[str, Any]) -> Record:
+    """Only the mean gap is told by aiperf, so that such a record has no `gaps_s`."""
+    metadata, metrics = line["metadata"], line.get("metrics") or {}
+
+    def value(name: str) -> float | None:
+        found = metrics.get(name)
+        return None if found is None else float(found["value"])
+
+    begin_s = metadata["request_start_ns"] * _NS
+    end_s = metadata["request_end_ns"] * _NS
+    ttft_ms, made = value("time_to_first_token"), int(value("output_sequence_length") or 0)
+    gap_ms = value("inter_token_latency")
+    first_s = None if ttft_ms is None else begin_s + ttft_ms / 1e3
+    last_s = end_s if gap_ms is None or first_s is None else first_s + gap_ms / 1e3 * (made - 1)
+    error = line.get("error")
+    return Record(
+        index=index,
+        planned_s=begin_s,
+        status=200 if error is None else int(error.get("code") or 0),
+        error="" if error is None else str(error.get("type") or "error"),
+        first_s=first_s,
+        last_s=last_s if first_s is not None else None,
+        end_s=end_s,
+        events=made,
+        output_tokens=made,
+        prompt_tokens=int(value("input_sequence_length") or 0),
+    )

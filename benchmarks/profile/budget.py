@@ -1,0 +1,46 @@
+"""What a run must reach: `output_tokens_per_s=1000` as a floor, `ttft_p99_ms=500` as a ceiling. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+import msgspec
+
+from benchmarks.profile.result import METRICS, Summary
+
+
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the median at every concurrency of the sweep."""
+
+    metric: str
+    value: float
+    is_floor: bool
+
+
+def limit(text: str, *, is_floor: bool) -> Limit:
+    """METRIC=VALUE. Raises ValueError that says what to change."""
+    metric, equals, value = text.partition("=")
+    if metric not in METRICS:
+        near = difflib.get_close_matches(metric, METRICS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(METRICS)}"
+        raise ValueError(f"no metric {metric!r}: {hint}")
+    try:
+        return Limit(metric=metric, value=float(value), is_floor=is_floor)
+    except ValueError as exc:
+        raise ValueError(f"{text!r} is not METRIC=VALUE" + ("" if equals else ", an = is missing")) from exc
+
+
+def missed(limits: Sequence[Limit], found: Summary) -> list[str]:
+    """A line for each limit that a point missed. What was not measured is missed."""
+    lines = []
+    for each in limits:
+        for concurrency, row in found.items():
+            spread = row.get(each.metric)
+            what = f"{each.metric} at concurrency {concurrency}"
+            if spread is None:
+                lines.append(f"{what} was not measured")
+            elif (spread.median < each.value) if each.is_floor else (spread.median > each.value):
+                side = "under" if each.is_floor else "over"
+                lines.append(f"{what} is {spread.median:.6g}, {side} {each.value:.6g}")
+    return lines

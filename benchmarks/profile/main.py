@@ -1,0 +1,171 @@
+"""Benchmarks of the guides against a running server, from warm-up to a report.
+
+  python -m benchmarks.profile --shape guide-001 --url http://localhost:8000
+  python -m benchmarks.profile --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048 --repetitions 3
+  python -m benchmarks.profile --shape mine.yaml --compare benchmark-results/before --fail-under output_tokens_per_s=900
+
+Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which needs nothing beside it.
+Exit status: 0; 1 when a budget was missed or no request was answered; 2 for arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.client import only_model
+from benchmarks.figures import table
+from benchmarks.profile import aiperf, point
+from benchmarks.profile.budget import Limit, limit, missed
+from benchmarks.profile.point import Target
+from benchmarks.profile.result import REPORT_FILE, Line, Point, Run, load_lines, load_run, save, summary
+from benchmarks.profile.shapes import GUIDES, Shape, shape_of
+from benchmarks.stream import Record
+
+PROG = "python -m benchmarks.profile"
+_LOG = logging.getLogger(PROG)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    _LOG.setLevel(logging.INFO)
+    args = _parser().parse_args(argv)
+    words = list(argv) if argv is not None else sys.argv[1:]
+    try:
+        shape, limits = _shape(args), _limits(args)
+        earlier = None if args.compare is None else (load_run(args.compare), load_lines(args.compare))
+        draw = _drawing()
+    except ValueError as exc:
+        _parser().error(str(exc))
+    target = Target(url=args.url, model=args.model or only_model(args.url), timeout_s=args.timeout_s)
+    run, lines = _run(args, shape, target)
+    folder = args.out or Path("benchmark-results") / f"{shape.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    save(run, lines, folder)
+    (folder / REPORT_FILE).write_text(draw(run, lines, earlier, shlex.join([*PROG.split(), *words])))
+    _LOG.info("report: %s", folder / REPORT_FILE)
+    lacking = missed(limits, summary(run))
+    for line in lacking:
+        _LOG.error("budget missed: %s", line)
+    if lacking or not any(each.figures["ok"] for each in run.points):
+        raise SystemExit(1)
+
+
+Draw = Callable[[Run, list[Line], tuple[Run, list[Line]] | None, str], str]
+
+
+def _drawing() -> Draw:
+    """What makes the report. Asked for before anything is measured. Raises ValueError without its library."""
+    try:
+        from benchmarks.profile.plots import Series
+        from benchmarks.profile.report import report
+    except ModuleNotFoundError as exc:
+        raise ValueError(f"the report needs {exc.name}; pip install 'dynamo_trtllm[bench]'") from exc
+
+    def draw(run: Run, lines: list[Line], earlier: tuple[Run, list[Line]] | None, command: str) -> str:
+        series = [Series("this run", run, lines)]
+        if earlier is not None:
+            series.append(Series("earlier", *earlier))
+        return report(run, series, command)
+
+    return draw
+
+
+def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, list[Line]]:
+    run = Run(
+        shape=shape,
+        url=target.url,
+        model=target.model,
+        driver="aiperf" if args.aiperf else "client",
+        began_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        gpus=args.gpus or shape.gpus,
+        machine=_machine(),
+    )
+    program = aiperf.install(args.aiperf_dir) if args.aiperf else None
+    lines: list[Line] = []
+    for repetition in range(1, args.repetitions + 1):
+        for concurrency in shape.concurrency:
+            _LOG.info("concurrency %d, repetition %d of %d", concurrency, repetition, args.repetitions)
+            found, records = _measure(program, shape, target, concurrency, repetition, args)
+            _LOG.info("%s", table(found.figures).rstrip())
+            run.points.append(found)
+            lines += [Line(concurrency=concurrency, repetition=repetition, record=record) for record in records]
+    return run, lines
+
+
+def _measure(
+    program: Path | None, shape: Shape, target: Target, concurrency: int, repetition: int, args: argparse.Namespace
+) -> tuple[Point, list[Record]]:
+    if program is None:
+        return point.measure(shape, target, concurrency, repetition)
+    folder = args.aiperf_dir / "artifacts" / f"{shape.name}-{concurrency}-{repetition}"
+    try:
+        return aiperf.measure(program, shape, target, concurrency, repetition, folder)
+    except (subprocess.CalledProcessError, ValueError) as exc:
+        raise SystemExit(f"{PROG}: {exc}") from exc
+
+
+def _shape(args: argparse.Namespace) -> Shape:
+    """The shape with what was typed. Raises ValueError."""
+    shape = shape_of(args.shape)
+    typed = {
+        "concurrency": tuple(int(word) for word in args.concurrency.split(",")) if args.concurrency else None,
+        "requests": args.requests,
+        "warmup": args.warmup,
+    }
+    return msgspec.structs.replace(shape, **{name: value for name, value in typed.items() if value is not None})
+
+
+def _limits(args: argparse.Namespace) -> list[Limit]:
+    return [
+        *(limit(text, is_floor=True) for text in args.fail_under),
+        *(limit(text, is_floor=False) for text in args.fail_over),
+    ]
+
+
+def _machine() -> dict[str, str]:
+    """Of the client: where the figures come from."""
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "client's machine": f"{platform.platform()}, {platform.machine()}",
+        "Python": platform.python_version(),
+        "commit": done.stdout.strip() or "not a repository",
+    }
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("--shape", required=True, help=f"{', '.join(GUIDES)}, or a YAML file with isl, osl, concurrency, ...")
+    add("--url", default="http://localhost:8000")
+    add("--model", help="default: the only one that is served")
+    add("--concurrency", metavar="N,N,...", help="sweep these instead of the shape's")
+    add("--requests", type=_count, help="per point, instead of the shape's")
+    add("--warmup", type=_count, help="requests per point that do not count; default: the shape's, or the concurrency")
+    add("--repetitions", type=_count, default=1, help="of the whole sweep; the report shows median and spread")
+    add("--gpus", type=_count, help="of the deployment, for figures per GPU; default: the guide's")
+    add("--timeout-s", type=float, default=3600.0, help="longest wait for one answer")
+    add("--aiperf", action="store_true", help=f"load by aiperf {aiperf.VERSION} instead of the built-in client")
+    add("--aiperf-dir", type=Path, default=Path(".aiperf"), help="its environment, made when it is not there (1.2 GB)")
+    add("--out", type=Path, help="folder for the results; default: benchmark-results/SHAPE-TIME")
+    add("--compare", type=Path, metavar="FOLDER", help="an earlier run, shown beside this one")
+    add("--fail-under", action="append", default=[], metavar="METRIC=VALUE", help="floor; see METRICS in summary.csv")
+    add("--fail-over", action="append", default=[], metavar="METRIC=VALUE", help="ceiling, for times and error_share")
+    return parser

@@ -1,0 +1,190 @@
+"""The report's pictures, as SVG that reads on paper: no color without a line style or marker of its own."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.profile.result import Line, Run, Summary, summary
+from benchmarks.profile.steady import tokens_between
+from benchmarks.stream import Record
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
+_DASHES = ("-", "--", "-.", ":")
+_MARKERS = ("o", "s", "^", "D", "v", "x")
+_HATCHES = ("", "///", "...", "xxx", "\\\\\\")
+_BINS = 120
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "dynamo_trtllm",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One run in a picture, with the name it has there."""
+
+    name: str
+    run: Run
+    lines: Sequence[Line]
+
+
+def _svg(draw: Callable[[Figure], None], *, width: float = 7.0, height: float = 3.0) -> str:
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        draw(figure)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
+def throughput(series: Sequence[Series]) -> str:
+    """Tokens per second by concurrency, and per user against per GPU; bars from lowest to highest repetition."""
+
+    def draw(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        for index, each in enumerate(series):
+            found = summary(each.run)
+            style = {"color": _COLORS[index], "ls": _DASHES[index % 4], "marker": _MARKERS[index], "label": each.name}
+            _with_spread(left, found, "output_tokens_per_s", style)
+            scale = each.run.gpus or 1
+            users = [row["output_tokens_per_s_per_user"].median for row in found.values() if _has_user(row)]
+            rates = [row["output_tokens_per_s"].median / scale for row in found.values() if _has_user(row)]
+            right.plot(users, rates, **style)
+        left.set(xlabel="concurrency", ylabel="output tokens/s", ylim=(0, None))
+        left.set_xscale("log", base=2)
+        left.set_xticks([x for each in series for x in summary(each.run)])
+        left.xaxis.set_major_formatter("{x:.0f}")
+        per = "per GPU" if all(each.run.gpus for each in series) else "in all"
+        right.set(xlabel="output tokens/s per user", ylabel=f"output tokens/s {per}", xlim=(0, None), ylim=(0, None))
+        left.legend(fontsize=7)
+
+    return _svg(draw)
+
+
+def _has_user(row: Mapping[str, object]) -> bool:
+    return "output_tokens_per_s_per_user" in row
+
+
+def _with_spread(axes: Axes, found: Summary, metric: str, style: dict[str, Any]) -> None:
+    points = [(x, row[metric]) for x, row in found.items() if metric in row]
+    low = [spread.median - spread.low for _, spread in points]
+    high = [spread.high - spread.median for _, spread in points]
+    axes.errorbar([x for x, _ in points], [s.median for _, s in points], yerr=[low, high], capsize=2, **style)
+
+
+def latency(series: Sequence[Series]) -> str:
+    """Share of requests by TTFT and share of gaps by ITL, one curve per run and concurrency."""
+
+    def draw(figure: Figure) -> None:
+        left, right = figure.subplots(1, 2)
+        for index, each in enumerate(series):
+            for place, concurrency in enumerate(_concurrencies(each.lines)):
+                records = [line.record for line in each.lines if line.concurrency == concurrency and line.record.is_ok]
+                name = f"{each.name}, {concurrency}" if len(series) > 1 else f"{concurrency}"
+                style = {"color": _COLORS[place % len(_COLORS)], "ls": _DASHES[(place + index) % 4], "label": name}
+                firsts = [(r.first_s - r.planned_s) * 1e3 for r in records if r.first_s is not None]
+                gaps = [gap * 1e3 for r in records for gap in r.gaps_s] or [_mean_gap_ms(r) for r in records]
+                _share(left, firsts, style)
+                _share(right, gaps, style)
+        left.set(xlabel="TTFT (ms)", ylabel="share of requests", ylim=(0, 1))
+        right.set(xlabel="ITL (ms)", ylabel="share of gaps", ylim=(0, 1))
+        if left.lines:
+            left.legend(fontsize=7, title="concurrency", title_fontsize=7)
+
+    return _svg(draw)
+
+
+def _mean_gap_ms(record: Record) -> float:
+    if record.first_s is None or record.last_s is None or record.output_tokens < 2:
+        return 0.0
+    return (record.last_s - record.first_s) * 1e3 / (record.output_tokens - 1)
+
+
+def _share(axes: Axes, values: Iterable[float], style: dict[str, Any]) -> None:
+    found = sorted(values)
+    if not found:
+        return
+    step = max(1, len(found) // 500)  # a curve of 500 corners is as exact as the paper
+    shown = [*range(0, len(found), step), len(found) - 1]
+    axes.step([found[i] for i in shown], [(i + 1) / len(found) for i in shown], where="post", **style)
+    if found[0] > 0 and found[-1] > 20 * found[0]:
+        axes.set_xscale("log")
+
+
+def _concurrencies(lines: Sequence[Line]) -> list[int]:
+    return sorted({line.concurrency for line in lines})
+
+
+def phases(series: Sequence[Series]) -> str | None:
+    """Mean time of a request in each phase, stacked. None when no server told its phases."""
+    bars = [
+        (f"{each.name}\n{concurrency}" if len(series) > 1 else str(concurrency), _mean_phases(each.run, concurrency))
+        for each in series
+        for concurrency in summary(each.run)
+    ]
+    names = list(dict.fromkeys(name for _, found in bars for name in found))
+    if not names:
+        return None
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        bottoms = [0.0] * len(bars)
+        for index, name in enumerate(names):
+            heights = [found.get(name, 0.0) * 1e3 for _, found in bars]
+            style: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "hatch": _HATCHES[index % len(_HATCHES)]}
+            axes.bar([label for label, _ in bars], heights, 0.5, bottoms, label=name, edgecolor="white", **style)
+            bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+        axes.set(xlabel="concurrency", ylabel="mean time before the first token (ms)")
+        axes.legend(fontsize=7)
+
+    return _svg(draw)
+
+
+def _mean_phases(run: Run, concurrency: int) -> dict[str, float]:
+    points = [point.phase_s for point in run.points if point.concurrency == concurrency and point.phase_s]
+    return {name: sum(point.get(name, 0.0) for point in points) / len(points) for name in points[0]} if points else {}
+
+
+def timeline(each: Series) -> str:
+    """Output tokens per second and requests under way, over the highest concurrency's first repetition."""
+    top = max(point.concurrency for point in each.run.points)
+    point = next(point for point in each.run.points if point.concurrency == top)
+    records = [line.record for line in each.lines if (line.concurrency, line.repetition) == (top, point.repetition)]
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        end_s = max(record.end_s for record in records)
+        width_s = (end_s - point.origin_s) / _BINS or 1.0
+        edges = [point.origin_s + index * width_s for index in range(_BINS + 1)]
+        rates = [0.0] * _BINS
+        for record in records:
+            if record.is_ok and record.first_s is not None:
+                first = int((record.first_s - point.origin_s) / width_s)
+                last = int(((record.last_s or record.first_s) - point.origin_s) / width_s)
+                for index in range(max(0, first), min(_BINS, last + 1)):
+                    rates[index] += tokens_between(record, edges[index], edges[index + 1]) / width_s
+        under_way = [sum(r.planned_s <= edge < r.end_s for r in records) for edge in edges[:-1]]
+        at_s = [edge - point.origin_s for edge in edges[:-1]]
+        axes.step(at_s, rates, where="post", color=_COLORS[0], label="output tokens/s")
+        other = axes.twinx()
+        other.step(at_s, under_way, where="post", color=_COLORS[1], ls="--", label="requests under way")
+        if point.steady is not None:
+            axes.axvspan(
+                point.steady.begin_s - point.origin_s, point.steady.end_s - point.origin_s, alpha=0.1, color="gray"
+            )
+        axes.set(xlabel=f"seconds, concurrency {top}, steady part shaded", ylabel="output tokens/s", ylim=(0, None))
+        other.set(ylabel="requests under way (dashed)", ylim=(0, None))
+
+    return _svg(draw)

@@ -1,0 +1,148 @@
+"""One HTML file that needs nothing beside it: figures, pictures, how it was measured. Pure: runs in, text out."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+
+from benchmarks.profile import plots
+from benchmarks.profile.plots import Series
+from benchmarks.profile.result import METRICS, Run, Spread, Summary, summary
+
+_CSS = """
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #111; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; border-bottom: 1px solid #ccc; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .5rem 0; }
+th, td { border-bottom: 1px solid #ddd; padding: .2rem .6rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; } small { color: #555; }
+.bad { background: #fde8e0; padding: .3rem .6rem; } img { max-width: 100%; height: auto; }
+figure { margin: 1rem 0; break-inside: avoid; } .wide { overflow-x: auto; }
+@media print { body { margin: 0; max-width: none; } }
+"""
+_LABELS = {
+    "output_tokens_per_s": "output tokens/s",
+    "steady_output_tokens_per_s": "the same, steady part",
+    "output_tokens_per_s_per_gpu": "the same, per GPU",
+    "output_tokens_per_s_per_user": "output tokens/s per user",
+    "requests_per_s": "requests/s",
+    "error_share": "share of errors",
+}
+
+
+def report(run: Run, series: Sequence[Series], command: str) -> str:
+    """`series`: the run first, then an earlier one that it is compared with, if any."""
+    title = f"{run.shape.name}: {run.model}, {run.shape.isl} tokens in, {run.shape.osl} out"
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p>{html.escape(run.began_at)}, {html.escape(run.url)}, load by {html.escape(run.driver)}. Median of "
+        "the repetitions, lowest to highest in small print.</p>",
+        *(f'<p class="bad">{html.escape(warning)}</p>' for warning in warnings(run)),
+        "<h2>Figures</h2>",
+        _table(summary(run)),
+    ]
+    if len(series) > 1:
+        parts += [
+            f"<h2>Against the earlier run, of {html.escape(series[1].run.began_at)}</h2>",
+            _ratios(summary(run), summary(series[1].run)),
+        ]
+    for heading, picture in (
+        ("Throughput", plots.throughput(series)),
+        ("Latency", plots.latency(series)),
+        ("Before the first token", plots.phases(series)),
+        ("Over time", plots.timeline(series[0])),
+    ):
+        if picture is not None:
+            parts += [f"<h2>{heading}</h2>", _picture(picture, heading)]
+    parts += ["<h2>How it was measured</h2>", _facts(run, command)]
+    body = "\n".join(parts)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<link rel="icon" href="data:,"><style>{_CSS}</style></head>\n<body>\n{body}\n</body></html>\n'
+    )
+
+
+def warnings(run: Run) -> list[str]:
+    """What makes figures worth less than they look."""
+    found = []
+    for point in run.points:
+        where = f"Concurrency {point.concurrency}, repetition {point.repetition}: "
+        figures = point.figures
+        if figures["errors"]:
+            told = ", ".join(f"{code} {count} times" for code, count in sorted(figures["errors"].items()))
+            found.append(f"{where}{sum(figures['errors'].values())} requests failed ({told}).")
+        if figures["wrong_length"]:
+            found.append(f"{where}{figures['wrong_length']} answers did not have {run.shape.osl} tokens.")
+        if figures["ok"] and figures["events_per_token"] < 0.95:
+            found.append(f"{where}only {figures['events_per_token']:.2f} events per token: ITL is that of groups.")
+        if figures.get("client_cores", 0.0) > 0.9:
+            found.append(f"{where}a client process was busy all the time: the server may be faster than this.")
+        if point.steady is None:
+            found.append(f"{where}too few requests for a steady part; send more than twice the concurrency.")
+    return found
+
+
+def _table(found: Summary) -> str:
+    head = "".join(f"<th>{concurrency}</th>" for concurrency in found)
+    names = [name for name in METRICS if any(name in row for row in found.values())]
+    rows = "".join(
+        f"<tr><td>{html.escape(label(name))}</td>{''.join(_cell(row.get(name)) for row in found.values())}</tr>\n"
+        for name in names
+    )
+    return f'<div class="wide"><table>\n<tr><th>concurrency</th>{head}</tr>\n{rows}</table></div>'
+
+
+def label(metric: str) -> str:
+    """What the table calls it."""
+    if metric in _LABELS:
+        return _LABELS[metric]
+    name, quantile, unit = metric.split("_")
+    return f"{name.upper() if name != 'e2e' else 'whole request'} {quantile} ({unit})"
+
+
+def _cell(spread: Spread | None) -> str:
+    if spread is None:
+        return "<td>&ndash;</td>"
+    span = "" if spread.low == spread.high else f" <small>{spread.low:.4g} to {spread.high:.4g}</small>"
+    return f"<td>{spread.median:.4g}{span}</td>"
+
+
+def _ratios(found: Summary, other: Summary) -> str:
+    both = [concurrency for concurrency in found if concurrency in other]
+    if not both:
+        return "<p>The two runs have no concurrency in common.</p>"
+    head = "".join(f"<th>{concurrency}</th>" for concurrency in both)
+    rows = []
+    for name in METRICS:
+        cells = [_ratio(found[c].get(name), other[c].get(name)) for c in both]
+        if any(cells):
+            shown = "".join(f"<td>{cell or '&ndash;'}</td>" for cell in cells)
+            rows.append(f"<tr><td>{html.escape(label(name))}</td>{shown}</tr>\n")
+    return f"<table>\n<tr><th>this run / earlier</th>{head}</tr>\n{''.join(rows)}</table>"
+
+
+def _ratio(mine: Spread | None, theirs: Spread | None) -> str:
+    return f"{mine.median / theirs.median:.3f}" if mine is not None and theirs is not None and theirs.median else ""
+
+
+def _picture(svg: str, text: str) -> str:
+    data = base64.b64encode(svg.encode()).decode()
+    return f'<figure><img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}"></figure>'
+
+
+def _facts(run: Run, command: str) -> str:
+    shape = run.shape
+    facts: Mapping[str, object] = {
+        "command": command,
+        "requests per point": ", ".join(f"{shape.requests_at(c)} at {c}" for c in summary(run)),
+        "warm-up requests": ", ".join(str(shape.warmup_at(c)) for c in summary(run)),
+        "repetitions": max((point.repetition for point in run.points), default=0),
+        "prompt tokens, as the server counts": ", ".join(f"{p.figures['prompt_tokens']:.0f}" for p in run.points),
+        "of them cached": ", ".join(f"{p.figures['cached_tokens']:.0f}" for p in run.points),
+        "GPUs": run.gpus if run.gpus is not None else "not told (--gpus)",
+        **run.machine,
+    }
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>\n" for name, value in facts.items()
+    )
+    return f"<table>\n{rows}</table>"

@@ -1,0 +1,153 @@
+"""What a run is kept as: one JSON file of points, one line per request beside it, one CSV for spreadsheets."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import statistics
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.figures import Figures
+from benchmarks.profile.shapes import Shape
+from benchmarks.profile.steady import Steady
+from benchmarks.stream import Record
+
+RUN_FILE, RECORDS_FILE, CSV_FILE, REPORT_FILE = "run.json", "records.jsonl.gz", "summary.csv", "report.html"
+
+
+class Point(msgspec.Struct, kw_only=True):
+    """One repetition at one concurrency."""
+
+    concurrency: int
+    repetition: int
+    origin_s: float  # the client's clock at its first request
+    figures: Figures
+    steady: Steady | None
+    phase_s: dict[str, float] = {}  # mean seconds of a request in each phase, as the server says
+
+
+class Run(msgspec.Struct, kw_only=True):
+    """Everything but the records."""
+
+    shape: Shape
+    url: str
+    model: str
+    driver: str  # "client" or "aiperf"
+    began_at: str  # ISO 8601
+    gpus: int | None
+    machine: dict[str, str]
+    points: list[Point] = []
+
+
+class Line(msgspec.Struct, kw_only=True):
+    """One request of one point."""
+
+    concurrency: int
+    repetition: int
+    record: Record
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one metric over the repetitions."""
+
+    median: float
+    low: float
+    high: float
+
+
+Summary = dict[int, dict[str, Spread]]  # by concurrency, by metric
+
+
+def metrics_of(point: Point, gpus: int | None) -> dict[str, float]:
+    """The numbers that are compared and budgeted. Times in milliseconds; a metric with nothing to measure is absent."""
+    figures = point.figures
+    total = figures["ok"] + sum(figures["errors"].values())
+    found = {
+        "output_tokens_per_s": figures["tokens_per_s"],
+        "requests_per_s": figures["requests_per_s"],
+        "error_share": 1 - figures["ok"] / total if total else 1.0,
+    }
+    if point.steady is not None:
+        found["steady_output_tokens_per_s"] = point.steady.output_tokens_per_s
+    if gpus:
+        found["output_tokens_per_s_per_gpu"] = figures["tokens_per_s"] / gpus
+    for name, values in (
+        ("ttft", figures["ttft_ms"]),
+        ("itl", figures["itl_ms"]),
+        ("tpot", figures["tpot_ms"]),
+        ("e2e", figures["e2e_ms"]),
+    ):
+        found |= {f"{name}_{quantile}_ms": values[quantile] for quantile in ("p50", "p99") if quantile in values}
+    if found.get("tpot_p50_ms"):
+        found["output_tokens_per_s_per_user"] = 1000 / found["tpot_p50_ms"]
+    return found
+
+
+METRICS = (
+    "output_tokens_per_s",
+    "steady_output_tokens_per_s",
+    "output_tokens_per_s_per_gpu",
+    "output_tokens_per_s_per_user",
+    "requests_per_s",
+    "error_share",
+    *(f"{name}_{quantile}_ms" for name in ("ttft", "itl", "tpot", "e2e") for quantile in ("p50", "p99")),
+)
+
+
+def summary(run: Run) -> Summary:
+    """Median, lowest and highest of each metric over the repetitions of each concurrency."""
+    found: Summary = {}
+    for concurrency in sorted({point.concurrency for point in run.points}):
+        rows = [metrics_of(point, run.gpus) for point in run.points if point.concurrency == concurrency]
+        found[concurrency] = {
+            name: _spread([row[name] for row in rows]) for name in METRICS if all(name in row for row in rows)
+        }
+    return found
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(median=statistics.median(values), low=min(values), high=max(values))
+
+
+def save(run: Run, lines: Iterable[Line], folder: Path) -> None:
+    """Writes the three files. The folder is made. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
+    encoder = msgspec.json.Encoder(enc_hook=list)
+    with gzip.open(folder / RECORDS_FILE, "wb", compresslevel=3) as file:
+        for line in lines:
+            file.write(encoder.encode(line) + b"\n")
+    with (folder / CSV_FILE).open("w", newline="") as text:
+        writer = csv.writer(text)
+        writer.writerow(["concurrency", "metric", "median", "low", "high"])
+        for concurrency, row in summary(run).items():
+            writer.writerows([concurrency, name, s.median, s.low, s.high] for name, s in row.items())
+
+
+def load_run(folder: Path) -> Run:
+    """Raises ValueError when the folder holds no run."""
+    try:
+        return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=Run)
+    except (OSError, msgspec.DecodeError) as exc:
+        raise ValueError(f"{folder} holds no run of benchmarks.profile: {exc}") from exc
+
+
+def load_lines(folder: Path) -> list[Line]:
+    """Raises ValueError when the folder holds no records."""
+    try:
+        with gzip.open(folder / RECORDS_FILE, "rb") as file:
+            return [_line(msgspec.json.decode(text)) for text in file]
+    except (OSError, msgspec.DecodeError, TypeError, KeyError) as exc:
+        raise ValueError(f"{folder} holds no records of benchmarks.profile: {exc}") from exc
+
+
+def _line(found: dict[str, Any]) -> Line:
+    """By hand: `array.array` is no type that a decoder can be told."""
+    record = found["record"]
+    record["gaps_s"] = array("d", record["gaps_s"])
+    return Line(concurrency=found["concurrency"], repetition=found["repetition"], record=Record(**record))
