@@ -1,6 +1,7 @@
 """The guides' launch lines, word for word but for the module name: what each configures, or the line that refuses it.
 
-The guide of the Kubernetes targets (003) starts no process by hand and so has no line.
+The guide of the Kubernetes targets (003) starts no process by hand and so has no line. The other commands of the file,
+and what is there in their place, are held by test_guides_page.py.
 """
 
 import logging
@@ -33,6 +34,8 @@ def commands() -> list[Command]:
     for part in DATA.read_text().split("== ")[1:]:
         guide, _, text = part.partition("\n")
         for line in text.replace("\\\n", " ").splitlines():
+            if " -m dynamo." not in line:
+                continue
             words = shlex.split(line.removesuffix("&"))
             environment = dict(word.split("=") for word in words if re.fullmatch(r"[A-Z_]+=.*", word))
             start = words.index("-m")

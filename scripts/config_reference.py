@@ -1,0 +1,148 @@
+"""Writes docs/reference-configuration.md from the configuration's own models: `python -m scripts.config_reference`.
+
+A test holds the page to what this writes, so that no flag, default or variable is told wrong.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import typing
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dynamo_trtllm.config.base import GROUPS, Config
+from dynamo_trtllm.config.chat import ChatConfig
+from dynamo_trtllm.config.clear_namespace import ClearNamespaceConfig
+from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig, ServicesConfig, WorkerSpec
+from dynamo_trtllm.config.flags import Flag, flags_of
+from dynamo_trtllm.config.load import ENV_PREFIX
+from dynamo_trtllm.config.models import FrontendConfig, LaunchConfig, WorkerConfig
+from dynamo_trtllm.config.preflight import PreflightConfig
+from dynamo_trtllm.engine.mock.args import MockArgs
+from dynamo_trtllm.engine.torch.args import TorchArgs
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference-configuration.md"
+
+
+class Program(NamedTuple):
+    title: str
+    module: str
+    model: type[Config]
+
+
+class Table(NamedTuple):
+    title: str
+    model: type[BaseModel]
+
+
+PROGRAMS = (
+    Program("Worker", "dynamo_trtllm", WorkerConfig),
+    Program("Frontend", "dynamo_trtllm.frontend", FrontendConfig),
+    Program("Launcher", "dynamo_trtllm.launch", LaunchConfig),
+    Program("Preflight", "dynamo_trtllm.preflight", PreflightConfig),
+    Program("Terminal client", "dynamo_trtllm.chat", ChatConfig),
+    Program("Clear a namespace", "dynamo_trtllm.clear_namespace", ClearNamespaceConfig),
+)
+DEPLOYMENT = (
+    Table("Deployment", DeploymentConfig),
+    Table("services", ServicesConfig),
+    Table("workers, each of the list", WorkerSpec),
+    Table("restart", RestartConfig),
+)
+ENGINES = (Table("torch", TorchArgs), Table("mock", MockArgs))
+_HEAD = f"""\
+# Configuration reference
+
+<!-- written by `python -m scripts.config_reference`; a test compares -->
+
+Every setting of every program, as `--help` tells it. [Configuration](configuration.md) has the rules: what beats what,
+and how engine arguments are merged. Beside the variable in the table, which begins with `{ENV_PREFIX}`, some settings
+have one that is known elsewhere too. `--no-…` switches a switch off. Every program also has `--help`, `--version` and
+`--print-config`.
+"""
+
+
+def page() -> str:
+    parts = [_HEAD]
+    for program in PROGRAMS:
+        parts += [f"## {program.title}\n", f"`python -m {program.module}`\n", *_program(program.model)]
+    parts += ["## Deployment file\n", _DEPLOYMENT_HEAD]
+    for table in DEPLOYMENT:
+        parts += [f"### {table.title}\n", _fields(table.model)]
+    parts += ["## Arguments of the engines that are here\n", _ENGINES_HEAD]
+    for table in ENGINES:
+        parts += [f"### {table.title}\n", _fields(table.model)]
+    return "\n".join(parts)
+
+
+_DEPLOYMENT_HEAD = """\
+The YAML file of the launcher. In every value `${NAME}` and `${NAME:-default}` come from the launcher's environment.
+"""
+_ENGINES_HEAD = """\
+Keys of `--extra-engine-args` and `--override-engine-args`. TensorRT-LLM's and vLLM's own arguments are in their
+documentation; what is known of them by release is checked before anything loads.
+"""
+
+
+def _program(model: type[Config]) -> Iterator[str]:
+    flags = flags_of(model)
+    for group in GROUPS:
+        if members := [flag for flag in flags if flag.group == group]:
+            yield f"### {group[0].upper()}{group[1:]}\n"
+            rows = [_flag(flag, model.model_fields[flag.field]) for flag in members]
+            yield _table(("flag", "variable", "default", "what it is for"), rows)
+
+
+def _flag(flag: Flag, info: FieldInfo) -> tuple[str, ...]:
+    names = ", ".join(f"`{name}`" for name in flag.names)
+    if flag.choices:
+        names += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
+    variables = f"`{ENV_PREFIX}{flag.field.upper()}`" + (f", `{flag.env}`" if flag.env else "")
+    return names, variables, _default(info), _told(info)
+
+
+def _fields(model: type[BaseModel]) -> str:
+    rows = [
+        (f"`{name}`" + _choices(info.annotation), _default(info), _told(info))
+        for name, info in model.model_fields.items()
+    ]
+    return _table(("key", "default", "what it is for"), rows)
+
+
+def _told(info: FieldInfo) -> str:
+    return html.escape(str(info.description), quote=False)
+
+
+def _choices(annotation: Any) -> str:
+    words: tuple[str, ...] = ()
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        words = tuple(str(member.value) for member in annotation)
+    elif typing.get_origin(annotation) is typing.Literal:
+        words = typing.get_args(annotation)
+    return ": " + ", ".join(f"`{word}`" for word in words) if words else ""
+
+
+def _default(info: FieldInfo) -> str:
+    if info.is_required():
+        return "required"
+    value = info.get_default(call_default_factory=True)
+    if value is None or isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, Enum):
+        value = value.value
+    return f"`{value if isinstance(value, str) else json.dumps(value, default=str)}`"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
