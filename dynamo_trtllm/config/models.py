@@ -319,6 +319,12 @@ class FrontendConfig(ConnectionConfig):
         return self
 
 
+class MemberConfig(FrontendConfig):
+    """One process of a frontend of several `workers`, which starts it."""
+
+    number: PositiveInt = Field(description="which of the processes it is", json_schema_extra=setting(PROCESS))
+
+
 class LaunchConfig(Config):
     """`python -m dynamo_trtllm.launch`."""
 

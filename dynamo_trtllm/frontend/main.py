@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
-from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.load import exit_with, load, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.base import Alone, Colleagues
@@ -35,12 +35,22 @@ def main() -> None:
     try:
         config = load(FrontendConfig, prog=PROG, description=DESCRIPTION).config
         observe_logging.setup(config.log_level, "frontend")
+        if config.workers > 1:
+            raise SystemExit(_run_crew(config))
         uvloop.run(serve(config, listening(config.http_host, config.http_port), Alone()))
     except ConfigError as exc:
         exit_with(PROG, exc)
     except DynamoError as exc:
         _log.error("%s: %s", exc.code, exc.message)
         raise SystemExit(1) from exc
+
+
+def _run_crew(config: FrontendConfig) -> int:
+    """Several processes; the exit status. Raises ConfigError when the port is taken, before any is started."""
+    from dynamo_trtllm.frontend.crew import Crew, held_port
+
+    with held_port(config) as port:
+        return asyncio.run(Crew(config, port.getsockname()[1], process_environment()).run())
 
 
 async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleagues) -> None:

@@ -88,7 +88,11 @@ class Answers:
         return json_response({"status": "live"})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        try:
+            text = await self._metrics.render_whole()
+        except DynamoError as error:
+            return _told(error)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
 async def openapi(_: Request) -> Response:

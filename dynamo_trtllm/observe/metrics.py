@@ -5,7 +5,7 @@ Label values come from a small closed set (served models, error codes): never pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -18,9 +18,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import Metric as Collected
+from prometheus_client.registry import Collector
 
 from dynamo_trtllm.messages import LegStats
 from dynamo_trtllm.observe.histogram import WeightedHistogram
+from dynamo_trtllm.observe.snapshot import Family, Sample, Snapshot
 
 PREFIX = "dynamo_trtllm_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -114,10 +117,25 @@ def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
     return made
 
 
+class _Taken(Collector):
+    """A snapshot, to be written as text."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Collected]:
+        for family in self._snapshot:
+            collected = Collected(family.name, family.help, family.kind)
+            for sample in family.samples:
+                collected.add_sample(sample.name, dict(sample.labels), sample.value)
+            yield collected
+
+
 class FrontendMetrics:
     """A frontend's numbers. `model` is always a served model's name, or "" when the request named none."""
 
     def __init__(self) -> None:
+        self.gather: Callable[[], Awaitable[Snapshot]] | None = None  # the numbers of all processes of this frontend
         self._registry = CollectorRegistry()
         self._metrics = _build("frontend", self._registry)
 
@@ -175,9 +193,25 @@ class FrontendMetrics:
         if stats.kv_bytes and stats.handoff_s > 0:
             self._metrics["kv_bytes_total"].labels(stats.transport).inc(stats.kv_bytes)
 
+    def snapshot(self) -> Snapshot:
+        """This process's numbers now."""
+        return tuple(
+            Family(
+                family.name,
+                family.documentation,
+                family.type,
+                tuple(Sample(each.name, tuple(each.labels.items()), each.value) for each in family.samples),
+            )
+            for family in self._registry.collect()
+        )
+
     def render(self) -> bytes:
-        """The Prometheus text format, of type CONTENT_TYPE."""
+        """This process's numbers in the Prometheus text format, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
+
+    async def render_whole(self) -> bytes:
+        """As `render`, of all processes of this frontend. Raises as `gather`."""
+        return self.render() if self.gather is None else generate_latest(_Taken(await self.gather()))
 
 
 class WorkerMetrics:
