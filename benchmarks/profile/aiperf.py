@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,11 @@ def _profiling(lines: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]
 
 
 def _record(index: int, line: Mapping[str, Any]) -> Record:
-    """Only the mean gap is told by aiperf, so that such a record has no `gaps_s`."""
     metadata, metrics = line["metadata"], line.get("metrics") or {}
 
-    def value(name: str) -> float | None:
+    def value(name: str) -> Any:
         found = metrics.get(name)
-        return None if found is None else float(found["value"])
+        return None if found is None else found["value"]
 
     begin_s = metadata["request_start_ns"] * _NS
     end_s = metadata["request_end_ns"] * _NS
@@ -119,6 +119,7 @@ def _record(index: int, line: Mapping[str, Any]) -> Record:
     gap_ms = value("inter_token_latency")
     first_s = None if ttft_ms is None else begin_s + ttft_ms / 1e3
     last_s = end_s if gap_ms is None or first_s is None else first_s + gap_ms / 1e3 * (made - 1)
+    gaps_ms = value("inter_chunk_latency") or ()
     error = line.get("error")
     return Record(
         index=index,
@@ -128,7 +129,9 @@ def _record(index: int, line: Mapping[str, Any]) -> Record:
         first_s=first_s,
         last_s=last_s if first_s is not None else None,
         end_s=end_s,
-        events=made,
+        events=len(gaps_ms) + (first_s is not None),
         output_tokens=made,
-        prompt_tokens=int(value("input_sequence_length") or 0),
+        prompt_tokens=int(value("usage_prompt_tokens") or value("input_sequence_length") or 0),
+        cached_tokens=int(value("usage_prompt_cache_read_tokens") or 0),
+        gaps_s=array("d", (each / 1e3 for each in gaps_ms)),
     )

@@ -1,0 +1,100 @@
+"""`python -m benchmarks.profile` against a running deployment: its figures are those of its own raw records."""
+
+from __future__ import annotations
+
+import gzip
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tests.e2e.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+SHAPE = "{name: small, isl: 20, osl: 12, concurrency: [2, 4], requests: 16, warmup: 2, gpus: 2}"
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+
+
+def profile(*words: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "benchmarks.profile", *words]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> str:
+    path = tmp_path / "small.yaml"
+    path.write_text(SHAPE)
+    return str(path)
+
+
+@pytest.mark.timeout(60)
+def test_profile_when_run_then_its_figures_are_those_of_its_records(
+    mock_cluster: Cluster, shape: str, tmp_path: Path
+) -> None:
+    url, out = mock_cluster.frontend.url(), tmp_path / "out"
+    done = profile("--shape", shape, "--url", url, "--out", str(out), "--fail-over", "ttft_p50_ms=0.001")
+    assert done.returncode == 1, done.stderr
+    assert "budget missed: ttft_p50_ms at concurrency 2" in done.stderr
+    run = orjson.loads((out / "run.json").read_bytes())
+    lines = [orjson.loads(line) for line in gzip.decompress((out / "records.jsonl.gz").read_bytes()).splitlines()]
+    assert [point["concurrency"] for point in run["points"]] == [2, 4]
+    for point in run["points"]:
+        records = [line["record"] for line in lines if line["concurrency"] == point["concurrency"]]
+        figures = point["figures"]
+        assert [(r["status"], r["error"], r["output_tokens"]) for r in records] == [(200, "", 12)] * 16
+        assert figures["ok"] == 16
+        assert figures["tokens_per_s"] == pytest.approx(16 * 12 / figures["wall_s"])
+        span_s = max(r["end_s"] for r in records) - min(r["planned_s"] for r in records)
+        assert figures["wall_s"] == pytest.approx(span_s, abs=0.1)
+        ttft_ms = sorted((r["first_s"] - r["planned_s"]) * 1e3 for r in records)
+        assert figures["ttft_ms"]["p50"] == pytest.approx(ttft_ms[8])
+        assert figures["ttft_ms"]["max"] == pytest.approx(ttft_ms[-1])
+        gaps_ms = sorted(gap * 1e3 for r in records for gap in r["gaps_s"])
+        assert figures["itl_ms"]["max"] == pytest.approx(gaps_ms[-1])
+        tpot_ms = [(r["last_s"] - r["first_s"]) * 1e3 / 11 for r in records]
+        assert figures["tpot_ms"]["p50"] == pytest.approx(statistics.median_high(tpot_ms))
+        assert "queue" in point["phase_s"]
+    page = (out / "report.html").read_text()
+    assert "http://" not in page.replace(url, "").replace("http://www.w3.org", "")
+    assert page.count('<img alt="') == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--shape", "guide-005"), "no shape 'guide-005'"),
+        (("--shape", "guide-000", "--fail-under", "speed=1"), "no metric 'speed'"),
+        (("--shape", "guide-000", "--concurrency", "none"), "invalid literal"),
+        (("--shape", "guide-000", "--compare", "/nowhere"), "/nowhere holds no run"),
+    ],
+)
+def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(words: tuple[str, ...], told: str) -> None:
+    done = profile(*words)
+    assert done.returncode == 2
+    assert told in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(120)
+def test_report_when_a_browser_opens_it_then_no_error_and_no_outside_request(
+    mock_cluster: Cluster, shape: str, tmp_path: Path
+) -> None:
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    assert browser, "no browser here; install chromium (Debian: chromium-headless-shell)"
+    out = tmp_path / "out"
+    done = profile("--shape", shape, "--url", mock_cluster.frontend.url(), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
+    argv += ["--enable-logging=stderr", f"--log-net-log={tmp_path / 'net.json'}", f"--screenshot={tmp_path / 'r.png'}"]
+    shown = subprocess.run(
+        [*argv, f"file://{out / 'report.html'}"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "CONSOLE" not in shown.stderr
+    asked = (tmp_path / "net.json").read_text().replace("\\/", "/")
+    assert "URL_REQUEST_START_JOB" in asked
+    assert '"url":"http' not in asked
+    assert (tmp_path / "r.png").stat().st_size > 10_000

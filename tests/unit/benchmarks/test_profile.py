@@ -1,0 +1,277 @@
+"""benchmarks.profile: shapes, the steady part, phases, budgets, aiperf's line and records, what is kept."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from benchmarks.figures import figures
+from benchmarks.profile import aiperf, phases
+from benchmarks.profile.budget import limit, missed
+from benchmarks.profile.point import Target, load_of
+from benchmarks.profile.report import warnings
+from benchmarks.profile.result import Line, Point, Run, load_lines, load_run, save, summary
+from benchmarks.profile.shapes import GUIDES, Shape, shape_of
+from benchmarks.profile.steady import steady, tokens_between
+from benchmarks.stream import Record
+
+SHAPE = Shape(name="s", isl=10, osl=5, concurrency=(2,))
+TARGET = Target(url="http://h:1", model="m", timeout_s=9)
+
+
+def record(start_s: float, *, first: float = 1.0, last: float = 5.0, tokens: int = 5, **fields: Any) -> Record:
+    """Answered from `first` to `last` seconds after its start."""
+    return Record(
+        index=1,
+        planned_s=start_s,
+        status=200,
+        first_s=start_s + first,
+        last_s=start_s + last,
+        end_s=start_s + last,
+        events=tokens,
+        output_tokens=tokens,
+        gaps_s=array("d", [(last - first) / 4] * 4),
+        **fields,
+    )
+
+
+def run(*walls_s: float, records: list[Record], gpus: int | None = None) -> Run:
+    points = [
+        Point(
+            concurrency=2,
+            repetition=index,
+            origin_s=0.0,
+            figures=figures(records, wall_s=wall_s, osl=5, processes={}),
+            steady=steady(records, 2),
+        )
+        for index, wall_s in enumerate(walls_s, 1)
+    ]
+    return Run(shape=SHAPE, url="u", model="m", driver="client", began_at="now", gpus=gpus, machine={}, points=points)
+
+
+# --- shapes ------------------------------------------------------------------------------------------------
+
+
+def test_guides_when_read_then_their_numbers() -> None:
+    told = {
+        name: (s.isl, s.osl, s.concurrency, s.requests, s.warmup_at(s.concurrency[0])) for name, s in GUIDES.items()
+    }
+    assert told == {
+        "guide-000": (32000, 256, (256,), 6144, 1000),
+        "guide-001": (32000, 256, (256,), 6144, 1000),
+        "guide-002": (1000, 2000, (2048,), 6144, 1000),
+        "guide-003-agg": (128, 1000, (3600,), 36000, 3600),
+        "guide-003-disagg": (8192, 1024, (1536,), 15360, 1536),
+    }
+
+
+def test_shape_when_in_a_file_then_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("{name: mine, isl: 7, osl: 3, concurrency: [1, 4]}")
+    shape = shape_of(str(path))
+    assert (shape.isl, shape.osl, shape.concurrency, shape.requests_at(4)) == (7, 3, (1, 4), 40)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{name: mine, isl: 7, osl: 3, concurency: [1]}", "concurency"),
+        ("{name: mine, isl: 7, osl: 3, concurrency: []}", "1 or more"),
+        ("{name: mine, isl: 0, osl: 3, concurrency: [1]}", "1 or more"),
+        ("[]", "no shape|is no shape"),
+    ],
+)
+def test_shape_when_its_file_is_wrong_then_what_to_change(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        shape_of(str(path))
+
+
+def test_shape_when_unknown_then_the_nearest_is_named() -> None:
+    with pytest.raises(ValueError, match="did you mean guide-003-agg"):
+        shape_of("guide-03-agg")
+
+
+def test_load_when_repeated_then_other_prompts_and_the_guides_body() -> None:
+    loads = [load_of(GUIDES["guide-000"], TARGET, 256, repetition) for repetition in (1, 2)]
+    assert loads[0].seed != loads[1].seed
+    assert loads[0].extra == {"min_tokens": 256, "nvext": {"ignore_eos": True}}
+    assert loads[0].ignore_eos
+    assert (loads[0].requests, loads[0].concurrency) == (6144, 256)
+
+
+# --- steady ------------------------------------------------------------------------------------------------
+
+
+def test_tokens_when_a_window_cuts_a_request_then_its_part() -> None:
+    one = record(0.0)  # first at 1 s, then one a second up to 5 s
+    assert tokens_between(one, 0.0, 10.0) == pytest.approx(5)
+    assert tokens_between(one, 1.0, 3.0) == pytest.approx(3)
+    assert tokens_between(one, 3.0, 9.0) == pytest.approx(2)
+    assert tokens_between(one, 6.0, 9.0) == 0
+    assert tokens_between(record(0.0, tokens=1, last=1.0), 0.5, 2.0) == 1
+
+
+def test_steady_when_lanes_run_dry_then_neither_start_nor_end_counts() -> None:
+    records = [record(at) for at in (0.0, 0.0, 5.0, 5.0, 10.0, 10.0)]  # two lanes, three rounds
+    found = steady(records, 2)
+    assert found is not None
+    assert (found.begin_s, found.end_s) == (1.0, 10.0)
+    # rounds of 5 tokens by two lanes: two whole rounds, each in 5 of the window's 9 seconds
+    assert found.output_tokens_per_s == pytest.approx(20 / 9)
+    assert found.requests_per_s == pytest.approx(4 / 9)
+
+
+def test_steady_when_no_lane_sent_twice_then_none() -> None:
+    assert steady([record(0.0), record(0.0)], 2) is None
+    assert steady([], 2) is None
+
+
+# --- phases ------------------------------------------------------------------------------------------------
+
+METRICS_TEXT = """
+# TYPE dynamo_trtllm_phase_seconds histogram
+dynamo_trtllm_phase_seconds_bucket{le="1.0",model="m",phase="prefill"} 4
+dynamo_trtllm_phase_seconds_count{model="m",phase="prefill"} 4
+dynamo_trtllm_phase_seconds_sum{model="m",phase="prefill"} 2.0
+dynamo_trtllm_phase_seconds_count{model="n",phase="prefill"} 1
+dynamo_trtllm_phase_seconds_sum{model="n",phase="prefill"} 0.5
+dynamo_trtllm_phase_seconds_count{model="m",phase="handoff"} 0
+dynamo_trtllm_phase_seconds_sum{model="m",phase="handoff"} 0
+"""
+
+
+def test_phases_when_read_twice_then_the_mean_between() -> None:
+    after = phases.totals(METRICS_TEXT)
+    assert after == {"prefill": (2.5, 5), "handoff": (0.0, 0)}
+    assert phases.means({"prefill": (0.5, 1)}, after) == {"prefill": 0.5}
+
+
+def test_phases_when_the_server_has_none_then_empty() -> None:
+    assert phases.totals("# TYPE other counter\nother_total 1\n") == {}
+    assert phases.read_totals("http://127.0.0.1:9") == {}
+
+
+# --- results and budgets -----------------------------------------------------------------------------------
+
+
+def test_summary_when_repeated_then_median_and_spread() -> None:
+    records = [record(0.0), record(5.0)]
+    found = summary(run(10.0, 20.0, 5.0, records=records, gpus=2))[2]
+    assert (found["output_tokens_per_s"].low, found["output_tokens_per_s"].median) == (0.5, 1.0)
+    assert found["output_tokens_per_s"].high == 2.0
+    assert found["output_tokens_per_s_per_gpu"].median == 0.5
+    assert found["ttft_p50_ms"].median == pytest.approx(1000)
+    assert found["output_tokens_per_s_per_user"].median == pytest.approx(1.0)
+    assert found["error_share"].median == 0
+
+
+def test_run_when_saved_then_read_back_the_same(tmp_path: Path) -> None:
+    records = [record(0.0), Record(index=2, planned_s=1.0, error="timeout", end_s=2.0)]
+    kept = run(10.0, records=records)
+    lines = [Line(concurrency=2, repetition=1, record=each) for each in records]
+    save(kept, lines, tmp_path / "new")
+    assert load_run(tmp_path / "new") == kept
+    assert load_lines(tmp_path / "new") == lines
+    assert "2,output_tokens_per_s,0.5,0.5,0.5" in (tmp_path / "new" / "summary.csv").read_text()
+
+
+def test_run_when_there_is_none_then_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="holds no run"):
+        load_run(tmp_path)
+    with pytest.raises(ValueError, match="holds no records"):
+        load_lines(tmp_path)
+
+
+def test_budget_when_missed_then_a_line_each() -> None:
+    found = summary(run(10.0, records=[record(0.0)]))
+    limits = [
+        limit("output_tokens_per_s=0.6", is_floor=True),
+        limit("ttft_p99_ms=999", is_floor=False),
+        limit("steady_output_tokens_per_s=1", is_floor=True),
+    ]
+    assert missed(limits, found) == [
+        "output_tokens_per_s at concurrency 2 is 0.5, under 0.6",
+        "ttft_p99_ms at concurrency 2 is 1000, over 999",
+        "steady_output_tokens_per_s at concurrency 2 was not measured",
+    ]
+    assert missed([limit("output_tokens_per_s=0.5", is_floor=True)], found) == []
+
+
+@pytest.mark.parametrize("text", ["tps=1", "ttft_p50=1", "output_tokens_per_s", "output_tokens_per_s=many"])
+def test_budget_when_it_makes_no_sense_then_what_to_change(text: str) -> None:
+    with pytest.raises(ValueError, match=r"did you mean|there are|is not METRIC=VALUE"):
+        limit(text, is_floor=True)
+
+
+def test_warnings_when_figures_are_worth_less_then_said() -> None:
+    short = record(0.0, tokens=4)
+    short.events = 2
+    told = " ".join(warnings(run(10.0, records=[short, Record(index=2, planned_s=1.0, error="overloaded")])))
+    assert "1 requests failed (overloaded 1 times)" in told
+    assert "1 answers did not have 5 tokens" in told
+    assert "0.50 events per token" in told
+    assert "too few requests for a steady part" in told
+
+
+# --- aiperf ------------------------------------------------------------------------------------------------
+
+
+def test_aiperf_when_asked_for_a_guide_then_the_guides_line() -> None:
+    words = aiperf.command(Path("aiperf"), GUIDES["guide-001"], TARGET, 256, Path("out"))
+    told = dict(pairwise(words))
+    guide = {
+        "--endpoint-type": "chat",
+        "--endpoint": "/v1/chat/completions",
+        "--synthetic-input-tokens-mean": "32000",
+        "--synthetic-input-tokens-stddev": "0",
+        "--output-tokens-mean": "256",
+        "--output-tokens-stddev": "0",
+        "--concurrency": "256",
+        "--request-count": "6144",
+        "--warmup-request-count": "1000",
+        "--num-dataset-entries": "8000",
+        "--random-seed": "100",
+    }
+    assert guide.items() <= told.items()
+    assert "--streaming" in words
+    assert orjson.loads(told["--extra-inputs"]) == {
+        "max_tokens": 256,
+        "min_tokens": 256,
+        "ignore_eos": True,
+        "nvext": {"ignore_eos": True},
+    }
+
+
+def test_aiperf_when_it_wrote_records_then_read_without_its_warmup(tmp_path: Path) -> None:
+    """The shape of aiperf 0.13.0's own lines."""
+    at = {"request_start_ns": 5_000_000_000, "request_end_ns": 6_000_000_000}
+    metrics = {
+        "time_to_first_token": {"value": 100.0, "unit": "ms"},
+        "inter_token_latency": {"value": 200.0, "unit": "ms"},
+        "inter_chunk_latency": {"value": [200.0, 200.0], "unit": "ms"},
+        "output_sequence_length": {"value": 3, "unit": "tokens"},
+        "usage_prompt_tokens": {"value": 70, "unit": "tokens"},
+    }
+    lines = [
+        {"metadata": at | {"benchmark_phase": "warmup"}, "metrics": metrics},
+        {"metadata": at | {"benchmark_phase": "profiling"}, "metrics": metrics},
+        {"metadata": at | {"benchmark_phase": "profiling"}, "error": {"code": 503, "type": "ServerError"}},
+    ]
+    path = tmp_path / "profile_export.jsonl"
+    path.write_bytes(b"\n".join(orjson.dumps(line) for line in lines))
+    good, bad = aiperf.read(path)
+    assert (good.planned_s, good.first_s, good.last_s, good.end_s) == pytest.approx((5.0, 5.1, 5.5, 6.0))
+    assert (good.output_tokens, good.prompt_tokens, good.events, list(good.gaps_s)) == (3, 70, 3, [0.2, 0.2])
+    assert (bad.error, bad.status, bad.is_ok) == ("ServerError", 503, False)
+
+
+def test_aiperf_when_it_wrote_nothing_then_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="can't be read"):
+        aiperf.read(tmp_path / "profile_export.jsonl")
