@@ -1,0 +1,5 @@
+"""`python -m benchmarks.gpu`."""
+
+from benchmarks.gpu.main import main
+
+main()

@@ -1,0 +1,141 @@
+"""Which process gets which GPUs and arguments. Pure: makes what the launcher's file says, starts nothing.
+
+With n GPUs a role, or a replica of an aggregated deployment, has half of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Engine = Literal["vllm", "torch", "mock"]
+MODEL_NAME = "bench"
+AGGREGATED = "prefill_and_decode"
+# vLLM's own names, as its server takes them too: both sides of a comparison get the same.
+_OF_ENGINE: dict[str, dict[str, Any]] = {
+    "mock": {"step_s": 0.005},
+    "torch": {"carrier": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is served, by what, on which GPUs. `gpus` empty: on the CPU."""
+
+    engine: Engine
+    model: str  # a folder, or a name that the engine knows
+    gpus: tuple[int, ...] = ()
+    layers: int = 0
+    is_eager: bool = False
+    max_seq_len: int = 40_960
+    max_num_tokens: int = 16_384
+    max_batch_size: int = 256
+    gpu_memory_utilization: float = 0.85
+    prefix_caching: bool = False
+    ready_s: float = 420.0
+    extra: dict[str, Any] = field(default_factory=dict)  # engine arguments beside these
+
+    @property
+    def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The GPUs of the first and of the second role; both share the only one."""
+        half = len(self.gpus) // 2
+        return (self.gpus[:half], self.gpus[half : 2 * half]) if half else (self.gpus, self.gpus)
+
+    @property
+    def width(self) -> int:
+        """GPUs of one role."""
+        return max(1, len(self.halves[0]))
+
+    def setup(self) -> dict[str, Any]:
+        """For the result file."""
+        return {
+            "engine": self.engine,
+            "layers": self.layers,
+            "gpus": len(self.gpus),
+            "tensor_parallel_size": self.width,
+            "eager": self.is_eager,
+            "engine_arguments": engine_arguments(self),
+        }
+
+
+def engine_arguments(plan: Plan) -> dict[str, Any]:
+    """In the engine's own words."""
+    if plan.engine != "vllm":
+        return _OF_ENGINE[plan.engine] | plan.extra
+    return {
+        "gpu_memory_utilization": plan.gpu_memory_utilization,
+        "enable_prefix_caching": plan.prefix_caching,
+        "enforce_eager": plan.is_eager,
+    } | plan.extra
+
+
+def flags(plan: Plan, gpus: tuple[int, ...]) -> dict[str, Any]:
+    """Of a worker on these GPUs."""
+    found: dict[str, Any] = {
+        "model": plan.model,
+        "served-model-name": MODEL_NAME,
+        "engine": plan.engine,
+        "override-engine-args": engine_arguments(plan),
+        "system-port": 0,
+    }
+    if plan.engine == "vllm":
+        found |= {
+            "load-format": "dummy",
+            "max-seq-len": plan.max_seq_len,
+            "max-num-tokens": plan.max_num_tokens,
+            "max-batch-size": plan.max_batch_size,
+        }
+        if len(gpus) > 1:
+            found |= {"tensor-parallel-size": len(gpus), "expert-parallel-size": len(gpus)}
+    return found
+
+
+def worker(plan: Plan, name: str, mode: str, gpus: tuple[int, ...]) -> dict[str, Any]:
+    """An entry of the launcher's `workers`."""
+    return {
+        "name": name,
+        "disaggregation_mode": mode,
+        "devices": list(gpus) or "cpu",
+        "flags": flags(plan, gpus),
+        "env": {} if gpus else {"OMP_NUM_THREADS": "1"},
+    }
+
+
+def disaggregated(plan: Plan) -> list[dict[str, Any]]:
+    """One prefill and one decode worker."""
+    first, second = plan.halves
+    return [worker(plan, "prefill", "prefill", first), worker(plan, "decode", "decode", second)]
+
+
+def replicas(plan: Plan) -> list[dict[str, Any]]:
+    """Two aggregated workers on the same GPUs."""
+    return [worker(plan, f"whole-{n}", AGGREGATED, gpus) for n, gpus in enumerate(plan.halves, 1)]
+
+
+def single(plan: Plan, half: int) -> list[dict[str, Any]]:
+    """One aggregated worker on the first (0) or the second (1) half of the GPUs."""
+    return [worker(plan, "whole-1", AGGREGATED, plan.halves[half])]
+
+
+def server_arguments(plan: Plan, port: int) -> list[str]:
+    """Of vLLM's own server, equal to what our worker's engine gets."""
+    argv = [
+        f"--model={plan.model}",
+        f"--served-model-name={MODEL_NAME}",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        "--load-format=dummy",
+        f"--max-model-len={plan.max_seq_len}",
+        f"--max-num-batched-tokens={plan.max_num_tokens}",
+        f"--max-num-seqs={plan.max_batch_size}",
+        f"--tensor-parallel-size={plan.width}",
+    ]
+    if plan.width > 1:
+        argv.append("--enable-expert-parallel")
+    for name, value in engine_arguments(plan).items():
+        word = name.replace("_", "-")
+        if isinstance(value, bool):
+            argv.append(f"--{word}" if value else f"--no-{word}")
+        else:
+            argv.append(f"--{word}={value}")
+    return argv

@@ -1,0 +1,86 @@
+"""Result files to a table for people, and to the part of a document that is made of them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.result import Result, Row, read
+
+BEGIN, END = "<!-- made by benchmarks.gpu.report: begin -->", "<!-- made by benchmarks.gpu.report: end -->"
+_MARKS = {True: "yes", False: "**no**", None: ""}
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown, one line for each row."""
+    lines = ["| step | what | found | bar | met |", "|---|---|---|---|---|"]
+    lines += [_line(found.step, row) for found in results for row in found.rows]
+    return "\n".join(lines)
+
+
+def _line(step: str, row: Row) -> str:
+    cells = (step, row.what, row.value, row.bar, _MARKS[row.met])
+    return "| " + " | ".join(_cell(text) for text in cells) + " |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def section(folder: Path) -> str:
+    """All results under `folder`, by run (a folder each), newest last, with what they were measured on."""
+    runs: dict[Path, list[Result]] = {}
+    for path in sorted(folder.rglob("*.json")):
+        runs.setdefault(path.parent, []).append(read(path))
+    parts = []
+    for place, results in sorted(runs.items(), key=lambda item: min(found.date for found in item[1])):
+        results.sort(key=lambda found: found.date)
+        parts.append(_run(place.relative_to(folder), results))
+    return "\n\n".join(parts)
+
+
+def _run(place: Path, results: Sequence[Result]) -> str:
+    first = results[0]
+    setup = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in first.setup.items() if _is_plain(value))
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    head = [
+        f"### {place}",
+        f"{first.date}, commit {first.commit}. {first.machine.get('gpus', 'no GPU')}; "
+        f"{first.machine.get('cpus', '?')} CPUs; driver {first.machine.get('driver', '-')}; {versions}.",
+        f"Set-up: {setup}.",
+    ]
+    return "\n\n".join([*head, table(results)])
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str | int | float | bool)
+
+
+def inserted(document: str, made: str) -> str:
+    """The document with what stands between the marks replaced. Raises ValueError where it has no marks."""
+    if document.count(BEGIN) != 1 or document.count(END) != 1:
+        raise ValueError(f"the document needs one line {BEGIN} and one line {END}")
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
+
+
+def main() -> None:
+    """Writes the document anew; with --check says whether it is what the results say."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.report", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--document", type=Path, default=Path("docs/performance-gpu.md"))
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when it is out of date")
+    args = parser.parse_args()
+    before = args.document.read_text(encoding="utf-8")
+    after = inserted(before, section(args.results))
+    if args.check:
+        sys.stdout.write("" if before == after else f"{args.document} is out of date; run without --check\n")
+        raise SystemExit(before != after)
+    args.document.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
