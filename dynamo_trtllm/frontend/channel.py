@@ -86,11 +86,15 @@ class Channel:
                             if future is not None and not future.done():
                                 future.set_result(snapshot)
         finally:
-            self._is_over = True
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(self._gone())
-            self._writer.close()
+            self.close()
+
+    def close(self) -> None:
+        """Those who wait for an answer are told. Idempotent."""
+        self._is_over = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._gone())
+        self._writer.close()
 
     def say_served(self) -> None:
         self._send(Served())

@@ -118,9 +118,12 @@ class Crew:
         """The exit status of one process, from its start to its end."""
         ours, theirs = socket.socketpair()
         with theirs:
+            channel = await Channel.over(ours, self._whole, lambda: self._served.add(name))
+            if self._stopping.is_set():  # meanwhile: who stops all would not see one that is started now
+                channel.close()
+                return 0
             argv = member_argv(self._config, number, self._port)
             child = self._children[name] = Child(spawn(argv, env=self._environ, stdin=theirs.fileno()), _STOP_S)
-        channel = await Channel.over(ours, self._whole, lambda: self._served.add(name))
         self._channels[name] = channel
         talking = asyncio.create_task(channel.run(), name=f"channel of {name}")
         try:
@@ -129,6 +132,7 @@ class Crew:
             del self._channels[name]
             self._ledger.ended(name)
             talking.cancel()
+            channel.close()
             await asyncio.gather(talking, return_exceptions=True)
 
     async def _whole(self) -> Snapshot:

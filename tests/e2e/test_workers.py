@@ -1,0 +1,113 @@
+"""Several frontend processes on one port, as a user starts them: `--workers 2`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.cluster import Cluster, Process, events, until
+
+MODEL = "workers"
+NAMES = ("frontend-1", "frontend-2")
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+LONG = BODY | {"max_tokens": 20_000, "stream": True}  # 100 s at 5 ms a step: it does not end by itself
+MOST = 64  # connections, each of which has an even chance to come to either process
+
+
+@pytest.fixture
+def cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
+    made = Cluster(etcd_server, nats_server, f"workers-{secrets.token_hex(4)}", ["--workers", "2"])
+    try:
+        made.mock("prefill_and_decode", MODEL)
+        for name in NAMES:
+            made.frontend.wait_for(rf"{name} .*model {MODEL} is served")
+        yield made
+    finally:
+        made.stop()
+
+
+def members(frontend: Process) -> list[psutil.Process]:
+    return psutil.Process(frontend.pid).children()
+
+
+def total(url: str) -> float:
+    """Finished requests, as whichever process answers tells."""
+    text = httpx.get(f"{url}/metrics", trust_env=False).text
+    return sum(float(value) for value in re.findall(r"^dynamo_trtllm_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
+
+
+def served_by(frontend: Process) -> set[str]:
+    """The names of those that have finished a request."""
+    found = (re.search(r"(frontend-\d) .*record: request", line) for line in frontend.lines)
+    return {match[1] for match in found if match}
+
+
+def owner(response: httpx.Response, frontend: Process) -> int:
+    """The process at the other end of this answer's connection."""
+    local = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+    return next(
+        member.pid
+        for member in members(frontend)
+        if any(connection.raddr and connection.raddr.port == local for connection in member.net_connections("tcp"))
+    )
+
+
+def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes_back(cluster: Cluster) -> None:
+    frontend, url = cluster.frontend, cluster.frontend.url()
+    asked = 0
+    while served_by(frontend) != set(NAMES):
+        assert asked < MOST
+        assert httpx.post(f"{url}/v1/chat/completions", json=BODY, trust_env=False).status_code == 200
+        asked += 1
+    until(lambda: total(url) == asked, 10)  # a request is counted when its client has all of it
+    assert {total(url) for _ in range(6)} == {asked}  # whichever answers tells of both
+
+    with ExitStack() as stack:
+        streams: dict[int, list[httpx.Response]] = {}
+        while len(streams) < 2:
+            client = stack.enter_context(httpx.Client(trust_env=False, timeout=20))
+            stream = client.stream("POST", f"{url}/v1/chat/completions", json=LONG)
+            response = stack.enter_context(stream)
+            streams.setdefault(owner(response, frontend), []).append(response)
+            assert sum(map(len, streams.values())) < MOST
+        victim, survivor = streams
+        os.kill(victim, signal.SIGKILL)
+        for response in streams[victim]:
+            with pytest.raises(httpx.TransportError):
+                list(events(response.iter_lines()))
+        for response in streams[survivor]:
+            assert len(list(itertools.islice(events(response.iter_lines()), 200))) == 200
+    asked += len(streams[survivor])
+
+    until(lambda: total(url) == asked, 10)  # what the dead one had told stays, and never goes back
+    until(lambda: sum(f"model {MODEL} is served" in line for line in frontend.lines) == 3, 15)
+    assert {member.pid for member in members(frontend)} > {survivor}
+    assert httpx.post(f"{url}/v1/chat/completions", json=BODY, trust_env=False).status_code == 200
+    until(lambda: total(url) == asked + 1, 10)
+
+    left = members(frontend)
+    frontend.send(signal.SIGTERM)
+    assert frontend.wait() == 0
+    assert not any(member.is_running() for member in left)
+
+
+def test_workers_when_their_parent_is_killed_then_nothing_is_left(etcd_server: str, nats_server: str) -> None:
+    cluster = Cluster(etcd_server, nats_server, f"workers-{secrets.token_hex(4)}", ["--workers", "2"])
+    frontend = cluster.frontend
+    for name in NAMES:
+        frontend.wait_for(rf"{name} .*listening on")
+    left = members(frontend)
+    assert len(left) == 2
+    frontend.send(signal.SIGKILL)
+    assert frontend.wait() == -signal.SIGKILL
+    psutil.wait_procs(left, timeout=10)
+    assert not any(member.is_running() for member in left)

@@ -1,0 +1,88 @@
+"""The parent of several frontend processes with stand-ins for them: how they end, and what it does then."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.config.load import process_environment
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.frontend import crew as crew_module
+from dynamo_trtllm.frontend.channel import Served, _Message
+from dynamo_trtllm.frontend.crew import Crew
+
+# A member in few words: it says that it serves, as `Channel` spells it, and does as it is told.
+SERVED = "import os, signal, sys, time; os.write(0, bytes.fromhex(sys.argv[1]));"
+FAILS, STAYS, SLEEPS = "sys.exit(3)", "signal.pause()", "time.sleep(60)"
+
+
+@pytest.fixture
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
+    """Makes one whose processes do what is listed, the first to be started first; the last goes on and on."""
+
+    def make(*programs: str, workers: int = 2) -> Crew:
+        turns = itertools.chain(programs, itertools.repeat(programs[-1]))
+        monkeypatch.setattr(crew_module, "member_argv", lambda *_: [sys.executable, "-c", next(turns), served()])
+        return Crew(FrontendConfig(workers=workers), 0, process_environment())
+
+    yield make
+    assert psutil.Process().children() == []
+
+
+def served() -> str:
+    data = codec.encode(_Message(Served()))
+    return (len(data).to_bytes(4, "little") + data).hex()
+
+
+async def until_serving(crew: Crew, count: int) -> None:
+    while len(crew._served) < count:  # noqa: ASYNC110  # it tells nobody
+        await asyncio.sleep(0.01)
+
+
+async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(crew, caplog) -> None:
+    made = crew("import sys; " + FAILS, SERVED + STAYS)
+    async with asyncio.timeout(15):
+        assert await made.run() == 3
+    assert "exited with status 3 and never served" in caplog.text
+
+
+async def test_run_when_a_process_that_served_dies_then_it_is_started_again(crew, caplog) -> None:
+    made = crew(SERVED + STAYS)
+    running = asyncio.create_task(made.run())
+    async with asyncio.timeout(15):
+        await until_serving(made, 2)
+        first = made._children["frontend-1"].pid
+        os.kill(first, 9)
+        while made._children["frontend-1"].pid == first:  # noqa: ASYNC110  # as above
+            await asyncio.sleep(0.01)
+        made.stop()
+        assert await running == 0
+    assert "frontend-1 was killed by SIGKILL; starting it again (1 of 3 in 60 s)" in caplog.text
+
+
+async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(crew, caplog) -> None:
+    caplog.set_level(logging.ERROR)
+    made = crew(SERVED + "time.sleep(0.05); " + FAILS, workers=1)
+    async with asyncio.timeout(15):
+        assert await made.run() == 1
+    assert "it was restarted 3 times in 60 s, which is the limit" in caplog.text
+
+
+async def test_stop_when_called_twice_then_processes_that_go_on_are_killed(crew) -> None:
+    made = crew("import signal; signal.signal(15, signal.SIG_IGN); " + SERVED + SLEEPS)
+    running = asyncio.create_task(made.run())
+    async with asyncio.timeout(15):
+        await until_serving(made, 2)
+        made.stop()
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        made.stop()
+        assert await running == 137
