@@ -152,11 +152,19 @@ class NatsLink:
     async def _close_client(self) -> bool:
         try:
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+                await self._end_reconnecting()
                 await self._client.close()
         except (OSError, TimeoutError) as exc:
             logger.debug("closing the connection to NATS: %r", exc)
             return False
         return True
+
+    async def _end_reconnecting(self) -> None:
+        """The client cancels it once, and its `wait_for` may drop that (see `ask`): it would connect for ever."""
+        task = self._client._reconnection_task
+        while task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=0.1)
 
     async def _write(self) -> None:
         while self._writing:

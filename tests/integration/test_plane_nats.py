@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import pytest
@@ -239,3 +239,17 @@ async def test_ask_when_cancelled_as_the_reply_comes_then_it_is_cancelled(nats_s
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
+
+
+async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same(nats_server, connect) -> None:
+    plane = await connect(nats_server, PlaneLimits())
+
+    async def reconnecting() -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+    task = plane._link._client._reconnection_task = asyncio.create_task(reconnecting())
+    await asyncio.sleep(0)
+    await plane.aclose()
+    assert task.cancelled()
