@@ -29,6 +29,7 @@ from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instanc
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.openai.chat import ChatRequest
 from dynamo_trtllm.openai.wire import parse
+from dynamo_trtllm.plane.base import Sink
 from dynamo_trtllm.render import vocabulary
 from dynamo_trtllm.render.harmony import HarmonyRenderer
 
@@ -101,7 +102,9 @@ class Played:
     def __init__(self, made: list[Chunk]) -> None:
         self._made = made
 
-    async def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         for chunk in self._made:
             yield chunk
 

@@ -10,7 +10,16 @@ from starlette.types import Receive, Scope, Send
 
 from dynamo_trtllm.errors import DynamoError, InternalError
 from dynamo_trtllm.frontend.dialect import B, Dialect
-from dynamo_trtllm.frontend.http import ClientGone, Reply, check_json, header, internal, read_body, until_gone
+from dynamo_trtllm.frontend.http import (
+    WRITER,
+    ClientGone,
+    Reply,
+    check_json,
+    header,
+    internal,
+    read_body,
+    until_gone,
+)
 from dynamo_trtllm.frontend.record import Record
 from dynamo_trtllm.frontend.run import Edge, Run
 
@@ -27,7 +36,7 @@ class Generation(Generic[B]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics = self._edge.metrics
         record = Record(metrics, self._dialect.endpoint, wants_stats=header(scope, b"x-dynamo-stats") == "1")
-        run = Run(self._dialect, self._edge, Reply(send), record)
+        run = Run(self._dialect, self._edge, Reply(send, scope.get("state", {}).get(WRITER)), record)
         metrics.request_started()
         code = "cancelled"
         try:

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import Any, Final, Protocol
 
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
 from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, RequestTimeout, UnsupportedMedia
 from dynamo_trtllm.frontend.errors import answer
+
+WRITER: Final = "dynamo_trtllm.writer"
+"""In the state of a request to our own server: a `Writer` of its answer."""
+
+
+class Writer(Protocol):
+    """Sends pieces of an answer of unknown length past ASGI, which takes a few coroutines for each."""
+
+    def is_ready(self) -> bool:
+        """Whether the client is there and keeps up. Ask before each `write`."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Not empty, and neither the first piece nor the last."""
+        ...
 
 
 class ClientGone(Exception):
@@ -87,8 +102,10 @@ async def _gone(receive: Receive) -> None:
 class Reply:
     """The one answer of an exchange: whole JSON, or a stream of events."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, writer: Writer | None = None) -> None:
+        """`writer`: for whoever can't wait to send a piece, if there is a way."""
         self._send = send
+        self.writer = writer
         self.started = False
 
     async def json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:

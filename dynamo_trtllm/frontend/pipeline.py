@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,7 +44,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Reserve,
 )
-from dynamo_trtllm.plane.base import Plane
+from dynamo_trtllm.plane.base import Plane, Sink
 from dynamo_trtllm.router.pairs import Pair, PairBook, spelled
 from dynamo_trtllm.router.policy import Placement, place
 from dynamo_trtllm.router.view import ClusterView, pairing_key
@@ -64,6 +65,14 @@ class Trace:
     decode_stats: LegStats | None = None
     retries: int = 0
     migrations: int = 0
+
+
+class _Out(NamedTuple):
+    """Where the legs of a pair put what they learn."""
+
+    trace: Trace
+    sink: Sink | None
+    others_may_redeem: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +103,22 @@ class Pipeline:
         self._absent = Absent()
         self._verbs = PostedVerbs(plane)
 
-    async def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """The chunks of the whole request, exactly one of them terminal. Consume with `aclosing`.
+
+        `sink`: may be given chunks that are not yielded then, as in `Plane.generate`.
 
         Raises NoInstances, TicketMismatch, NotMigratable and whatever a leg raises that `recovery` does not mend.
         """
         recovery = Recovery(request=request, limits=self._options.limits)
+        sink = sink and recovery.noting(sink)
         while not recovery.is_complete:
             placement = await self._placed(recovery)
             trace.prefill_instance = trace.decode_instance = None
             try:
-                legs = self.legs(placement, recovery.remaining(), trace, others_may_redeem=True)
+                legs = self.legs(placement, recovery.remaining(), trace, sink, others_may_redeem=True)
                 async with aclosing(legs) as chunks:
                     async for chunk in chunks:
                         recovery.took(chunk)
@@ -161,18 +175,26 @@ class Pipeline:
             self._absent.note(instance_id, time.monotonic())
 
     def legs(
-        self, placement: Placement, request: GenerateRequest, trace: Trace, *, others_may_redeem: bool = False
+        self,
+        placement: Placement,
+        request: GenerateRequest,
+        trace: Trace,
+        sink: Sink | None = None,
+        *,
+        others_may_redeem: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
         """One attempt on the given instances, with no recovery; as `generate` otherwise. With `others_may_redeem`, a
         ticket that the decode instance does not take goes to another one, and is not thrown away with its prefill."""
         if placement.prefill is None:
-            return self._whole(placement.decode, request, trace)
-        return self._pair(placement.prefill, placement.decode, request, trace, others_may_redeem)
+            return self._whole(placement.decode, request, trace, sink)
+        return self._pair(placement.prefill, placement.decode, request, _Out(trace, sink, others_may_redeem))
 
-    async def _whole(self, instance: Instance, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+    async def _whole(
+        self, instance: Instance, request: GenerateRequest, trace: Trace, sink: Sink | None
+    ) -> AsyncGenerator[Chunk, None]:
         trace.decode_instance = instance.id
         noted = False
-        async with aclosing(self._plane.generate(instance.subject, request)) as chunks:
+        async with aclosing(self._plane.generate(instance.subject, request, sink)) as chunks:
             async for chunk in chunks:
                 if not noted:
                     noted = True
@@ -181,8 +203,9 @@ class Pipeline:
                 yield chunk
 
     async def _pair(
-        self, prefill: Instance, decode: Instance, request: GenerateRequest, trace: Trace, others_may_redeem: bool
+        self, prefill: Instance, decode: Instance, request: GenerateRequest, out: _Out
     ) -> AsyncGenerator[Chunk, None]:
+        trace = out.trace
         slot = await self._reserve(decode, request, trace) if decode.strategy == "decode_first" else None
         begun, ticket, asked = False, None, {decode.id}
         try:
@@ -194,12 +217,12 @@ class Pipeline:
             leg = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=ticket, reservation_id=slot)
             while not begun:
                 try:
-                    async with aclosing(self._decode(prefill, decode, leg, trace)) as chunks:
+                    async with aclosing(self._decode(prefill, decode, leg, out)) as chunks:
                         async for chunk in chunks:
                             begun = True
                             yield chunk
                 except (Draining, Unreachable, Overloaded) as exc:
-                    other = self._other_decode(prefill, asked) if others_may_redeem and not begun else None
+                    other = self._other_decode(prefill, asked) if out.others_may_redeem and not begun else None
                     if other is None:
                         raise
                     self._note_absent(decode.id, exc)
@@ -215,13 +238,14 @@ class Pipeline:
                     self._verbs.release(prefill, ticket, ReleaseOutcome.REFUSED)
 
     async def _decode(
-        self, prefill: Instance, decode: Instance, leg: GenerateRequest, trace: Trace
+        self, prefill: Instance, decode: Instance, leg: GenerateRequest, out: _Out
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks of a decode leg. The first means that the KV has arrived: its ticket is released."""
+        trace = out.trace
         trace.decode_instance = decode.id
         ticket = leg.ticket
         try:
-            async with aclosing(self._plane.generate(decode.subject, leg)) as chunks:
+            async with aclosing(self._plane.generate(decode.subject, leg, out.sink)) as chunks:
                 async for chunk in chunks:
                     if ticket is not None:
                         self._verbs.release(prefill, ticket, ReleaseOutcome.REDEEMED)

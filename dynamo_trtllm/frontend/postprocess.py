@@ -5,7 +5,6 @@ One `Output` per choice. Knows neither HTTP nor JSON.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -88,8 +87,11 @@ class Output:
         self._reasoning_tokens = 0
         self._saw_tool_call = False
         self._in_content = False
+        self._is_plain = prepared.ends_with_engine and not self._has_logprobs
 
     def push(self, chunk: Chunk) -> Piece:
+        if chunk.finish_reason is None and self._is_plain:
+            return self._plain(chunk.token_ids)
         self.completion_tokens += len(chunk.token_ids)
         shown = self._shown(chunk)
         if self._has_logprobs:
@@ -107,8 +109,24 @@ class Output:
             most = self._prepared.max_tool_calls
             if most is not None and delta.tool_calls[-1].index >= most:
                 calls = tuple(call for call in delta.tool_calls if call.index < most)
-                delta, finish = dataclasses.replace(delta, tool_calls=calls), FinishReason.STOP
+                delta, finish = msgspec.structs.replace(delta, tool_calls=calls), FinishReason.STOP
         return self._piece(delta, logprobs, finish, len(chunk.token_ids))
+
+    def _plain(self, ids: TokenIds) -> Piece:
+        """Nothing but the parser looks at them: how nearly all tokens go."""
+        tokens = len(ids)
+        delta = self._prepared.parser.push(ids)
+        self.completion_tokens += tokens
+        self._reasoning_tokens += delta.reasoning_tokens
+        if delta.tool_calls:
+            self._saw_tool_call = True
+        return Piece(
+            index=self._index,
+            tokens=tokens,
+            content=delta.content,
+            reasoning=delta.reasoning,
+            tool_calls=delta.tool_calls,
+        )
 
     @property
     def mean_logprob(self) -> float:

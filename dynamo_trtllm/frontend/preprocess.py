@@ -41,6 +41,11 @@ class Prepared:
     echo: str = ""  # the answer begins with this text
     max_tool_calls: int | None = None  # the answer ends where one more would begin
 
+    @property
+    def ends_with_engine(self) -> bool:
+        """Only the engine's terminal chunk ends it, nothing that is found in its text."""
+        return not self.stop and self.max_tool_calls is None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:

@@ -12,6 +12,7 @@ import msgspec
 
 from dynamo_trtllm.errors import Draining, DynamoError, HandoffError, NotMigratable, Overloaded, Unreachable
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelCard, Sampling, TokenIds, token_ids
+from dynamo_trtllm.plane.base import Sink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,17 @@ class Recovery:
         """A chunk of the running attempt is on its way to the client."""
         self.made.extend(chunk.token_ids)
         self._fresh = False
+
+    def noting(self, sink: Sink) -> Sink:
+        """`sink`, with `took` for each chunk that it takes."""
+
+        def noted(chunk: Chunk) -> bool:
+            if not sink(chunk):
+                return False
+            self.took(chunk)
+            return True
+
+        return noted
 
     @property
     def is_complete(self) -> bool:

@@ -22,10 +22,12 @@ from dynamo_trtllm.frontend.dialect import B, Dialect, Events, Heading, Job
 from dynamo_trtllm.frontend.errors import RETRY_AFTER_S
 from dynamo_trtllm.frontend.http import Reply
 from dynamo_trtllm.frontend.postprocess import Piece, pieces
-from dynamo_trtllm.frontend.preprocess import Identity, Plan
+from dynamo_trtllm.frontend.preprocess import Identity, Plan, Prepared
 from dynamo_trtllm.frontend.record import Record
+from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.openai.wire import parse
+from dynamo_trtllm.plane.base import Sink
 
 THREAD_BYTES = 64 << 10  # bodies above are parsed and rendered in a thread, to not hold up other streams
 
@@ -57,10 +59,12 @@ class Run(Generic[B]):
     async def serve(self, raw: bytes, request_id: str) -> None:
         """Sends the whole answer. Raises what kept it from that; `fail` tells the client then."""
         job = await self._job(raw, request_id)
+        if job.body.stream:
+            self._events = self._dialect.events(job)
         with self._edge.running.entered(job.heading.id):
             async with aclosing(self._pieces(job.plan)) as stream:
-                if job.body.stream:
-                    await self._streamed(job, stream)
+                if self._events is not None:
+                    await self._streamed(job, stream, self._events)
                 else:
                     await self._folded(job, stream)
 
@@ -106,14 +110,36 @@ class Run(Generic[B]):
     def _pieces(self, plan: Plan) -> AsyncGenerator[Piece, None]:
         """Of all choices that are answered, however many."""
         generate = self._edge.pipeline.generate
+        if len(plan.choices) == 1 and (sink := self._sink(plan.choices[0])) is not None:
+            course = self._record.courses[0]
+            return pieces(generate(plan.choices[0].request, course.trace, sink), course.output)
         streams = [
             pieces(generate(prepared.request, course.trace), course.output)
             for prepared, course in zip(plan.choices, self._record.courses, strict=True)
         ]
         return streams[0] if len(streams) == 1 else together(streams)
 
-    async def _streamed(self, job: Job[B], stream: AsyncGenerator[Piece, None]) -> None:
-        events = self._events = self._dialect.events(job)
+    def _sink(self, prepared: Prepared) -> Sink | None:
+        """Sends the only choice's events within the step that made them, while the client keeps up: most take this
+        way. What it does not take, the beginning and the end go through `_streamed`. None: all must."""
+        writer, events = self._reply.writer, self._events
+        if writer is None or events is None or not prepared.ends_with_engine:
+            return None
+        push, tick, event = self._record.courses[0].output.push, self._record.tick, events.piece
+        is_ready, write = writer.is_ready, writer.write
+
+        def sink(chunk: Chunk) -> bool:
+            if not is_ready():
+                return False
+            piece = push(chunk)
+            tick(piece)
+            if data := event(piece):
+                write(data)
+            return True
+
+        return sink
+
+    async def _streamed(self, job: Job[B], stream: AsyncGenerator[Piece, None], events: Events) -> None:
         record, reply, left = self._record, self._reply, job.answers
         async for piece in stream:
             record.tick(piece)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable
+from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
+
+Sink: TypeAlias = Callable[[Chunk], bool]
+"""Takes a chunk within the call, or says False and has changed nothing: the stream yields that chunk then."""
 
 
 class Service(Protocol):
@@ -49,12 +52,15 @@ class Plane(Protocol):
         """Take requests at `subject` (and control verbs at its control subject) until closed."""
         ...
 
-    def generate(self, subject: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, subject: str, request: GenerateRequest, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
         """The chunks of one leg, in order and complete, or an error of the worker as the same class.
 
         Raises Unreachable when nobody takes the request within the acknowledge time-out, StreamIncomplete for a gap
         or an end with no terminal chunk, Disconnected when the plane is lost, DeadlineExceeded when the request's
         deadline passes. Consume with `aclosing`: closing it sends the cancel, without awaiting.
+
+        A chunk that comes while the stream is waited for goes to `sink` first, and is yielded only if that does not
+        take it: no task wakes for it. The first chunk and the terminal one are always yielded.
         """
         ...
 

@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import (
     Unreachable,
 )
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
-from dynamo_trtllm.plane.base import Service, Serving
+from dynamo_trtllm.plane.base import Service, Serving, Sink
 from dynamo_trtllm.plane.link import Link, Listening, PeerWatch
 from dynamo_trtllm.plane.serving import LinkServing, control_subject
 from dynamo_trtllm.plane.stream import PING, Answer, Arrivals, Batch, Cancel, Envelope, Inbox, Open, Verb
@@ -57,7 +57,9 @@ class LinkPlane:
         await serving.start(subject, self._limits.ack_timeout_s)
         return serving
 
-    async def generate(self, subject: str, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, subject: str, request: GenerateRequest, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         await self._listen()
         stream, arrivals = self._inbox.open()
         self._running.setdefault(subject, set()).add(arrivals)
@@ -68,10 +70,13 @@ class LinkPlane:
         ended = False
         try:
             await self._open(subject, Open(stream, self._inbox_subject, request))
-            while not ended:
-                chunk = await arrivals.get()
+            chunk = await arrivals.get()
+            while True:
                 ended = chunk.finish_reason is not None
                 yield chunk
+                if ended:
+                    return
+                chunk = await arrivals.get(sink)
         finally:
             deadline.cancel()
             self._inbox.close(stream)

@@ -6,14 +6,18 @@ Pure: no socket, no task, no clock. `Outbox` collects what goes to one caller, `
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
 
 from dynamo_trtllm.codec import encode
-from dynamo_trtllm.errors import DynamoError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
+from dynamo_trtllm.errors import DynamoError, InternalError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
+from dynamo_trtllm.plane.base import Sink
+
+logger = logging.getLogger(__name__)
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -127,6 +131,7 @@ class Arrivals:
     _next_number: int = 0
     _ended: bool = False  # the terminal chunk is in `_chunks` or taken
     _error: DynamoError | None = None
+    _sink: Sink | None = None  # set while a reader that has one waits, and nothing else is to come before
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     def feed(self, frame: Frame) -> None:
@@ -140,9 +145,19 @@ class Arrivals:
             self.fail(StreamIncomplete(f"frame {frame.number} is empty"))
         else:
             self._next_number += 1
-            self._keep(frame.chunk)
+            if self._sink is None or frame.chunk.finish_reason is not None or not self._sunk(frame.chunk, self._sink):
+                self._keep(frame.chunk)
+
+    def _sunk(self, chunk: Chunk, sink: Sink) -> bool:
+        try:
+            return sink(chunk)
+        except Exception:  # ends this stream, and not those whose frames came in the same message
+            logger.exception("a chunk could not be passed on")
+            self.fail(InternalError("the answer could not be passed on; see the frontend's log"))
+            return True
 
     def _keep(self, chunk: Chunk) -> None:
+        self._sink = None
         self._pending_tokens += len(chunk.token_ids) + 1
         if self._pending_tokens > self.max_pending_tokens:
             self.fail(Overloaded(f"the reader is more than {self.max_pending_tokens} tokens behind"))
@@ -157,13 +172,18 @@ class Arrivals:
             self._error = error
             self._arrived.set()
 
-    async def get(self) -> Chunk:
-        """The next chunk. Raises the error that ended the stream; not to be called after the terminal chunk."""
+    async def get(self, sink: Sink | None = None) -> Chunk:
+        """The next chunk that `sink` does not take. Raises the error that ended the stream; not to be called after the
+        terminal chunk."""
         while not self._chunks:
             if self._error is not None:
                 raise self._error
             self._arrived.clear()
-            await self._arrived.wait()
+            self._sink = sink
+            try:
+                await self._arrived.wait()
+            finally:
+                self._sink = None
         chunk = self._chunks.popleft()
         self._pending_tokens -= len(chunk.token_ids) + 1
         return chunk

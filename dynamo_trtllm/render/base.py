@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from dynamo_trtllm.messages import Conversation, TokenIds, token_ids
 
 NOTHING_FORCED = token_ids()
@@ -21,9 +23,11 @@ class ToolCallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
-    """What a run of tokens adds for the client. Never holds markers, nor part of a UTF-8 character."""
+class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a run of tokens adds for the client. Never holds markers, nor part of a UTF-8 character.
+
+    A msgspec struct because one is made per token: a frozen dataclass takes ten times as long.
+    """
 
     content: str = ""
     reasoning: str = ""

@@ -20,8 +20,8 @@ from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_ids
 from dynamo_trtllm.render import vocabulary
 from dynamo_trtllm.render.base import NOTHING_FORCED, TOOL_NAME, OutputParser
-from dynamo_trtllm.render.harmony_parser import HarmonyParser
-from dynamo_trtllm.render.text import BytesTextParser
+from dynamo_trtllm.render.harmony_parser import HarmonyParser, HarmonyTexts
+from dynamo_trtllm.render.text import BytesTextParser, WholeTexts
 
 _RETURN: Final = 200002
 _MESSAGE: Final = 200008
@@ -58,6 +58,9 @@ class HarmonyRenderer:
         self._is_call_split = tool_call_parser != "none"
         self._harmony = vocabulary.load_harmony(cache_dir)
         self._tiktoken = vocabulary.load_tiktoken(cache_dir)
+        self._whole = HarmonyTexts(
+            content=WholeTexts(self._token_bytes), reasoning=WholeTexts(self._token_bytes, is_reasoning=True)
+        )
         self._today = today
         self._frame = functools.lru_cache(maxsize=1024)(self._make_frame)
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
@@ -87,6 +90,7 @@ class HarmonyRenderer:
     def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
         return HarmonyParser(
             self._token_bytes,
+            self._whole,
             forced=forced,
             is_reasoning_split=self._is_reasoning_split,
             is_call_split=self._is_call_split,
@@ -107,7 +111,7 @@ class HarmonyRenderer:
         return array("I", self._harmony.encode(text, allowed_special="all"))
 
     def text_parser(self) -> OutputParser:
-        return BytesTextParser(self._token_bytes)
+        return BytesTextParser(self._token_bytes, self._whole.content)
 
     def _token_bytes(self, token_id: int) -> bytes:
         return vocabulary.ordinary_bytes(self._tiktoken, token_id)

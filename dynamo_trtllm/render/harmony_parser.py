@@ -5,15 +5,16 @@ It never raises for what a model writes, never shows a marker and never waits fo
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable
+from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.render.base import NOTHING_FORCED, Delta
 from dynamo_trtllm.render.collected import Collected
 from dynamo_trtllm.render.harmony_header import Header, could_become_header, read_header
+from dynamo_trtllm.render.text import WholeTexts
 from dynamo_trtllm.render.vocabulary import FIRST_SPECIAL
 
 _RETURN: Final = 200002
@@ -45,6 +46,13 @@ class _Goes(Enum):
     ARGUMENTS = auto()
 
 
+class HarmonyTexts(NamedTuple):
+    """Of a vocabulary, shared by its parsers."""
+
+    content: WholeTexts
+    reasoning: WholeTexts
+
+
 class HarmonyParser:
     """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
 
@@ -58,6 +66,7 @@ class HarmonyParser:
     def __init__(
         self,
         token_bytes: Callable[[int], bytes],
+        texts: HarmonyTexts,
         *,
         forced: TokenIds = NOTHING_FORCED,
         is_reasoning_split: bool = True,
@@ -66,7 +75,9 @@ class HarmonyParser:
         self._token_bytes = token_bytes  # no bytes for control tokens
         self._reasoning = _Goes.REASONING if is_reasoning_split else _Goes.CONTENT
         self._is_call_split = is_call_split
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = Utf8Decoder(errors="replace")
+        self._texts = {_Goes.CONTENT: texts.content, _Goes.REASONING: texts.reasoning}
+        self._whole: WholeTexts | None = None  # of the next token, if it just goes on where the last one was
         self._state = _In.HEADER
         self._goes = _Goes.CONTENT
         self._header: list[int] = []
@@ -77,6 +88,10 @@ class HarmonyParser:
         self._forced = len(self._header)  # of the header's tokens, those that are no output
 
     def push(self, token_ids: TokenIds) -> Delta:
+        if self._whole is not None and len(token_ids) == 1 and not self._decoder.buffer:
+            whole = self._whole[token_ids[0]]
+            if whole is not None:
+                return whole
         self._run(token_ids)
         return self._take()
 
@@ -88,6 +103,7 @@ class HarmonyParser:
 
     def _take(self) -> Delta:
         out, self._out = self._out, Collected()
+        self._whole = self._texts.get(self._goes) if self._state is _In.BODY else None
         return out.delta()
 
     def _run(self, token_ids: TokenIds) -> None:

@@ -16,7 +16,7 @@ from dynamo_trtllm.render.base import NOTHING_FORCED, TOOL_NAME, OutputParser
 from dynamo_trtllm.render.chat_template import ChatTemplates
 from dynamo_trtllm.render.reasoning import END_THINK, THINK, ThinkSplit
 from dynamo_trtllm.render.split import SplitParser
-from dynamo_trtllm.render.text import BytesTextParser, WindowTextParser
+from dynamo_trtllm.render.text import BytesTextParser, WholeTexts, WindowTextParser
 from dynamo_trtllm.render.tool_calls import END_TOOL_CALL, TOOL_CALL, CallReader, HermesCalls, JsonCalls
 
 TOKENIZER: Final = "tokenizer.json"
@@ -66,6 +66,8 @@ class ChatTemplateRenderer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         markers = _MARKERS[reasoning_parser] + _MARKERS[tool_call_parser]
         self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
+        self._whole = WholeTexts(functools.partial(self._token_bytes, self._hidden))
+        self._whole_in_chat = WholeTexts(functools.partial(self._token_bytes, self._hidden_in_chat))
         decoder = _json_object(self._source, TOKENIZER).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
 
@@ -121,7 +123,8 @@ class ChatTemplateRenderer:
 
     def _text_parser(self, hidden: frozenset[int]) -> OutputParser:
         if self._is_byte_level:
-            return BytesTextParser(functools.partial(self._token_bytes, hidden))
+            whole = self._whole_in_chat if hidden is self._hidden_in_chat else self._whole
+            return BytesTextParser(functools.partial(self._token_bytes, hidden), whole)
         return WindowTextParser(functools.partial(self._tokenizer.decode, skip_special_tokens=False), hidden)
 
     def _control_text(self, text: str) -> TokenIds:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Callable, Sequence
+from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
 from typing import Final
 
 from dynamo_trtllm.messages import TokenIds
@@ -21,14 +21,37 @@ def overlap(text: str, marker: str) -> int:
     return 0
 
 
+class WholeTexts(dict[int, Delta | None]):
+    """What each token adds that is whole characters by itself; None for any other. Filled as tokens are seen, so it
+    grows to the size of the vocabulary: one per model, for all its requests."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], *, is_reasoning: bool = False) -> None:
+        self._token_bytes = token_bytes
+        self._is_reasoning = is_reasoning
+
+    def __missing__(self, token_id: int) -> Delta | None:
+        try:
+            text = self._token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = ""
+        if self._is_reasoning:
+            delta = Delta(reasoning=text, reasoning_tokens=1)
+        else:
+            delta = Delta(content=text)
+        return self.setdefault(token_id, delta if text else None)
+
+
 class BytesTextParser:
     """OutputParser for vocabularies whose tokens are byte strings; all text is content."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], whole: WholeTexts) -> None:
         self._token_bytes = token_bytes  # no bytes for a token that must not be shown
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._whole = whole
+        self._decoder = Utf8Decoder(errors="replace")
 
     def push(self, token_ids: TokenIds) -> Delta:
+        if len(token_ids) == 1 and not self._decoder.buffer and (whole := self._whole[token_ids[0]]) is not None:
+            return whole
         return Delta(content=self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
 
     def finish(self) -> Delta:

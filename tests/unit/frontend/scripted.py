@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
@@ -25,6 +27,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.observe.metrics import FrontendMetrics
+from dynamo_trtllm.plane.base import Sink
 from dynamo_trtllm.render.base import NOTHING_FORCED, Delta, ToolCallDelta
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
@@ -46,7 +49,7 @@ class Characters:
     def push(self, ids: TokenIds) -> Delta:
         delta, forced = self._read(ids), self._forced
         self._forced = ()
-        return replace(delta, tool_calls=forced + delta.tool_calls) if forced else delta
+        return msgspec.structs.replace(delta, tool_calls=forced + delta.tool_calls) if forced else delta
 
     def _read(self, ids: TokenIds) -> Delta:
         if self._channel == CONTENT and min(ids, default=END) > HALF:
@@ -150,7 +153,9 @@ class Scripted:
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     yielded: int = 0
 
-    async def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         self.running += 1
         self.begun.set()

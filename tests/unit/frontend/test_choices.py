@@ -19,6 +19,7 @@ from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.frontend.postprocess import Piece
 from dynamo_trtllm.frontend.preprocess import Plan
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
+from dynamo_trtllm.plane.base import Sink
 from tests.unit.frontend.scripted import CALL, MODEL, Front, Scripted, chunk, stop
 
 CHAT = "/v1/chat/completions"
@@ -32,7 +33,7 @@ class Each:
         self.each = [Scripted(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
-    def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest, trace: Trace, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         return self.each[len(self.requests) - 1].generate(request, trace)
 

@@ -59,9 +59,9 @@ async def test_worker_when_it_is_gone_and_still_registered_then_only_the_first_r
     asked: list[str] = []
     generate = cluster.plane.generate
 
-    def counting(subject, leg):
+    def counting(subject, leg, sink=None):
         asked.append(subject)
-        return generate(subject, leg)
+        return generate(subject, leg, sink)
 
     cluster.plane.generate = counting  # type: ignore[method-assign]
     cluster.view.add(gone)

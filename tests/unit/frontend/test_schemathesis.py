@@ -26,6 +26,7 @@ from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, TokenIds
+from dynamo_trtllm.plane.base import Sink
 from tests.unit.frontend.scripted import (
     CALL,
     CARD,
@@ -76,7 +77,7 @@ class AnyModel(Catalog):
 class Varied(Scripted):
     """Another script for each prompt."""
 
-    def generate(self, request: GenerateRequest, trace: Trace) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest, trace: Trace, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
         self.script = SCRIPTS[(sum(request.token_ids) + request.sampling.max_tokens) % len(SCRIPTS)]
         return super().generate(request, trace)
 

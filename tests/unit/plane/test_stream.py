@@ -175,3 +175,67 @@ async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unk
     with pytest.raises(Overloaded):
         await gone_arrivals.get()
     assert inbox.open()[0] not in (first, second, gone)
+
+
+class Taking:
+    """A sink that takes chunks while it is open."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.taken: list[int] = []
+
+    def __call__(self, chunk: Chunk) -> bool:
+        if self.open:
+            self.taken.extend(chunk.token_ids)
+        return self.open
+
+
+async def test_get_when_a_sink_takes_chunks_then_only_what_ends_the_stream_is_got() -> None:
+    arrivals, sink = make_arrivals(), Taking()
+    reading = asyncio.create_task(arrivals.get(sink))
+    await asyncio.sleep(0)
+    for number, chunk in enumerate((make_chunk(1), make_chunk(2), make_chunk(3, finish=FinishReason.STOP))):
+        arrivals.feed(Frame(1, number, chunk))
+    assert (await reading).token_ids == token_ids([3])
+    assert sink.taken == [1, 2]
+
+
+async def test_get_when_the_sink_takes_no_more_then_the_rest_is_got_in_order() -> None:
+    arrivals, sink = make_arrivals(), Taking()
+    reading = asyncio.create_task(arrivals.get(sink))
+    await asyncio.sleep(0)
+    arrivals.feed(Frame(1, 0, make_chunk(1)))
+    sink.open = False
+    arrivals.feed(Frame(1, 1, make_chunk(2)))
+    sink.open = True
+    arrivals.feed(Frame(1, 2, make_chunk(3)))
+    assert [(await reading).token_ids, (await arrivals.get(sink)).token_ids] == [token_ids([2]), token_ids([3])]
+    assert sink.taken == [1]
+
+
+async def test_feed_when_nobody_waits_then_the_sink_is_not_asked() -> None:
+    arrivals, sink = make_arrivals(Frame(1, 0, make_chunk(1))), Taking()
+    assert (await arrivals.get(sink)).token_ids == token_ids([1])
+    arrivals.feed(Frame(1, 1, make_chunk(2)))
+    assert (await arrivals.get(sink)).token_ids == token_ids([2])
+    assert sink.taken == []
+
+
+async def test_feed_when_the_sink_fails_then_only_its_stream_does(caplog: pytest.LogCaptureFixture) -> None:
+    inbox = Inbox(1000)
+    bad, bad_end = inbox.open()
+    good, good_end = inbox.open()
+    sink = Taking()
+
+    def failing(_: Chunk) -> bool:
+        raise KeyError("a bug")
+
+    readings = [asyncio.create_task(bad_end.get(failing)), asyncio.create_task(good_end.get(sink))]
+    await asyncio.sleep(0)
+    inbox.feed(Batch([Frame(bad, 0, make_chunk(1)), Frame(good, 0, make_chunk(2))]))
+    inbox.feed(Batch([Frame(good, 1, make_chunk(3, finish=FinishReason.STOP))]))
+    with pytest.raises(InternalError):
+        await readings[0]
+    assert (await readings[1]).token_ids == token_ids([3])
+    assert sink.taken == [2]
+    assert "a bug" in caplog.text

@@ -1,0 +1,137 @@
+"""Pieces of an answer that are sent within the step that made them: the same bytes by another way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import Disconnected
+from dynamo_trtllm.frontend.http import WRITER
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
+from dynamo_trtllm.plane.base import Sink
+from tests.unit.frontend.legs import FINISHED, Cluster, request
+from tests.unit.frontend.scripted import CALL, CONTENT, MODEL, REASONING, Front, Scripted, chunk, stop
+
+SCRIPT = [
+    chunk("why", ids=[REASONING]),
+    chunk("not"),
+    chunk("Hel", ids=[CONTENT]),
+    chunk(),
+    chunk("lo"),
+    chunk(' "you"\n'),
+    chunk("f", ids=[CALL]),
+    chunk("{}"),
+    stop(),
+]
+
+
+class Offering(Scripted):
+    """As the pipeline does: a chunk that the sink takes is not yielded."""
+
+    async def generate(
+        self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        begun = False
+        async with aclosing(super().generate(request, trace)) as chunks:
+            async for each in chunks:
+                if not begun or sink is None or each.finish_reason is not None or not sink(each):
+                    yield each
+                begun = True
+
+
+class Wire:
+    """What a client reads, and a writer to it that is ready every `every`-th time; 0: never."""
+
+    def __init__(self, every: int) -> None:
+        self.parts: list[bytes] = []
+        self.written = 0
+        self._every = every
+        self._asked = 0
+
+    def is_ready(self) -> bool:
+        self._asked += 1
+        return self._every > 0 and self._asked % self._every == 0
+
+    def write(self, data: bytes) -> None:
+        assert data
+        self.written += 1
+        self.parts.append(data)
+
+    async def send(self, message: Any) -> None:
+        self.parts.append(message.get("body", b""))
+
+
+async def streamed(wire: Wire, script: list[Any], **fields: Any) -> list[Any]:
+    """The choices of all events."""
+    served = Front(Offering(script), FrontendConfig())
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True} | fields
+    told = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        return told.pop() if told else await asyncio.Event().wait()
+
+    path = "/v1/chat/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "headers": [], "state": {WRITER: wire}}
+    await served.app(scope, receive, wire.send)
+    events = b"".join(wire.parts).decode().split("\n\n")
+    assert events.pop() == ""
+    assert events.pop() == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"] for event in events]
+    for [choice] in choices:
+        for call in choice.get("delta", {}).get("tool_calls", ()):
+            call.pop("id", None)  # random
+    return choices
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+async def test_stream_when_the_client_can_be_written_to_then_the_same_events_come_in_order(every: int) -> None:
+    wire = Wire(every)
+    assert await streamed(wire, SCRIPT) == await streamed(Wire(0), SCRIPT)
+    assert wire.written > 0
+
+
+async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_directly() -> None:
+    served = Front(Offering([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]), FrontendConfig())
+    body = {"model": MODEL, "prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
+    told, wire = [{"type": "http.request", "body": json.dumps(body).encode()}], Wire(1)
+
+    async def receive() -> Any:
+        return told.pop() if told else await asyncio.Event().wait()
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "state": {WRITER: wire}}
+    await served.app(scope, receive, wire.send)
+    assert wire.written == 1
+    assert b'"completion_tokens":4' in b"".join(wire.parts)
+
+
+@pytest.mark.parametrize("fields", [{"stop": ["lo"]}, {"parallel_tool_calls": False}])
+async def test_stream_when_its_text_may_end_it_then_nothing_is_written_directly(fields: dict[str, Any]) -> None:
+    wire = Wire(1)
+    await streamed(wire, SCRIPT, **fields)
+    assert wire.written == 0
+
+
+async def test_pipeline_when_a_sink_takes_chunks_then_a_leg_that_breaks_goes_on_behind_them(cluster: Cluster) -> None:
+    begun = asyncio.Event()
+    await cluster.add(1, Role.AGGREGATED, [FINISHED[0], begun, FINISHED[1], Disconnected("gone")])
+    second = await cluster.add(2, Role.AGGREGATED, [FINISHED[2]])
+    taken: list[int] = []
+
+    def sink(each: Chunk) -> bool:
+        taken.extend(each.token_ids)
+        return True
+
+    got: list[int] = []
+    async with aclosing(cluster.pipeline.generate(request(), Trace(), sink)) as chunks:
+        async for each in chunks:
+            got.extend(each.token_ids)
+            begun.set()
+    assert (got, taken) == ([10, 13], [11, 12])
+    assert second.requests[0].resumed_tokens == 3
