@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.chaos.scrape import fetch
 from benchmarks.chaos.servers import free_port
-from benchmarks.gpu.plan import MODEL_NAME, Plan, server_arguments
+from benchmarks.gpu.plan import ENVIRONMENT, MODEL_NAME, Plan, server_arguments
 from benchmarks.launched import NAME_VARIABLE, Launched, NotServing
 from dynamo_trtllm.children.spawn import spawn
 
@@ -83,7 +83,7 @@ class VllmServer:
 
         gpus = ",".join(str(gpu) for gpu in self._plan.halves[self._half])
         env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
-        env |= {"CUDA_VISIBLE_DEVICES": gpus, "TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent)}
+        env |= ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": gpus, "TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent)}
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *server_arguments(self._plan, self._port)]
         self._process = spawn([*argv, *self._more], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._begun_s = time.monotonic()

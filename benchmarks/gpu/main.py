@@ -59,10 +59,11 @@ class Run:
         self._plan = plan
         self._sizes = sizes
         self._out: Path = args.out
-        self._until_s = time.monotonic() + args.budget_s
+        self._until_s: float = time.monotonic() + args.budget_s
         self.results: list[Result] = []
 
     def left_s(self) -> float:
+        """Of the budget, in seconds."""
         return self._until_s - time.monotonic()
 
     async def all(self) -> None:
@@ -169,6 +170,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--victims", default="decode,prefill", help="of the step kill, one after the other")
     add("--shapes", help="ISL/OSL/CONCURRENCY, comma-separated, instead of the guides'")
     add("--places", type=int, choices=(1, 2), default=2, help="overhead: 2 lets the servers change places")
+    add("--prefix-caching", action="store_true", help="on; off, prompts of parity are computed anew each time")
     add("--quick", action="store_true", help="few and short requests: does everything work?")
     add("--budget-s", type=float, default=570.0, help="no step goes on after this")
     add("--ready-s", type=float, default=420.0, help="longest wait for engines to come up")
@@ -208,6 +210,7 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
         gpus=gpus,
         layers=args.layers,
         is_eager=args.eager,
+        prefix_caching=args.prefix_caching,
         extra=args.engine_args,
         ready_s=args.ready_s,
     )

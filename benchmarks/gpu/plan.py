@@ -11,6 +11,18 @@ from typing import Any, Literal
 Engine = Literal["vllm", "torch", "mock"]
 MODEL_NAME = "bench"
 AGGREGATED = "prefill_and_decode"
+# NVLink multicast stays off: a program that uses it can leave the GPUs of a shared host unusable. No network is asked.
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+    "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 # vLLM's own names, as its server takes them too: both sides of a comparison get the same.
 _OF_ENGINE: dict[str, dict[str, Any]] = {
     "mock": {"step_s": 0.005},
@@ -97,7 +109,7 @@ def worker(plan: Plan, name: str, mode: str, gpus: tuple[int, ...]) -> dict[str,
         "disaggregation_mode": mode,
         "devices": list(gpus) or "cpu",
         "flags": flags(plan, gpus),
-        "env": {} if gpus else {"OMP_NUM_THREADS": "1"},
+        "env": ENVIRONMENT | ({} if gpus else {"OMP_NUM_THREADS": "1"}),
     }
 
 

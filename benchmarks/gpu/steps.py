@@ -65,7 +65,12 @@ def _given(sizes: Sizes) -> list[tokens.Prompt]:
 
 
 async def _answers(url: str, sizes: Sizes, concurrency: int) -> dict[int, str | None]:
-    asked = {"osl": sizes.parity_osl, "concurrency": concurrency, "extra": tokens.GREEDY, "keep_text": True}
+    asked: dict[str, Any] = {
+        "osl": sizes.parity_osl,
+        "concurrency": concurrency,
+        "extra": tokens.GREEDY,
+        "keep_text": True,
+    }
     return tokens.texts(await tokens.send(url, _given(sizes), **asked))
 
 
