@@ -6,7 +6,7 @@ A carrier moves pieces (address, bytes, device). Gathering KV blocks into pieces
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 
 class Piece(NamedTuple):
@@ -15,6 +15,9 @@ class Piece(NamedTuple):
     address: int
     num_bytes: int
     device: str = "cpu"  # or "cuda:0" …
+
+
+OnPiece: TypeAlias = Callable[[int], None]
 
 
 class Carrier(Protocol):
@@ -26,17 +29,43 @@ class Carrier(Protocol):
         """`on_fetched(ticket_id)` is called on the loop each time a peer says that it has read an offer."""
         ...
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece]) -> bytes:
-        """Makes the pieces readable by whoever holds the returned bytes, until `withdraw`. Raises TransferFailed."""
+    async def register(self, region: Piece) -> None:
+        """Makes memory known once, until `aclose`: what is offered or fetched within it then needs no registration.
+
+        Raises TransferFailed, and leaves nothing behind, for memory that this carrier can't move.
+        """
+        ...
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+        """Makes the pieces readable by whoever holds the returned bytes, until `withdraw`. Raises TransferFailed.
+
+        Only the first `ready` pieces hold their data yet (None: all); a reader waits for `advance` with the others.
+        """
+        ...
+
+    def advance(self, ticket_id: str, ready: int) -> None:
+        """The first `ready` pieces of an offer hold their data. Unknown tickets are no error."""
         ...
 
     async def withdraw(self, ticket_id: str) -> None:
         """Ends an offer; its memory may be reused when this returns. Unknown tickets are no error."""
         ...
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], *, timeout_s: float) -> None:
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
         """Reads an offer of equal piece sizes into own memory and tells its holder. Nothing is written to `pieces`
-        after this returns, raises or is cancelled. Raises HandoffTimeout, TransferFailed (peer dead, offer gone)."""
+        after this returns, raises or is cancelled. Raises HandoffTimeout, TransferFailed (peer dead, offer gone).
+
+        `on_piece(index)` is called for every piece in order as soon as it is whole, on the loop or on a thread of the
+        carrier, never after this has ended; it must be quick. Until this returns, what was read may be void.
+        """
         ...
 
     async def aclose(self) -> None: ...

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffTimeout, TicketExpired
-from dynamo_trtllm.handoff.base import Carrier, Piece
+from dynamo_trtllm.handoff.base import Carrier, OnPiece, Piece
 from dynamo_trtllm.messages import HandoffTicket
 
 
@@ -40,7 +40,14 @@ def late(ticket: HandoffTicket, reached: Bound) -> DynamoError:
     return reached.error(f"the KV of ticket {ticket.ticket_id} did not come before {reached.why}")
 
 
-async def fetch(carrier: Carrier, ticket: HandoffTicket, offer: bytes, pieces: Sequence[Piece], within: Within) -> None:
+class Destination(NamedTuple):
+    """Where a ticket's KV goes, and who hears of each piece of it (see `Carrier.fetch`)."""
+
+    pieces: Sequence[Piece]
+    on_piece: OnPiece | None = None
+
+
+async def fetch(carrier: Carrier, ticket: HandoffTicket, offer: bytes, to: Destination, within: Within) -> None:
     """Raises as the carrier does; when time is over, the error of the bound that was reached."""
     first = bound(ticket, within, time.time())
     if first.left_s <= 0:
@@ -48,6 +55,6 @@ async def fetch(carrier: Carrier, ticket: HandoffTicket, offer: bytes, pieces: S
             raise TicketExpired(f"ticket {ticket.ticket_id} expired before there was a place to fetch its KV to")
         raise late(ticket, first)
     try:
-        await carrier.fetch(ticket.ticket_id, offer, pieces, timeout_s=first.left_s)
+        await carrier.fetch(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_piece=to.on_piece)
     except HandoffTimeout as exc:
         raise late(ticket, first) from exc

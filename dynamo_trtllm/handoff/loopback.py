@@ -9,19 +9,26 @@ import asyncio
 import ctypes
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, TransferFailed
-from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.errors import BadFrame, HandoffTimeout, TransferFailed
+from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.memory import require_cpu, require_sizes
 
 
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     carrier_id: str
     sizes_bytes: list[int]
+
+
+@dataclass(slots=True)
+class _Held:
+    pieces: tuple[Piece, ...]
+    ready: int  # pieces that hold their data
 
 
 class LoopbackCarrier:
@@ -32,27 +39,50 @@ class LoopbackCarrier:
 
     def __init__(self) -> None:
         self._id = uuid.uuid4().hex
-        self._offers: dict[str, tuple[Piece, ...]] = {}
+        self._offers: dict[str, _Held] = {}
+        self._changed = asyncio.Event()  # an offer advanced or ended; replaced each time
         self._on_fetched: Callable[[str], None] | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         self._on_fetched = on_fetched
         self._open[self._id] = self
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece]) -> bytes:
+    async def register(self, region: Piece) -> None:
+        require_cpu([region], self.name)  # and that is all that it takes
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._id not in self._open:
             raise TransferFailed("the loopback carrier is not running; start it before it offers")
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
-        self._offers[ticket_id] = tuple(pieces)
+        self._offers[ticket_id] = _Held(tuple(pieces), len(pieces) if ready is None else ready)
         return codec.encode(_Offer(carrier_id=self._id, sizes_bytes=[piece.num_bytes for piece in pieces]))
 
-    async def withdraw(self, ticket_id: str) -> None:
-        self._offers.pop(ticket_id, None)
+    def advance(self, ticket_id: str, ready: int) -> None:
+        held = self._offers.get(ticket_id)
+        if held is not None:
+            held.ready = ready
+            self._tell_readers()
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], *, timeout_s: float) -> None:
-        """See `Carrier.fetch`. The copy itself does not yield, so `timeout_s` can't pass within it."""
+    async def withdraw(self, ticket_id: str) -> None:
+        if self._offers.pop(ticket_id, None) is not None:
+            self._tell_readers()
+
+    def _tell_readers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
+        """See `Carrier.fetch`. Only waiting for pieces yields; the copies themselves take no part of `timeout_s`."""
         try:
             facts = codec.decode(offer, _Offer)
         except BadFrame as exc:
@@ -62,14 +92,31 @@ class LoopbackCarrier:
         holder = self._open.get(facts.carrier_id)
         if holder is None:
             raise TransferFailed(f"ticket {ticket_id}: its holder is not in this process or is closed")
-        sources = holder._offers.get(ticket_id)
-        if sources is None:
-            raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
-        for source, target in zip(sources, pieces, strict=True):
-            ctypes.memmove(target.address, source.address, source.num_bytes)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for index, target in enumerate(pieces):
+                    source = await holder._ready_piece(ticket_id, index)
+                    ctypes.memmove(target.address, source.address, source.num_bytes)
+                    if on_piece is not None:
+                        on_piece(index)
+        except TimeoutError as exc:
+            raise HandoffTimeout(f"ticket {ticket_id}: its pieces were not ready within {timeout_s:g} s") from exc
+        holder._held(ticket_id)
         if holder._on_fetched is not None:
             asyncio.get_running_loop().call_soon(holder._on_fetched, ticket_id)
+
+    async def _ready_piece(self, ticket_id: str, index: int) -> Piece:
+        while (held := self._held(ticket_id)).ready <= index:
+            await self._changed.wait()
+        return held.pieces[index]
+
+    def _held(self, ticket_id: str) -> _Held:
+        held = self._offers.get(ticket_id)
+        if held is None:
+            raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
+        return held
 
     async def aclose(self) -> None:
         self._open.pop(self._id, None)
         self._offers.clear()
+        self._tell_readers()

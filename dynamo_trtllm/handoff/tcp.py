@@ -19,7 +19,7 @@ import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, ConfigError, HandoffTimeout, TransferFailed
-from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.memory import require_cpu, require_sizes, view
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,13 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
 class _Held:
     pieces: tuple[Piece, ...]
     token: bytes
+    ready: int  # pieces that hold their data
+    advanced: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
     readers: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def until_ready(self, index: int) -> None:
+        while self.ready <= index:
+            await self.advanced.wait()
 
 
 class TcpCarrier:
@@ -72,14 +78,19 @@ class TcpCarrier:
 
     # --- the holder's side ---------------------------------------------------------------------------------
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece]) -> bytes:
+    async def register(self, region: Piece) -> None:
+        require_cpu([region], self.name)  # and that is all that it takes
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._listener is None:
             raise TransferFailed("carrier tcp is not running; start it before it offers")
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         token = secrets.token_bytes(_TOKEN_BYTES)
-        self._offers[ticket_id] = _Held(pieces=tuple(pieces), token=token)
+        self._offers[ticket_id] = _Held(
+            pieces=tuple(pieces), token=token, ready=len(pieces) if ready is None else ready
+        )
         return codec.encode(
             _Offer(
                 host=self._advertise_host,
@@ -88,6 +99,13 @@ class TcpCarrier:
                 sizes_bytes=[piece.num_bytes for piece in pieces],
             )
         )
+
+    def advance(self, ticket_id: str, ready: int) -> None:
+        held = self._offers.get(ticket_id)
+        if held is not None:
+            held.ready = ready
+            held.advanced.set()
+            held.advanced = asyncio.Event()
 
     async def withdraw(self, ticket_id: str) -> None:
         held = self._offers.pop(ticket_id, None)
@@ -130,7 +148,8 @@ class TcpCarrier:
             loop = asyncio.get_running_loop()
             total_bytes = sum(piece.num_bytes for piece in held.pieces)
             await loop.sock_sendall(connection, _REPLY.pack(_MAGIC, True, total_bytes))
-            for piece in held.pieces:
+            for index, piece in enumerate(held.pieces):
+                await held.until_ready(index)
                 await loop.sock_sendall(connection, view(piece))
             await _receive(connection, memoryview(bytearray(len(_ACK))))
         finally:
@@ -139,7 +158,15 @@ class TcpCarrier:
 
     # --- the reader's side ---------------------------------------------------------------------------------
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], *, timeout_s: float) -> None:
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
         try:
             facts = codec.decode(offer, _Offer)
         except BadFrame as exc:
@@ -149,13 +176,13 @@ class TcpCarrier:
         where = f"ticket {ticket_id}: its holder at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
-                await self._read(ticket_id, facts, pieces)
+                await self._read(ticket_id, facts, pieces, on_piece)
         except TimeoutError as exc:
             raise HandoffTimeout(f"{where} did not send all of it within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} broke off: {exc}") from exc
 
-    async def _read(self, ticket_id: str, facts: _Offer, pieces: Sequence[Piece]) -> None:
+    async def _read(self, ticket_id: str, facts: _Offer, pieces: Sequence[Piece], on_piece: OnPiece | None) -> None:
         loop = asyncio.get_running_loop()
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -172,8 +199,10 @@ class TcpCarrier:
                 raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
             if total_bytes != sum(facts.sizes_bytes):
                 raise TransferFailed(f"ticket {ticket_id}: its holder sends {total_bytes} bytes, not as it offered")
-            for piece in pieces:
+            for index, piece in enumerate(pieces):
                 await _receive(connection, view(piece))
+                if on_piece is not None:
+                    on_piece(index)
             await loop.sock_sendall(connection, _ACK)
 
     async def aclose(self) -> None:

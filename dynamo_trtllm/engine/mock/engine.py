@@ -25,7 +25,7 @@ from dynamo_trtllm.engine.mock.steps import Sequence, Steps
 from dynamo_trtllm.errors import EngineFailed, EngineRefused
 from dynamo_trtllm.handoff import tickets
 from dynamo_trtllm.handoff.base import Carrier, Piece
-from dynamo_trtllm.handoff.fetching import Within, fetch
+from dynamo_trtllm.handoff.fetching import Destination, Within, fetch
 from dynamo_trtllm.handoff.select import select_carrier
 from dynamo_trtllm.messages import (
     Chunk,
@@ -132,7 +132,7 @@ class MockEngine:
         kv = array("I", bytes(ticket.kv_bytes))
         piece = Piece(kv.buffer_info()[0], ticket.kv_bytes)
         within = Within(sequence.request.deadline, self._handoff_timeout_s)
-        await fetch(self._carrier, ticket, ticket.opaque, [piece], within)
+        await fetch(self._carrier, ticket, ticket.opaque, Destination([piece]), within)
         sequence.seed = kv[-1]
         sequence.prefill_left = 0
         sequence.produced = len(ticket.first_token_ids)

@@ -37,6 +37,15 @@ class TorchArgs(BaseModel):
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="KV memory; default at most 0.5 on CPU, free_gpu_memory_fraction on a GPU"
     )
+    kv_staging_gib: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="memory for KV on its way to another worker; default one request of the longest, or an eighth of "
+        "the KV memory if that is more",
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto",
+        description="auto reads the weights, dummy makes random ones up from config.json alone, equal in every worker",
+    )
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="share of the GPU memory left after weights that KV takes; default 0.5"
     )

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import queue
-import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -22,63 +21,14 @@ from torch import Tensor
 
 from dynamo_trtllm.engine.base import EngineStats
 from dynamo_trtllm.engine.torch.attention import Span, Step
+from dynamo_trtllm.engine.torch.jobs import Delivery, Gathered, Job, Reserved, Retired, leg_stats
 from dynamo_trtllm.engine.torch.kv import KvPool
 from dynamo_trtllm.engine.torch.sampler import Choice, Row, choose
-from dynamo_trtllm.engine.torch.shaping import Shaping
-from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineRefused, Overloaded
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, LegStats, Phase, token_ids
+from dynamo_trtllm.engine.torch.staging import PIECE_BYTES, Parcel, Staging
+from dynamo_trtllm.errors import EngineFailed, EngineRefused, Overloaded
+from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 
 _log = logging.getLogger(__name__)
-
-
-class Reserved(NamedTuple):
-    """A decode job has its blocks: the KV may be fetched into `staging`."""
-
-    staging: Tensor
-
-
-class Gathered(NamedTuple):
-    """A prefill job is done and must be handed off; its blocks stay counted until the job is dropped."""
-
-    staging: Tensor
-    first: Chunk
-
-
-class Retired(NamedTuple):
-    """The job's blocks are free: nothing of it is left here."""
-
-
-Event: TypeAlias = Chunk | DynamoError | Reserved | Gathered
-Delivery: TypeAlias = list[tuple["Job", Event | Retired]]
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One request. Its fields below `inbox` belong to the batcher's thread."""
-
-    request: GenerateRequest
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    inbox: Callable[[Event], None]  # called on the event loop
-    shaping: Shaping | None = None
-    seed: int = field(default_factory=lambda: random.getrandbits(64))
-    blocks: Tensor | None = None
-    prefilled: int = 0  # tokens whose KV is in the pool
-    pending: int = -1  # the newest token, whose KV is not in the pool yet
-    made: int = 0  # tokens of the answer
-    submitted_at: float = field(default_factory=time.monotonic)
-    admitted_at: float = 0.0
-    ready_at: float = 0.0  # decode: KV in place; otherwise: first token chosen
-    stepped_at: float = 0.0  # decode: first own step
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.token_ids)
-
-    @property
-    def kv_tokens(self) -> int:
-        """The most tokens whose KV this job keeps: the newest token of an answer never has any."""
-        return self.prompt_tokens + (0 if self.request.phase is Phase.PREFILL else self.max_new_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +40,18 @@ class BatchLimits:
     num_threads: int | None
 
 
+class Memory(NamedTuple):
+    pool: KvPool
+    staging: Staging | None  # None: an engine that hands nothing over
+
+
 class Batcher:
     """`post` and `stats` from any thread; everything else on its own."""
 
     def __init__(
         self,
         module: Any,
-        pool: KvPool,
+        memory: Memory,
         limits: BatchLimits,
         *,
         deliver: Callable[[Delivery], None],
@@ -104,7 +59,7 @@ class Batcher:
     ) -> None:
         """`deliver` gets all events of a step, `on_end` the reason why no step will follow; both on the thread."""
         self._module = module
-        self._pool = pool
+        self._pool, self._staging = memory
         self._limits = limits
         self._deliver = deliver
         self._on_end = on_end
@@ -113,6 +68,7 @@ class Batcher:
         self._reserved: set[Job] = set()  # decode jobs whose KV is on its way
         self._prefilling: list[Job] = []
         self._decoding: list[Job] = []
+        self._unstaged: deque[tuple[Job, Chunk]] = deque()  # prefilled, without room to be handed off from
         self._held: set[Job] = set()  # handed off, blocks counted
         self._events: Delivery = []
         self._stopping = False
@@ -146,13 +102,13 @@ class Batcher:
         else:
             self._waiting.append(job)
 
-    def install(self, job: Job, staging: Tensor) -> None:
-        """The fetched KV of a reserved job becomes part of the pool and the job goes on."""
+    def install(self, job: Job) -> None:
+        """A reserved job's KV has been fetched, and its copies into the pool are queued: the job goes on."""
         ticket = job.request.ticket
         if job not in self._reserved or job.blocks is None or ticket is None:
             return  # dropped meanwhile
         self._reserved.remove(job)
-        self._pool.scatter(staging, job.blocks, job.prompt_tokens)
+        self._unload(job)
         job.prefilled = job.prompt_tokens
         job.pending = ticket.first_token_ids[-1]
         job.made = len(ticket.first_token_ids)
@@ -164,7 +120,7 @@ class Batcher:
         if job.made < job.max_new_tokens:
             self._decoding.append(job)
         else:  # the decode leg was given less room than the prefill leg
-            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=_stats(job))
+            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=leg_stats(job))
             self._drop(job)
         self._events.append((job, first))
 
@@ -179,9 +135,16 @@ class Batcher:
         for jobs in (self._waiting, self._prefilling, self._decoding):
             if job in jobs:
                 jobs.remove(job)
+        self._unstaged = deque(entry for entry in self._unstaged if entry[0] is not job)
+        self._unload(job)
         if job.blocks is not None:
             self._pool.free(job.blocks)
             job.blocks = None
+
+    def _unload(self, job: Job) -> None:
+        if job.parcel is not None and self._staging is not None:
+            self._staging.give_back(job.parcel)
+            job.parcel = None
 
     def stop(self) -> None:
         self._stopping = True
@@ -199,7 +162,8 @@ class Batcher:
         except Exception as exc:  # noqa: BLE001 - the end of the thread: all streams must hear of it, whatever it was
             _log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
-        for job in (*self._waiting, *self._reserved, *self._prefilling, *self._decoding, *self._held):
+        unstaged = [job for job, _ in self._unstaged]
+        for job in (*self._waiting, *self._reserved, *self._prefilling, *self._decoding, *unstaged, *self._held):
             self._drop(job)
         self._publish()
         self._on_end(reason)
@@ -213,6 +177,7 @@ class Batcher:
                 break
             message()
             busy = True  # wait for one message at most; take the others that are there
+        self._hand_off()
         self._admit()
         if self._prefilling or self._decoding:
             self._step()
@@ -226,7 +191,7 @@ class Batcher:
 
     def _take_stats(self) -> EngineStats:
         return EngineStats(
-            running=len(self._reserved) + len(self._prefilling) + len(self._decoding),
+            running=self._running(),
             waiting=len(self._waiting),
             kv_blocks_used=self._pool.used,
             kv_blocks_total=self._pool.num_blocks,
@@ -236,20 +201,41 @@ class Batcher:
 
     def _admit(self) -> None:
         """In order of arrival, while there is a place in the batch and blocks for the whole answer."""
-        running = len(self._reserved) + len(self._prefilling) + len(self._decoding)
-        while self._waiting and running < self._limits.max_batch_size:
+        while self._waiting and self._running() < self._limits.max_batch_size:
             job = self._waiting[0]
+            is_fetched = job.request.phase is Phase.DECODE and self._staging is not None
+            if is_fetched and job.parcel is None:
+                job.parcel = self._room(job, job.piece_bytes)
+                if job.parcel is None:
+                    return
             job.blocks = self._pool.reserve(job.kv_tokens)
             if job.blocks is None:
                 return
             self._waiting.popleft()
-            running += 1
             job.admitted_at = time.monotonic()
-            if job.request.phase is Phase.DECODE:
+            if job.parcel is not None:
                 self._reserved.add(job)
-                self._events.append((job, Reserved(self._pool.new_staging(job.prompt_tokens))))
+                self._events.append((job, Reserved(job.parcel, self._pool.rows(job.blocks, job.prompt_tokens))))
             else:
                 self._prefilling.append(job)
+
+    def _running(self) -> int:
+        return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._unstaged)
+
+    def _room(self, job: Job, piece_bytes: int) -> Parcel | None:
+        return self._staging.take(job.prompt_tokens, piece_bytes) if self._staging is not None else None
+
+    def _hand_off(self) -> None:
+        """In order, while there is room: each prompt's KV is copied to where the carrier reads it."""
+        while self._unstaged and self._staging is not None:
+            job, first = self._unstaged[0]
+            job.parcel = self._room(job, PIECE_BYTES[self._pool.device.type])
+            if job.parcel is None:
+                return
+            self._unstaged.popleft()
+            self._held.add(job)
+            copied = self._staging.gather(job.parcel, self._pool.rows(_blocks(job), job.prompt_tokens))
+            self._events.append((job, Gathered(job.parcel, copied, first)))
 
     def _step(self) -> None:
         decoding = self._decoding[: self._limits.max_num_tokens]
@@ -328,11 +314,10 @@ class Batcher:
             reason = FinishReason.LENGTH if job.made >= job.max_new_tokens else None
         if reason is None and job.request.phase is Phase.PREFILL:
             self._decoding.remove(job)
-            self._held.add(job)
-            staging = self._pool.gather(_blocks(job), job.prompt_tokens)
-            self._events.append((job, Gathered(staging, Chunk(token_ids=ids, logprobs=logprobs, stats=_stats(job)))))
+            self._unstaged.append((job, Chunk(token_ids=ids, logprobs=logprobs, stats=leg_stats(job))))
+            self._hand_off()
             return
-        stats = _stats(job) if reason is not None else None
+        stats = leg_stats(job) if reason is not None else None
         self._events.append((job, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
         if reason is not None:
             self._drop(job)
@@ -347,17 +332,3 @@ def _blocks(job: Job) -> Tensor:
     if job.blocks is None:
         raise RuntimeError(f"request {job.request.request_id} runs without KV blocks")
     return job.blocks
-
-
-def _stats(job: Job) -> LegStats:
-    queue_s = job.admitted_at - job.submitted_at
-    if job.request.phase is not Phase.DECODE:
-        return LegStats(queue_s=queue_s, prefill_s=job.ready_at - job.admitted_at)
-    ticket = job.request.ticket
-    return LegStats(
-        queue_s=queue_s,
-        handoff_s=job.ready_at - job.admitted_at,
-        decode_wait_s=max(0.0, job.stepped_at - job.ready_at),
-        kv_bytes=ticket.kv_bytes if ticket else 0,
-        transport=ticket.transport if ticket else "",
-    )

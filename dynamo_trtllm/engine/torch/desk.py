@@ -1,6 +1,6 @@
 """Where tickets are written, held and redeemed: the torch engine's side of a hand-off, on the event loop.
 
-Each ticket has one staging tensor, which lives until it was fetched, refused or has expired.
+Each ticket has a parcel of the staging memory, until it was fetched, refused or has expired.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
-from torch import Tensor
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engine.torch.batcher import Gathered, Job
-from dynamo_trtllm.errors import BadFrame, DynamoError, EngineRefused, TicketMismatch
+from dynamo_trtllm.engine.torch.jobs import Gathered, Job
+from dynamo_trtllm.engine.torch.staging import PIECE_BYTES, Parcel, Staging
+from dynamo_trtllm.errors import BadFrame, DynamoError, EngineRefused, TicketMismatch, TransferFailed
 from dynamo_trtllm.handoff import tickets
 from dynamo_trtllm.handoff.base import Carrier, Piece
-from dynamo_trtllm.handoff.fetching import Within, fetch
+from dynamo_trtllm.handoff.fetching import Destination, Within, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -30,18 +31,28 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 _log = logging.getLogger(__name__)
 
 
 class _Opaque(msgspec.Struct, frozen=True):
     offer: bytes
     seed: int  # of the request's randomness, unsigned 64 bits
+    piece_bytes: int  # pieces have the most whole rows that fit into this, and at least one
 
 
 class _Held(NamedTuple):
     job: Job
-    staging: Tensor
     expiry: asyncio.TimerHandle
+
+
+class Terms(NamedTuple):
+    """Of a ticket."""
+
+    seed: int
+    piece_bytes: int
 
 
 class Desk:
@@ -58,21 +69,36 @@ class Desk:
         self._held: dict[str, _Held] = {}
         self._withdrawals: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
+        self._copying = ThreadPoolExecutor(1, "torch-copied")
 
-    async def start(self) -> None:
+    async def start(self, staging: Staging) -> None:
+        """Raises ConfigError or TransferFailed when the carrier can't move KV of this device at all."""
         await self._carrier.start(self.let_go)
+        try:
+            await self._carrier.register(_piece(staging.region))
+        except TransferFailed as exc:
+            if staging.region.device.type == "cpu":
+                raise
+            _log.warning("KV moves through pinned host memory: %s", exc.message)
+            await asyncio.to_thread(staging.move_to_host)
+            await self._carrier.register(_piece(staging.region))
+        _log.info("KV moves over %s, through %d MiB of staging memory", self._carrier.name, staging.num_bytes >> 20)
 
     async def hand_out(self, job: Job, gathered: Gathered, layout: KvLayout) -> Chunk:
         """The terminal chunk with the ticket. Whatever happens from the call on, the job is retired in the end."""
         ticket_id = f"{self._holder:x}-{next(self._numbers)}"
         expires_at = time.time() + self._ttl_s
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        self._held[ticket_id] = _Held(job, gathered.staging, expiry)
+        self._held[ticket_id] = _Held(job, expiry)
+        pieces = [_piece(piece) for piece in gathered.parcel.pieces]
+        kv_bytes = sum(piece.num_bytes for piece in pieces)
         try:
-            offer = await self._carrier.offer(ticket_id, [_piece(gathered.staging)])
+            offer = await self._carrier.offer(ticket_id, pieces, ready=0 if gathered.copied else None)
         except BaseException:
             self.let_go(ticket_id)
             raise
+        self._follow(ticket_id, gathered.copied)
+        device = "cuda" if gathered.copied else "cpu"
         ticket = HandoffTicket(
             version=tickets.TICKET_VERSION,
             ticket_id=ticket_id,
@@ -85,16 +111,28 @@ class Desk:
             first_token_ids=token_ids(gathered.first.token_ids),
             first_logprobs=gathered.first.logprobs,
             transport=self._carrier.name,
-            kv_bytes=gathered.staging.nbytes,
-            opaque=codec.encode(_Opaque(offer, job.seed)),
+            kv_bytes=kv_bytes,
+            opaque=codec.encode(_Opaque(offer, job.seed, PIECE_BYTES[device])),
         )
         stats = gathered.first.stats
         if stats is not None:
             stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
         return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
 
-    def redeem(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> int:
-        """The seed of a ticket that fits. Raises TicketMismatch, TicketExpired or EngineRefused."""
+    def _follow(self, ticket_id: str, copied: Sequence[torch.cuda.Event]) -> None:
+        """The reader hears of each piece when its copy is done; nobody here waits for that."""
+        if copied:
+            loop = asyncio.get_running_loop()
+
+            def follow() -> None:
+                for ready, event in enumerate(copied, start=1):
+                    event.synchronize()
+                    loop.call_soon_threadsafe(self._carrier.advance, ticket_id, ready)
+
+            self._copying.submit(follow).add_done_callback(_complain)
+
+    def redeem(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> Terms:
+        """What a ticket that fits says about the request. Raises TicketMismatch, TicketExpired or EngineRefused."""
         ticket = _ticket(request)
         tickets.check(ticket, engine="torch", model=self._model, layout=layout, now=time.time())
         here = {"prompt_tokens": len(request.token_ids), "kv_bytes": kv_bytes}
@@ -106,13 +144,18 @@ class Desk:
                 )
         if not ticket.first_token_ids:
             raise TicketMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
-        return _opaque(ticket).seed
+        opaque = _opaque(ticket)
+        if not 0 < opaque.piece_bytes <= max(PIECE_BYTES.values()):
+            raise TicketMismatch(f"ticket {ticket.ticket_id} has pieces of {opaque.piece_bytes} bytes", field="opaque")
+        return Terms(opaque.seed, opaque.piece_bytes)
 
-    async def fetch(self, request: GenerateRequest, staging: Tensor, timeout_s: float) -> None:
-        """Reads the ticket's KV into `staging`. Raises a HandoffError or DeadlineExceeded."""
+    async def fetch(
+        self, request: GenerateRequest, parcel: Parcel, timeout_s: float, *, on_piece: Callable[[int], None]
+    ) -> None:
+        """Reads the ticket's KV into the parcel, see `Carrier.fetch`. Raises a HandoffError or DeadlineExceeded."""
         ticket = _ticket(request)
-        within = Within(request.deadline, timeout_s)
-        await fetch(self._carrier, ticket, _opaque(ticket).offer, [_piece(staging)], within)
+        to = Destination([_piece(piece) for piece in parcel.pieces], on_piece)
+        await fetch(self._carrier, ticket, _opaque(ticket).offer, to, Within(request.deadline, timeout_s))
 
     def let_go(self, ticket_id: str) -> None:
         """Ends a ticket; unknown ones are no error."""
@@ -142,6 +185,12 @@ class Desk:
             self.let_go(ticket_id)
         await asyncio.gather(*self._withdrawals)
         await self._carrier.aclose()
+        await asyncio.to_thread(self._copying.shutdown)
+
+
+def _complain(copying: Future[None]) -> None:
+    if (exc := copying.exception()) is not None:
+        _log.error("a copy of KV failed on the GPU: %s", exc)
 
 
 def _ticket(request: GenerateRequest) -> HandoffTicket:
@@ -157,5 +206,5 @@ def _opaque(ticket: HandoffTicket) -> _Opaque:
         raise TicketMismatch(f"ticket {ticket.ticket_id} is not one of this engine's", field="opaque") from exc
 
 
-def _piece(staging: Tensor) -> Piece:
-    return Piece(staging.data_ptr(), staging.nbytes, str(staging.device))
+def _piece(memory: torch.Tensor) -> Piece:
+    return Piece(memory.data_ptr(), memory.nbytes, str(memory.device))

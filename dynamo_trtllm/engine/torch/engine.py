@@ -18,10 +18,12 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats
 from dynamo_trtllm.engine.torch import guided
 from dynamo_trtllm.engine.torch.args import torch_args
-from dynamo_trtllm.engine.torch.batcher import Batcher, BatchLimits, Delivery, Event, Gathered, Job, Reserved, Retired
+from dynamo_trtllm.engine.torch.batcher import Batcher, BatchLimits, Memory
 from dynamo_trtllm.engine.torch.desk import Desk
+from dynamo_trtllm.engine.torch.jobs import Delivery, Event, Gathered, Job, Reserved, Retired
 from dynamo_trtllm.engine.torch.kv import KvPool
 from dynamo_trtllm.engine.torch.shaping import shaping_for
+from dynamo_trtllm.engine.torch.staging import Staging
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, EngineRefused
 from dynamo_trtllm.handoff.base import Carrier
 from dynamo_trtllm.handoff.select import select_carrier
@@ -64,7 +66,7 @@ class TorchEngine:
             )
         self._jobs: set[Job] = set()  # until the batcher says that their blocks are free
         self._batcher: Batcher | None = None
-        self._pool: KvPool | None = None
+        self._memory: Memory | None = None
         self._guides: guided.Guides | None = None
         self._info: EngineInfo | None = None
         self._ended: EngineFailed | None = None
@@ -77,8 +79,8 @@ class TorchEngine:
         """See `Engine.start`."""
         model = await asyncio.to_thread(self._load)
         self._info = info = self._prepare(model)
-        if self._desk is not None:
-            await self._desk.start()
+        if self._desk is not None and self._memory is not None and self._memory.staging is not None:
+            await self._desk.start(self._memory.staging)
         if self._batcher is not None:
             self._batcher.start()
         await self._warm_up()
@@ -101,7 +103,9 @@ class TorchEngine:
 
         args = self._args
         layout = sizing.kv_layout(model, args)
-        num_blocks = sizing.kv_blocks(model, args, layout)
+        hands_over = self._desk is not None
+        num_blocks = sizing.kv_blocks(model, args, layout, staged=hands_over)
+        context_length = sizing.context_length(model, args, num_blocks * layout.block_tokens)
         limits = BatchLimits(
             max_batch_size=args.max_batch_size,
             max_num_tokens=args.max_num_tokens or args.prefill_chunk_tokens + args.max_batch_size,
@@ -113,18 +117,22 @@ class TorchEngine:
             self._guides = guided.Guides(
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
             )
-        self._pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
+        pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
+        staging = None
+        if hands_over:
+            staging = Staging(pool, sizing.staging_bytes(model, args, layout, num_blocks, context_length))
+        self._memory = Memory(pool, staging)
         loop = asyncio.get_running_loop()
         self._batcher = Batcher(
             model.module,
-            self._pool,
+            self._memory,
             limits,
             deliver=partial(_call_soon, loop, self._receive),
             on_end=partial(_call_soon, loop, self._end),
         )
         return EngineInfo(
             engine="torch",
-            context_length=sizing.context_length(model, args, num_blocks * layout.block_tokens),
+            context_length=context_length,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
             renderer=model.renderer,
@@ -191,9 +199,9 @@ class TorchEngine:
                     handed_out = True  # from here on the desk retires the job
                     yield await self._desk.hand_out(job, event, info.layout)
                     return
-                if isinstance(event, Reserved) and self._desk is not None:
-                    await self._desk.fetch(request, event.staging, self._handoff_timeout_s)
-                    batcher.post(partial(batcher.install, job, event.staging))
+                if isinstance(event, Reserved):
+                    await self._fetch(request, event)
+                    batcher.post(partial(batcher.install, job))
                 elif isinstance(event, Chunk):
                     yield event
                     if event.finish_reason is not None:
@@ -203,6 +211,13 @@ class TorchEngine:
         finally:
             if not handed_out:
                 self._retire(job)
+
+    async def _fetch(self, request: GenerateRequest, reserved: Reserved) -> None:
+        """Returns when the copies of all pieces into the pool are queued; nothing is queued for this job after that."""
+        if self._desk is None or self._memory is None or self._memory.staging is None:
+            raise RuntimeError(f"request {request.request_id} has KV to fetch and no room for it")
+        scatter = partial(self._memory.staging.scatter, reserved.parcel, reserved.rows)
+        await self._desk.fetch(request, reserved.parcel, self._handoff_timeout_s, on_piece=scatter)
 
     def _job(self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]) -> Job:
         """Raises EngineRefused, ContextTooLong or a HandoffError for what can't be served here."""
@@ -227,8 +242,9 @@ class TorchEngine:
         )
         if request.sampling.seed is not None:
             job.seed = request.sampling.seed & _MASK_64
-        if request.phase is Phase.DECODE and self._desk is not None and self._pool is not None:
-            job.seed = self._desk.redeem(request, info.layout, kv_bytes=self._pool.staging_bytes(prompt_tokens))
+        if request.phase is Phase.DECODE and self._desk is not None and self._memory is not None:
+            kv_bytes = self._memory.pool.moved_bytes(prompt_tokens)
+            job.seed, job.piece_bytes = self._desk.redeem(request, info.layout, kv_bytes=kv_bytes)
         return job
 
     async def _guide(self, sampling: Sampling, job: Job) -> guided.Guide | None:

@@ -1,7 +1,7 @@
-"""The bounded KV memory of one engine: blocks of tokens, reserved per request, gathered and scattered for hand-off.
+"""The bounded KV memory of one engine: blocks of tokens, reserved per request, and where they lie as rows that move.
 
 Owned by the batcher's thread. Every layer keeps all its tokens here; a sliding layer reads only its window, and only
-the blocks of that window travel.
+the blocks of that window travel. A row is one block of one layer's keys, or of its values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from dynamo_trtllm.engine.torch.attention import first_block
 from dynamo_trtllm.messages import KvLayout
 
+_WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)  # 16 bytes and less
+
 
 class KvPool:
     """Free blocks are handed out last freed first, so that memory never touched stays untouched."""
@@ -23,14 +25,19 @@ class KvPool:
     def __init__(
         self, layout: KvLayout, num_blocks: int, *, windows: Sequence[int | None], device: torch.device
     ) -> None:
-        shape = (layout.num_layers, num_blocks, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
+        shape = (layout.num_layers, 2, num_blocks, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
-        self.keys = _zeros(shape, self.dtype, device)  # padding is read and masked, so it may never be NaN
-        self.values = _zeros(shape, self.dtype, device)
+        memory = zeros(math.prod(shape) * self.dtype.itemsize, device)  # padding is read and masked: never NaN
+        pool = memory.view(self.dtype).view(shape)
+        self.keys, self.values = pool[:, 0], pool[:, 1]
+        self.device = device
         self.num_blocks = num_blocks
         self.block_tokens = layout.block_tokens
-        self._windows = tuple(windows)
-        self._block_shape = shape[2:]
+        self.row_bytes: int = math.prod(shape[3:]) * self.dtype.itemsize
+        # The widest elements that a row is made of: copies of many rows run at the speed of memory only with those.
+        self.width = next(wide for wide in _WIDTHS if self.row_bytes % wide.itemsize == 0)
+        self.all_rows = memory.view(self.width).view(-1, self.row_bytes // self.width.itemsize)
+        self._groups = _groups(windows, num_blocks, device)
         self._free = list(range(num_blocks - 1, -1, -1))
 
     @property
@@ -46,52 +53,58 @@ class KvPool:
         if count > len(self._free):
             return None
         taken = [self._free.pop() for _ in range(count)]
-        return torch.tensor(taken, dtype=torch.long, device=self.keys.device)
+        return torch.tensor(taken, dtype=torch.long, device=self.device)
 
     def free(self, blocks: Tensor) -> None:
         self._free.extend(reversed(blocks.tolist()))
 
-    def _spans(self, tokens: int) -> list[slice]:
-        """Per layer, which of a sequence's blocks the token after `tokens` can see."""
-        end = self.blocks_for(tokens)
-        return [slice(first_block(tokens, window, self.block_tokens), end) for window in self._windows]
+    def num_rows(self, tokens: int) -> int:
+        """How many rows the token after `tokens` can see. Safe from any thread."""
+        return sum(len(bases) * self._span(window, tokens)[1] for window, bases in self._groups)
 
-    def staging_bytes(self, tokens: int) -> int:
-        """The size of the one piece that moves for a prompt of `tokens`. Safe from any thread."""
-        return math.prod(self._staging_shape(tokens)) * self.dtype.itemsize
+    def moved_bytes(self, tokens: int) -> int:
+        """What moves for a prompt of `tokens`. Safe from any thread."""
+        return self.num_rows(tokens) * self.row_bytes
 
-    def _staging_shape(self, tokens: int) -> tuple[int, ...]:
-        total = sum(span.stop - span.start for span in self._spans(tokens))
-        return (total, 2, *self._block_shape)
+    def rows(self, blocks: Tensor, tokens: int) -> Tensor:
+        """Which rows of `all_rows` hold what the token after `tokens` can see of a sequence in `blocks`.
 
-    def new_staging(self, tokens: int) -> Tensor:
-        return torch.empty(self._staging_shape(tokens), dtype=self.dtype, device=self.keys.device)
+        In the same order in every pool of this layout, whatever its size.
+        """
+        parts = []
+        for window, bases in self._groups:
+            first, count = self._span(window, tokens)
+            parts.append((bases[:, None] + blocks[None, first : first + count]).flatten())
+        return torch.cat(parts)
 
-    def gather(self, blocks: Tensor, tokens: int) -> Tensor:
-        """A copy of what the token after `tokens` needs, in one contiguous tensor."""
-        staging, at = self.new_staging(tokens), 0
-        for layer, span in enumerate(self._spans(tokens)):
-            chosen = blocks[span]
-            staging[at : at + len(chosen), 0] = self.keys[layer, chosen]
-            staging[at : at + len(chosen), 1] = self.values[layer, chosen]
-            at += len(chosen)
-        if staging.is_cuda:
-            torch.cuda.synchronize(staging.device)  # a carrier reads the memory behind the stream's back
-        return staging
-
-    def scatter(self, staging: Tensor, blocks: Tensor, tokens: int) -> None:
-        """The inverse of `gather`, into blocks of this pool."""
-        at = 0
-        for layer, span in enumerate(self._spans(tokens)):
-            chosen = blocks[span]
-            self.keys[layer, chosen] = staging[at : at + len(chosen), 0]
-            self.values[layer, chosen] = staging[at : at + len(chosen), 1]
-            at += len(chosen)
+    def _span(self, window: int | None, tokens: int) -> tuple[int, int]:
+        """The first block that is seen, and how many."""
+        first = first_block(tokens, window, self.block_tokens)
+        return first, self.blocks_for(tokens) - first
 
 
-def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _groups(windows: Sequence[int | None], num_blocks: int, device: torch.device) -> list[tuple[int | None, Tensor]]:
+    """Layers of equal windows, in order of appearance: the row of their block 0, keys and values of each layer."""
+    groups = []
+    for window in dict.fromkeys(windows):
+        layers = [layer for layer, other in enumerate(windows) if other == window]
+        bases = [(2 * layer + half) * num_blocks for layer in layers for half in (0, 1)]
+        groups.append((window, torch.tensor(bases, dtype=torch.long, device=device)))
+    return groups
+
+
+def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> int:
+    """What moves at most for a prompt of up to that many tokens."""
+    block = layout.block_tokens
+    whole = -(-tokens // block)
+    blocks = sum(whole if window is None else min(whole, -(-window // block) + 1) for window in windows)
+    itemsize: int = getattr(torch, layout.dtype).itemsize
+    return 2 * blocks * block * layout.num_kv_heads * layout.head_dim * itemsize
+
+
+def zeros(num_bytes: int, device: torch.device) -> Tensor:
     """Zeros that on CPU take no memory until they are written: torch.zeros writes them all (torch 2.13)."""
     if device.type != "cpu":
-        return torch.zeros(tuple(shape), dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -64,16 +64,29 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         _require_supported(config, folder)
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=getattr(torch, dtype), attn_implementation=NAME, local_files_only=True
-        )
-        module = module.eval().requires_grad_(False).to(device)
+        make = _made_up if args.load_format == "dummy" else _from_files
+        module: Any = make(config, folder, device, getattr(torch, dtype)).eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as exc:
         raise ConfigError(f"model folder {folder} does not load: {exc}", field="model_path") from exc
     except RuntimeError as exc:
         raise EngineFailed(f"loading {folder} failed: {exc}") from exc
     _log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
     return _describe(module, config, folder, device=device, dtype=dtype)
+
+
+def _from_files(config: Any, folder: Path, _device: torch.device, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation=NAME, local_files_only=True
+    )
+
+
+def _made_up(config: Any, _folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """Random weights, the same in every process on the same kind of device: its generator is seeded."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the files that are not read; what is made up has the type of the engine
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)  # type: ignore[no-untyped-call]
 
 
 def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, dtype: str) -> LoadedModel:

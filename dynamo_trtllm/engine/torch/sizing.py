@@ -7,6 +7,7 @@ import logging
 import torch
 
 from dynamo_trtllm.engine.torch.args import TorchArgs
+from dynamo_trtllm.engine.torch.kv import most_bytes
 from dynamo_trtllm.engine.torch.load import LoadedModel
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout
@@ -14,6 +15,7 @@ from dynamo_trtllm.messages import KvLayout
 _log = logging.getLogger(__name__)
 _CPU_KV_BYTES = 512 << 20
 _GPU_KV_FRACTION = 0.5
+_STAGING_SHARE = 8  # of the KV blocks' memory, one part in so many, if that is more than the longest request needs
 
 
 def kv_layout(model: LoadedModel, args: TorchArgs) -> KvLayout:
@@ -33,8 +35,8 @@ def block_bytes(layout: KvLayout) -> int:
     return per_token * layout.block_tokens * item_bytes
 
 
-def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout) -> int:
-    """Raises ConfigError when not one block fits."""
+def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, staged: bool) -> int:
+    """Raises ConfigError when not one block fits. `staged`: on a GPU staging memory comes out of the same room."""
     if args.kv_cache_blocks is not None:
         return args.kv_cache_blocks
     longest = min(model.context_length, args.max_seq_len or model.context_length)
@@ -46,13 +48,43 @@ def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout) -> int:
         room_bytes = int(free_bytes * (args.free_gpu_memory_fraction or _GPU_KV_FRACTION))
     else:
         room_bytes = _CPU_KV_BYTES
-    blocks = min(room_bytes // block_bytes(layout), useful)
+    fitting = room_bytes // block_bytes(layout)
+    if staged and model.device.type == "cuda":
+        fitting = _beside_staging(model, args, layout, room_bytes)
+    blocks = min(fitting, useful)
     if blocks < 1:
         raise ConfigError(
             f"{room_bytes >> 20} MiB hold no KV block of {block_bytes(layout) >> 20} MiB: raise kv_cache_gib",
             field="kv_cache_gib",
         )
     return blocks
+
+
+def _beside_staging(model: LoadedModel, args: TorchArgs, layout: KvLayout, room_bytes: int) -> int:
+    """The most blocks that leave room for `staging_bytes` of them."""
+    each = block_bytes(layout)
+    if args.kv_staging_gib is not None:
+        return (room_bytes - int(args.kv_staging_gib * (1 << 30))) // each
+    longest = min(model.context_length, args.max_seq_len or model.context_length)
+    whole = (room_bytes - most_bytes(layout, model.windows, longest)) // each
+    short = room_bytes // (2 * each)  # of fewer tokens than the longest request: staging takes no more than the blocks
+    return min(max(whole, short), room_bytes * _STAGING_SHARE // ((_STAGING_SHARE + 1) * each))
+
+
+def staging_bytes(model: LoadedModel, args: TorchArgs, layout: KvLayout, num_blocks: int, context_length: int) -> int:
+    """Raises ConfigError when what was asked for can't hold the longest request: it would wait for ever."""
+    least = most_bytes(layout, model.windows, context_length)
+    least += -least % 4096
+    if args.kv_staging_gib is None:
+        return max(least, num_blocks * block_bytes(layout) // _STAGING_SHARE)
+    asked = int(args.kv_staging_gib * (1 << 30))
+    if asked < least:
+        raise ConfigError(
+            f"kv_staging_gib {args.kv_staging_gib:g} is {asked} bytes; one request of {context_length} tokens moves "
+            f"{least}: raise it or lower max_seq_len",
+            field="kv_staging_gib",
+        )
+    return asked
 
 
 def context_length(model: LoadedModel, args: TorchArgs, pool_tokens: int) -> int:

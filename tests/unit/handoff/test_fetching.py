@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffTimeout, TicketExpired, TransferFailed
-from dynamo_trtllm.handoff.base import Piece
-from dynamo_trtllm.handoff.fetching import Within, bound, fetch
+from dynamo_trtllm.handoff.base import OnPiece, Piece
+from dynamo_trtllm.handoff.fetching import Destination, Within, bound, fetch
 from dynamo_trtllm.messages import HandoffTicket
 from tests.instances import make_ticket
 
@@ -26,12 +26,24 @@ class Slow:
 
     async def start(self, on_fetched: Callable[[str], None]) -> None: ...
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece]) -> bytes:
+    async def register(self, region: Piece) -> None: ...
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
         return b""
+
+    def advance(self, ticket_id: str, ready: int) -> None: ...
 
     async def withdraw(self, ticket_id: str) -> None: ...
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], *, timeout_s: float) -> None:
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
         self.given_s = timeout_s
         if self.error is not None:
             raise self.error
@@ -60,19 +72,19 @@ async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(
 ) -> None:
     carrier = Slow(HandoffTimeout("late"))
     with pytest.raises(error, match=said) as caught:
-        await fetch(carrier, ticket(expiry_s), b"", [], within(deadline_s, timeout_s))
+        await fetch(carrier, ticket(expiry_s), b"", Destination([]), within(deadline_s, timeout_s))
     assert type(caught.value) is error
     assert 0.5 < carrier.given_s <= 1
 
 
 async def test_fetch_when_it_fails_otherwise_then_that_is_told() -> None:
     with pytest.raises(TransferFailed):
-        await fetch(Slow(TransferFailed("gone")), ticket(9), b"", [], within(9, 9))
+        await fetch(Slow(TransferFailed("gone")), ticket(9), b"", Destination([]), within(9, 9))
 
 
 async def test_fetch_when_all_is_well_then_the_carrier_had_the_time_that_was_left() -> None:
     carrier = Slow()
-    await fetch(carrier, ticket(9), b"", [], within(9, 3))
+    await fetch(carrier, ticket(9), b"", Destination([]), within(9, 3))
     assert carrier.given_s == 3
 
 
@@ -82,7 +94,7 @@ async def test_fetch_when_no_time_is_left_then_the_carrier_is_not_asked(
 ) -> None:
     carrier = Slow()
     with pytest.raises(error):
-        await fetch(carrier, ticket(expiry_s), b"", [], within(deadline_s, 9))
+        await fetch(carrier, ticket(expiry_s), b"", Destination([]), within(deadline_s, 9))
     assert carrier.given_s == 0
 
 

@@ -39,25 +39,25 @@ class GatedCarrier(LoopbackCarrier):
             self.reached.set()
             await self.opened.wait()
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece]) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], **named: Any) -> bytes:
         await self._pass("offer")
-        return await super().offer(ticket_id, pieces)
+        return await super().offer(ticket_id, pieces, **named)
 
     async def withdraw(self, ticket_id: str) -> None:
         await self._pass("withdraw")
         await super().withdraw(ticket_id)
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], *, timeout_s: float) -> None:
+    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], **named: Any) -> None:
         self.fetches += 1
         await self._pass("fetch")
-        await super().fetch(ticket_id, offer, pieces, timeout_s=timeout_s)
+        await super().fetch(ticket_id, offer, pieces, **named)
 
 
 class DamagingCarrier(LoopbackCarrier):
     """Delivers other bytes than were offered."""
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], *, timeout_s: float) -> None:
-        await super().fetch(ticket_id, offer, pieces, timeout_s=timeout_s)
+    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], **named: Any) -> None:
+        await super().fetch(ticket_id, offer, pieces, **named)
         for piece in pieces:
             ctypes.memset(piece.address, 1, piece.num_bytes)
 

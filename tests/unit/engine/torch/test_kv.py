@@ -1,17 +1,19 @@
-"""Blocks: reserved, freed, gathered, scattered."""
+"""Blocks: reserved, freed, and the rows of them that move."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from dynamo_trtllm.engine.torch.kv import KvPool
+from dynamo_trtllm.engine.torch.kv import KvPool, most_bytes
 from dynamo_trtllm.messages import KvLayout
+
+LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=3, num_kv_heads=2, head_dim=3)
+WINDOWS = (8, None, 8)
 
 
 def make_pool(num_blocks: int = 20) -> KvPool:
-    layout = KvLayout(dtype="float32", block_tokens=4, num_layers=2, num_kv_heads=2, head_dim=3)
-    return KvPool(layout, num_blocks, windows=(8, None), device=torch.device("cpu"))
+    return KvPool(LAYOUT, num_blocks, windows=WINDOWS, device=torch.device("cpu"))
 
 
 def test_reserve_when_full_then_none_and_nothing_is_taken() -> None:
@@ -35,26 +37,37 @@ def test_reserve_when_blocks_were_freed_then_the_same_memory_is_used_again() -> 
     assert again.tolist() == first.tolist()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 12, 13, 40])
-def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: int) -> None:
-    source, target = make_pool(), make_pool()
-    source.keys.copy_(torch.randn_like(source.keys))
-    source.values.copy_(torch.randn_like(source.values))
-    target.reserve(5)  # so that block numbers differ
-    ours, theirs = source.reserve(tokens), target.reserve(tokens + 6)
-    assert ours is not None
-    assert theirs is not None
-    staging = source.gather(ours, tokens)
-    assert staging.nbytes == source.staging_bytes(tokens) == target.new_staging(tokens).nbytes
-    target.scatter(staging, theirs, tokens)
-    for layer, window in enumerate((8, None)):
-        seen = range(0 if window is None else max(0, tokens - window + 1), tokens)
-        for mine, other in ((source.keys, target.keys), (source.values, target.values)):
-            for at in seen:
-                assert torch.equal(mine[layer, ours[at // 4], at % 4], other[layer, theirs[at // 4], at % 4])
-
-
-def test_staging_when_prompt_is_long_then_a_sliding_layer_moves_only_its_window() -> None:
+def test_rows_when_prompt_is_long_then_a_sliding_layer_moves_only_its_window() -> None:
     pool = make_pool()
-    per_block = 2 * 4 * 2 * 3 * 4
-    assert pool.staging_bytes(40) == (10 + 2) * per_block  # the token at 40 sees 33 to 39 in the sliding layer
+    blocks = pool.reserve(40)
+    assert blocks is not None
+    assert len(pool.rows(blocks, 40)) == pool.num_rows(40) == 2 * (2 + 10 + 2)  # at 40, a sliding layer sees 33 to 39
+    assert pool.moved_bytes(40) == 2 * 14 * 4 * 2 * 3 * 4
+
+
+def test_rows_when_read_and_written_then_they_are_the_blocks_of_keys_and_values() -> None:
+    pool = make_pool()
+    blocks = pool.reserve(6)
+    assert blocks is not None
+    pool.all_rows[pool.rows(blocks, 6)] = torch.full((16,), 1, dtype=torch.uint8).view(pool.width)
+    for half in (pool.keys, pool.values):
+        for layer in range(3):
+            changed = half[layer].flatten(1).ne(0).all(dim=1)
+            assert changed.nonzero().flatten().tolist() == sorted(blocks.tolist())
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 7, 8, 9, 16, 40])
+def test_most_bytes_when_prompts_are_shorter_then_none_moves_more(tokens: int) -> None:
+    pool = make_pool()
+    assert most_bytes(LAYOUT, WINDOWS, tokens) >= max(pool.moved_bytes(n) for n in range(1, tokens + 1))
+
+
+@pytest.mark.parametrize(("head_dim", "width"), [(4, torch.complex128), (1, torch.complex128), (3, torch.int64)])
+def test_pool_when_blocks_have_odd_sizes_then_rows_are_made_of_the_widest_elements(
+    head_dim: int, width: torch.dtype
+) -> None:
+    block_tokens = 4 if head_dim != 3 else 1
+    layout = KvLayout(dtype="float32", block_tokens=block_tokens, num_layers=1, num_kv_heads=2, head_dim=head_dim)
+    pool = KvPool(layout, 3, windows=(None,), device=torch.device("cpu"))
+    assert pool.width == width
+    assert pool.all_rows.shape[0] == 6

@@ -1,0 +1,66 @@
+"""The guards of offers: one page of slots that readers look at, over the same carrier as the data.
+
+A slot holds 16 random bytes while its offer stands, wiped on withdrawal, and how many of its pieces hold their data.
+Readers read the guard of an offer into a slot of their own.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+from typing import NamedTuple
+
+from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.handoff.memory import address_of
+
+NONCE_BYTES = 16
+COUNT_BYTES = 8
+SLOT_BYTES = 32
+SLOTS = 4096  # offers and fetches at once
+
+
+class Guard(NamedTuple):
+    nonce: bytes
+    ready: int
+
+
+class Guards:
+    """Slots of one process. Taken and freed on any thread: list operations are atomic."""
+
+    def __init__(self) -> None:
+        self._page = mmap.mmap(-1, SLOTS * SLOT_BYTES)
+        self.address = address_of(self._page)
+        self.num_bytes = len(self._page)
+        self.free = list(range(SLOTS))
+
+    def take(self) -> int:
+        """A free slot. Raises TransferFailed when there is none."""
+        if not self.free:
+            raise TransferFailed(f"carrier nixl has {SLOTS} offers and fetches open; withdraw some")
+        return self.free.pop()
+
+    def give_back(self, slot: int) -> None:
+        self.wipe(slot)
+        self.free.append(slot)
+
+    def arm(self, slot: int, ready: int) -> bytes:
+        """From here on the slot says that its offer stands. Returns the nonce that it holds."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self.advance(slot, ready)
+        self._page[slot * SLOT_BYTES : slot * SLOT_BYTES + NONCE_BYTES] = nonce
+        return nonce
+
+    def advance(self, slot: int, ready: int) -> None:
+        begin = slot * SLOT_BYTES + NONCE_BYTES
+        self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(COUNT_BYTES, "little")  # eight bytes at once
+
+    def wipe(self, slot: int) -> None:
+        self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes(SLOT_BYTES)
+
+    def look(self, slot: int) -> Guard:
+        held = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        return Guard(held[:NONCE_BYTES], int.from_bytes(held[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], "little"))
+
+    def spot(self, slot: int) -> tuple[int, int, int]:
+        """Where a slot lies: address, bytes, device."""
+        return self.address + slot * SLOT_BYTES, SLOT_BYTES, 0

@@ -1,0 +1,190 @@
+"""One fetch, on a thread: pieces as they become ready, a few in flight, then the guard with the notification.
+
+NIXL can only be polled. A read of GPU memory takes less than a sleep would oversleep, so at first a thread only yields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
+from dynamo_trtllm.handoff.base import OnPiece, Piece
+from dynamo_trtllm.handoff.nixl.guards import Guards
+from dynamo_trtllm.handoff.nixl.peers import Peer, Peers
+from dynamo_trtllm.handoff.nixl.vendor import Offer, Spot, Vendor, kind_of, spot_of, use_devices
+
+_IN_FLIGHT = 4  # reads of one fetch: hides what posting the next one costs
+_YIELD_S = 0.001  # without progress for this long: from here on sleep a share of the time waited
+_SLEEP_SHARE = 1 / 16
+_LONGEST_SLEEP_S = 0.001
+
+
+class Ask(NamedTuple):
+    """What to fetch and until when (monotonic); `slot` of the own guards takes what the holder's guard says."""
+
+    ticket_id: str
+    offer: Offer
+    pieces: Sequence[Piece]
+    slot: int
+    deadline: float
+    on_piece: OnPiece | None
+
+
+class _Flight(NamedTuple):
+    piece: int
+    handle: Any  # None: a piece without bytes
+
+
+class Reader:
+    """Fetches of one carrier; `read` is called on several threads at once."""
+
+    def __init__(self, vendor: Vendor, guards: Guards) -> None:
+        self._vendor = vendor
+        self._guards = guards
+        self.peers = Peers(vendor)
+
+    def read(self, ask: Ask) -> None:
+        """Blocking. See `Carrier.fetch`."""
+        if time.monotonic() >= ask.deadline:
+            raise HandoffTimeout(f"ticket {ask.ticket_id}: no thread was free to fetch it in time")
+        with (
+            self._vendor.translated(f"ticket {ask.ticket_id}: reading from its holder failed"),
+            self.peers.met(ask.offer) as peer,
+            self._registered([piece for piece in ask.pieces if piece.num_bytes]),
+        ):
+            run = _Run(self._vendor, self.peers, peer, ask, self._guards)
+            run.data()
+            run.guard()
+
+    @contextlib.contextmanager
+    def _registered(self, pieces: Sequence[Piece]) -> Iterator[None]:
+        """For the time of a fetch, unless they lie in a region that is registered for good."""
+        use_devices(pieces)
+        if not pieces or self._vendor.region_of(pieces) is not None:
+            yield
+            return
+        handle, _ = self._vendor.register(pieces)
+        try:
+            yield
+        finally:
+            self._vendor.agent.deregister_memory(handle)
+
+
+@dataclass(slots=True)
+class _Run:
+    """The state of one fetch."""
+
+    vendor: Vendor
+    peers: Peers
+    peer: Peer
+    ask: Ask
+    guards: Guards
+    ready: int = field(init=False)
+    _moved_at: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.ready = self.ask.offer.ready
+
+    def data(self) -> None:
+        """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
+        begun, total = 0, len(self.ask.pieces)
+        flying: deque[_Flight] = deque()
+        try:
+            while begun < total or flying:
+                while begun < self.ready and len(flying) < _IN_FLIGHT:
+                    flying.append(self._begin(begun))
+                    begun += 1
+                if flying and self._is_done(flying[0]):
+                    self._land(flying.popleft())
+                elif not (begun == self.ready < total and self._more_is_ready()):
+                    self._pause()
+        finally:
+            if flying:
+                self._abort([flight.handle for flight in flying if flight.handle is not None])
+
+    def _begin(self, index: int) -> _Flight:
+        piece, offer = self.ask.pieces[index], self.ask.offer
+        if not piece.num_bytes:
+            return _Flight(index, None)
+        kind = kind_of([piece])
+        handle = self._post([spot_of(piece)], kind, [offer.spots[index]], offer.kind, b"")
+        return _Flight(index, handle)
+
+    def _post(self, ours: list[Spot], kind: str, theirs: list[Spot], their_kind: str, notice: bytes) -> Any:
+        agent = self.vendor.agent
+        local, remote = self.vendor.descriptors(ours, kind), self.vendor.descriptors(theirs, their_kind)
+        handle = agent.initialize_xfer("READ", local, remote, self.peer.name, notice)
+        try:
+            self._require_alive(agent.transfer(handle))
+        except BaseException:
+            agent.release_xfer_handle(handle)
+            raise
+        return handle
+
+    def _is_done(self, flight: _Flight) -> bool:
+        return flight.handle is None or self._require_alive(self.vendor.agent.check_xfer_state(flight.handle))
+
+    def _require_alive(self, state: str) -> bool:
+        if state not in ("DONE", "PROC"):
+            self.peer.broken = True
+            raise TransferFailed(f"NIXL ended a read from {self.peer.name} with state {state}")
+        return state == "DONE"
+
+    def _land(self, flight: _Flight) -> None:
+        if flight.handle is not None:
+            self.vendor.agent.release_xfer_handle(flight.handle)
+        self._moved_at = time.monotonic()
+        if self.ask.on_piece is not None:
+            self.ask.on_piece(flight.piece)
+
+    def _more_is_ready(self) -> bool:
+        before, self.ready = self.ready, min(self._look(b""), len(self.ask.pieces))
+        if self.ready > before:
+            self._moved_at = time.monotonic()
+        return self.ready > before
+
+    def guard(self) -> None:
+        """Tells the holder that its offer was read. Raises TransferFailed when it no longer stood: the data is void."""
+        self._moved_at = time.monotonic()
+        self._look(self.ask.ticket_id.encode())
+
+    def _look(self, notice: bytes) -> int:
+        """How many pieces the holder says are ready. Raises TransferFailed when the offer no longer stands."""
+        offer, slot = self.ask.offer, self.ask.slot
+        handle = self._post([self.guards.spot(slot)], "DRAM", [offer.guard], "DRAM", notice)
+        flight, done = _Flight(-1, handle), False
+        try:
+            while not (done := self._is_done(flight)):
+                self._pause()
+        finally:
+            if done:
+                self.vendor.agent.release_xfer_handle(handle)
+            else:
+                self._abort([handle])
+        held = self.guards.look(slot)
+        if held.nonce != offer.nonce:
+            raise TransferFailed(f"ticket {self.ask.ticket_id}: its holder no longer offers it")
+        return held.ready
+
+    def _pause(self) -> None:
+        now = time.monotonic()
+        if now >= self.ask.deadline:
+            raise HandoffTimeout(f"holder {self.peer.name} did not answer in time")
+        waited_s = now - self._moved_at
+        time.sleep(0 if waited_s < _YIELD_S else min(waited_s * _SLEEP_SHARE, _LONGEST_SLEEP_S))
+
+    def _abort(self, handles: list[Any]) -> None:
+        """Ends reads that did not finish: closing the connection is the only abort that UCX guarantees."""
+        self.peers.disconnect(self.peer)
+        for handle in handles:
+            while True:
+                try:
+                    self.vendor.agent.release_xfer_handle(handle)
+                    break
+                except self.vendor.errors:
+                    time.sleep(_LONGEST_SLEEP_S)
