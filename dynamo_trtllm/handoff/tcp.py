@@ -29,6 +29,7 @@ _TOKEN_BYTES = 32
 _ASK = struct.Struct(f"!4s{_TOKEN_BYTES}sH")  # magic, token, bytes of the ticket id that follows
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the offer stands, bytes that follow
 _ACK = b"\x01"
+_BACKLOG = 4096  # fetches that begin in one moment: one that finds no place here tries again seconds later
 _ASK_TIMEOUT_S = 10.0  # a connection that does not ask is closed
 _ACCEPT_PAUSE_S = 0.1  # after the system refused a connection, usually for lack of file descriptors
 
@@ -70,7 +71,7 @@ class TcpCarrier:
         self._on_fetched = on_fetched
         family = socket.AF_INET6 if ":" in self._bind_host else socket.AF_INET
         try:
-            self._listener = socket.create_server((self._bind_host, 0), family=family, backlog=128)
+            self._listener = socket.create_server((self._bind_host, 0), family=family, backlog=_BACKLOG)
         except OSError as exc:
             raise ConfigError(f"carrier tcp can't listen at {self._bind_host}: {exc}") from exc
         self._listener.setblocking(False)
