@@ -1,11 +1,11 @@
-"""The three modules people start, as processes: help without engine libraries, and one line for what is wrong."""
+"""The modules people start, as processes: help without engine libraries, and one line for what is wrong."""
 
 import subprocess
 import sys
 
 import pytest
 
-MODULES = ["dynamo_trtllm", "dynamo_trtllm.frontend", "dynamo_trtllm.launch"]
+MODULES = ["dynamo_trtllm", "dynamo_trtllm.frontend", "dynamo_trtllm.launch", "dynamo_trtllm.clear_namespace"]
 
 # An import of a name that is None in sys.modules fails.
 WITHOUT_ENGINES = """

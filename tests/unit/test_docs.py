@@ -1,0 +1,103 @@
+"""The documentation builds as a site with every link leading somewhere, and names only what there is."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.observe.metrics import PREFIX, TABLE
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+HISTOGRAM_ENDS = ("", "_bucket", "_sum", "_count")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Loads(HTMLParser):
+    """What a browser fetches by itself for a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        wanted = {"script": "src", "img": "src", "link": "href"}.get(tag)
+        self.addresses += [value for name, value in attrs if name == wanted and value]
+
+
+def test_site_when_built_then_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = {path.stem for path in DOCS.glob("*.md")}
+    assert pages <= {path.stem for path in site.glob("*.html")}
+    for path in site.glob("*.html"):
+        loads = Loads()
+        loads.feed(path.read_text(encoding="utf-8"))
+        assert loads.addresses
+        assert [address for address in loads.addresses if re.match(r"(\w+:)?//", address)] == []
+
+
+def test_navigation_when_read_then_it_has_each_page_once() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    named = re.findall(r"[\w-]+\.md", str(nav))
+    assert sorted(named) == sorted(path.name for path in DOCS.glob("*.md"))
+
+
+def codes(of: type[DynamoError] = DynamoError) -> set[str]:
+    return {of.code}.union(*(codes(each) for each in of.__subclasses__()))
+
+
+def test_troubleshooting_when_it_names_findings_and_codes_then_there_are_such() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    rules = set(re.findall(r"^\| `([a-z-]+)` \|", (DOCS / "preflight.md").read_text(), re.MULTILINE))
+    lists = re.findall(r"[Ff]indings? ((?:`[a-z-]+`(?:, | |;|$))+)", text)
+    told = set(re.findall(r"`([a-z-]+)`", " ".join(lists)))
+    assert len(told) > 20
+    assert told <= rules
+    named = set(re.findall(r"codes? `(\w+)`", text)) | set(re.findall(r"code `\w+` or `(\w+)`", text))
+    assert len(named) >= 4
+    assert named <= codes()
+
+
+def rows_of_guides(section: str) -> int:
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+) \|$", section, re.MULTILINE)[1:]  # the first is the head
+    return sum(not row[0].startswith("(not in the guides)") for row in rows)
+
+
+def test_troubleshooting_when_compared_with_the_guides_then_each_of_their_rows_is_there() -> None:
+    sections = (DOCS / "troubleshooting.md").read_text().split("\n## ")[1:]
+    of_guides = {section.partition("\n")[0]: rows_of_guides(section) for section in sections}
+    assert of_guides == {
+        "CUDA out of memory": 3,
+        "Workers do not connect": 5,  # four, and what is said where /health is polled
+        "Performance": 5,
+        "Containers": 3,
+        "Repetition, or an answer that does not stop": 1,
+        "Hangs": 0,
+    }
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+def test_page_when_it_names_a_metric_then_there_is_one(page: Path) -> None:
+    ends = (*HISTOGRAM_ENDS, "_total")
+    known = {PREFIX + metric.name.removesuffix("_total") + end for metric in TABLE for end in ends}
+    named = set(re.findall(rf"`({PREFIX}[a-z_]+)", page.read_text()))
+    assert {name for name in named if not name.endswith("_")} <= known
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+def test_page_when_it_names_a_file_of_this_repository_then_it_is_there(page: Path) -> None:
+    named = set(re.findall(r"`(?:\./)?((?:scripts|deploy|examples|tests|benchmarks)/[\w./-]+)[` :]", page.read_text()))
+    made = {name for name in named if "/secrets/" in name}  # by deploy/make_secrets, never committed
+    assert [name for name in named - made if not (ROOT / name).exists()] == []

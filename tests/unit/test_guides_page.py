@@ -1,0 +1,81 @@
+"""docs/guides.md walks the guides command by command: each has a row, each row a command, a counterpart and a test."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ("000", "001", "002", "003", "004")
+REQUESTS: dict[str, Any] = json.loads((ROOT / "tests/data/guide_requests.json").read_text())
+
+
+class Row(NamedTuple):
+    guides: tuple[str, ...]
+    patterns: tuple[str, ...]  # one of them; … stands for anything
+    here: str
+    tested_by: str
+
+    def tells_of(self, command: str) -> bool:
+        spaced = " ".join(command.split())
+        return any(
+            re.fullmatch(".*".join(re.escape(part.strip()) for part in pattern.split("…")), spaced, re.DOTALL)
+            for pattern in self.patterns
+        )
+
+
+def commands() -> list[tuple[str, str]]:
+    """(guide, command), in order."""
+    found = []
+    for part in (ROOT / "tests/data/guide_commands.txt").read_text().split("== ")[1:]:
+        guide, _, text = part.partition("\n")
+        found += [(guide, command.strip()) for command in text.split("\n\n") if command.strip()]
+    return found
+
+
+def rows() -> list[Row]:
+    lines = (ROOT / "docs/guides.md").read_text().splitlines()
+    split = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| 00")]
+    cells = [row for row in split if len(row) == 4]
+    return [Row(tuple(g.split(", ")), tuple(re.findall(r"`(.+?)`", c)), h, t) for g, c, h, t in cells]
+
+
+ROWS = rows()
+
+
+def test_commands_when_counted_then_those_of_all_five_guides() -> None:
+    counted = [sum(guide == each for guide, _ in commands()) for each in GUIDES]
+    assert counted == [27, 22, 23, 17, 7]
+
+
+@pytest.mark.parametrize(("guide", "command"), [pytest.param(*c, id=f"{c[0]}-{i}") for i, c in enumerate(commands())])
+def test_command_when_looked_up_then_exactly_one_row_of_its_guide_tells_of_it(guide: str, command: str) -> None:
+    assert len([row for row in ROWS if guide in row.guides and row.tells_of(command)]) == 1, command
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.guides[0]}-{row.patterns[0][:40]}")
+def test_row_when_read_then_each_guide_it_names_has_its_command_and_it_says_what_to_type(row: Row) -> None:
+    for guide in row.guides:
+        assert [each for each in commands() if each[0] == guide and row.tells_of(each[1])], guide
+    assert row.here
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.guides[0]}-{row.patterns[0][:40]}")
+def test_row_when_it_names_tests_then_they_are_there_and_without_one_it_says_why(row: Row) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.tested_by)
+    if not named:
+        assert re.match(r"not here: \w.{8,}", row.tested_by), row.tested_by
+    for file, function in named:
+        assert re.search(rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE), (file, function)
+
+
+def test_bodies_when_sent_by_curl_then_the_tests_send_the_same() -> None:
+    sent = [each["body"] for each in REQUESTS["requests"]]
+    curls = [shlex.split(command.replace("\\\n", " ")) for _, command in commands() if command.startswith("curl")]
+    bodies = [json.loads(words[words.index("-d") + 1]) for words in curls if "-d" in words]
+    assert len(bodies) == 10
+    for body in bodies:
+        assert body | {"model": "MODEL"} in sent
