@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
-from dynamo_trtllm.config.load import to_argv
+from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engine.arguments import ENGINE_FLAGS
 from dynamo_trtllm.errors import ConfigError
@@ -47,17 +47,13 @@ class Addresses:
 
 def processes(deployment: DeploymentConfig, addresses: Addresses) -> list[ProcessSpec]:
     """In the order of their start. Raises ConfigError for what only a launcher can't do."""
-    common = {
-        "namespace": deployment.namespace,
-        "etcd_endpoints": addresses.etcd,
-        "nats_server": addresses.nats,
-        "log_level": "info",
-    }
+    common = {"namespace": deployment.namespace, "etcd_endpoints": addresses.etcd, "log_level": "info"}
+    env = {f"{ENV_PREFIX}NATS_SERVER": addresses.nats}  # it may hold a password, and everybody can read command lines
     specs = []
     if deployment.frontend is not None:
-        specs.append(_frontend(common | deployment.frontend))
+        specs.append(_frontend(common | deployment.frontend, env))
     for worker in deployment.workers:
-        specs.extend(_workers(worker, common | worker.flags))
+        specs.extend(_workers(worker, common | worker.flags, env))
     return specs
 
 
@@ -103,19 +99,19 @@ def _model_name(flags: Mapping[str, Any]) -> str:
     return str(flags.get("served_model_name") or Path(str(flags["model_path"])).name)
 
 
-def _frontend(flags: Mapping[str, Any]) -> ProcessSpec:
+def _frontend(flags: Mapping[str, Any], env: Mapping[str, str]) -> ProcessSpec:
     _check_log_level(flags, FRONTEND)
     return ProcessSpec(
         name=FRONTEND,
         module="dynamo_trtllm.frontend",
         argv=tuple(to_argv(FrontendConfig, flags)),
-        env={},
+        env=env,
         ready_sign=r"listening on http://(\S+:\d+)",
         stop_timeout_s=_FRONTEND_STOP_S,
     )
 
 
-def _workers(worker: WorkerSpec, flags: Mapping[str, Any]) -> list[ProcessSpec]:
+def _workers(worker: WorkerSpec, flags: Mapping[str, Any], env: Mapping[str, str]) -> list[ProcessSpec]:
     _check_log_level(flags, worker.name)
     values = {**flags, "disaggregation_mode": worker.disaggregation_mode}
     drain_s = WorkerConfig.model_validate(values).drain_timeout_s
@@ -124,7 +120,7 @@ def _workers(worker: WorkerSpec, flags: Mapping[str, Any]) -> list[ProcessSpec]:
             name=worker.name if worker.count == 1 else f"{worker.name}-{number + 1}",
             module="dynamo_trtllm",
             argv=tuple(to_argv(WorkerConfig, values)),
-            env={"CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env},
+            env={**env, "CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env},
             ready_sign=r"serving as instance ([0-9a-f]+)",
             stop_timeout_s=drain_s + _STOP_MARGIN_S,
         )

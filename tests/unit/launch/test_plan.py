@@ -21,14 +21,14 @@ def deployment(**changes):
 
 def test_processes_when_read_back_by_their_programs_then_settings_are_the_deployment_s():
     frontend, worker = processes(deployment(), ADDRESSES)
-    read = load(FrontendConfig, prog="p", description="", argv=frontend.argv, environ={}).config
+    read = load(FrontendConfig, prog="p", description="", argv=frontend.argv, environ=frontend.env).config
     assert (read.http_port, read.namespace, read.etcd_endpoints, read.nats_server) == (
         0,
         "ns",
         "127.0.0.1:1",
         "nats://127.0.0.1:2",
     )
-    config = load(WorkerConfig, prog="p", description="", argv=worker.argv, environ={}).config
+    config = load(WorkerConfig, prog="p", description="", argv=worker.argv, environ=worker.env).config
     assert (config.model_path, config.engine, config.disaggregation_mode) == ("/models/m", "mock", Role.DECODE)
     assert (config.namespace, config.etcd_endpoints, config.nats_server) == ("ns", "127.0.0.1:1", "nats://127.0.0.1:2")
 
@@ -45,9 +45,17 @@ def test_processes_when_count_is_two_then_devices_are_dealt_out_and_names_number
 
 
 def test_processes_when_worker_is_on_the_cpu_then_it_sees_no_gpu_unless_its_env_says_so():
-    assert processes(deployment(), ADDRESSES)[1].env == {"CUDA_VISIBLE_DEVICES": ""}
+    env = {"DYN_TRTLLM_NATS_SERVER": ADDRESSES.nats}
+    assert processes(deployment(), ADDRESSES)[1].env == env | {"CUDA_VISIBLE_DEVICES": ""}
     set_by_hand = deployment(env={"CUDA_VISIBLE_DEVICES": "3", "A": "b"})
-    assert processes(set_by_hand, ADDRESSES)[1].env == {"CUDA_VISIBLE_DEVICES": "3", "A": "b"}
+    assert processes(set_by_hand, ADDRESSES)[1].env == env | {"CUDA_VISIBLE_DEVICES": "3", "A": "b"}
+
+
+def test_processes_when_nats_asks_for_a_password_then_no_command_line_shows_it():
+    secret = Addresses(etcd="127.0.0.1:1", nats="nats://dynamo:secret@127.0.0.1:2")
+    for spec in processes(deployment(), secret):
+        assert "secret" not in " ".join(spec.argv)
+        assert spec.env["DYN_TRTLLM_NATS_SERVER"] == secret.nats
 
 
 def test_processes_when_worker_drains_long_then_it_is_killed_only_later():
