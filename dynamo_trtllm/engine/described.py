@@ -20,6 +20,10 @@ def described(config: WorkerConfig) -> Described:
             from dynamo_trtllm.engine.torch.args import TorchArgs
 
             return described_arguments(config, TorchArgs, "torch")
+        case "vllm":
+            from dynamo_trtllm.engine.vllm import args as vllm_args
+
+            return vllm_args.described(config)
         case "mock":
             from dynamo_trtllm.engine.mock.args import MockArgs
 

@@ -17,6 +17,10 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
             from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
 
             return TrtllmEngine(config, instance_id=instance_id)
+        case "vllm":
+            from dynamo_trtllm.engine.vllm.engine import VllmEngine
+
+            return VllmEngine(config, instance_id=instance_id)
         case "torch":
             try:
                 from dynamo_trtllm.engine.torch.engine import TorchEngine
@@ -37,6 +41,7 @@ def _default() -> EngineName:
         return "trtllm"
     raise ConfigError(
         "no --engine is named and TensorRT-LLM, which is then meant, is not installed: pip install tensorrt-llm on a "
-        "machine with NVIDIA GPUs, or choose --engine torch (transformers on CPU or GPU) or --engine mock (no weights)",
+        "machine with NVIDIA GPUs, or choose --engine vllm, --engine torch (transformers on CPU or GPU) or --engine "
+        "mock (no weights)",
         field="engine",
     )

@@ -16,6 +16,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engine.trtllm.args import trtllm_args
 from dynamo_trtllm.engine.trtllm.releases import releases
+from dynamo_trtllm.engine.vllm.args import vllm_args
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -126,15 +127,21 @@ def test_worker_line_when_merged_with_its_file_then_the_typed_flags_win_in_every
 
 
 @pytest.mark.parametrize("command", of("dynamo.vllm"))
-def test_vllm_line_when_parsed_then_refused_with_what_to_use(command: Command) -> None:
-    refusal = (
-        "--is-prefill-worker is of the vllm engine, which is not in this version; use --disaggregation-mode prefill"
-        if "--is-prefill-worker" in command.words
-        else "flag --engine is 'vllm': the vllm engine is not in this version; choose trtllm, torch or mock"
-    )
-    with pytest.raises(ConfigError) as caught:
-        parsed(WorkerConfig, ["--engine", "vllm", *command.words])
-    assert caught.value.message == refusal
+def test_vllm_line_when_parsed_then_what_the_guide_means(command: Command) -> None:
+    config = parsed(WorkerConfig, ["--engine", "vllm", *command.words])
+    is_prefill = "--is-prefill-worker" in command.words
+    expected = {
+        "engine": "vllm",
+        "model_path": "openai/gpt-oss-120b",
+        "tensor_parallel_size": 4,
+        "disaggregation_mode": Role.PREFILL if is_prefill else Role.DECODE,  # one of each, the guide says
+        "dyn_reasoning_parser": "gpt_oss",
+        "dyn_tool_call_parser": "harmony",
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+    args = vllm_args(config)
+    assert args.leaves["tensor_parallel_size"] == (4, "flag --tensor-parallel-size")
+    assert args.get("kv_transfer_config.kv_connector") == "NixlConnector"
 
 
 def test_events_flag_when_typed_then_refused_by_name() -> None:

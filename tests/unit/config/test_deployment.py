@@ -58,7 +58,7 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
         ("etcd: start", "etdc: start", "services: unknown key 'etdc'; did you mean 'etcd'?"),
         ("--max-num-tokens", "max-num-token", "workers[0].flags: unknown key 'max_num_token'; did you mean"),
         ("100}", "abc}", "workers[0].flags.max_num_tokens is 'abc'"),
-        ("engine: mock", "engine: vllm", "workers[0].flags.engine: the vllm engine is not in this version"),
+        ("engine: mock", "engine: sglang", "workers[0].flags.engine is 'sglang': "),
         ("name: decode", "name: prefill", "two workers are named 'prefill'"),
         ("name: decode", "name: De code", "workers[1].name: expected lower-case letters"),
         ("count: 2", "count: 3", "workers[1]: 2 devices can't be dealt out to 3 workers"),

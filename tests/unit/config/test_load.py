@@ -93,6 +93,22 @@ def test_load_when_the_flag_has_a_second_spelling_then_both_work():
 
 
 @pytest.mark.parametrize(
+    ("line", "role", "source"),
+    [
+        ("--is-prefill-worker", Role.PREFILL, "flag --is-prefill-worker"),
+        ("--is-decode-worker", Role.DECODE, "flag --is-decode-worker"),
+        ("--is-decode-worker --disaggregation-mode decode", Role.DECODE, "flag --disaggregation-mode"),
+        ("--engine vllm", Role.DECODE, "default"),  # what such a worker is to those who know it from Dynamo
+        ("--engine vllm --disaggregation-mode prefill_and_decode", Role.AGGREGATED, "flag --disaggregation-mode"),
+        ("--engine torch", Role.AGGREGATED, "default"),
+    ],
+)
+def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line, role, source):
+    loaded = load_worker(f"--model m {line}")
+    assert (loaded.config.disaggregation_mode, loaded.sources["disaggregation_mode"]) == (role, source)
+
+
+@pytest.mark.parametrize(
     ("line", "wanted"),
     [
         ("--model-pth x", ["--model-pth", "--model-path"]),
@@ -107,8 +123,12 @@ def test_load_when_the_flag_has_a_second_spelling_then_both_work():
         ("--model m --lease-ttl-s inf", ["--lease-ttl-s", "'inf'", "finite"]),
         ("--model m --disaggregation-mode both", ["'both'", "'prefill', 'decode' or 'prefill_and_decode'"]),
         ("--model m --disaggregation-strategy both", ["'both'", "'prefill_first' or 'decode_first'"]),
-        ("--model m --engine vllm", ["the vllm engine is not in this version", "torch"]),
-        ("--model m --is-prefill-worker", ["--is-prefill-worker", "--disaggregation-mode prefill"]),
+        ("--model m --engine sglang", ["--engine", "'trtllm', 'vllm', 'torch' or 'mock'"]),
+        (
+            "--model m --is-prefill-worker --disaggregation-mode decode",
+            ["--is-prefill-worker and --disaggregation-mode decode contradict each other"],
+        ),
+        ("--model m --is-decode-worker --is-prefill-worker", ["--is-prefill-worker and --is-decode-worker contradict"]),
         ("--model m --publish-kv-events", ["--publish-kv-events", "KV events"]),
         ("--model m --override-engine-args [1]", ["--override-engine-args", "JSON object"]),
         ("--model m --override-engine-args {", ["--override-engine-args", "JSON object", "column 2"]),

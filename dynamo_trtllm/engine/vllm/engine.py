@@ -1,0 +1,225 @@
+"""vLLM's `AsyncLLM` as an `Engine`: from configuration to a built engine, and its end.
+
+Computes nothing and moves no KV: vLLM's engine process and its NixlConnector do. Blocking calls run on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dynamo_trtllm.config import environ
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Finding
+from dynamo_trtllm.engine.checkpoint import TOKENIZER, read_checkpoint
+from dynamo_trtllm.engine.loading import Loading, on_thread
+from dynamo_trtllm.engine.trtllm import gpu
+from dynamo_trtllm.engine.vllm import preflight, settings, side_channel
+from dynamo_trtllm.engine.vllm.args import vllm_args
+from dynamo_trtllm.engine.vllm.desk import Terms
+from dynamo_trtllm.engine.vllm.serving import Serving, Times
+from dynamo_trtllm.engine.vllm.stats import StepStats
+from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS, Vendor, installed_version, load_vendor
+from dynamo_trtllm.engine.weights import weight_bytes
+from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
+from dynamo_trtllm.messages import (
+    Chunk,
+    GenerateRequest,
+    Instance,
+    ReleaseOutcome,
+    Role,
+    Sampling,
+    token_ids,
+)
+
+_log = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 60.0
+_CANARY_S = 600.0
+_NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
+_WANTED_BY = "the vllm engine"
+# vLLM's processes are spawned: this one has threads. It tells nobody that it runs. flashinfer's cubins may be left out.
+_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+}
+
+
+class VllmEngine:
+    """`Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`. `config.model_path` is a folder."""
+
+    def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
+        """Raises ConfigError: for vLLM not installed, arguments it does not take, a folder with no model."""
+        self._release = installed_version()
+        self._args = vllm_args(config)
+        self._checkpoint = read_checkpoint(Path(config.model_path))
+        self._model = config.served_model_name or self._checkpoint.folder.name
+        self._holder = instance_id
+        self._role = config.disaggregation_mode
+        self._control_plane = config.nats_server
+        self._times = Times(config.ticket_ttl_s, config.handoff_timeout_s)
+        self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
+        gpus = gpu.visible_gpus()
+        self._facts = preflight.Facts(
+            role=self._role,
+            args=self._args,
+            model=self._checkpoint,
+            gpu=gpus[0] if gpus else None,
+            num_gpus=len(gpus),
+        )
+        self._steps = StepStats()
+        self._loading: Loading[tuple[Vendor, Any]] | None = None
+        self._llm: Any = None
+        self._serving: Serving | None = None
+        self._closed = False
+
+    def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
+        """See `HasPreflight`."""
+        return preflight.findings(self._facts, peers)
+
+    def progress(self) -> str:
+        """See `HasProgress`."""
+        loading = self._loading
+        return "" if loading is None else loading.progress()
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """See `Engine.start`."""
+        for note in self._args.notes:
+            _log.info("%s", note)
+        self._loading = Loading(
+            self._build,
+            discard=_discard,
+            gpu_bytes_used=gpu.memory_used_bytes,
+            weight_bytes=weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size"),
+        )
+        try:
+            vendor, self._llm = await self._loading.built()
+        finally:
+            self._loading = None
+        info = self._serve(vendor)
+        await self._canary()
+        return info
+
+    def _build(self) -> tuple[Vendor, Any]:
+        """On a thread. The environment is set before the vendor is imported, which reads it."""
+        for name, value in _ENVIRONMENT.items():
+            environ.export(name, value, wanted_by=_WANTED_BY)
+        if self._role is not Role.AGGREGATED:
+            channel = side_channel.export(self._control_plane, self._args.count("data_parallel_size"))
+            _log.info("NixlConnector listens for handshakes at %s port %d", channel.host, channel.port)
+        vendor = load_vendor()
+        values = settings.engine_values(self._args, self._checkpoint.folder, has_tokenizer=self._has_tokenizer)
+        return vendor, vendor.build(values, self._steps.record)
+
+    def _serve(self, vendor: Vendor) -> EngineInfo:
+        config = self._llm.vllm_config
+        self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
+        layout = settings.layout(self._checkpoint, config)
+        rules = settings.rules(self._role, self._checkpoint, config, has_tokenizer=self._has_tokenizer)
+        pairing = settings.pairing(self._role, self._checkpoint, config, self._release)
+        terms = Terms(self._holder, self._model, layout, pairing, self._release)
+        self._serving = Serving(vendor, self._llm, rules, terms, self._times)
+        _log.info(
+            "vLLM %s is loaded: context %d, %d KV blocks of %d tokens",
+            vendor.version,
+            rules.context_length,
+            self._steps.blocks_per_rank,
+            layout.block_tokens,
+        )
+        return EngineInfo(
+            engine="vllm",
+            context_length=rules.context_length,
+            vocab_size=rules.vocab_size,
+            eos_token_ids=rules.end_ids,
+            renderer=self._checkpoint.renderer,
+            layout=layout,
+            limits=settings.limits(config),
+            pairing=pairing,
+            refuses=(*rules.refuses, "resumed_tokens"),  # they are prompt to it and nothing else
+            serves_whole=True,
+            files=self._checkpoint.files,
+        )
+
+    async def _canary(self) -> None:
+        """One token, so that `start` returns only when the engine answers. Asks nothing of the connector."""
+        request = GenerateRequest(
+            request_id="canary",
+            model=self._model,
+            token_ids=token_ids([0]),
+            sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
+            deadline=time.time() + _CANARY_S,
+        )
+        try:
+            async with aclosing(self.generate(request)) as stream:
+                async for _ in stream:
+                    pass
+        except DynamoError as exc:
+            raise EngineFailed(f"vLLM was loaded, and does not answer: {exc.message}") from exc
+
+    async def check(self) -> None:
+        """See `Engine.check`."""
+        self._ready().check()
+
+    async def drain(self) -> None:
+        if self._serving is not None:
+            await self._serving.drain()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._serving is not None:
+            await self._serving.aclose()
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S):
+                await on_thread(partial(_shut_down, llm), name="vllm-shutdown")
+        except TimeoutError:
+            _log.error("vLLM did not shut down in %g s", _SHUTDOWN_S)
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """See `Engine.generate`."""
+        async with aclosing(self._ready().generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _ready(self) -> Serving:
+        if self._serving is None:
+            if self._closed:
+                raise EngineFailed("the engine was closed")
+            raise EngineNotReady("the vllm engine has not been started")
+        return self._serving
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        """See `HasTickets.release`."""
+        _log.debug("ticket %s: %s", ticket_id, outcome)
+        if self._serving is not None:
+            self._serving.release(ticket_id, outcome)
+
+    def stats(self) -> EngineStats:
+        if self._serving is None:
+            return _NO_STATS
+        return self._serving.stats(self._steps.counts(self._args.count("data_parallel_size")))
+
+
+def _discard(built: tuple[Vendor, Any]) -> None:
+    _shut_down(built[1])
+
+
+def _shut_down(llm: Any) -> None:
+    """Blocks: run it on a thread."""
+    try:
+        llm.shutdown()
+    except VENDOR_ERRORS as exc:
+        _log.warning("vLLM's shutdown: %s", exc)

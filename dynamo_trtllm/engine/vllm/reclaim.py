@@ -1,0 +1,68 @@
+"""Asks vLLM's workers to free the KV of prefill requests that nobody will fetch. One task; posting never waits.
+
+A request whose end has not reached the workers yet is asked for again, a few times; then its lease frees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+
+from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS
+
+_log = logging.getLogger(__name__)
+_TRIES = 4
+_AGAIN_S = 0.25
+
+Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> per worker, those that it had
+
+
+class Reclaimer:
+    """`release` is the call to the workers; `errors` what it may raise."""
+
+    def __init__(self, release: Release, errors: tuple[type[Exception], ...] = ()) -> None:
+        self._release = release
+        self._errors: tuple[type[Exception], ...] = (*VENDOR_ERRORS, *errors)
+        self._wanted: dict[str, int] = {}  # id -> how often it was asked for
+        self._wake = asyncio.Event()
+        self._again: set[asyncio.TimerHandle] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def post(self, request_id: str, tried: int = 0) -> None:
+        self._wanted[request_id] = tried
+        self._wake.set()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="vllm-reclaim")
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            batch, self._wanted = self._wanted, {}
+            try:
+                found = {each for worker in await self._release(sorted(batch)) for each in worker}
+            except self._errors as exc:
+                _log.warning("vLLM could not free the KV of %d requests: %s", len(batch), exc)
+                continue
+            for request_id, tried in batch.items():
+                if request_id not in found and tried + 1 < _TRIES:
+                    self._later(request_id, tried + 1)
+
+    def _later(self, request_id: str, tried: int) -> None:
+        def again() -> None:
+            self._again.discard(handle)
+            self.post(request_id, tried)
+
+        handle = asyncio.get_running_loop().call_later(_AGAIN_S, again)
+        self._again.add(handle)
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        for handle in self._again:
+            handle.cancel()
+        self._again.clear()
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

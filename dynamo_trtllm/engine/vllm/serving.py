@@ -1,0 +1,260 @@
+"""A built AsyncLLM at work: the legs of requests over its calls, tickets, deadlines and errors, on the event loop.
+
+Loads nothing and judges no configuration: the engine hands it what was built and the rules that were settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.engine.vllm.desk import Desk, Terms
+from dynamo_trtllm.engine.vllm.flight import Flight
+from dynamo_trtllm.engine.vllm.outputs import Reader, Step
+from dynamo_trtllm.engine.vllm.reclaim import Reclaimer
+from dynamo_trtllm.engine.vllm.requests import Call, Rules, make_call
+from dynamo_trtllm.engine.vllm.stats import Counts
+from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS, Vendor
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineFailed,
+    EngineRefused,
+    NotMigratable,
+    TransferFailed,
+)
+from dynamo_trtllm.handoff.fetching import Within, bound, late
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, ReleaseOutcome, token_ids
+
+_log = logging.getLogger(__name__)
+
+_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_RELEASE = "dynamo_release_tickets"  # of the worker extension
+_RELEASE_S = 10.0
+_ABORT_S = 5.0
+
+
+class Times(NamedTuple):
+    """Longest times of a hand-off."""
+
+    ticket_ttl_s: float
+    handoff_timeout_s: float
+
+
+class Serving:
+    """One per built AsyncLLM, which stays the engine's to shut down."""
+
+    def __init__(self, vendor: Vendor, llm: Any, rules: Rules, terms: Terms, times: Times) -> None:
+        self._vendor = vendor
+        self._llm = llm
+        self._rules = rules
+        self._times = times
+        self._desk = Desk(terms, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._reclaimer = Reclaimer(self._release_kv, (vendor.dead,))
+        self._failed: EngineFailed | None = None
+        self._flights: set[Flight] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def check(self) -> None:
+        """Raises EngineFailed for an engine that has died, and tells every stream."""
+        if self._failed is None and self._llm.errored:
+            raise self.fail("vLLM's engine process has died; see its log")
+        if self._failed is not None:
+            raise EngineFailed(self._failed.message)
+
+    def fail(self, why: str) -> EngineFailed:
+        """Every stream ends with the reason, also one that waits for an output which will never come."""
+        if self._failed is None:
+            failed = self._failed = EngineFailed(why)
+            for flight in list(self._flights):
+                flight.give_up(lambda: EngineFailed(failed.message))
+            self._desk.close()  # the KV is gone with the engine
+        return EngineFailed(self._failed.message)
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Ends every stream. Idempotent."""
+        self.fail("the engine was closed")
+        await self._reclaimer.aclose()
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=_ABORT_S)
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """See `Engine.generate`. Closed early, the call is aborted."""
+        self.check()
+        redeemed = self._desk.redeem(request) if request.phase is Phase.DECODE else None
+        call = make_call(request, self._rules, redeemed)
+        flight = self._flight(request)
+        reader = Reader(
+            alternatives=request.sampling.logprobs,
+            first=call.first,
+            first_logprobs=() if request.ticket is None else request.ticket.first_logprobs,
+        )
+        handed_out = False
+        try:
+            async with aclosing(self._outputs(call, flight)) as outputs:
+                async for output in outputs:
+                    step = reader.read(output.outputs[0])
+                    self._note_started(request, flight)
+                    if call.hands_over and step.finish == "length":
+                        chunk = self._hand_out(request, call, flight, output, step)
+                        handed_out = True
+                    elif step.finish is None and not step.token_ids:
+                        continue
+                    else:
+                        chunk = self._chunk(request, flight, output, step)
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+            raise self._unfinished(request, flight)
+        finally:
+            if call.hands_over and not handed_out and self._failed is None:
+                self._reclaimer.post(flight.call_id)
+            self._land(flight)
+
+    def _flight(self, request: GenerateRequest) -> Flight:
+        flight = Flight(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
+        ticket = request.ticket
+        if request.phase is Phase.DECODE and ticket is not None:  # vLLM does not tell its queue from the move
+            limit = bound(ticket, Within(request.deadline, self._times.handoff_timeout_s), time.time())
+            flight.due_in(limit.left_s, lambda: late(ticket, limit))
+        else:
+            self._due_at_deadline(request, flight)
+        self._flights.add(flight)
+        self._note_idle()
+        return flight
+
+    def _due_at_deadline(self, request: GenerateRequest, flight: Flight) -> None:
+        flight.due_in(
+            request.deadline - time.time(),
+            lambda: DeadlineExceeded(f"the deadline passed after {flight.age_s():.1f} s in the engine"),
+        )
+
+    def _note_started(self, request: GenerateRequest, flight: Flight) -> None:
+        if flight.started or flight.reason is not None:
+            return
+        flight.start()
+        if request.phase is Phase.DECODE:
+            self._due_at_deadline(request, flight)
+
+    async def _outputs(self, call: Call, flight: Flight) -> AsyncGenerator[Any, None]:
+        """The vendor's outputs, its errors translated. Ends early when the flight was given up."""
+        try:
+            stream = self._llm.generate(**self._vendor.arguments(call), request_id=flight.call_id)
+            async with aclosing(stream):
+                async for output in stream:
+                    flight.finished = flight.finished or bool(output.finished)
+                    if flight.reason is not None:
+                        return
+                    yield output
+        except self._vendor.dead as exc:
+            raise self.fail(f"vLLM's engine has died: {exc}") from exc
+        except self._vendor.broken as exc:
+            raise self._broken(flight, exc.__cause__ or exc) from exc
+        except VENDOR_ERRORS as exc:
+            raise self._broken(flight, exc) from exc
+
+    def _broken(self, flight: Flight, exc: BaseException) -> DynamoError:
+        """Whether an error of the vendor's is one request's, or the engine's end."""
+        if self._failed is not None:
+            return EngineFailed(self._failed.message)
+        if self._llm.errored:
+            return self.fail(f"vLLM's engine has died: {exc}")
+        if not flight.started and isinstance(exc, (ValueError, TypeError, AssertionError, LookupError)):
+            return EngineRefused(f"vLLM refused the request: {exc}")
+        return NotMigratable(f"vLLM ended request {flight.call_id} with {type(exc).__name__}: {exc}")
+
+    def _unfinished(self, request: GenerateRequest, flight: Flight) -> DynamoError:
+        if flight.reason is not None:
+            return flight.reason()
+        return NotMigratable(f"vLLM ended request {request.request_id} with no reason")
+
+    def _hand_out(self, request: GenerateRequest, call: Call, flight: Flight, output: Any, step: Step) -> Chunk:
+        """The terminal chunk of a prefill leg."""
+        ticket = self._desk.hand_out(
+            request,
+            output.kv_transfer_params,
+            step,
+            seed=call.seed,
+            give_up=lambda: self._reclaimer.post(flight.call_id),
+        )
+        stats = flight.stats(cached_tokens=int(output.num_cached_tokens or 0))
+        stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
+        return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+
+    def _chunk(self, request: GenerateRequest, flight: Flight, output: Any, step: Step) -> Chunk:
+        """Raises for an end that is no answer."""
+        if step.finish is None:
+            return Chunk(token_ids=token_ids(step.token_ids), logprobs=step.logprobs)
+        reason = _FINISH.get(step.finish)
+        if reason is None:
+            if request.phase is Phase.DECODE and step.finish == "error":
+                raise TransferFailed("vLLM could not take the prompt's KV over; see its log for NixlConnector")
+            raise NotMigratable(f"vLLM ended request {request.request_id} with {step.finish!r}")
+        return Chunk(
+            token_ids=token_ids(step.token_ids),
+            logprobs=step.logprobs,
+            finish_reason=reason,
+            stats=flight.stats(cached_tokens=int(output.num_cached_tokens or 0)),
+        )
+
+    def _abort(self, call_id: str) -> None:
+        """Asks for it; the call's stream ends when it is done, at once in our process."""
+        task = asyncio.get_running_loop().create_task(self._abort_call(call_id), name=f"abort-{call_id}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort_call(self, call_id: str) -> None:
+        try:
+            await self._llm.abort(call_id)
+        except (self._vendor.dead, *VENDOR_ERRORS) as exc:
+            _log.debug("abort of %s: %s", call_id, exc)
+
+    async def _release_kv(self, call_ids: list[str]) -> Iterable[Iterable[str]]:
+        found: Iterable[Iterable[str]] = await self._llm.collective_rpc(_RELEASE, timeout=_RELEASE_S, args=(call_ids,))
+        return found
+
+    def _land(self, flight: Flight) -> None:
+        self._flights.discard(flight)
+        flight.close()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._flights or len(self._desk):
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    # --- tickets and statistics ------------------------------------------------------------------------
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        """Redeemed is bookkeeping: the decode engine's connector has told this one's, which frees the KV itself."""
+        self._desk.let_go(ticket_id, outcome)
+
+    def stats(self, counts: Counts) -> EngineStats:
+        """`counts`: of the engine's last step."""
+        calls = len(self._flights)
+        waiting = min(counts.waiting, calls)
+        return EngineStats(
+            running=calls - waiting,
+            waiting=waiting,
+            kv_blocks_used=counts.kv_blocks_used,
+            kv_blocks_total=counts.kv_blocks_total,
+            tickets_held=len(self._desk),
+            ticket_kv_blocks=self._desk.kv_blocks,
+        )

