@@ -33,7 +33,7 @@ async def idle(load: Load, seconds: float, pids: dict[str, int]) -> Figures:
     await asyncio.sleep(seconds)
     share = Share(records=[], begun_s=begun_s, ended_s=time.perf_counter(), cpu_s=time.process_time() - cpu_s)
     found = metered([share], meter, osl=load.osl)
-    found["ok"] = sum(not record.end_s and record.events > 0 for record in opened)
+    found["ok"] = sum(record.status == 200 and not record.end_s for record in opened)
     found["errors"] = {"not_open": load.concurrency - found["ok"]} if found["ok"] < load.concurrency else {}
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

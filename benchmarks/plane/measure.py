@@ -30,6 +30,7 @@ class Run(TypedDict):
     repetition: int
     load_average: float  # of the last minute, before
     others_cores: float  # used meanwhile by what is neither this side nor its client
+    events_per_text_token: float  # without those tokens of an answer that only frame it
     figures: Figures
 
 
@@ -48,6 +49,7 @@ def run(point: Point, stack: Stack, repetition: int) -> Run:
         "repetition": repetition,
         "load_average": load_average,
         "others_cores": max(0.0, busy_s - known_s) / wall_s,
+        "events_per_text_token": figures["events_per_token"] * point.osl / (point.osl - stack.framing_tokens),
         "figures": figures,
     }
 

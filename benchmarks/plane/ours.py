@@ -19,6 +19,7 @@ class Ours:
 
     name = "ours"
     python = sys.executable
+    framing_tokens = 3  # <|channel|>final<|message|>
 
     def env(self, etcd: str, nats: str) -> Mapping[str, str]:
         return {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats}

@@ -41,7 +41,6 @@ class Bar:
 
 COLUMNS: tuple[tuple[str, int, Measure], ...] = (
     ("tokens/s", 9, lambda f: f["tokens_per_s"]),
-    ("ev/tok", 7, lambda f: f["events_per_token"]),
     ("TTFT50", 8, quantile("ttft_ms", "p50")),
     ("TTFT99", 8, quantile("ttft_ms", "p99")),
     ("ITL99", 7, quantile("itl_ms", "p99")),
@@ -81,15 +80,18 @@ def middle(runs: Sequence[Run], point: str, side: str, measure: Measure) -> floa
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Medians, a line per point and side. CPU in ms (per 1,000 tokens: µs per token), times in ms."""
-    lines = [f"{'point':<12}{'side':<18}" + "".join(f"{name:>{width}}" for name, width, _ in COLUMNS) + "  others"]
+    """Medians, a line per point and side. CPU in ms (per 1,000 tokens: microseconds per token), times in ms."""
+    heads = "".join(f"{name:>{width}}" for name, width, _ in COLUMNS)
+    lines = [f"{'point':<12}{'side':<18}{heads}  ev/tok  others"]
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
         cells = []
         for name, width, measure in COLUMNS:
             value = middle(runs, point, side, measure) or 0.0
             cells.append(f"{value:>{width}.0f}" if name in _WHOLE or value >= 1000 else f"{value:>{width}.2f}")
-        others = median(run["others_cores"] for run in runs if (run["point"], run["side"]) == (point, side))
-        lines.append(f"{point:<12}{side:<18}" + "".join(cells) + f"{others:>8.2f}")
+        of_side = [run for run in runs if (run["point"], run["side"]) == (point, side)]
+        events = median(run["events_per_text_token"] for run in of_side)
+        others = median(run["others_cores"] for run in of_side)
+        lines.append(f"{point:<12}{side:<18}" + "".join(cells) + f"{events:>8.2f}{others:>8.2f}")
     lines += notes(runs)
     return "\n".join(lines) + "\n"
 
@@ -98,9 +100,11 @@ def notes(runs: Sequence[Run]) -> list[str]:
     """What makes a figure doubtful."""
     found = []
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
-        events = middle(runs, point, side, lambda f: f["events_per_token"]) or 0.0
+        events = median(r["events_per_text_token"] for r in runs if (r["point"], r["side"]) == (point, side))
         if 0 < round(events, 2) < VALID_EVENTS_PER_TOKEN:
-            found.append(f"{point}, {side}: {events:.2f} events per token, so tokens are merged: compare no CPU")
+            found.append(
+                f"{point}, {side}: {events:.2f} events per token of text, so tokens are merged: compare no CPU"
+            )
         if (middle(runs, point, side, lambda f: f["client_cores"]) or 0.0) > BUSY_CORES:
             found.append(f"{point}, {side}: the client was busy; rates and times are its own limit")
         if middle(runs, point, side, lambda f: float(sum(f["errors"].values()))):

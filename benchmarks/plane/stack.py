@@ -32,6 +32,7 @@ class Recipe(Protocol):
 
     name: str
     python: str
+    framing_tokens: int  # of an answer: they become no text
 
     def env(self, etcd: str, nats: str) -> Mapping[str, str]: ...
 
@@ -46,7 +47,7 @@ class Stack:
     """Use it as a context, from the main thread: it serves inside and nothing is left after."""
 
     def __init__(self, recipe: Recipe, port: int, pace_s: float) -> None:
-        self.name = recipe.name
+        self.name, self.framing_tokens = recipe.name, recipe.framing_tokens
         self.url = f"http://{HOST}:{port}"
         self._recipe, self._port, self._pace_s = recipe, port, pace_s
         self._exit = ExitStack()

@@ -9,9 +9,8 @@ from benchmarks.plane.measure import Run
 from benchmarks.plane.report import Bar, cpu, judged, middle, notes, table
 
 
-def run(side: str, us_per_token: float, **changes: Any) -> Run:
+def run(side: str, us_per_token: float, events_per_text_token: float = 1.0, **changes: Any) -> Run:
     found = figures([], wall_s=1.0, osl=2, processes={"frontend": {"cpu_ms_per_1k_tokens": us_per_token}})
-    found["events_per_token"] = 1.0
     found.update(changes)  # type: ignore[typeddict-item]
     return {
         "point": "paced-32",
@@ -19,6 +18,7 @@ def run(side: str, us_per_token: float, **changes: Any) -> Run:
         "repetition": 0,
         "load_average": 1.0,
         "others_cores": 0.5,
+        "events_per_text_token": events_per_text_token,
         "figures": found,
     }
 
@@ -55,7 +55,7 @@ def test_notes_when_figures_can_be_trusted_then_none() -> None:
 
 
 def test_notes_when_tokens_are_merged_or_the_client_is_busy_or_requests_fail_then_each_is_told() -> None:
-    (merged,) = notes([run("ours", 6, events_per_token=0.5)])
+    (merged,) = notes([run("ours", 6, events_per_text_token=0.5)])
     (busy,) = notes([run("ours", 6, client_cores=0.95)])
     (failed,) = notes([run("ours", 6, errors={"timeout": 1})])
     assert "0.50 events per token" in merged
