@@ -1,0 +1,95 @@
+"""Discovery over TLS: an etcd that asks for a client certificate, both ends with what deploy/make_secrets made."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dynamo_trtllm.discovery.base import Synced, Up
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.discovery.etcd_store import TlsFiles
+from dynamo_trtllm.errors import Unreachable
+from dynamo_trtllm.launch.servers import _etcd_binary
+from tests.instances import make_instance
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    subprocess.run([DEPLOY / "make_secrets", "compose", "--folder", folder], check=True, capture_output=True)
+    return folder / "compose" / "secrets"
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+@pytest.fixture(scope="module")
+def address(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """127.0.0.1:PORT of an etcd with the flags of docker-compose.yml, on free ports and in folders of this test."""
+    folder = tmp_path_factory.mktemp("etcd")
+    client, peer, metrics = _free_ports(3)
+    flags = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["etcd"]["command"][1:]
+    for old, new in {
+        "/tls": str(secrets),
+        "=/data": f"={folder}/data",
+        "0.0.0.0:2379": f"127.0.0.1:{client}",
+        ":2380": f":{peer}",
+        "0.0.0.0:2381": f"127.0.0.1:{metrics}",
+    }.items():
+        flags = [flag.replace(old, new) for flag in flags]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([_etcd_binary(), *flags, "--heartbeat-interval=10"], stdout=log, stderr=log)
+    yield f"127.0.0.1:{client}"
+    process.kill()
+    process.wait()
+
+
+async def test_instance_when_registered_with_a_certificate_then_others_see_it(address: str, secrets: Path) -> None:
+    files = TlsFiles(ca=secrets / "ca.crt", cert=secrets / "client.crt", key=secrets / "client.key")
+    worker = EtcdDiscovery(f"https://{address}", tls=files, start_timeout_s=15)
+    frontend = EtcdDiscovery(f"https://{address}", tls=files, start_timeout_s=15)
+    instance = make_instance(1)
+    try:
+        await worker.register(instance)
+        async with aclosing(frontend.watch(instance.namespace)) as events:
+            assert await anext(events) == Up(instance)
+            assert await anext(events) == Synced()
+            another = make_instance(2)
+            await worker.register(another)
+            assert await anext(events) == Up(another)
+    finally:
+        await worker.aclose()
+        await frontend.aclose()
+
+
+@pytest.mark.parametrize("case", ["no certificate", "not its authority", "no TLS"])
+async def test_etcd_when_asked_without_what_it_wants_then_unreachable(address: str, secrets: Path, case: str) -> None:
+    files = {
+        "no certificate": TlsFiles(ca=secrets / "ca.crt"),
+        "not its authority": TlsFiles(cert=secrets / "client.crt", key=secrets / "client.key"),
+        "no TLS": TlsFiles(),
+    }[case]
+    good = TlsFiles(ca=secrets / "ca.crt", cert=secrets / "client.crt", key=secrets / "client.key")
+    allowed = EtcdDiscovery(f"https://{address}", tls=good, start_timeout_s=15)
+    discovery = EtcdDiscovery(("http" if case == "no TLS" else "https") + f"://{address}", tls=files, start_timeout_s=1)
+    try:
+        await allowed.register(make_instance(3))  # it is there
+        with pytest.raises(Unreachable):
+            await discovery.register(make_instance(4))
+    finally:
+        await discovery.aclose()
+        await allowed.aclose()

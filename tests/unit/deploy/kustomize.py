@@ -1,0 +1,115 @@
+"""What `kubectl kustomize` makes of our recipes: the features that they use and no others. Held to the real one by an
+`extra` test."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Doc = dict[str, Any]
+
+_KNOWN = {"apiVersion", "kind", "resources", "components", "patches", "images", "replicas", "configMapGenerator"}
+_SCALED = ("Deployment", "StatefulSet")
+_MERGE_KEYS = ("name", "mountPath", "containerPort")  # how members of lists of objects are told apart
+
+
+def documents(path: Path) -> list[Doc]:
+    return [doc for doc in yaml.safe_load_all(path.read_text()) if doc is not None]
+
+
+def render(folder: Path) -> list[Doc]:
+    """All objects of a kustomization; names of generated ConfigMaps have no hash."""
+    return _apply(folder, [])
+
+
+def _apply(folder: Path, docs: list[Doc]) -> list[Doc]:
+    spec = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert set(spec) <= _KNOWN, f"{folder}: {set(spec) - _KNOWN} is more than this renderer knows"
+    for name in spec.get("resources", []):
+        path = folder / name
+        docs += render(path) if path.is_dir() else copy.deepcopy(documents(path))
+    for name in spec.get("components", []):
+        docs = _apply(folder / name, docs)
+    for generated in spec.get("configMapGenerator", []):
+        _generate(folder, generated, docs)
+    for patch in spec.get("patches", []):
+        docs = _patched(folder, patch, docs)
+    for each in spec.get("replicas", []):
+        (doc,) = [d for d in docs if d["kind"] in _SCALED and d["metadata"]["name"] == each["name"]]
+        doc["spec"]["replicas"] = each["count"]
+    for image in spec.get("images", []):
+        _rename_image(docs, image)
+    return docs
+
+
+def _generate(folder: Path, spec: Doc, docs: list[Doc]) -> None:
+    data = {Path(name).name: (folder / name).read_text() for name in spec["files"]}
+    present = [d for d in docs if d["kind"] == "ConfigMap" and d["metadata"]["name"] == spec["name"]]
+    if spec.get("behavior") == "merge":
+        (one,) = present
+        one["data"].update(data)
+    else:
+        assert not present
+        docs.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": spec["name"]}, "data": data})
+
+
+def _patched(folder: Path, patch: Doc, docs: list[Doc]) -> list[Doc]:
+    given = yaml.safe_load(patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text())
+    if "target" in patch:
+        kind, name = patch["target"]["kind"], re.compile(patch["target"]["name"])
+        hit = [d for d in docs if d["kind"] == kind and name.fullmatch(d["metadata"]["name"])]
+    else:
+        kind, exact = given["kind"], given["metadata"]["name"]
+        hit = [d for d in docs if d["kind"] == kind and d["metadata"]["name"] == exact]
+    assert hit, f"{folder}: a patch that meets nothing"
+    if isinstance(given, list):
+        for doc in hit:
+            for operation in given:
+                _json_patch(doc, operation)
+        return docs
+    if given.pop("$patch", None) == "delete":
+        return [doc for doc in docs if doc not in hit]
+    (doc,) = hit
+    doc.update(_merged(doc, given))
+    return docs
+
+
+def _json_patch(doc: Doc, operation: Doc) -> None:
+    *parents, last = operation["path"].strip("/").split("/")
+    at = doc
+    for key in parents:
+        at = at[key]
+    assert last in at, f"{operation['path']} is not there"
+    if operation["op"] == "remove":
+        del at[last]
+    else:
+        assert operation["op"] == "replace"
+        at[last] = operation["value"]
+
+
+def _merged(base: Any, patch: Any) -> Any:
+    if isinstance(base, dict) and isinstance(patch, dict):
+        return base | {key: _merged(base.get(key), value) for key, value in patch.items()}
+    if isinstance(base, list) and isinstance(patch, list) and all(isinstance(each, dict) for each in base + patch):
+        key = next((key for key in _MERGE_KEYS if all(key in each for each in base + patch)), None)
+        if key is not None:
+            there = {each[key]: each for each in base}
+            new = [_merged(there.get(each[key]), each) for each in patch]
+            return new + [each for each in base if each[key] not in {n[key] for n in new}]
+    return copy.deepcopy(patch)
+
+
+def _rename_image(node: Any, image: Doc) -> None:
+    if isinstance(node, list):
+        for each in node:
+            _rename_image(each, image)
+    elif isinstance(node, dict):
+        name, _, tag = str(node.get("image", "")).partition(":")
+        if name == image["name"]:
+            node["image"] = f"{image.get('newName', name)}:{image.get('newTag', tag)}"
+        for each in node.values():
+            _rename_image(each, image)

@@ -1,0 +1,124 @@
+"""deploy/docker-compose.yml and what it mounts: nothing open, all pinned, and names of metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dynamo_trtllm.observe.metrics import PREFIX, TABLE
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+DASHBOARD = json.loads((DEPLOY / "compose/grafana/dashboards/dynamo.json").read_text())
+
+
+def test_services_when_listed_then_the_profile_is_for_metrics_only() -> None:
+    plain = {name for name, service in SERVICES.items() if "profiles" not in service}
+    metrics = {name for name, service in SERVICES.items() if service.get("profiles") == ["metrics"]}
+    assert plain == {"etcd", "nats"}
+    assert metrics == {"prometheus", "grafana", "nats-exporter", "dcgm-exporter"}
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_service_when_read_then_pinned_supervised_and_closed(name: str) -> None:
+    service = SERVICES[name]
+    image, _, tag = service["image"].partition(":")
+    assert image
+    assert re.match(r"v?\d+\.\d+\.\d+", tag)
+    assert "latest" not in tag
+    assert service["restart"] == "unless-stopped"
+    assert service["cap_drop"] == ["ALL"]
+    # the exporter's image has nothing that could ask
+    assert service["healthcheck"].get("disable", False) is (name == "dcgm-exporter")
+    if not service["healthcheck"].get("disable"):
+        assert service["healthcheck"]["test"][0] == "CMD"
+    for port in service["ports"]:
+        assert port.startswith("${BIND_ADDRESS:-127.0.0.1}:")
+
+
+def test_files_when_mounted_then_they_are_there_or_made() -> None:
+    for service in SERVICES.values():
+        for volume in service.get("volumes", []):
+            source, target, *mode = volume.split(":")
+            if not source.startswith("./"):
+                assert source in COMPOSE["volumes"]
+                continue
+            assert target.startswith("/")
+            assert mode == ["ro"]
+            if not source.startswith("./compose/secrets/"):  # deploy/make_secrets writes those
+                assert (DEPLOY / source).exists()
+
+
+def test_state_when_a_container_is_made_anew_then_it_is_in_volumes() -> None:
+    for name in ("etcd", "nats", "prometheus", "grafana"):
+        assert any(volume.split(":")[0] == f"{name}-data" for volume in SERVICES[name]["volumes"])
+
+
+def test_etcd_when_asked_by_anybody_then_it_wants_a_certificate() -> None:
+    command = SERVICES["etcd"]["command"]
+    assert "--client-cert-auth" in command
+    assert all(word.partition("=")[2].startswith("https://") for word in command if "client-urls" in word)
+    major, minor = re.findall(r"\d+", SERVICES["etcd"]["image"].rpartition(":")[2])[:2]
+    assert (int(major), int(minor)) >= (3, 5)
+    assert not any("2381" in port for port in SERVICES["etcd"]["ports"])  # metrics need no certificate
+
+
+def test_passwords_when_not_set_then_compose_refuses() -> None:
+    nats = (DEPLOY / "compose/nats.conf").read_text()
+    assert "password: $NATS_PASSWORD" in nats
+    assert "jetstream" in nats
+    assert SERVICES["nats"]["environment"]["NATS_PASSWORD"].startswith("${NATS_PASSWORD:?")
+    assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
+
+
+def test_prometheus_when_it_scrapes_then_every_service_and_our_ports() -> None:
+    config = yaml.safe_load((DEPLOY / "compose/prometheus.yml").read_text())
+    targets = {t for job in config["scrape_configs"] for s in job.get("static_configs", []) for t in s["targets"]}
+    assert targets == {"etcd:2381", "nats-exporter:7777", "dcgm-exporter:9401"}
+    assert {target.partition(":")[0] for target in targets} <= set(SERVICES)
+    ours = yaml.safe_load((DEPLOY / "compose/targets/local.yml").read_text())
+    assert {each["labels"]["process"] for each in ours} == {"frontend", "worker"}
+    assert SERVICES["prometheus"]["extra_hosts"] == ["host.docker.internal:host-gateway"]
+
+
+def _queries() -> list[str]:
+    return [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
+
+
+def test_dashboard_when_it_names_our_metrics_then_they_exist_in_the_form_it_uses() -> None:
+    """Histograms have series of their own; a misspelled name shows an empty panel and no error."""
+    exist: set[str] = set()
+    for row in TABLE:
+        name = PREFIX + row.name
+        is_histogram = row.kind in ("histogram", "weighted")
+        exist |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if is_histogram else {name}
+    used = {name for query in _queries() for name in re.findall(rf"{PREFIX}\w+", query)}
+    assert used <= exist
+    # and it leaves out none that clients or operators would look for
+    shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in used}
+    assert {PREFIX + row.name for row in TABLE} <= shown
+
+
+def test_dashboard_when_it_groups_or_filters_then_by_labels_that_there_are() -> None:
+    labels = {label for row in TABLE for label in row.labels} | {"le", "role", "instance", "job", "process"}
+    for query in _queries():
+        groups = {word.strip() for group in re.findall(r"by \(([^)]*)\)", query) for word in group.split(",")}
+        assert groups <= labels
+        assert set(re.findall(r"[{,](\w+)\s*(?:=|!=|=~|!~)", query)) <= labels
+
+
+def test_dashboard_when_loaded_then_its_source_and_panels_are_whole() -> None:
+    source = yaml.safe_load((DEPLOY / "compose/grafana/provisioning/datasources/prometheus.yml").read_text())
+    (uid,) = [each["uid"] for each in source["datasources"]]
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(ids) == len(set(ids))
+    for panel in DASHBOARD["panels"]:
+        if panel["type"] != "row":
+            assert panel["datasource"]["uid"] == uid
+            assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24

@@ -1,0 +1,220 @@
+"""The Containerfiles as far as they can be judged without building them, the build context, and container_run."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm import __version__
+
+ROOT = Path(__file__).parents[3]
+CONTAINERFILES = sorted((ROOT / "deploy" / "container").glob("Containerfile.*"))
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+PATHS = [pytest.param(path, id=path.suffix[1:]) for path in CONTAINERFILES]
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M).replace("\\\n", " ")
+    found = []
+    for line in filter(str.strip, text.splitlines()):
+        word, _, rest = line.strip().partition(" ")
+        found.append((word, re.sub(r"\s+", " ", rest.strip())))
+    return found
+
+
+def arguments(path: Path) -> dict[str, str]:
+    return dict(rest.split("=", 1) for word, rest in instructions(path) if word == "ARG" and "=" in rest)
+
+
+def test_containerfiles_when_listed_then_one_per_image() -> None:
+    assert [path.suffix[1:] for path in CONTAINERFILES] == ["frontend", "trtllm", "vllm"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_bases_when_resolved_then_pinned(path: Path) -> None:
+    stages: set[str] = set()
+    for word, rest in instructions(path):
+        if word != "FROM":
+            continue
+        image = re.sub(r"\$\{(\w+)\}", lambda m: arguments(path)[m[1]], re.sub(r"^--platform=\S+ ", "", rest))
+        name, _, stage = image.partition(" AS ")
+        if name not in stages:
+            assert re.search(r":v?\d+\.\d+\.\d+", name), f"{name} is not pinned"
+            assert "latest" not in name
+        stages.add(stage)
+
+
+def test_bases_when_read_then_the_images_that_the_guides_build_on() -> None:
+    of = {path.suffix[1:]: arguments(path) for path in CONTAINERFILES}
+    assert of["trtllm"]["BASE_IMAGE"] == "nvcr.io/nvidia/tensorrt-llm/release"
+    assert (ROOT / f"dynamo_trtllm/engine/trtllm/releases/{of['trtllm']['BASE_IMAGE_TAG']}.json").is_file()
+    (vllm,) = [each for each in EXTRAS["vllm"] if each.startswith("vllm")]
+    low = re.search(r">=(\d+\.\d+)", vllm)
+    assert low is not None
+    assert of["vllm"]["BASE_IMAGE_TAG"].removeprefix("v").startswith(low[1])
+    for name in ("trtllm", "vllm"):  # x86_64, and arm64 by the guides' build arguments
+        assert (of[name]["ARCH"], of[name]["ARCH_ALT"]) == ("amd64", "x86_64")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_image_when_run_then_not_as_root(path: Path) -> None:
+    last_stage = instructions(path)[max(i for i, (word, _) in enumerate(instructions(path)) if word == "FROM") :]
+    users = [rest for word, rest in last_stage if word == "USER"]
+    if not users:  # inherited
+        users = [rest for word, rest in instructions(path) if word == "USER" and rest != "0"]
+    assert users[-1] == "10001:10001"
+    assert "useradd --uid 10001" in path.read_text()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_sources_when_copied_then_they_are_in_the_build_context(path: Path) -> None:
+    copied = [rest for word, rest in instructions(path) if word in ("COPY", "ADD")]
+    assert copied
+    for rest in copied:
+        flags = [each for each in rest.split() if each.startswith("--")]
+        if any(flag.startswith("--from=") for flag in flags):
+            continue
+        for source in [each for each in rest.split() if not each.startswith("--")][:-1]:
+            assert (ROOT / source).exists()
+            assert in_context(source), f"{source} is left out by .dockerignore"
+    package = next(rest.split() for word, rest in instructions(path) if word == "COPY")
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= set(package)  # without them no wheel is built
+
+
+def in_context(path: str) -> bool:
+    """As docker reads .dockerignore, as far as ours goes: the last line that meets the path or a folder above wins."""
+    parts = path.split("/")
+    above = ["/".join(parts[: i + 1]) for i in range(len(parts))]
+    taken = True
+    for raw in (ROOT / ".dockerignore").read_text().splitlines():
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        keeps, pattern = line.startswith("!"), line.removeprefix("!").rstrip("/")
+        if any(_meets(each, pattern) for each in above):
+            taken = keeps
+    return taken
+
+
+def _meets(path: str, pattern: str) -> bool:
+    if pattern.startswith("**/"):
+        return fnmatch.fnmatch(path.rpartition("/")[2], pattern[3:])
+    return path.count("/") == pattern.count("/") and fnmatch.fnmatch(path, pattern)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(".git/config", ".venv/bin/python", "tests/conftest.py", "deploy/.env", "deploy/compose/secrets/server.key"),
+        *("dynamo_trtllm/__pycache__/errors.cpython-311.pyc", "benchmarks/results/run.json", "docs/api.md"),
+    ],
+)
+def test_context_when_built_then_without_secrets_history_and_caches(path: str) -> None:
+    assert not in_context(path)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_pip_when_it_installs_then_only_our_wheel_with_known_extras(path: Path) -> None:
+    """What it brings along is bounded by pyproject.toml, and by nothing else."""
+    installs = re.findall(r"pip install ([^&\n]+)", "\n".join(f"{w} {r}" for w, r in instructions(path)))
+    assert installs
+    for install in installs:
+        words = [word for word in shlex.split(install.replace("$(echo /wheels/*.whl)", "WHEEL")) if word[0] != "-"]
+        (wheel,) = words
+        extras = re.fullmatch(r"(?:WHEEL|/wheels/\*\.whl)(?:\[(\w+)\])?", wheel)
+        assert extras is not None
+        assert extras[1] is None or extras[1] in EXTRAS
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_entry_when_an_image_starts_then_its_module_exists(path: Path) -> None:
+    modules = re.findall(r'"-m", "([\w.]+)"', path.read_text())
+    assert modules
+    for module in modules:
+        assert importlib.util.find_spec(module) is not None
+        assert importlib.util.find_spec(f"{module}.__main__") is not None
+
+
+def test_frontend_image_when_installed_then_without_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [re.split(r"[\[<>= ]", each)[0] for each in project["dependencies"] + EXTRAS["bench"]]
+    assert not {"torch", "transformers", "vllm", "tensorrt-llm", "nixl"} & set(needed)
+
+
+def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "MODEL_PATH", "DOCKER")}
+    env.pop("DYNAMO_CONTAINER_IMAGE", None)
+    program = str(ROOT / "scripts" / "container_run")
+    return subprocess.run([program, *words], capture_output=True, text=True, check=False, env=env | environ)
+
+
+def test_container_run_when_dry_then_the_guides_flags(tmp_path: Path) -> None:
+    done = run("--dry-run", "--model-path", str(tmp_path), "--workspace", str(tmp_path), HF_TOKEN="hf_secret")
+    words = shlex.split(done.stdout)
+    assert words[:3] == ["docker", "run", "--rm"]
+    line = " ".join(words)
+    for flags in (
+        "--gpus all",
+        "--network host",
+        "--ipc host",
+        "--shm-size=10G",
+        "--ulimit memlock=-1",
+        "--ulimit stack=67108864",
+        "--ulimit nofile=65536:65536",
+        "--cap-add CAP_SYS_PTRACE",
+        "-e TRTLLM_ENABLE_PDL=1",
+        "-e TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL=True",
+        f"--volume {tmp_path}:/model",
+        f"--volume {tmp_path}:/workspace",
+        "-e HF_TOKEN",
+    ):
+        assert f"{flags}" in line
+    assert "hf_secret" not in line  # values show in process lists
+    assert words[-2:] == [f"dynamo-trtllm/trtllm:{__version__}", "bash"]
+
+
+def test_container_run_when_told_otherwise_then_image_command_and_program_change(tmp_path: Path) -> None:
+    command = ["python3", "-m", "dynamo_trtllm", "--print-config"]
+    done = run("--dry-run", "--gpus", "none", "--", *command, DOCKER="podman", DYNAMO_CONTAINER_IMAGE="mine:1")
+    words = shlex.split(done.stdout)
+    assert words[0] == "podman"
+    assert "--gpus" not in words
+    assert "HF_TOKEN" not in words
+    assert words[-5:] == ["mine:1", *command]
+
+
+def test_container_run_when_secrets_are_there_then_handed_over_with_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "client.env").write_text("NATS_SERVER=nats://a:1\n")
+    words = shlex.split(run("--dry-run", "--client-env", str(tmp_path / "client.env")).stdout)
+    assert words[words.index("--env-file") + 1] == str(tmp_path / "client.env")
+    assert f"{tmp_path}:{tmp_path}:ro" in words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model-path", "/not/there"], "is no folder"),
+        (["--imagine"], "unknown argument --imagine"),
+        (["--image"], "--image needs a value"),
+        (["--client-env", "/not/there"], "make_secrets"),
+    ],
+)
+def test_container_run_when_told_nonsense_then_says_so(words: list[str], said: str) -> None:
+    done = run("--dry-run", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_multinode_when_asked_for_hosts_then_all_pods_of_the_group() -> None:
+    environ = {"LWS_LEADER_ADDRESS": "decode-0.decode.ns", "LWS_GROUP_SIZE": "3", "GPUS_PER_NODE": "8", "HOME": "/tmp"}
+    program = ROOT / "deploy" / "container" / "multinode"
+    done = subprocess.run([program, "hosts"], capture_output=True, text=True, check=True, env=os.environ | environ)
+    assert done.stdout.strip() == "decode-0.decode.ns:8,decode-0-1.decode.ns:8,decode-0-2.decode.ns:8"

@@ -1,0 +1,84 @@
+"""deploy/make_secrets: what compose and Kubernetes get, and that nobody else can read it."""
+
+from __future__ import annotations
+
+import base64
+import re
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.discovery.etcd import tls_files
+from dynamo_trtllm.discovery.etcd_store import channel_credentials
+from tests.unit.deploy.recipes import ROOT, deployed, frontends
+
+PROGRAM = ROOT / "deploy" / "make_secrets"
+
+
+def made(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROGRAM, *words], capture_output=True, text=True, check=False)
+
+
+def frontend(environ: dict[str, str]) -> FrontendConfig:
+    return load(FrontendConfig, prog="p", description="d", argv=[], environ=environ).config
+
+
+def pairs(path: Path) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in path.read_text().splitlines())
+
+
+def test_compose_when_made_then_our_processes_read_it_and_only_its_owner(tmp_path: Path) -> None:
+    done = made("compose", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    secrets = tmp_path / "compose" / "secrets"
+    config = frontend(pairs(secrets / "client.env"))
+    assert channel_credentials(config.etcd_endpoints, tls_files(config)) is not None
+    environ = pairs(tmp_path / ".env")
+    assert environ["NATS_PASSWORD"] in config.nats_server
+    assert {name for value in environ for name in [value]} == {"NATS_PASSWORD", "GRAFANA_PASSWORD"}
+    assert all(re.fullmatch(r"p[0-9a-f]{40}", value) for value in environ.values())
+    assert not (secrets / "ca.key").exists()  # with it more certificates could be made
+    for path in [tmp_path / ".env", *secrets.iterdir()]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = (tmp_path / ".env").read_text()
+    assert "kept" in made("compose", "--folder", str(tmp_path)).stdout
+    assert (tmp_path / ".env").read_text() == before
+
+
+def test_kubernetes_when_made_then_secrets_that_the_recipes_mount() -> None:
+    done = made("kubernetes", "--namespace", "demo")
+    docs = {doc["metadata"]["name"]: doc for doc in yaml.safe_load_all(done.stdout)}
+    assert set(docs) == {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}
+    for doc in docs.values():
+        kubernetes_validate.validate(doc, "1.30", strict=True)
+        assert doc["metadata"]["namespace"] == "demo"
+    environ = {name: decoded(text) for name, text in docs["dynamo-platform"]["data"].items()}
+    config = frontend(environ)
+    (pod, *_) = frontends(deployed("trtllm/agg"))
+    mounted = next(m["mountPath"] for m in pod.container["volumeMounts"] if m["name"] == "etcd-tls")
+    for path in (config.etcd_ca, config.etcd_cert, config.etcd_key):
+        assert path is not None
+        assert path.parent.as_posix() == mounted
+        assert path.name in docs["etcd-client-tls"]["data"]
+    assert config.nats_server == f"nats://dynamo:{decoded(docs['nats-auth']['data']['password'])}@nats:4222"
+
+
+def decoded(text: str) -> str:
+    return base64.b64decode(text).decode()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["kubernetes"], "--namespace"), (["compose", "--hosts"], "unknown argument"), ([], "usage")]
+)
+def test_secrets_when_told_nonsense_then_says_so(words: list[str], said: str) -> None:
+    done: Any = made(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""

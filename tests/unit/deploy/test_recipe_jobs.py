@@ -1,0 +1,179 @@
+"""What scales, loads and downloads: names of metrics, loads of the perf Jobs, what model-download fetches."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import urllib.parse
+from typing import Any
+
+import pytest
+
+from benchmarks.profile.main import _parser
+from benchmarks.profile.shapes import shape_of
+from dynamo_trtllm.observe.metrics import PREFIX, TABLE
+from tests.unit.deploy.kustomize import Doc, documents, render
+from tests.unit.deploy.recipes import (
+    MODEL,
+    Pod,
+    deployed,
+    frontend_config,
+    frontends,
+    gpus,
+    name_of,
+    of_kind,
+    pods,
+    words,
+    workers,
+)
+
+BY_PROCESS = {
+    process: {PREFIX + row.name for row in TABLE if row.process == process} for process in ("frontend", "worker")
+}
+DISAGG = "gpt-oss-disagg"
+
+
+def _process(scaled: Doc) -> str:
+    return "frontend" if scaled["spec"]["scaleTargetRef"]["name"].endswith("-frontend") else "worker"
+
+
+def test_autoscalers_when_they_name_metrics_of_pods_then_the_process_has_them() -> None:
+    found = of_kind(render(MODEL / "overlays/disagg-production"), "HorizontalPodAutoscaler")
+    assert {name_of(doc) for doc in found} == {f"{DISAGG}-{role}" for role in ("prefill", "decode", "frontend")}
+    for doc in found:
+        for metric in doc["spec"]["metrics"]:
+            if metric["type"] == "Pods":
+                assert metric["pods"]["metric"]["name"] in BY_PROCESS[_process(doc)]
+
+
+def test_scaled_objects_when_they_query_then_metrics_and_labels_are_there() -> None:
+    docs = render(MODEL / "overlays/disagg-keda")
+    found = of_kind(docs, "ScaledObject")
+    assert {name_of(doc) for doc in found} == {f"{DISAGG}-{role}" for role in ("prefill", "decode", "frontend")}
+    (monitor,) = of_kind(docs, "PodMonitor")
+    given = {row["targetLabel"] for each in monitor["spec"]["podMetricsEndpoints"] for row in each["relabelings"]}
+    roles = {pod.labels["app.kubernetes.io/component"] for pod in pods(docs)}
+    for doc in found:
+        query = doc["spec"]["triggers"][0]["metadata"]["query"]
+        assert set(re.findall(rf"{PREFIX}\w+", query)) <= BY_PROCESS[_process(doc)]
+        pairs = re.findall(r'(\w+)="([^"]+)"', query)
+        assert {label for label, _ in pairs} <= given
+        assert {value for label, value in pairs if label == "graph"} == {DISAGG}
+        assert {value for label, value in pairs if label == "role"} <= roles
+        assert doc["spec"]["minReplicaCount"] >= 1
+
+
+def test_pod_monitor_when_it_names_ports_then_frontends_and_workers_have_them() -> None:
+    docs = render(MODEL / "overlays/disagg-keda")
+    (monitor,) = of_kind(docs, "PodMonitor")
+    ports = {each["port"] for each in monitor["spec"]["podMetricsEndpoints"]}
+    assert ports == {port["name"] for pod in pods(docs) for port in pod.container["ports"]}
+
+
+def _perf(target: str) -> tuple[Pod, Any]:
+    (pod,) = pods(documents(MODEL / target / "perf.yaml"))
+    assert pod.args[:3] == ["python", "-m", "benchmarks.profile"]
+    return pod, _parser().parse_args(words(pod))
+
+
+@pytest.mark.parametrize(
+    ("target", "load"),
+    [  # tokens in, tokens out, at once, requests
+        ("trtllm/agg", (128, 1000, 3600, 36000)),
+        ("trtllm/disagg", (8192, 1024, 1536, 15360)),
+        ("trtllm/disagg-8gpu", (32000, 256, 256, 6144)),
+    ],
+)
+def test_perf_job_when_parsed_then_the_guides_load_on_the_gpus_that_are_there(
+    target: str, load: tuple[int, int, int, int]
+) -> None:
+    pod, args = _perf(target)
+    shape = shape_of(args.shape)
+    assert (shape.isl, shape.osl, shape.concurrency, shape.requests_at(*shape.concurrency)) == (
+        *load[:2],
+        (load[2],),
+        load[3],
+    )
+    docs = deployed(target)
+    assert args.gpus == sum(gpus(each) for each in workers(docs))
+    (service,) = of_kind(docs, "Service")
+    assert args.url == f"http://{name_of(service)}:{service['spec']['ports'][0]['port']}"
+    assert args.model == "openai/gpt-oss-120b"
+    assert args.concurrency is None
+    assert not any("LIMIT" in each["name"] for each in pod.container["env"])
+    (script,) = [word for word in pod.spec["initContainers"][0]["args"] if "urlopen" in word]
+    compile(script, "wait", "exec")
+    asked = re.search(r'url = "(.+)"', script)
+    assert asked is not None
+    assert urllib.parse.urlsplit(asked[1]).path == f"/v1/models/{args.model}/ready"
+    assert asked[1].startswith(args.url)
+
+
+@pytest.mark.parametrize("target", ["trtllm/agg", "trtllm/disagg", "trtllm/disagg-8gpu"])
+def test_frontends_when_all_streams_of_the_load_come_then_none_is_refused(target: str) -> None:
+    """Even if the Service gives them all to one frontend."""
+    _, args = _perf(target)
+    (streams,) = shape_of(args.shape).concurrency
+    for pod in frontends(deployed(target)):
+        config = frontend_config(pod)
+        assert min(config.max_connections, config.max_inflight + config.max_queued) >= streams
+
+
+FILES = {  # of openai/gpt-oss-120b: whether a worker needs them
+    "model-00000-of-00014.safetensors": True,
+    "model-00014-of-00014.safetensors": True,
+    "model.safetensors.index.json": True,
+    "config.json": True,
+    "generation_config.json": True,
+    "tokenizer.json": True,
+    "tokenizer_config.json": True,
+    "special_tokens_map.json": True,
+    "chat_template.jinja": True,
+    "LICENSE": True,
+    "README.md": False,
+    "USAGE_POLICY": False,
+    "original/config.json": False,
+    "original/dtypes.json": False,
+    "original/model--00001-of-00007.safetensors": False,
+    "metal/model.bin": False,
+}
+
+
+def _download() -> Pod:
+    (pod,) = pods(documents(MODEL / "model-cache/model-download.yaml"))
+    assert pod.args[:3] == ["hf", "download", "openai/gpt-oss-120b"]
+    return pod
+
+
+def _values(pod: Pod, flag: str) -> list[str]:
+    return [word.partition("=")[2] for word in pod.args if word.startswith(f"--{flag}=")]
+
+
+def test_download_when_it_chooses_files_then_safetensors_and_what_a_tokenizer_needs() -> None:
+    pod = _download()
+    include, exclude = _values(pod, "include"), _values(pod, "exclude")
+    chosen = {
+        name: any(fnmatch.fnmatch(name, each) for each in include)
+        and not any(fnmatch.fnmatch(name, each) for each in exclude)
+        for name in FILES
+    }
+    assert chosen == FILES
+
+
+def test_download_when_it_names_a_revision_then_a_commit_and_workers_load_its_folder() -> None:
+    pod = _download()
+    (revision,), (folder,) = _values(pod, "revision"), _values(pod, "local-dir")
+    assert re.fullmatch(r"[0-9a-f]{40}", revision)
+    for target in ("trtllm/agg", "trtllm/disagg", "trtllm/disagg-8gpu", "vllm/disagg"):
+        for each in workers(deployed(target)):
+            assert f"--model-path={folder}" in each.args
+            assert any(mount["mountPath"] == "/opt/models" for mount in each.container["volumeMounts"])
+    (token,) = [each for each in pod.container["env"] if each["name"] == "HF_TOKEN"]
+    assert token["valueFrom"]["secretKeyRef"] == {"name": "hf-token-secret", "key": "HF_TOKEN"}
+
+
+def test_claim_when_sized_then_the_weights_fit_and_many_nodes_read_them() -> None:
+    (claim,) = documents(MODEL / "model-cache/model-cache.yaml")
+    size = claim["spec"]["resources"]["requests"]["storage"]
+    assert int(size.removesuffix("Gi")) >= 65 + 10
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]

@@ -1,0 +1,304 @@
+"""The recipes against our own code (command lines, probes, drains, engine files), and their objects against another."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from dynamo_trtllm import __version__
+from dynamo_trtllm.engine.trtllm.args import trtllm_args
+from dynamo_trtllm.engine.trtllm.releases import releases
+from dynamo_trtllm.frontend.openapi import document
+from dynamo_trtllm.messages import Role
+from dynamo_trtllm.worker.health import Health, health_app
+from tests.unit.deploy.kustomize import Doc, documents
+from tests.unit.deploy.recipes import (
+    MODEL,
+    RECIPES,
+    ROOT,
+    TARGETS,
+    Pod,
+    deployed,
+    environment,
+    everything,
+    frontend_config,
+    frontends,
+    gpus,
+    matches,
+    name_of,
+    of_kind,
+    pods,
+    worker_config,
+    workers,
+)
+
+SETS = everything()
+WHOLE = [name for name in SETS if workers(SETS[name])]  # those with a deployment in them
+EVERY_POD = [pytest.param(pod, id=f"{name}:{pod.owner}:{i}") for name in SETS for i, pod in enumerate(pods(SETS[name]))]
+EVERY_WORKER = [
+    pytest.param(pod, id=f"{target}:{pod.owner}") for target in TARGETS for pod in workers(deployed(target))
+]
+MADE = {"etcd-server-tls", "etcd-client-tls", "nats-auth", "dynamo-platform"}  # by deploy/make_secrets
+BY_HAND = {"hf-token-secret", "mpi-ssh"}
+
+
+def test_names_when_looked_for_then_those_of_the_kubernetes_guide() -> None:
+    def names(path: str, kind: str) -> list[str]:
+        return [name_of(doc) for doc in of_kind(documents(MODEL / path), kind)]
+
+    assert names("model-cache/model-cache.yaml", "PersistentVolumeClaim") == ["model-cache"]
+    assert names("model-cache/model-download.yaml", "Job") == ["model-download"]
+    assert names("trtllm/agg/deploy.yaml", "Service") == ["gpt-oss-agg-frontend"]
+    assert names("trtllm/disagg/deploy.yaml", "Service") == ["gpt-oss-disagg-frontend"]
+    assert names("trtllm/agg/perf.yaml", "Job") == ["gpt-oss-120b-bench"]
+    assert names("trtllm/disagg/perf.yaml", "Job") == ["gpt-oss-120b-disagg-bench"]
+    # `kubectl apply -f model-cache/` takes every file in the folder
+    assert {path.name for path in (MODEL / "model-cache").iterdir()} == {"model-cache.yaml", "model-download.yaml"}
+
+
+@pytest.mark.parametrize(("target", "name"), TARGETS.items())
+def test_pods_when_listed_by_the_guides_label_then_all_of_the_target(target: str, name: str) -> None:
+    docs = deployed(target)
+    assert all(pod.labels["nvidia.com/dynamo-graph-deployment-name"] == name for pod in pods(docs))
+    assert all(name_of(doc).startswith(f"{name}-") for doc in docs)
+
+
+def test_rendered_parts_when_checked_then_current() -> None:
+    done = subprocess.run([sys.executable, RECIPES / "render", "--check"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("target", [target for target in TARGETS if target.startswith("trtllm")])
+def test_config_map_when_compared_then_equals_the_engine_files_byte_for_byte(target: str) -> None:
+    (config_map,) = of_kind(deployed(target), "ConfigMap")
+    source = re.search(r"^# BEGIN (\S+)", (MODEL / target / "deploy.yaml").read_text(), re.M)
+    assert source is not None
+    used = {pod.args[i].rpartition("/")[2] for pod in workers(deployed(target)) for i in _engine_file_words(pod)}
+    assert set(config_map["data"]) == used
+    for name, content in config_map["data"].items():
+        assert content.encode() == (ROOT / source[1] / name).read_bytes()
+
+
+def _engine_file_words(pod: Pod) -> list[int]:
+    return [i for i, word in enumerate(pod.args) if word.startswith("--extra-engine-args=")]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_worker_lines_when_parsed_then_role_model_and_gpus_are_those_of_the_pod(name: str) -> None:
+    roles = {"prefill": Role.PREFILL, "decode": Role.DECODE, "worker": Role.AGGREGATED}
+    for pod in workers(SETS[name]):
+        config = worker_config(pod)
+        assert config.disaggregation_mode is roles[pod.labels["app.kubernetes.io/component"]]
+        assert config.served_model_name == "openai/gpt-oss-120b"
+        assert (config.dyn_reasoning_parser, config.dyn_tool_call_parser) == ("gpt_oss", "harmony")
+        assert config.namespace == pod.labels["nvidia.com/dynamo-graph-deployment-name"]
+        assert config.system_port == 9090
+
+
+EXPECTED = {  # TP, EP, batch, tokens a step, KV fraction, MoE kernels, graph batch
+    ("gpt-oss-agg", "worker"): (4, 4, 800, None, 0.9, "TRTLLM", 800),
+    ("gpt-oss-disagg", "prefill"): (1, 1, 64, 20000, 0.8, "TRTLLM", 30),
+    ("gpt-oss-disagg", "decode"): (4, 1, 1280, 20000, 0.85, "TRTLLM", 1280),
+    ("gpt-oss-disagg-8gpu", "prefill"): (4, 4, 32, 20000, 0.9, "CUTLASS", 32),
+    ("gpt-oss-disagg-8gpu", "decode"): (4, 4, 128, 16384, 0.9, "CUTLASS", 128),
+}
+
+
+@pytest.mark.parametrize("release", [each for each in releases() if each.name != "1.0.0"], ids=lambda r: r.name)
+@pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if not each.id.startswith("vllm")])
+def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(pod: Pod, release: Any, tmp_path: Any) -> None:
+    name, role = (pod.labels[key] for key in ("nvidia.com/dynamo-graph-deployment-name", "app.kubernetes.io/component"))
+    (target,) = [target for target, each in TARGETS.items() if each == name]
+    (config_map,) = of_kind(deployed(target), "ConfigMap")
+    for file, content in config_map["data"].items():
+        (tmp_path / file).write_text(content)
+    config = worker_config(pod)
+    assert config.extra_engine_args is not None
+    assert config.extra_engine_args.parent.as_posix() == "/etc/engine"
+    here = config.model_copy(update={"extra_engine_args": tmp_path / config.extra_engine_args.name})
+    args = trtllm_args(here.with_sources(config._sources), release, [])
+    keys = ("tensor_parallel_size", "moe_expert_parallel_size", "max_batch_size", "max_num_tokens")
+    nested = ("kv_cache_config.free_gpu_memory_fraction", "moe_config.backend", "cuda_graph_config.max_batch_size")
+    found = tuple(args.get(key) for key in (*keys, *nested))
+    assert [(f, w) for f, w in zip(found, EXPECTED[name, role], strict=True) if w is not None and f != w] == []
+    assert gpus(pod) == args.get("tensor_parallel_size")
+
+
+def test_quantization_when_the_guide_overrides_it_then_on_the_disaggregated_target_only() -> None:
+    for target in TARGETS:
+        for pod in workers(deployed(target)):
+            override = environment(pod).get("OVERRIDE_QUANT_ALGO")
+            assert override == ("W4A8_MXFP4_MXFP8" if target == "trtllm/disagg" else None)
+            if target.startswith("trtllm"):
+                assert environment(pod)["TRTLLM_ENABLE_PDL"] == "1"
+                assert environment(pod)["TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL"] == "True"
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_probes_when_asked_then_our_processes_have_the_path_at_the_port(name: str) -> None:
+    worker_paths = {route.path for route in health_app(Health(), bytes).routes}  # type: ignore[attr-defined]
+    frontend_paths = set(document()["paths"])
+    for pod in workers(SETS[name]):
+        _check_probes(pod, worker_paths, worker_config(pod).system_port)
+    for pod in frontends(SETS[name]):
+        _check_probes(pod, frontend_paths, frontend_config(pod).http_port)
+        assert "/v1/models/{id}/ready" in frontend_paths  # asked by the perf Jobs
+
+
+def _check_probes(pod: Pod, paths: set[str], port: int | None) -> None:
+    ports = {each["name"]: each["containerPort"] for each in pod.container["ports"]}
+    for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+        get = pod.container[kind]["httpGet"]
+        assert get["path"] in paths
+        assert ports[get["port"]] == port
+    assert pod.container["livenessProbe"]["httpGet"]["path"] == "/live"
+    assert pod.annotations["prometheus.io/port"] == str(port)
+    assert "/metrics" in paths
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_startup_when_a_worker_loads_then_it_has_half_an_hour_and_a_rollout_longer(name: str) -> None:
+    for pod in workers(SETS[name]):
+        probe = pod.container["startupProbe"]
+        assert probe["httpGet"]["path"] == "/ready"  # 503 while it loads
+        assert 30 * 60 <= probe["periodSeconds"] * probe["failureThreshold"] <= 45 * 60
+        for doc in of_kind(SETS[name], "Deployment"):
+            if name_of(doc) == pod.owner:
+                assert doc["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_grace_when_a_pod_is_stopped_then_its_drain_fits(name: str) -> None:
+    for pod in workers(SETS[name]):
+        config = worker_config(pod)
+        assert pod.spec["terminationGracePeriodSeconds"] >= config.drain_timeout_s + 30
+        assert config.drain_timeout_s >= config.ticket_ttl_s  # KV of the last prompt can still be fetched
+    for pod in frontends(SETS[name]):
+        slept = int(pod.container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert pod.spec["terminationGracePeriodSeconds"] >= slept + 30 + 10  # 30 s: what a frontend gives its answers
+
+
+def test_frontends_when_compared_then_equal_but_for_names_and_number() -> None:
+    def plain(target: str, name: str) -> list[Doc]:
+        parts = [doc for doc in deployed(target) if name_of(doc) == f"{name}-frontend"]
+        text = yaml.safe_dump(parts).replace(name, "NAME")
+        return list(yaml.safe_load(re.sub(r"replicas: \d+", "replicas: 0", text)))
+
+    all_of_them = [plain(target, name) for target, name in TARGETS.items()]
+    assert len(all_of_them[0]) == 4  # Service, Deployment, disruption budget, network policy
+    assert all(each == all_of_them[0] for each in all_of_them)
+
+
+def test_images_when_listed_then_ours_in_this_version_or_pinned() -> None:
+    for docs in SETS.values():
+        for pod in pods(docs):
+            for container in pod.spec["containers"] + pod.spec.get("initContainers", []):
+                image, _, tag = container["image"].partition(":")
+                ours = re.fullmatch(r"(registry\.example\.com/)?dynamo-trtllm/(\w+)", image)
+                if ours is None:
+                    assert re.fullmatch(r"v?\d+\.\d+\.\d+(-\w+)?", tag)
+                else:
+                    assert tag == __version__
+                    file = "frontend" if ours[2] == "bench" else ours[2]
+                    assert (ROOT / "deploy" / "container" / f"Containerfile.{file}").is_file()
+
+
+@pytest.mark.parametrize("pod", EVERY_POD)
+def test_pod_when_read_then_not_root_bounded_and_without_a_token(pod: Pod) -> None:
+    assert pod.spec["automountServiceAccountToken"] is False
+    assert pod.spec["securityContext"]["runAsNonRoot"] is True
+    assert pod.spec["securityContext"]["runAsUser"] > 0
+    for container in pod.spec["containers"] + pod.spec.get("initContainers", []):
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        assert "memory" in container["resources"]["limits"]
+
+
+@pytest.mark.parametrize("pod", EVERY_POD)
+def test_variables_when_put_into_others_then_defined_before_them(pod: Pod) -> None:
+    """Kubernetes leaves $(NAME) as it is when NAME comes later in the list."""
+    known: list[str] = []
+    for each in pod.container.get("env", []):
+        assert set(re.findall(r"\$\((\w+)\)", each.get("value", ""))) <= set(known)
+        known.append(each["name"])
+    assert set(re.findall(r"\$\((\w+)\)", " ".join(pod.args))) <= set(known)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_references_when_followed_then_they_are_there(name: str) -> None:
+    docs = SETS[name]
+    config_maps = {name_of(doc) for doc in of_kind(docs, "ConfigMap")}
+    for pod in pods(docs):
+        mounted = {mount["name"] for c in pod.spec["containers"] for mount in c.get("volumeMounts", [])}
+        assert mounted >= {volume["name"] for volume in pod.spec.get("volumes", [])}
+        for node in _nodes(pod.spec):
+            if "secretKeyRef" in node or "secretRef" in node:
+                assert (node.get("secretKeyRef") or node["secretRef"])["name"] in MADE | BY_HAND
+            if isinstance(node.get("secret"), dict):
+                assert node["secret"]["secretName"] in MADE | BY_HAND
+            if isinstance(node.get("configMap"), dict):
+                assert node["configMap"]["name"] in config_maps
+            if "claimName" in node:
+                assert node["claimName"] == "model-cache"
+
+
+def _nodes(node: Any) -> list[Doc]:
+    if isinstance(node, dict):
+        return [node] + [each for value in node.values() for each in _nodes(value)]
+    return [each for value in node for each in _nodes(value)] if isinstance(node, list) else []
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_selectors_when_applied_then_they_meet_pods_and_ports(name: str) -> None:
+    docs = SETS[name]
+    there = list(pods(docs))
+    for doc in of_kind(docs, "Deployment", "StatefulSet"):
+        assert matches(doc["spec"]["selector"], doc["spec"]["template"]["metadata"]["labels"])
+    for doc in of_kind(docs, "Service"):
+        hit = [pod for pod in there if matches(doc["spec"]["selector"], pod.labels)]
+        assert {pod.owner for pod in hit} == {name_of(doc).removesuffix("-headless")}
+        ports = {port["name"] for pod in hit for port in pod.container["ports"]}
+        assert {port["targetPort"] for port in doc["spec"]["ports"]} <= ports
+    for doc in of_kind(docs, "PodDisruptionBudget"):
+        hit = [pod for pod in there if matches(doc["spec"]["selector"], pod.labels)]
+        assert {pod.owner for pod in hit} == {name_of(doc)}
+    for doc in of_kind(docs, "NetworkPolicy"):
+        hit = [pod for pod in there if matches(doc["spec"]["podSelector"], pod.labels)]
+        assert hit
+        named = {rule["port"] for each in doc["spec"]["ingress"] for rule in each.get("ports", [])}
+        ports = [{value for p in pod.container["ports"] for value in (p["name"], p["containerPort"])} for pod in hit]
+        assert named <= set().union({2381, 8222}, *ports)
+    for doc in of_kind(docs, "HorizontalPodAutoscaler", "ScaledObject"):
+        target = doc["spec"]["scaleTargetRef"]
+        (scaled,) = [d for d in of_kind(docs, target["kind"]) if name_of(d) == target["name"]]
+        assert "replicas" not in scaled["spec"]  # else an apply would set it back
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_deployment_when_read_then_every_role_has_a_budget_and_a_policy(name: str) -> None:
+    docs = SETS[name]
+    budgets = {name_of(doc) for doc in of_kind(docs, "PodDisruptionBudget")}
+    for pod in [*workers(docs), *frontends(docs)]:
+        assert pod.owner in budgets
+        assert any(matches(doc["spec"]["podSelector"], pod.labels) for doc in of_kind(docs, "NetworkPolicy"))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_gpu_pods_when_placed_then_on_nodes_with_gpus_of_the_right_kind(name: str) -> None:
+    for pod in pods(SETS[name]):
+        affinity = pod.spec.get("affinity", {}).get("nodeAffinity", {})
+        terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", [{}])
+        wanted = {each["key"]: each["values"] for each in terms[0].get("matchExpressions", [])}
+        if not gpus(pod):
+            assert not wanted
+            continue
+        assert wanted["nvidia.com/gpu.present"] == ["true"]
+        assert "blackwell" in wanted["nvidia.com/gpu.family"]
+        assert ("kubernetes.io/arch" in wanted) == pod.owner.startswith("gpt-oss-agg")
+        assert pod.container["resources"]["requests"]["nvidia.com/gpu"] == str(gpus(pod))
