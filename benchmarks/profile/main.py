@@ -133,11 +133,15 @@ def _limits(args: argparse.Namespace) -> list[Limit]:
 
 def _machine() -> dict[str, str]:
     """Of the client: where the figures come from."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
+    except FileNotFoundError:  # an image has no git
+        commit = ""
     return {
         "client's machine": f"{platform.platform()}, {platform.machine()}",
         "Python": platform.python_version(),
-        "commit": done.stdout.strip() or "not a repository",
+        "commit": commit or "not a repository",
     }
 
 
