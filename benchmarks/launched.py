@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -41,9 +42,12 @@ class Launched:
     """Start it from the main thread, and always `stop` it. All its processes die with this one.
 
     `workers`: their names, with NAME_VARIABLE in the environment of each. `is_alone`: etcd and NATS are the launcher's.
+    `log`: a file that gets all that the launcher writes, as it comes.
     """
 
-    def __init__(self, *, workers: Sequence[str], model: str, ready_s: float, is_alone: bool = False) -> None:
+    def __init__(
+        self, *, workers: Sequence[str], model: str, ready_s: float, is_alone: bool = False, log: Path | None = None
+    ) -> None:
         self.workers = tuple(workers)
         self.model = model
         self.namespace = f"bench-{secrets.token_hex(4)}"
@@ -52,6 +56,7 @@ class Launched:
         self.lines: list[str] = []  # all that the launcher wrote
         self._ready_s = ready_s
         self._is_alone = is_alone
+        self._log = log
         self._exit = ExitStack()
         self._folder = self._exit.enter_context(scratch_folder("dynamo-bench-"))
         self._instances: dict[str, str] = {}
@@ -121,10 +126,12 @@ class Launched:
 
     def _read(self, launcher: subprocess.Popen[bytes]) -> None:
         assert launcher.stdout is not None
-        with launcher.stdout as output:
+        with launcher.stdout as output, open(self._log or os.devnull, "w", encoding="utf-8") as log:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip()
                 self.lines.append(line)
+                log.write(line + "\n")
+                log.flush()
                 name, _, text = line.partition("|")
                 self._take(name.strip(), text.strip())
 

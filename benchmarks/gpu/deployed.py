@@ -26,10 +26,12 @@ class Deployed(Launched):
     """These workers, a frontend, etcd and NATS. `start` blocks until all serve."""
 
     def __init__(self, plan: Plan, workers: Sequence[dict[str, Any]], log: Path | None = None) -> None:
-        super().__init__(workers=[worker["name"] for worker in workers], model=MODEL_NAME, ready_s=plan.ready_s)
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        names = [worker["name"] for worker in workers]
+        super().__init__(workers=names, model=MODEL_NAME, ready_s=plan.ready_s, log=log)
         self._plan = plan
         self._workers = workers
-        self._log = log
         self.started_s: float = 0.0
 
     def description(self) -> dict[str, Any]:
@@ -49,18 +51,6 @@ class Deployed(Launched):
             super().start()
         finally:
             self.started_s = time.monotonic() - begun_s
-            self.write_log()
-
-    def stop(self) -> list[str]:
-        left = super().stop()
-        self.write_log()
-        return left
-
-    def write_log(self) -> None:
-        """All lines so far, to the file that was named."""
-        if self._log is not None:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            self._log.write_text("\n".join(self.lines) + "\n")
 
 
 class VllmServer:

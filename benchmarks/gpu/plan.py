@@ -37,6 +37,7 @@ class Plan:
     engine: Engine
     model: str  # a folder, or a name that the engine knows
     gpus: tuple[int, ...] = ()
+    first: int | None = None  # GPUs of the prefill worker, where it is not half of them
     layers: int = 0
     is_eager: bool = False
     max_seq_len: int = 40_960
@@ -50,6 +51,8 @@ class Plan:
     @property
     def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The GPUs of the first and of the second role; both share the only one."""
+        if self.first is not None:
+            return self.gpus[: self.first], self.gpus[self.first :]
         half = len(self.gpus) // 2
         return (self.gpus[:half], self.gpus[half : 2 * half]) if half else (self.gpus, self.gpus)
 

@@ -32,7 +32,7 @@ def _cell(text: str) -> str:
 def section(folder: Path) -> str:
     """All results under `folder`, by run (a folder each), newest last, with what they were measured on."""
     runs: dict[Path, list[Result]] = {}
-    for path in sorted(folder.rglob("*.json")):
+    for path in sorted(folder.glob("*/*.json")):
         runs.setdefault(path.parent, []).append(read(path))
     parts = []
     for place, results in sorted(runs.items(), key=lambda item: min(found.date for found in item[1])):

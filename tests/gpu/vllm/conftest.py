@@ -1,0 +1,86 @@
+"""Real vLLM engines on the GPUs that nvidia-smi lists: gpt-oss-120b's shape with few layers and made-up weights.
+
+VLLM_TEST_MODEL names a model folder instead; without GPUs the engines run on the CPU if vLLM's build does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu.deployed import Deployed
+from benchmarks.gpu.machine import gpu_names
+from benchmarks.gpu.model import write_model
+from benchmarks.gpu.plan import Plan, disaggregated, replicas
+from benchmarks.gpu.steps import Answers, Sizes, reference
+
+_LAYERS = 4
+_READY_S = 480.0
+SIZES = Sizes(
+    parity_prompts=12,
+    longest=6000,
+    parity_osl=16,
+    parity_concurrency=6,
+    cancel_requests=60,
+    cancel_isl=2000,
+    kill_s=_READY_S,
+)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    named = os.environ.get("VLLM_TEST_MODEL")
+    return named or str(write_model(tmp_path_factory.mktemp("model") / "bench", layers=_LAYERS))
+
+
+def plan_for(model: str, count: int, first: int | None = None) -> Plan:
+    """On so many GPUs."""
+    listed = len(gpu_names())
+    if listed and listed < count:
+        pytest.skip(f"needs {count} GPUs, there are {listed}")
+    return Plan(
+        engine="vllm",
+        model=model,
+        gpus=tuple(range(count)) if listed else (),
+        first=first,
+        layers=_LAYERS,
+        is_eager=True,
+        ready_s=_READY_S,
+        extra=json.loads(os.environ.get("VLLM_TEST_ARGUMENTS", "{}")),
+    )
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["tp1-tp1", "tp2-tp2"])
+def plan(request: pytest.FixtureRequest, model: str) -> Plan:
+    return plan_for(model, request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What two aggregated workers answer. They are gone when this returns."""
+    deployed = Deployed(plan, replicas(plan), tmp_path_factory.mktemp("log") / "aggregated.log")
+    try:
+        deployed.start()
+        return asyncio.run(reference(deployed.url, SIZES))
+    finally:
+        deployed.stop()
+
+
+@pytest.fixture(scope="module")
+def pair(whole: Answers, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """A prefill and a decode worker, started when the aggregated ones have left the GPUs."""
+    yield from started(plan, tmp_path_factory.mktemp("log") / "disaggregated.log")
+
+
+def started(plan: Plan, log: Path) -> Iterator[Deployed]:
+    deployed = Deployed(plan, disaggregated(plan), log)
+    try:
+        deployed.start()
+        yield deployed
+    finally:
+        deployed.stop()

@@ -1,0 +1,75 @@
+"""vLLM behind our frontend and workers on real GPUs: what is answered, what is freed, what a kill does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from benchmarks.chaos.scrape import fetch
+from benchmarks.gpu import tokens
+from benchmarks.gpu.deployed import Deployed
+from benchmarks.gpu.plan import MODEL_NAME, Plan
+from benchmarks.gpu.result import Row
+from benchmarks.gpu.steps import Answers, cancels, kill, parity
+from tests.gpu.vllm.conftest import SIZES, plan_for, started
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
+
+
+def check(rows: list[Row]) -> None:
+    """Every row that has a bar meets it."""
+    missed = [f"{row.what}: {row.value}, wanted {row.bar}" for row in rows if row.met is False]
+    assert not missed, "\n".join(missed)
+
+
+async def test_answers_when_prefill_and_decode_are_apart_then_equal_the_whole_engines(
+    pair: Deployed, whole: Answers
+) -> None:
+    rows, detail = await parity(pair.url, whole, SIZES)
+    check(rows)
+    assert detail["different_answers"] > SIZES.parity_prompts // 2, "the model says the same to everything"
+
+
+async def test_first_request_when_the_model_is_ready_then_no_handshake_is_left_for_it(pair: Deployed) -> None:
+    (record,) = await tokens.send(
+        pair.url, tokens.prompts(1, 300, seed=3), osl=8, concurrency=1, extra=tokens.SAMPLED, timeout_s=30.0
+    )
+    assert record.is_ok
+    assert record.first_s is not None
+    assert fetch(f"{pair.url}/v1/models/{MODEL_NAME}/ready")
+
+
+async def test_streams_when_many_run_at_once_then_all_get_their_tokens(pair: Deployed) -> None:
+    records = await tokens.send(
+        pair.url, tokens.prompts(48, 1000, seed=4), osl=32, concurrency=24, extra=tokens.SAMPLED, timeout_s=300.0
+    )
+    assert [record.error for record in records if not record.is_ok] == []
+    assert {record.output_tokens for record in records} == {32}
+    assert {record.prompt_tokens for record in records} == {1000}
+
+
+async def test_kv_when_clients_leave_at_random_moments_then_all_blocks_are_free(pair: Deployed) -> None:
+    rows, detail = await cancels(pair, SIZES)
+    check(rows)
+    assert detail["left"] > 0, "nobody left in time"
+
+
+@pytest.mark.parametrize("victim", ["decode", "prefill"])
+async def test_load_when_a_worker_is_killed_then_its_successor_serves_and_nothing_stays_held(
+    pair: Deployed, victim: str
+) -> None:
+    rows, _ = await kill(pair, victim, SIZES)
+    check(rows)
+
+
+def test_answers_when_decode_is_wider_than_prefill_then_all_come_and_are_the_same_again(
+    model: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plan: Plan = plan_for(model, 3, first=1)
+    for deployed in started(plan, tmp_path_factory.mktemp("log") / "unequal.log"):
+        given = tokens.prompts_between(8, 100, 4000, seed=5)
+        asked = {"osl": 16, "concurrency": 1, "extra": tokens.GREEDY, "keep_text": True}
+        first, again = (tokens.texts(asyncio.run(tokens.send(deployed.url, given, **asked))) for _ in range(2))
+        assert None not in first.values()
+        assert first == again
