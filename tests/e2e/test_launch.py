@@ -24,6 +24,8 @@ workers:
 restart: {{max_restarts: 1}}
 """
 
+pytestmark = pytest.mark.timeout(180)
+
 Launch = Callable[..., Launched]
 
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "scripts/launch").glob("gpt_oss_*.sh"))
 MODEL = "openai/gpt-oss-120b"
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 def environment(port: int) -> dict[str, str]:
