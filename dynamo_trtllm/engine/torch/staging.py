@@ -80,7 +80,7 @@ class Staging:
     def give_back(self, parcel: Parcel) -> None:
         """The room can be taken again once the copies that were queued so far are done."""
         freed = Range(parcel.begin, parcel.begin + parcel.num_bytes)
-        if (event := self._event()) is None:
+        if (event := self.mark()) is None:
             self._merge(freed)
         else:
             self._leaving.append((freed, event))
@@ -121,7 +121,7 @@ class Staging:
             end = begin + len(piece) // self._pool.row_bytes
             self._gather(piece, rows[begin:end])
             begin = end
-            if (event := self._event()) is not None:
+            if (event := self.mark()) is not None:
                 events.append(event)
         return events
 
@@ -150,8 +150,8 @@ class Staging:
     def _as_rows(self, piece: Tensor) -> Tensor:
         return piece.view(self._pool.width).view(-1, self._pool.all_rows.shape[1])
 
-    def _event(self) -> torch.cuda.Event | None:
-        """After all that was queued so far on the device's own stream."""
+    def mark(self) -> torch.cuda.Event | None:
+        """On a GPU, what says that all that was queued so far on the device's own stream is done."""
         if self._pool.device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

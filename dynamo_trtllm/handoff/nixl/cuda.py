@@ -10,6 +10,8 @@ import threading
 
 from dynamo_trtllm.errors import TransferFailed
 
+_MOST_GPUS = 64
+
 
 class _Here(threading.local):
     device: int | None = None
@@ -36,3 +38,19 @@ def use(device: int) -> None:
         if status := call(*arguments):
             raise TransferFailed(f"carrier nixl can't use cuda:{device}: {call.__name__} returned {status}")
     _here.device = device
+
+
+def join() -> None:
+    """Uses the first GPU that this process uses already; nothing where it uses none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    for device in range(_MOST_GPUS):
+        if driver.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)):  # no more of them, or no driver call so far
+            return
+        driver.cuDevicePrimaryCtxGetState(handle, ctypes.byref(flags), ctypes.byref(is_active))
+        if is_active.value:
+            use(device)
+            return

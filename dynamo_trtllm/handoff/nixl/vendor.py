@@ -71,6 +71,7 @@ class Vendor:
         # listener and the readers' polling make progress instead.
         sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync)
+        cuda.join()
         try:
             agent = self._api.nixl_agent(name, settings)
             page = agent.register_memory([(guards.address, guards.num_bytes, 0, "")], "DRAM")

@@ -1,0 +1,215 @@
+"""KV hand-off between two GPUs through this project's carrier, against torch's peer copy in the same run.
+
+Two processes; GPU 0 holds, GPU 1 reads. One contiguous piece per ticket, and KV of gpt-oss-120b's shape from a
+scattered block list into another, copies out of and into the blocks included. Peer copy is timed as ten copies queued
+one behind the other; so "in flight" is ten tickets (KV: as many as fit, at most four) under way at once. "alone" is
+one at a time. What arrives is compared with what was held.
+
+python -m benchmarks.gpu.handoff [--device cuda|cpu] [--out results.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import result
+from benchmarks.gpu.handoff_ends import End, Plan, Prompt, Reader, Times, device_of, hold
+from dynamo_trtllm.engine.torch.staging import PIECE_BYTES
+
+MIB = 1 << 20
+SIZES = {"cuda": [MIB // 16, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB], "cpu": [MIB // 16, MIB]}
+TOKENS = {"cuda": [1 << n for n in range(10, 18)], "cpu": [256, 512]}
+PIECES = {"cuda": [8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 1024 * MIB], "cpu": [MIB, 4 * MIB]}
+STAGING_BYTES = {"cuda": 5632 * MIB, "cpu": 64 * MIB}
+TOKENS_OF_PIECES = {"cuda": 8192, "cpu": 512}  # the prompt on which piece sizes are compared
+COPIES = 10
+GPUS = 2
+AT_ONCE = 4
+REPEATS = {"cuda": 9, "cpu": 3}
+
+
+def peer_copy(kind: str, num_bytes: int) -> dict[str, float]:
+    """Seconds of one copy: of ten queued one behind the other, and of one alone."""
+    devices = [device_of(kind, number) for number in (0, 1)]
+    source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for device in devices)
+
+    def copies(count: int) -> float:
+        begun = time.perf_counter()
+        for _ in range(count):
+            target.copy_(source, non_blocking=True)
+        for device in devices:
+            if kind == "cuda":
+                torch.cuda.synchronize(device)
+        return (time.perf_counter() - begun) / count
+
+    copies(3)
+    queued = statistics.median(copies(COPIES) for _ in range(3))
+    return {"queued_s": queued, "alone_s": statistics.median(copies(1) for _ in range(COPIES))}
+
+
+async def contiguous(reader: Reader, num_bytes: int) -> dict[str, float]:
+    """The same of fetches; their offers exist when the clock starts."""
+    await reader.bytes(await reader.offers(num_bytes, 2), num_bytes)
+    queued = [await reader.bytes(await reader.offers(num_bytes, COPIES), num_bytes) / COPIES for _ in range(3)]
+    alone = [await reader.bytes([ticket], num_bytes) for ticket in await reader.offers(num_bytes, COPIES)]
+    return {"queued_s": statistics.median(queued), "alone_s": statistics.median(alone)}
+
+
+async def blocks(reader: Reader, prompt: Prompt, repeats: int) -> dict[str, Any]:
+    """One prompt's KV, everything included: alone, by phase, and several at once."""
+    rows = reader.end.rows(prompt.tokens)
+    num_bytes = reader.end.pool.moved_bytes(prompt.tokens)
+    await reader.check(prompt, rows)
+    alone = [await reader.prompt(prompt, rows) for _ in range(repeats)]
+    _, (gather_s, scatter_s) = await reader.ask("copies", prompt)
+    found = {
+        "bytes": num_bytes,
+        "alone_s": statistics.median(times.all_s for times in alone),
+        "gather_alone_s": gather_s,
+        "scatter_alone_s": scatter_s,
+        "phases_s": _phases(alone),
+    }
+    at_once = min(AT_ONCE, reader.end.staging.num_bytes // (num_bytes + MIB) - 1)
+    if at_once > 1:
+        found |= {"at_once": at_once, "queued_s": await _many(reader, prompt, at_once, at_once * repeats)}
+    return found
+
+
+def _phases(alone: list[Times]) -> dict[str, float]:
+    phases: dict[str, Callable[[Times], float]] = {
+        "gather queued, offer made": lambda times: times.offered - times.began,
+        "offer on its way": lambda times: times.arrived - times.offered,
+        "read, copies queued": lambda times: times.fetched - times.arrived,
+        "last copies": lambda times: times.ended - times.fetched,
+    }
+    return {name: statistics.median(map(phase, alone)) for name, phase in phases.items()}
+
+
+async def _many(reader: Reader, prompt: Prompt, at_once: int, count: int) -> float:
+    """Seconds per prompt with so many under way at any time."""
+    rows, places = reader.end.rows(prompt.tokens), asyncio.Semaphore(at_once)
+
+    async def one() -> Times:
+        async with places:
+            return await reader.prompt(prompt, rows)
+
+    times = await asyncio.gather(*(one() for _ in range(count)))
+    return (max(each.ended for each in times) - min(each.began for each in times)) / count
+
+
+async def measure(plan: Plan, wishes: Any) -> dict[str, Any]:
+    """Everything that goes through the carrier."""
+    reader = Reader(End(plan, 1), wishes)
+    try:
+        await reader.start()
+        return await _measure(reader, plan.device)
+    finally:
+        await reader.stop()
+
+
+async def _measure(reader: Reader, kind: str) -> dict[str, Any]:
+    default, compared, repeats = PIECE_BYTES[kind], TOKENS_OF_PIECES[kind], REPEATS[kind]
+    return {
+        "contiguous": {size: await contiguous(reader, size) for size in SIZES[kind]},
+        "kv": {tokens: await blocks(reader, Prompt(tokens, default), repeats) for tokens in TOKENS[kind]},
+        "pieces": {size: await blocks(reader, Prompt(compared, size), repeats) for size in PIECES[kind]},
+        "kernels": await reader.end.kernels(compared),
+        "gathered whole": await blocks(reader, Prompt(compared, default, whole=True), repeats),
+    }
+
+
+def run(kind: str) -> dict[str, Any]:
+    plan = Plan(kind, TOKENS[kind][-1], STAGING_BYTES[kind])
+    spawning = multiprocessing.get_context("spawn")
+    ours, theirs = spawning.Pipe()
+    holder = spawning.Process(target=hold, args=(plan, theirs), daemon=True)
+    holder.start()
+    theirs.close()  # so that its end is noticed
+    found = asyncio.run(measure(plan, ours))
+    holder.join(30)
+    if kind == "cuda":
+        torch.cuda.empty_cache()
+    sizes = {*SIZES[kind], *(row["bytes"] for row in found["kv"].values())}
+    found["peer copy"] = {size: peer_copy(kind, size) for size in sorted(sizes)}
+    return found
+
+
+def bars(found: dict[str, Any]) -> list[result.Row]:
+    """What was asked for, and what was measured."""
+    peer, judged = found["peer copy"], []
+    for size, wanted in ((64 * MIB, 0.97), (1024 * MIB, 0.99)):
+        if row := found["contiguous"].get(size):
+            judged.append(_share(f"{_size(size)} in one piece, of peer copy", row, peer[size], wanted))
+    prompts = {tokens: row for tokens, row in found["kv"].items() if tokens in (8192, 32768)}
+    judged += [
+        _share(f"KV of {tokens} tokens, of peer copy", row, peer[row["bytes"]], 0.80) for tokens, row in prompts.items()
+    ]
+    if row := found["kv"].get(8192):
+        took_ms = 1e3 * row["alone_s"]
+        judged.append(
+            result.Row(what="KV of 8192 tokens, alone", value=f"{took_ms:.2f} ms", bar="<= 1.5 ms", met=took_ms <= 1.5)
+        )
+    return judged
+
+
+def _share(what: str, row: dict[str, float], peer: dict[str, float], wanted: float) -> result.Row:
+    reached, alone = peer["queued_s"] / row["queued_s"], peer["alone_s"] / row["alone_s"]
+    value = f"{reached:.3f} in flight, {alone:.3f} alone"
+    return result.Row(what=what, value=value, bar=f">= {wanted:g} in flight", met=reached >= wanted)
+
+
+def show(found: dict[str, Any]) -> None:
+    peer = found["peer copy"]
+    print(f"\n{'':>16} {'peer copy':>18} {'in flight':>18} {'ratio':>6} {'alone us':>9} {'peer us':>9}")
+    rows = [(_size(size), size, row) for size, row in found["contiguous"].items()]
+    rows += [(f"{tokens} tokens", row["bytes"], row) for tokens, row in found["kv"].items()]
+    for name, size, row in rows:
+        queued, theirs = row.get("queued_s", row["alone_s"]), peer[size]
+        print(
+            f"{name:>16} {size / theirs['queued_s'] / 1e9:13.1f} GB/s {size / queued / 1e9:13.1f} GB/s "
+            f"{theirs['queued_s'] / queued:6.2f} {1e6 * row['alone_s']:9.0f} {1e6 * theirs['alone_s']:9.0f}"
+        )
+    print("\none prompt alone: GB/s of the copies out of and into blocks, microseconds of each phase")
+    kinds = [(f"{tokens} tokens", row) for tokens, row in found["kv"].items()]
+    kinds += [(f"pieces {_size(size)}", row) for size, row in found["pieces"].items()]
+    kinds += [("gathered whole", found["gathered whole"])]
+    for name, row in kinds:
+        phases = ", ".join(f"{phase} {1e6 * took:.0f}" for phase, took in row["phases_s"].items())
+        gather, scatter = (row["bytes"] / row[key] / 1e9 for key in ("gather_alone_s", "scatter_alone_s"))
+        print(f"{name:>16} {1e6 * row['alone_s']:8.0f} us; out {gather:.0f}, in {scatter:.0f}; {phases}")
+    print("\nGB/s of ways to copy: " + ", ".join(f"{name} {speed:.0f}" for name, speed in found["kernels"].items()))
+    for row in bars(found):
+        print(f"{row.what}: {row.value}, wanted {row.bar}: {'met' if row.met else 'NOT MET'}")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes // MIB} MiB" if num_bytes >= MIB else f"{num_bytes >> 10} KiB"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal in small sizes")
+    parser.add_argument("--out", type=Path, help="write results and circumstances to this JSON file")
+    arguments = parser.parse_args()
+    begun = time.perf_counter()
+    found = run(arguments.device)
+    show(found)
+    print(f"took {time.perf_counter() - begun:.0f} s")
+    if arguments.out is not None:
+        setup = {"device": arguments.device, "gpus": GPUS, "kv": "gpt-oss-120b, bf16, blocks of 32 tokens"}
+        seconds = time.perf_counter() - begun
+        made = result.result("handoff", setup=setup, seconds=seconds, rows=bars(found), detail=found)
+        result.write(made, arguments.out)
+
+
+if __name__ == "__main__":
+    main()
