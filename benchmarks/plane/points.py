@@ -34,6 +34,7 @@ POINTS = (
     Point(name="burst-256", pace_s=0.0, streams=256, requests=1536),
     Point(name="burst-1024", pace_s=0.0, streams=1024, requests=2048),
     Point(name="long-32", pace_s=0.0, streams=32, requests=384, isl=8192, osl=64),
+    Point(name="start-32", pace_s=0.0, streams=32, requests=3000, osl=2),
     Point(name="churn-32", pace_s=0.0, streams=32, requests=1500, osl=8, fresh=True),
     Point(name="slow-1024", pace_s=0.040, streams=1024, requests=2048),
     Point(name="slow-3600", pace_s=0.058, streams=3600, requests=3600),
