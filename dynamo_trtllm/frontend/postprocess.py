@@ -90,9 +90,20 @@ class Output:
         self._is_plain = prepared.ends_with_engine and not self._has_logprobs
 
     def push(self, chunk: Chunk) -> Piece:
-        if chunk.finish_reason is None and self._is_plain:
-            return self._plain(chunk.token_ids)
-        self.completion_tokens += len(chunk.token_ids)
+        tokens = len(chunk.token_ids)
+        self.completion_tokens += tokens
+        if chunk.finish_reason is None and self._is_plain:  # how nearly all tokens go: only the parser looks at them
+            delta = self._prepared.parser.push(chunk.token_ids)
+            self._reasoning_tokens += delta.reasoning_tokens
+            if delta.tool_calls:
+                self._saw_tool_call = True
+            return Piece(
+                index=self._index,
+                tokens=tokens,
+                content=delta.content,
+                reasoning=delta.reasoning,
+                tool_calls=delta.tool_calls,
+            )
         shown = self._shown(chunk)
         if self._has_logprobs:
             self._logprob_sum += sum(each.logprob for each in chunk.logprobs)
@@ -110,23 +121,7 @@ class Output:
             if most is not None and delta.tool_calls[-1].index >= most:
                 calls = tuple(call for call in delta.tool_calls if call.index < most)
                 delta, finish = msgspec.structs.replace(delta, tool_calls=calls), FinishReason.STOP
-        return self._piece(delta, logprobs, finish, len(chunk.token_ids))
-
-    def _plain(self, ids: TokenIds) -> Piece:
-        """Nothing but the parser looks at them: how nearly all tokens go."""
-        tokens = len(ids)
-        delta = self._prepared.parser.push(ids)
-        self.completion_tokens += tokens
-        self._reasoning_tokens += delta.reasoning_tokens
-        if delta.tool_calls:
-            self._saw_tool_call = True
-        return Piece(
-            index=self._index,
-            tokens=tokens,
-            content=delta.content,
-            reasoning=delta.reasoning,
-            tool_calls=delta.tool_calls,
-        )
+        return self._piece(delta, logprobs, finish, tokens)
 
     @property
     def mean_logprob(self) -> float:

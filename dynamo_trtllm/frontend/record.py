@@ -64,6 +64,7 @@ class Record:
         """Makes a course per choice."""
         request = plan.choices[0].request
         self._request_id, self._model, self._candidates = request.request_id, request.model, plan.candidates
+        self._observe_itl = self._metrics.itl(model=self._model).observe
         self.courses = [Course(Output(prepared, index)) for index, prepared in enumerate(plan.choices)]
 
     @contextmanager
@@ -85,7 +86,7 @@ class Record:
             return
         now = time.monotonic()
         if course.first_s is not None:
-            self._metrics.observe_itl(model=self._model, seconds=now - course.last_s, count=piece.tokens)
+            self._observe_itl((now - course.last_s) / piece.tokens, piece.tokens)  # they came together
         else:
             if self._first_s() is None:
                 self._metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)

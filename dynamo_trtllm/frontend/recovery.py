@@ -45,13 +45,15 @@ class Recovery:
         self._fresh = False
 
     def noting(self, sink: Sink) -> Sink:
-        """`sink`, with `took` for each chunk that it takes."""
+        """`sink`, and a note of each chunk that it takes: none of them is the first of an attempt."""
+
+        extend = self.made.extend
 
         def noted(chunk: Chunk) -> bool:
-            if not sink(chunk):
-                return False
-            self.took(chunk)
-            return True
+            taken = sink(chunk)
+            if taken:
+                extend(chunk.token_ids)
+            return taken
 
         return noted
 

@@ -85,6 +85,8 @@ class _ChatChoice:
         return event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
 
     def piece(self, piece: Piece) -> bytes:
+        if piece.content and not (piece.finish or piece.reasoning or piece.tool_calls or piece.logprobs):  # nearly all
+            return self._before_content + orjson.dumps(piece.content) + self._after_text
         data = self._delta(piece)
         return data if piece.finish is None else data + event(self._chunk({}, finish=piece.finish))
 

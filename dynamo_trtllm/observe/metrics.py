@@ -22,7 +22,7 @@ from prometheus_client.core import Metric as Collected
 from prometheus_client.registry import Collector
 
 from dynamo_trtllm.messages import LegStats
-from dynamo_trtllm.observe.histogram import WeightedHistogram
+from dynamo_trtllm.observe.histogram import Cell, WeightedHistogram
 from dynamo_trtllm.observe.snapshot import Family, Sample, Snapshot
 
 PREFIX = "dynamo_trtllm_"
@@ -174,10 +174,10 @@ class FrontendMetrics:
     def observe_ttft(self, *, model: str, seconds: float) -> None:
         self._metrics["ttft_seconds"].labels(model).observe(seconds)
 
-    def observe_itl(self, *, model: str, seconds: float, count: int) -> None:
-        """`count` tokens came together, `seconds` after the ones before: each counts seconds / count."""
-        if count > 0:
-            self._metrics["itl_seconds"].observe((model,), seconds / count, count)
+    def itl(self, *, model: str) -> Cell:
+        """For the seconds between two tokens of a request, with how many were that far apart."""
+        cell: Cell = self._metrics["itl_seconds"].cell((model,))
+        return cell
 
     def observe_leg(self, *, model: str, stats: LegStats) -> None:
         """Where the time of one leg went; phases that took no time were not part of it."""

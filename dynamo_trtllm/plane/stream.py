@@ -145,16 +145,14 @@ class Arrivals:
             self.fail(StreamIncomplete(f"frame {frame.number} is empty"))
         else:
             self._next_number += 1
-            if self._sink is None or frame.chunk.finish_reason is not None or not self._sunk(frame.chunk, self._sink):
+            try:
+                sunk = self._sink is not None and frame.chunk.finish_reason is None and self._sink(frame.chunk)
+            except Exception:  # ends this stream, and not those whose frames came in the same message
+                logger.exception("a chunk could not be passed on")
+                self.fail(InternalError("the answer could not be passed on; see the frontend's log"))
+                return
+            if not sunk:
                 self._keep(frame.chunk)
-
-    def _sunk(self, chunk: Chunk, sink: Sink) -> bool:
-        try:
-            return sink(chunk)
-        except Exception:  # ends this stream, and not those whose frames came in the same message
-            logger.exception("a chunk could not be passed on")
-            self.fail(InternalError("the answer could not be passed on; see the frontend's log"))
-            return True
 
     def _keep(self, chunk: Chunk) -> None:
         self._sink = None

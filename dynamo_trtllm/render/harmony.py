@@ -63,14 +63,15 @@ class HarmonyRenderer:
         )
         self._today = today
         self._frame = functools.lru_cache(maxsize=1024)(self._make_frame)
+        self._system = functools.lru_cache(maxsize=16)(self._make_system)
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
 
     def render(self, conversation: Conversation) -> TokenIds:
         """The prompt up to the start of the assistant's turn. Raises InvalidRequest."""
-        ids = token_ids()
         try:
-            for message in harmony_messages(conversation, self._today()):
-                self._append(ids, message, has_tools=bool(conversation.tools))
+            ids = token_ids(self._system(conversation.reasoning_effort, self._today(), bool(conversation.tools)))
+            for message in _said_messages(conversation):
+                self._append(ids, message)
         except (oh.HarmonyError, ValueError, RecursionError) as exc:  # ValueError: a schema too deep for its JSON
             raise InvalidRequest(f"the conversation can't be rendered: {exc}", field="messages") from exc
         ids.extend(self._assistant_start)
@@ -116,15 +117,17 @@ class HarmonyRenderer:
     def _token_bytes(self, token_id: int) -> bytes:
         return vocabulary.ordinary_bytes(self._tiktoken, token_id)
 
-    def _append(self, ids: TokenIds, message: oh.Message, *, has_tools: bool) -> None:
+    def _make_system(self, effort: str, today: date, has_tools: bool) -> list[int]:
+        options = oh.RenderOptions(conversation_has_function_tools=has_tools)
+        ids: list[int] = self._harmony.render(_system_message(effort, today), options)
+        return ids
+
+    def _append(self, ids: TokenIds, message: oh.Message) -> None:
         body = message.content[0]
         if isinstance(body, oh.DeveloperContent):
             ids.extend(self._developer_ids(message, body))
             return
-        if not isinstance(body, oh.TextContent):
-            options = oh.RenderOptions(conversation_has_function_tools=has_tools)
-            ids.extend(self._harmony.render(message, options))
-            return
+        assert isinstance(body, oh.TextContent)
         author = message.author
         head, tail = self._frame(author.role, author.name, message.recipient, message.channel, message.content_type)
         ids.extend(head)
@@ -158,14 +161,22 @@ class HarmonyRenderer:
 
 def harmony_messages(conversation: Conversation, today: date) -> Iterator[oh.Message]:
     """The messages harmony asks for, in order; each has exactly one content. Raises InvalidRequest."""
-    effort = _EFFORTS.get(conversation.reasoning_effort)
-    if effort is None:
+    yield _system_message(conversation.reasoning_effort, today)
+    yield from _said_messages(conversation)
+
+
+def _system_message(effort: str, today: date) -> oh.Message:
+    known = _EFFORTS.get(effort)
+    if known is None:
         raise UnsupportedParameter(
-            f"reasoning_effort {conversation.reasoning_effort!r} is not one of Harmony's; use low, medium or high",
-            field="reasoning_effort",
+            f"reasoning_effort {effort!r} is not one of Harmony's; use low, medium or high", field="reasoning_effort"
         )
-    system = oh.SystemContent.new().with_reasoning_effort(effort).with_conversation_start_date(today.isoformat())
-    yield oh.Message.from_role_and_content(oh.Role.SYSTEM, system)
+    system = oh.SystemContent.new().with_reasoning_effort(known).with_conversation_start_date(today.isoformat())
+    return oh.Message.from_role_and_content(oh.Role.SYSTEM, system)
+
+
+def _said_messages(conversation: Conversation) -> Iterator[oh.Message]:
+    """All behind the system message."""
     lead = 0
     while lead < len(conversation.messages) and conversation.messages[lead].role in ("system", "developer"):
         lead += 1

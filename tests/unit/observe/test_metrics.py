@@ -35,11 +35,10 @@ def test_request_when_started_and_finished_then_inflight_returns_to_zero():
     assert found["request_seconds_sum", (("model", "m"),)] == pytest.approx(0.3)
 
 
-def test_itl_when_tokens_come_together_then_each_counts_its_share():
+def test_itl_when_tokens_come_together_then_each_counts():
     metrics = FrontendMetrics()
-    metrics.observe_itl(model="m", seconds=0.1, count=5)
-    metrics.observe_itl(model="m", seconds=9.0, count=1)
-    metrics.observe_itl(model="m", seconds=1.0, count=0)
+    metrics.itl(model="m").observe(0.02, 5)
+    metrics.itl(model="m").observe(9.0, 1)
     found = samples(metrics.render())
     assert found["itl_seconds_count", (("model", "m"),)] == 6
     assert found["itl_seconds_sum", (("model", "m"),)] == pytest.approx(9.1)
