@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,17 @@ def make(kind: str, folder: Path, role: Role, *, carrier: str = "loopback", ttl_
         served_model_name="tiny",
         disaggregation_mode=role,
         ticket_ttl_s=ttl_s,
-        override_engine_args=trtllm_args(role, **args) if kind == "trtllm" else args,
+        override_engine_args=_ARGUMENTS[kind](role, args) if kind in _ARGUMENTS else args,
     )
     number = list(Role).index(role) + 1
     if kind == "trtllm":  # over the stand-in, which chooses the carrier itself
         from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
 
         return TrtllmEngine(config, instance_id=number)
+    if kind == "vllm":  # over the stand-in
+        from dynamo_trtllm.engine.vllm.engine import VllmEngine
+
+        return VllmEngine(config, instance_id=number)
     chosen = LoopbackCarrier() if carrier == "loopback" else select_carrier(carrier)
     if kind == "mock":
         return MockEngine(config, instance_id=number, carrier=chosen)
@@ -60,6 +64,21 @@ def trtllm_args(role: Role, **args: Any) -> dict[str, Any]:
     if role is not Role.AGGREGATED:
         chosen["cache_transceiver_config"] = {"backend": "UCX", "max_tokens_in_buffer": 8192}
     return chosen | ({"kv_cache_config": kv} if kv else {}) | args
+
+
+def vllm_args(args: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's names for what the contract sets."""
+    names = {"kv_block_size": "block_size", "max_batch_size": "max_num_seqs", "max_seq_len": "max_model_len"}
+    chosen = {names.get(name, name): value for name, value in args.items()}
+    if "kv_cache_blocks" in chosen:
+        chosen["num_gpu_blocks_override"] = chosen.pop("kv_cache_blocks") + 1
+    return {"block_size": 32} | chosen
+
+
+_ARGUMENTS: dict[str, Callable[[Role, dict[str, Any]], dict[str, Any]]] = {
+    "trtllm": lambda role, args: trtllm_args(role, **args),
+    "vllm": lambda _, args: vllm_args(args),
+}
 
 
 @asynccontextmanager

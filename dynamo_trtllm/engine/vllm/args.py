@@ -77,6 +77,7 @@ _NOT_DRIVEN = (
 )
 _ADAPTER = "the vllm engine"  # as a source
 _EXTENSION = "dynamo_trtllm.engine.vllm.extension.TicketExtension"
+_LEASE_SPARE_S = 5  # vLLM's lease outlives the ticket: what frees KV in time is the engine, see `reclaim`
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     "tensor_parallel_size": (1, None),
     "pipeline_parallel_size": (1, None),
@@ -148,7 +149,7 @@ def _own(config: WorkerConfig) -> Layer:
             "kv_connector": "NixlConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {"kv_lease_duration": math.ceil(config.ticket_ttl_s)},
+            "kv_connector_extra_config": {"kv_lease_duration": math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S},
         }
     return Layer(values, _ADAPTER)
 

@@ -14,6 +14,7 @@ from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS
 _log = logging.getLogger(__name__)
 _TRIES = 4
 _AGAIN_S = 0.25
+_GRACE_S = 1.0
 
 Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> per worker, those that it had
 
@@ -49,12 +50,16 @@ class Reclaimer:
                 if request_id not in found and tried + 1 < _TRIES:
                     self._later(request_id, tried + 1)
 
-    def _later(self, request_id: str, tried: int) -> None:
+    def post_later(self, request_id: str) -> None:
+        """Once a decode engine, which may read it until its ticket expires by its own clock, has surely let go."""
+        self._later(request_id, 0, _GRACE_S)
+
+    def _later(self, request_id: str, tried: int, wait_s: float = _AGAIN_S) -> None:
         def again() -> None:
             self._again.discard(handle)
             self.post(request_id, tried)
 
-        handle = asyncio.get_running_loop().call_later(_AGAIN_S, again)
+        handle = asyncio.get_running_loop().call_later(wait_s, again)
         self._again.add(handle)
 
     async def aclose(self) -> None:

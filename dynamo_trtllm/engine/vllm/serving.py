@@ -186,16 +186,23 @@ class Serving:
 
     def _hand_out(self, request: GenerateRequest, call: Call, flight: Flight, output: Any, step: Step) -> Chunk:
         """The terminal chunk of a prefill leg."""
+        expires_at = time.monotonic() + self._times.ticket_ttl_s
         ticket = self._desk.hand_out(
             request,
             output.kv_transfer_params,
             step,
             seed=call.seed,
-            give_up=lambda: self._reclaimer.post(flight.call_id),
+            give_up=lambda: self._give_up(flight.call_id, expires_at),
         )
         stats = flight.stats(cached_tokens=int(output.num_cached_tokens or 0))
         stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
         return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+
+    def _give_up(self, call_id: str, expires_at: float) -> None:
+        if time.monotonic() < expires_at:
+            self._reclaimer.post(call_id)
+        else:
+            self._reclaimer.post_later(call_id)
 
     def _chunk(self, request: GenerateRequest, flight: Flight, output: Any, step: Step) -> Chunk:
         """Raises for an end that is no answer."""

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from dynamo_trtllm.engine.vllm import manifest
+from vllm.config import VllmConfig
+
+
+class AsyncEngineArgs:
+    def __init__(self, **values: Any) -> None:
+        for name in values:
+            if name not in manifest.classes()[manifest.ROOT]:
+                raise TypeError(f"AsyncEngineArgs.__init__() got an unexpected keyword argument {name!r}")
+        self.values = values
+
+    def create_engine_config(self) -> VllmConfig:
+        get = self.values.get
+        model = json.loads((Path(get("model", "")) / "config.json").read_text())
+        longest = model["max_position_embeddings"]
+        if (get("max_model_len") or 0) > longest:
+            raise ValueError(f"User-specified max_model_len ({get('max_model_len')}) is greater than {longest}")
+        transfer = get("kv_transfer_config")
+        if transfer is not None and transfer.kv_connector != "NixlConnector":
+            raise ValueError(f"Unsupported connector type: {transfer.kv_connector}")
+        return VllmConfig(
+            model_config=SimpleNamespace(
+                max_model_len=get("max_model_len") or longest, max_logprobs=20, dtype="torch.float32"
+            ),
+            cache_config=SimpleNamespace(
+                block_size=get("block_size") or 16,
+                num_gpu_blocks=get("num_gpu_blocks_override") or 1001,
+                cache_dtype=get("kv_cache_dtype") or "auto",
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=get("tensor_parallel_size") or 1),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=get("max_num_seqs") or 256,
+                max_num_batched_tokens=get("max_num_batched_tokens") or 2048,
+                disable_hybrid_kv_cache_manager=False,
+            ),
+            attention_config=SimpleNamespace(backend=None),
+            kv_transfer_config=transfer,
+            vocab_size=model["vocab_size"],
+        )

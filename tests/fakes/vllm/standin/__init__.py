@@ -1,0 +1,1 @@
+"""What the stand-in is made of, and how a test makes it misbehave."""

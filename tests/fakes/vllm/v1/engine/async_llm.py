@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+import importlib
+import itertools
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed import kv_transfer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.standin.core import Core, Job
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+
+class AsyncLLM:
+    def __init__(self, vllm_config: VllmConfig, logger: Any) -> None:
+        self.vllm_config = vllm_config
+        self._logger = logger
+        self._core: Core | None = None
+        self._closed = False
+        self._numbers = itertools.count()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        *,
+        stat_loggers: list[Any],
+        enable_log_requests: bool,
+        disable_log_stats: bool,
+    ) -> AsyncLLM:
+        (made,) = stat_loggers
+        assert issubclass(made, PrometheusStatLogger)
+        return cls(vllm_config, made(vllm_config, [0]))
+
+    @property
+    def core(self) -> Core:
+        """Built at the first request: only then there is a loop."""
+        if self._core is None:
+            self._loop = asyncio.get_running_loop()
+            self._core = Core(self.vllm_config, self._logger.record)
+        return self._core
+
+    @property
+    def errored(self) -> bool:
+        return self._closed or (self._core is not None and self._core.dead)
+
+    async def generate(
+        self, prompt: Any, sampling_params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[Any, None]:
+        if self.errored:
+            raise EngineDeadError
+        assert sampling_params.output_kind is RequestOutputKind.DELTA
+        assert prompt["type"] == "token"
+        ids = list(prompt["prompt_token_ids"])
+        if len(ids) >= self.vllm_config.model_config.max_model_len:
+            raise ValueError(f"The decoder prompt (length {len(ids)}) is too long")
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.core.add(Job(f"{request_id}-{next(self._numbers):08x}", ids, sampling_params, queue))
+        try:
+            while True:
+                output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        except (asyncio.CancelledError, GeneratorExit):
+            await self.abort(request_id)
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        self.core.abort(request_id)
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        transfer = self.vllm_config.kv_transfer_config
+        assert transfer is not None
+        extension = importlib.import_module("dynamo_trtllm.engine.vllm.extension").TicketExtension()
+        kv_transfer.current = self.core
+        try:
+            return [getattr(extension, method)(*args)]
+        finally:
+            kv_transfer.current = None
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self._closed = True
+        if self._core is not None and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._core.die)
