@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,14 @@ _SCALED = ("Deployment", "StatefulSet")
 _MERGE_KEYS = ("name", "mountPath", "containerPort")  # how members of lists of objects are told apart
 
 
+@cache
+def _read(path: Path) -> tuple[Doc, ...]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, where it was built
+    return tuple(yaml.load_all(path.read_text(), Loader=loader))
+
+
 def documents(path: Path) -> list[Doc]:
-    return [doc for doc in yaml.safe_load_all(path.read_text()) if doc is not None]
+    return copy.deepcopy(list(_read(path)))
 
 
 def render(folder: Path) -> list[Doc]:
@@ -31,7 +38,7 @@ def _apply(folder: Path, docs: list[Doc]) -> list[Doc]:
     assert set(spec) <= _KNOWN, f"{folder}: {set(spec) - _KNOWN} is more than this renderer knows"
     for name in spec.get("resources", []):
         path = folder / name
-        docs += render(path) if path.is_dir() else copy.deepcopy(documents(path))
+        docs += render(path) if path.is_dir() else documents(path)
     for name in spec.get("components", []):
         docs = _apply(folder / name, docs)
     for generated in spec.get("configMapGenerator", []):

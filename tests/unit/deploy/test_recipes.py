@@ -211,6 +211,7 @@ def test_images_when_listed_then_ours_in_this_version_or_pinned() -> None:
 @pytest.mark.parametrize("pod", EVERY_POD)
 def test_pod_when_read_then_not_root_bounded_and_without_a_token(pod: Pod) -> None:
     assert pod.spec["automountServiceAccountToken"] is False
+    assert pod.spec["enableServiceLinks"] is False  # else etcd reads ETCD_PORT as a flag of its own
     assert pod.spec["securityContext"]["runAsNonRoot"] is True
     assert pod.spec["securityContext"]["runAsUser"] > 0
     for container in pod.spec["containers"] + pod.spec.get("initContainers", []):
