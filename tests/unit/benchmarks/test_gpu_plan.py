@@ -1,0 +1,107 @@
+"""Which process of a GPU run gets which GPUs and arguments, and that launcher files say the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.model import gpt_oss_config, write_model
+from benchmarks.gpu.plan import ENVIRONMENT, Plan, disaggregated, engine_arguments, replicas, server_arguments, single
+from dynamo_trtllm.config.deployment import load_deployment
+from dynamo_trtllm.engine.checkpoint import read_checkpoint
+
+LAUNCHER_FILES = Path(__file__).parents[3] / "deploy" / "local"
+
+
+def plan(gpus: int, **more: Any) -> Plan:
+    return Plan(engine="vllm", model="/model", gpus=tuple(range(gpus)), **more)
+
+
+def devices(workers: list[dict[str, Any]]) -> dict[str, Any]:
+    return {worker["name"]: worker["devices"] for worker in workers}
+
+
+def test_roles_when_there_are_eight_gpus_then_each_has_four_with_experts_over_them() -> None:
+    workers = disaggregated(plan(8))
+    assert devices(workers) == {"prefill": [0, 1, 2, 3], "decode": [4, 5, 6, 7]}
+    assert {worker["flags"]["tensor-parallel-size"] for worker in workers} == {4}
+    assert {worker["flags"]["expert-parallel-size"] for worker in workers} == {4}
+
+
+@pytest.mark.parametrize("workers", [disaggregated(plan(2)), replicas(plan(2))])
+def test_roles_when_there_are_two_gpus_then_each_has_one_and_nothing_is_parallel(workers: list[dict[str, Any]]) -> None:
+    assert list(devices(workers).values()) == [[0], [1]]
+    assert all("tensor-parallel-size" not in worker["flags"] for worker in workers)
+
+
+def test_roles_when_one_gpu_is_there_then_all_share_it() -> None:
+    assert devices(disaggregated(plan(1))) == {"prefill": [0], "decode": [0]}
+    assert devices(single(plan(1), 1)) == {"whole-1": [0]}
+
+
+def test_roles_when_prefill_is_given_fewer_gpus_then_decode_has_the_rest() -> None:
+    workers = disaggregated(plan(3, first=1))
+    assert devices(workers) == {"prefill": [0], "decode": [1, 2]}
+    assert workers[1]["flags"]["tensor-parallel-size"] == 2
+
+
+def test_mock_when_planned_then_it_runs_on_the_cpu_with_its_own_arguments() -> None:
+    (worker, _) = disaggregated(Plan(engine="mock", model="bench"))
+    assert worker["devices"] == "cpu"
+    assert "load-format" not in worker["flags"]
+    assert worker["flags"]["override-engine-args"] == {"step_s": 0.005}
+
+
+@pytest.mark.parametrize("workers", [disaggregated(plan(2)), disaggregated(Plan(engine="mock", model="bench"))])
+def test_environment_when_an_engine_is_started_then_multicast_is_off_in_it(workers: list[dict[str, Any]]) -> None:
+    for worker in workers:
+        assert ENVIRONMENT.items() <= worker["env"].items()
+    assert ENVIRONMENT["NCCL_NVLS_ENABLE"] == "0"
+    assert ENVIRONMENT["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+
+
+def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -> None:
+    chosen = plan(2, is_eager=True, max_seq_len=1000, max_num_tokens=2000, max_batch_size=30, extra={"block_size": 32})
+    argv = server_arguments(chosen, port=1234)
+    flags = single(chosen, 0)[0]["flags"]
+    assert f"--max-model-len={flags['max-seq-len']}" in argv
+    assert f"--max-num-batched-tokens={flags['max-num-tokens']}" in argv
+    assert f"--max-num-seqs={flags['max-batch-size']}" in argv
+    assert f"--load-format={flags['load-format']}" in argv
+    assert {"--enforce-eager", "--no-enable-prefix-caching", "--block-size=32", "--port=1234"} <= set(argv)
+    assert engine_arguments(chosen) == flags["override-engine-args"]
+    assert "--enable-expert-parallel" not in argv
+    assert "--enable-expert-parallel" in server_arguments(plan(4), port=1)
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_launcher_file_when_read_then_it_places_the_roles_as_the_benchmark_does(gpus: int) -> None:
+    deployment = load_deployment(LAUNCHER_FILES / f"gpt-oss-120b-{gpus}gpu-vllm.yaml", {})
+    planned = disaggregated(plan(gpus))
+    assert [(worker.name, worker.devices) for worker in deployment.workers] == list(devices(planned).items())
+    for worker, wanted in zip(deployment.workers, planned, strict=True):
+        assert worker.disaggregation_mode == wanted["disaggregation_mode"]
+        assert worker.flags["engine"] == "vllm"
+        assert worker.flags.get("tensor_parallel_size") == wanted["flags"].get("tensor-parallel-size")
+        assert worker.flags.get("expert_parallel_size") == wanted["flags"].get("expert-parallel-size")
+        assert worker.env["NCCL_NVLS_ENABLE"] == worker.env["VLLM_ALLREDUCE_USE_SYMM_MEM"] == "0"
+
+
+def test_launcher_file_when_variables_are_set_then_they_win() -> None:
+    environ = {"MODEL_PATH": "/other", "LOAD_FORMAT": "dummy", "DECODE_CUDA_VISIBLE_DEVICES": "3"}
+    deployment = load_deployment(LAUNCHER_FILES / "gpt-oss-120b-2gpu-vllm.yaml", environ)
+    assert {worker.flags["model_path"] for worker in deployment.workers} == {"/other"}
+    assert {worker.flags["load_format"] for worker in deployment.workers} == {"dummy"}
+    assert deployment.workers[1].devices == [3]
+
+
+def test_model_folder_when_written_then_our_reader_sees_gpt_oss_120b(tmp_path: Path) -> None:
+    found = read_checkpoint(write_model(tmp_path / "m", layers=6))
+    assert (found.model_type, found.num_layers, found.num_sliding_layers, found.num_experts) == ("gpt_oss", 6, 3, 128)
+    assert (found.quantization, found.head_dim, found.num_kv_heads) == ("mxfp4", 64, 8)
+    assert found.renderer == "harmony"
+    assert sorted(path.name for path in (tmp_path / "m").iterdir()) == ["config.json"]
+    assert json.loads((tmp_path / "m" / "config.json").read_text()) == gpt_oss_config(layers=6)

