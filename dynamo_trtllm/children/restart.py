@@ -14,11 +14,12 @@ _FAILED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`is_restart`, or else the exit status with which the deployment is given up; `text` says why."""
+    """`is_restart`, after `pause_s`, or else the exit status with which the deployment is given up; `text` says why."""
 
     is_restart: bool
     exit_status: int
     text: str
+    pause_s: float = 0.0
 
 
 def decide(
@@ -33,8 +34,10 @@ def decide(
     if recent >= config.max_restarts:
         text = f"{ended}; it was restarted {recent} times in {config.window_s:g} s, which is the limit"
         return Verdict(is_restart=False, exit_status=_FAILED, text=text)
-    text = f"{ended}; starting it again ({recent + 1} of {config.max_restarts} in {config.window_s:g} s)"
-    return Verdict(is_restart=True, exit_status=0, text=text)
+    pause_s = config.pause_s * 2 ** (recent - 1) if recent else 0.0
+    when = f" in {pause_s:g} s" if pause_s else ""
+    text = f"{ended}; starting it again{when} ({recent + 1} of {config.max_restarts} in {config.window_s:g} s)"
+    return Verdict(is_restart=True, exit_status=0, text=text, pause_s=pause_s)
 
 
 def describe(status: int) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from dynamo_trtllm.config.base import Config, PositiveFloat, PositiveInt
+from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, PositiveInt
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import check_keys, read_yaml
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
@@ -44,6 +44,11 @@ class RestartConfig(Config):
 
     max_restarts: Annotated[int, Field(ge=0)] = Field(default=3, description="restarts of one process per window")
     window_s: PositiveFloat = Field(default=60.0, description="a restart is forgotten after this many seconds")
+    pause_s: NonNegativeFloat = Field(
+        default=0.0,
+        description="seconds before the second restart within the window, doubled with each further one; the first is "
+        "at once",
+    )
 
 
 class WorkerSpec(Config):

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,8 +130,10 @@ class Supervisor:
             if not verdict.is_restart:
                 raise GivenUp(f"{name} {verdict.text}", verdict.exit_status)
             self._console.say(f"{name} {verdict.text}")
+            restarts.append(time.monotonic())
+            if await self._stopped_within(verdict.pause_s):
+                return
             began = time.monotonic()
-            restarts.append(began)
             self._servers[at] = server.again()  # blocks, see `_start_server`
             self._say_ready(name, began, f"at {server.address}")
 
@@ -145,6 +148,15 @@ class Supervisor:
                 raise GivenUp(f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status)
             self._console.say(f"{spec.name} {verdict.text}")
             restarts.append(time.monotonic())
+            if await self._stopped_within(verdict.pause_s):
+                return
+
+    async def _stopped_within(self, pause_s: float) -> bool:
+        """Waits; ends the wait, with True, when all is to stop."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
+        return self._stopping.is_set()
 
     async def _run_once(self, spec: ProcessSpec) -> tuple[int, str]:
         """One life of a process: its exit status and the last thing it said."""

@@ -66,7 +66,7 @@ def test_embedding_example_when_run_up_to_its_worker_then_it_is_valid() -> None:
     exec(example.replace(".run()", "").replace('"__main__"', "__name__"), {"__name__": "example"})
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "deploy").rglob("*.yaml")), ids=str)
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy/local").glob("*.yaml")), ids=str)
 def test_deployment_when_shipped_then_it_loads(path: Path) -> None:
     assert load_deployment(path).workers
 

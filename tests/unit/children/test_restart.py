@@ -45,3 +45,21 @@ def test_decide_when_a_program_that_is_not_ours_exits_with_2_then_it_is_restarte
     """A panic of etcd or nats-server has that status too."""
     assert decide(RestartConfig(), 2, [], 0.0, is_ours=False).is_restart
     assert not decide(RestartConfig(), 2, [], 0.0).is_restart
+
+
+@pytest.mark.parametrize(("before", "pause_s"), [([], 0), ([50.0], 5), ([50.0, 60.0], 10), ([1.0, 50.0, 60.0], 10)])
+def test_decide_when_it_died_before_then_each_restart_waits_twice_as_long(before, pause_s):
+    verdict = decide(RestartConfig(max_restarts=9, window_s=90, pause_s=5), 1, before, 100.0)
+    assert verdict.pause_s == pause_s
+    assert (f"starting it again in {pause_s} s (" if pause_s else "starting it again (") in verdict.text
+
+
+def test_decide_when_a_process_dies_at_once_each_time_then_a_pause_keeps_it_below_the_limit():
+    """So the others go on serving, with the values of the launch scripts."""
+    config = RestartConfig(max_restarts=10, window_s=600, pause_s=5)
+    restarts, now = [], 0.0
+    for _ in range(100):
+        verdict = decide(config, 1, restarts, now)
+        assert verdict.is_restart
+        restarts.append(now)
+        now += verdict.pause_s + 0.1
