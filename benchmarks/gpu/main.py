@@ -175,7 +175,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--budget-s", type=float, default=570.0, help="no step goes on after this")
     add("--ready-s", type=float, default=420.0, help="longest wait for engines to come up")
     add("--engine-args", type=_object, default={}, help="JSON object of engine arguments")
-    add("--out", type=Path, default=Path("benchmarks/results/latest"), help="folder of the result files")
+    add("--out", type=Path, default=Path("benchmarks/results/gpu/latest"), help="folder of the result files")
     args = parser.parse_args(argv)
     args.only, args.victims = args.only.split(","), args.victims.split(",")
     for given, known in ((args.only, STEPS), (args.victims, ("prefill", "decode"))):

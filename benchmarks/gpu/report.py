@@ -70,7 +70,7 @@ def inserted(document: str, made: str) -> str:
 def main() -> None:
     """Writes the document anew; with --check says whether it is what the results say."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.report", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/gpu"))
     parser.add_argument("--document", type=Path, default=Path("docs/performance-gpu.md"))
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when it is out of date")
     args = parser.parse_args()
