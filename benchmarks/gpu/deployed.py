@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.chaos.scrape import fetch
 from benchmarks.chaos.servers import free_port
+from benchmarks.gpu.machine import wait_free
 from benchmarks.gpu.plan import ENVIRONMENT, MODEL_NAME, Plan, server_arguments
 from benchmarks.launched import NAME_VARIABLE, Launched, NotServing
 from dynamo_trtllm.children.spawn import spawn
@@ -46,6 +47,7 @@ class Deployed(Launched):
         }
 
     def start(self) -> None:
+        wait_free({gpu for worker in self._workers if worker["devices"] != "cpu" for gpu in worker["devices"]})
         begun_s = time.monotonic()
         try:
             super().start()
@@ -71,6 +73,7 @@ class VllmServer:
         """Returns at once; `wait` blocks until it serves."""
         from dynamo_trtllm.render.vocabulary import o200k_ranks_path
 
+        wait_free(self._plan.halves[self._half])
         gpus = ",".join(str(gpu) for gpu in self._plan.halves[self._half])
         env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         env |= ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": gpus, "TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent)}

