@@ -22,7 +22,7 @@ def gpu_names() -> list[str]:
 
 
 def wait_free(gpus: Collection[int], within_s: float = 45.0) -> None:
-    """Until what ran on these GPUs has left their memory, or the time is over: an engine sizes itself by what is free."""
+    """Until these GPUs are empty, or the time is over: an engine sizes itself by the memory that is free."""
     until_s = time.monotonic() + within_s
     while _used_mib(gpus) > _IDLE_MIB and time.monotonic() < until_s:
         time.sleep(0.5)
