@@ -17,6 +17,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "scripts/launch").glob("gpt_oss_*.sh"))
 MODEL = "openai/gpt-oss-120b"
 
+# As a script in the background of another one is started.
+SIGINT_IGNORED = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+
 pytestmark = pytest.mark.timeout(180)
 
 
@@ -34,7 +37,8 @@ def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing
     script: Path, tmp_path: Path
 ) -> None:
     port = free_port()
-    launched = Launched(tmp_path, "--engine", "mock", command=[str(script)], env=environment(port))
+    command = [*SIGINT_IGNORED, str(script)]
+    launched = Launched(tmp_path, "--engine", "mock", command=command, env=environment(port))
     try:
         launched.wait_line("all processes serve")
         ask_until_answered(port, MODEL)
