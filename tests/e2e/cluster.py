@@ -117,9 +117,11 @@ class Cluster:
         self._processes.append(Process(module, argv, {**self.env, **env}))
         return self._processes[-1]
 
-    def torch(self, role: str, name: str = TINY, *flags: str, model: str = TINY) -> Process:
+    def torch(
+        self, role: str, name: str = TINY, *flags: str, model: str = TINY, env: Mapping[str, str] = {}
+    ) -> Process:
         argv = ["--engine", "torch", "--model", model, "--served-model-name", name, *flags]
-        return self._worker(role, argv)
+        return self._worker(role, argv, env)
 
     def mock(self, role: str, name: str, *flags: str, **engine_args: Any) -> Process:
         argv = ["--engine", "mock", "--model", name, "--lease-ttl-s", "1", *flags]

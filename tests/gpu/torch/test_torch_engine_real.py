@@ -1,0 +1,110 @@
+"""Engines of one process on GPUs with a carrier that moves host memory only: the way round through pinned memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.messages import Phase, Role
+from tests.engines import answer, ask, check_nothing_left, collect, make, prompt_of, started, tokens, two_legs
+from tests.gpu.torch.site import Site
+
+LENGTHS = [1, 31, 32, 33, 127, 128, 129, 1000, 5000]
+
+
+def make_on(site: Site, folder: Path, role: Role, number: int = 0, **args: Any) -> Engine:
+    chosen = site.engine_args(**args)
+    if site.gpus:
+        chosen["device"] = f"cuda:{number % site.gpus}"
+    return make("torch", folder, role, carrier="tcp", **chosen)
+
+
+def staged_bytes(engine: Any) -> int:
+    used: int = engine._memory.staging.used_bytes
+    return used
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+async def test_two_legs_at_every_boundary_when_kv_goes_through_host_memory_then_equal_to_one_engine(
+    site: Site, tiny: Path, temperature: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    whole, prefill = make_on(site, tiny, Role.AGGREGATED), make_on(site, tiny, Role.PREFILL)
+    decode = make_on(site, tiny, Role.DECODE, 1)
+    sampling = {"max_tokens": 24, "temperature": temperature, "seed": 11}
+    async with started(whole, prefill, decode):
+        for length in LENGTHS:
+            expected = await collect(whole, ask(prompt_of(length), **sampling))
+            assert tokens(await two_legs(prefill, decode, prompt_of(length), **sampling)) == tokens(expected), length
+        for engine in (prefill, decode):
+            await check_nothing_left(engine)
+            assert staged_bytes(engine) == 0
+    said = [record for record in caplog.records if "pinned host memory" in record.message]
+    assert len(said) == (2 if site.device == "cuda" else 0)
+
+
+async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_all_are_answered(
+    site: Site, tiny: Path
+) -> None:
+    small = {"max_seq_len": 1024, "kv_staging_gib": 0.002}
+    whole = make_on(site, tiny, Role.AGGREGATED)
+    prefill, decode = make_on(site, tiny, Role.PREFILL, **small), make_on(site, tiny, Role.DECODE, 1, **small)
+    prompts = [prompt_of(900, seed) for seed in range(12)]
+    async with started(whole, prefill, decode):
+        alone = [await answer(whole, prompt) for prompt in prompts]
+        legs = await asyncio.gather(*(two_legs(prefill, decode, prompt) for prompt in prompts))
+        assert sum(tokens(leg) == expected for leg, expected in zip(legs, alone, strict=True)) >= 10  # bf16, batched
+        for engine in (prefill, decode):
+            await check_nothing_left(engine)
+            assert staged_bytes(engine) == 0
+
+
+async def test_kv_when_legs_are_cancelled_at_random_then_every_block_is_free(site: Site, tiny: Path) -> None:
+    prefill, decode = make_on(site, tiny, Role.PREFILL), make_on(site, tiny, Role.DECODE, 1)
+    chosen = random.Random(3)
+
+    async def one(number: int) -> None:
+        legs = asyncio.create_task(two_legs(prefill, decode, prompt_of(chosen.randrange(1, 1500), number)))
+        if chosen.random() < 0.3:
+            await asyncio.sleep(chosen.random() / 2)
+            legs.cancel()
+        await asyncio.gather(legs, return_exceptions=True)
+
+    async with started(prefill, decode):
+        for begin in range(0, 200, 20):
+            await asyncio.gather(*(one(number) for number in range(begin, begin + 20)))
+        for engine in (prefill, decode):
+            await check_nothing_left(engine)
+            assert staged_bytes(engine) == 0
+        assert await two_legs(prefill, decode, prompt_of(100))
+
+
+async def test_dummy_weights_when_made_twice_then_equal(site: Site, tmp_path: Path) -> None:
+    from tests.gpu.torch.site import write_gpt_oss_20b_shape
+
+    folder = write_gpt_oss_20b_shape(tmp_path, full=False)
+    engines = [make_on(site, folder, Role.AGGREGATED, number, load_format="dummy") for number in (0, 1)]
+    async with started(*engines):
+        first, second = [await answer(engine, prompt_of(100), max_tokens=24) for engine in engines]
+        assert first == second
+        assert len(set(first)) > 1
+
+
+async def test_prefill_when_cancelled_before_its_ticket_then_staging_is_free(site: Site, tiny: Path) -> None:
+    prefill = make_on(site, tiny, Role.PREFILL)
+    async with started(prefill):
+        for length in (10, 600, 3000):
+            leg = asyncio.create_task(collect(prefill, ask(prompt_of(length), phase=Phase.PREFILL)))
+            await asyncio.sleep(0.02)
+            leg.cancel()
+            await asyncio.gather(leg, return_exceptions=True)
+        for ticket_id in list(prefill._desk._held):  # type: ignore[attr-defined]
+            prefill._desk.let_go(ticket_id)  # type: ignore[attr-defined]
+        await check_nothing_left(prefill)
+        assert staged_bytes(prefill) == 0
