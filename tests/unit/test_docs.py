@@ -1,6 +1,7 @@
 """The documentation builds as a site with every link leading somewhere, and names only what there is."""
 
 import re
+import shlex
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dynamo_trtllm.config.load import load
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.observe.metrics import PREFIX, TABLE
+from scripts.config_reference import PROGRAMS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -101,3 +104,24 @@ def test_page_when_it_names_a_file_of_this_repository_then_it_is_there(page: Pat
     named = set(re.findall(r"`(?:\./)?((?:scripts|deploy|examples|tests|benchmarks)/[\w./-]+)[` :]", page.read_text()))
     made = {name for name in named if "/secrets/" in name}  # by deploy/make_secrets, never committed
     assert [name for name in named - made if not (ROOT / name).exists()] == []
+
+
+def launch_lines() -> list[tuple[str, str, str]]:
+    """(page, module, flags) of every line in a block of code that starts a program of ours."""
+    start = re.compile(r"^\s*python3? -m (dynamo_trtllm\S*) ?([^#&\n]*)", re.MULTILINE)
+    blocks = [
+        (page.stem, block.replace("\\\n", " "))
+        for page in sorted(DOCS.glob("*.md"))
+        for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
+    return [(page, module, flags) for page, block in blocks for module, flags in start.findall(block)]
+
+
+@pytest.mark.parametrize(("page", "module", "flags"), launch_lines())
+def test_launch_line_when_typed_as_in_the_docs_then_it_is_accepted(page: str, module: str, flags: str) -> None:
+    models = {program.module: program.model for program in PROGRAMS}
+    load(models[module], prog="x", description="x", argv=shlex.split(flags), environ={})
+
+
+def test_launch_lines_when_counted_then_there_are_some() -> None:
+    assert len(launch_lines()) > 5
