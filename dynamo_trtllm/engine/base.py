@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, KvLayout, Limits, ReleaseOutcome
 
@@ -80,6 +80,20 @@ class Engine(Protocol):
 
     async def aclose(self) -> None:
         """Idempotent; safe after a failed `start`. Running streams end in EngineFailed."""
+        ...
+
+
+Push: TypeAlias = Callable[[Chunk], None]
+"""Takes a chunk within the call, on the event loop. Never raises."""
+
+
+@runtime_checkable
+class Pushes(Protocol):
+    """Engines that can hand over what a step made within that step: no task wakes for it."""
+
+    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
+        """As `generate`, less the chunks that `push` takes. The terminal one is always yielded; nothing is pushed
+        while something that was yielded before it waits to be consumed, or once the stream is closed."""
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
 
@@ -23,6 +23,15 @@ class Service(Protocol):
 
         The plane itself releases a ticket as refused when the caller it was sent to has not taken it, or is gone.
         """
+        ...
+
+
+@runtime_checkable
+class PushingService(Protocol):
+    """A service that can hand chunks over with no task waking for them."""
+
+    def generate_into(self, request: GenerateRequest, push: Callable[[Chunk], None]) -> AsyncGenerator[Chunk, None]:
+        """As `Service.generate`, less the chunks that were given to `push`, in their order with those yielded."""
         ...
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -21,8 +22,8 @@ from dynamo_trtllm.errors import (
     PayloadTooLarge,
     StreamIncomplete,
 )
-from dynamo_trtllm.messages import HandoffTicket, Release, ReleaseOutcome
-from dynamo_trtllm.plane.base import Service
+from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Release, ReleaseOutcome
+from dynamo_trtllm.plane.base import PushingService, Service
 from dynamo_trtllm.plane.handed import Handed, LegKey
 from dynamo_trtllm.plane.link import Link, Listening, PeerWatch
 from dynamo_trtllm.plane.stream import PING, Answer, Cancel, Envelope, Failure, Frame, Open, Outbox, Verb
@@ -148,7 +149,7 @@ class LinkServing:
     async def _run(self, leg: Leg, opening: Open) -> None:
         try:
             async with asyncio.timeout(opening.request.deadline - time.time()) as deadline:
-                async with aclosing(self._service.generate(opening.request)) as chunks:
+                async with aclosing(self._stream(leg, opening.request)) as chunks:
                     async for chunk in chunks:
                         self._send(leg, Frame(leg.key.stream, leg.number, chunk))
                         if chunk.ticket is not None:
@@ -161,6 +162,12 @@ class LinkServing:
             self._fail(leg, DeadlineExceeded("the request's deadline passed in the worker"))
         except DynamoError as exc:
             self._fail(leg, exc)
+
+    def _stream(self, leg: Leg, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if not isinstance(self._service, PushingService):
+            return self._service.generate(request)
+        stream = leg.key.stream
+        return self._service.generate_into(request, lambda chunk: self._send(leg, Frame(stream, leg.number, chunk)))
 
     def _close(self, leg: Leg) -> None:
         del self._legs[leg.key]

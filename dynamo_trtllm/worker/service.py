@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets
+from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets, Push, Pushes
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
 from dynamo_trtllm.messages import (
     Chunk,
@@ -69,13 +69,27 @@ class WorkerService:
         self._metrics = metrics
         metrics.watch(legs=admission.legs, reserved=admission.reserved)
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._stream(request, None)
+
+    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
+        """An engine that can't push has all of its chunks yielded."""
+        return self._stream(request, push)
+
+    async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
         request_id.set(request.request_id)
         code, output_tokens = "cancelled", 0
+
+        def counted(chunk: Chunk) -> None:
+            nonlocal output_tokens
+            output_tokens += len(chunk.token_ids)
+            assert push is not None
+            push(chunk)
+
         try:
             self._check(request)
             with self._admission.entered(request, self._stats(request)):
-                async with aclosing(self._engine.generate(request)) as chunks:
+                async with aclosing(self._made(request, None if push is None else counted)) as chunks:
                     async for chunk in chunks:
                         output_tokens += len(chunk.token_ids)
                         if chunk.finish_reason is not None:
@@ -90,6 +104,11 @@ class WorkerService:
             raise InternalError(f"the worker failed on this request: {type(exc).__name__}") from exc
         finally:
             self._metrics.leg_finished(phase=request.phase, code=code, output_tokens=output_tokens)
+
+    def _made(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
+        if push is not None and isinstance(self._engine, Pushes):
+            return self._engine.generate_into(request, push)
+        return self._engine.generate(request)
 
     def _stats(self, request: GenerateRequest) -> EngineStats | None:
         """Of an engine that would keep KV of this leg and tells any."""

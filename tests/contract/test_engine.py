@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from dynamo_trtllm.engine.base import Pushes
 from dynamo_trtllm.errors import (
     ContextTooLong,
     EngineFailed,
@@ -20,6 +21,7 @@ from dynamo_trtllm.errors import (
     TicketMismatch,
 )
 from dynamo_trtllm.messages import (
+    Chunk,
     FinishReason,
     Phase,
     Role,
@@ -74,6 +76,41 @@ async def test_generate_when_run_twice_then_gives_the_same_greedy_tokens(open_en
         assert chunks[-1].stats is not None
         assert tokens(chunks) == await answer(engine, prompt_of(40))
         await check_nothing_left(engine)
+
+
+async def test_generate_into_when_an_engine_pushes_then_the_same_tokens_and_only_the_end_is_yielded(
+    open_engine: Open,
+) -> None:
+    engine, pushed = open_engine(), []
+    if not isinstance(engine, Pushes):
+        pytest.skip("its vendor hands results to a task")
+    async with started(engine):
+        async with aclosing(engine.generate_into(ask(prompt_of(40)), pushed.append)) as chunks:
+            yielded = [chunk async for chunk in chunks]
+        assert [chunk.finish_reason for chunk in yielded] == [FinishReason.LENGTH]
+        assert tokens(pushed + yielded) == await answer(engine, prompt_of(40))
+        await check_nothing_left(engine)
+
+
+async def test_generate_into_when_closed_midway_then_nothing_is_pushed_after(open_engine: Open) -> None:
+    engine, pushed, second = open_engine(), [], asyncio.Event()
+    if not isinstance(engine, Pushes):
+        pytest.skip("its vendor hands results to a task")
+
+    def push(chunk: Chunk) -> None:
+        pushed.append(chunk)
+        if len(pushed) == 2:
+            second.set()
+
+    async with started(engine):
+        chunks = engine.generate_into(ask(prompt_of(40), max_tokens=100), push)
+        reading = asyncio.ensure_future(anext(chunks))
+        await second.wait()
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        had = len(pushed)
+        await check_nothing_left(engine)
+        assert len(pushed) == had
 
 
 async def test_generate_when_many_run_at_once_then_each_gets_its_own_tokens(open_engine: Open) -> None:

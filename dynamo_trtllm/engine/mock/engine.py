@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.arguments import engine_arguments
-from dynamo_trtllm.engine.base import EngineInfo, EngineStats
+from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.engine.mock.args import MockArgs
 from dynamo_trtllm.engine.mock.steps import Sequence, Steps
 from dynamo_trtllm.errors import EngineFailed, EngineRefused
@@ -59,7 +59,7 @@ class _Held(NamedTuple):
 
 
 class MockEngine:
-    """`Engine` with `HasTickets` and `HasStats`."""
+    """`Engine` with `Pushes`, `HasTickets` and `HasStats`."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: Carrier | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
@@ -95,7 +95,13 @@ class MockEngine:
             serves_whole=True,
         )
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._stream(request, None)
+
+    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
+        return self._stream(request, push)
+
+    async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
         await self.check()
         self._streams += 1
         self._idle.clear()
@@ -106,11 +112,11 @@ class MockEngine:
             if request.ticket is not None:
                 yield await self._redeem(sequence, request.ticket)
             left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.produced
+            sequence.push = push
             self._steps.want(sequence, left)
             made = sequence.made
-            while left > 1:
-                if not made:
-                    await sequence.more()
+            while left > 1 and push is None:
+                await sequence.more()
                 yield Chunk(token_ids=token_ids((made.popleft(),)))
                 left -= 1
             await sequence.more()

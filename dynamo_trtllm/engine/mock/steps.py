@@ -7,10 +7,10 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.engine.base import EngineStats, Push
 from dynamo_trtllm.engine.mock.args import MockArgs
 from dynamo_trtllm.errors import ContextTooLong, EngineFailed, EngineRefused, Overloaded
-from dynamo_trtllm.messages import GenerateRequest
+from dynamo_trtllm.messages import Chunk, GenerateRequest, token_ids
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|>, so that a harmony frontend shows the rest
 
@@ -27,6 +27,7 @@ class Sequence:
     wanted: int = 0
     born: float = field(default_factory=time.monotonic)
     started: float | None = None
+    push: Push | None = None  # takes all tokens but the last
     made: deque[int] = field(default_factory=deque)  # and not yet taken
     _waiter: asyncio.Future[None] | None = None
     _stopped: bool = False  # the clock has
@@ -42,9 +43,15 @@ class Sequence:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    def put(self, token: int) -> None:
-        self.made.append(token)
-        self._wake()
+    def step(self) -> None:
+        """One more token."""
+        self.wanted -= 1
+        token = self.next_token()
+        if self.push is not None and self.wanted:
+            self.push(Chunk(token_ids=token_ids((token,))))
+        else:
+            self.made.append(token)
+            self._wake()
 
     def stop(self) -> None:
         """No step comes any more."""
@@ -154,5 +161,4 @@ class Steps:
                 prefill_budget -= taken
                 sequence.prefill_left -= taken
             if sequence.prefill_left == 0 and sequence.wanted > 0:
-                sequence.wanted -= 1
-                sequence.put(sequence.next_token())
+                sequence.step()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.base import EngineInfo, EngineStats
+from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.engine.torch import guided
 from dynamo_trtllm.engine.torch.args import torch_args
 from dynamo_trtllm.engine.torch.batcher import Batcher, BatchLimits, Memory
@@ -182,11 +182,25 @@ class TorchEngine:
 
     # --- requests --------------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """See `Engine.generate`."""
+        return self._stream(request, None)
+
+    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
+        """See `Pushes.generate_into`."""
+        return self._stream(request, push)
+
+    async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
         batcher, info = self._ready()
         inbox: asyncio.Queue[Event] = asyncio.Queue()  # never more than the request's tokens
-        job = self._job(request, info, inbox.put_nowait)
+
+        def take(event: Event) -> None:
+            if push is not None and isinstance(event, Chunk) and event.finish_reason is None:
+                push(event)
+            else:
+                inbox.put_nowait(event)
+
+        job = self._job(request, info, take)
         self._jobs.add(job)
         self._idle.clear()
         handed_out = False

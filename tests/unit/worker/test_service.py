@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engine.base import EngineInfo, EngineStats
+from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
@@ -68,6 +68,16 @@ class PlainEngine:
     async def check(self) -> None: ...
     async def drain(self) -> None: ...
     async def aclose(self) -> None: ...
+
+
+class PushingEngine(PlainEngine):
+    async def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self.generate(request)) as chunks:
+            async for chunk in chunks:
+                if chunk.finish_reason is None:
+                    push(chunk)
+                else:
+                    yield chunk
 
 
 class TicketEngine(PlainEngine):
@@ -309,3 +319,17 @@ async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
 async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
     with pytest.raises(InvalidRequest, match="keeps no decode slots"):
         await Desk(PlainEngine(), Role.PREFILL).service.control(Reserve("a", time.time() + 60))
+
+
+@pytest.mark.parametrize("engine", [PlainEngine, PushingEngine])
+async def test_generate_into_when_the_engine_pushes_or_not_then_all_arrive_once_and_are_counted(
+    engine: type[PlainEngine],
+) -> None:
+    desk = Desk(engine())
+    pushed: list[Chunk] = []
+    async with aclosing(desk.service.generate_into(request(), pushed.append)) as chunks:
+        yielded = [chunk async for chunk in chunks]
+    assert tuple(pushed + yielded) == ANSWER
+    assert len(pushed) == (1 if engine is PushingEngine else 0)
+    assert desk.counted("output_tokens_total") == {("whole",): 3}
+    assert desk.engine.closed == 1
