@@ -6,7 +6,6 @@ that is there is used as it is, so that its replicas and limits may be set with 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import re
@@ -24,6 +23,7 @@ from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
+from dynamo_trtllm.plane.nats import close_client, whole_connect
 from dynamo_trtllm.plane.store import StoreLimits, too_large
 
 _log = logging.getLogger(__name__)
@@ -57,15 +57,11 @@ class JetStreamStore:
     ) -> JetStreamStore:
         """Raises Unreachable when no server answers at `url`, or one without JetStream."""
         client = Client()
-        with _reached(url, "start nats-server with -js, or choose --response-store memory"):
-            try:
-                async with asyncio.timeout(connect_timeout_s):
-                    await _connect(client, url)
-                    context = client.jetstream(timeout=_TIMEOUT_S)
-                    bucket = await _bucket(context, bucket_of(namespace), limits)
-            except BaseException:  # of a cancel too: the client's own tasks would go on trying
-                await client.close()
-                raise
+        with _reached(url, "start nats-server with -js, or choose --response-store memory, which takes one worker"):
+            async with whole_connect(client, connect_timeout_s):
+                await _connect(client, url)
+                context = client.jetstream(timeout=_TIMEOUT_S)
+                bucket = await _bucket(context, bucket_of(namespace), limits)
         return cls(client, bucket, limits.max_bytes)
 
     async def put(self, key: str, value: bytes) -> None:
@@ -101,11 +97,7 @@ class JetStreamStore:
 
     async def aclose(self) -> None:
         """Idempotent."""
-        try:
-            async with asyncio.timeout(_TIMEOUT_S):
-                await self._client.close()
-        except (OSError, TimeoutError) as exc:
-            _log.debug("closing the connection to JetStream: %r", exc)
+        await close_client(self._client)
 
     async def _piece(self, key: str) -> bytes | None:
         with self._connected("read"):
@@ -158,12 +150,10 @@ async def forget_responses(url: str, namespace: str, *, connect_timeout_s: float
 async def _jetstream(url: str, connect_timeout_s: float) -> AsyncIterator[JetStreamContext]:
     client = Client()
     with _reached(url, "check --nats-server and that NATS runs"):
-        try:
-            async with asyncio.timeout(connect_timeout_s):
-                await _connect(client, url)
-                yield client.jetstream(timeout=_TIMEOUT_S)
-        finally:
-            await client.close()
+        async with whole_connect(client, connect_timeout_s):
+            await _connect(client, url)
+            yield client.jetstream(timeout=_TIMEOUT_S)
+        await close_client(client)
 
 
 async def _connect(client: Client, url: str) -> None:

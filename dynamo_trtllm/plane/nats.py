@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from nats import errors as nats_errors
 from nats.aio.client import Client
@@ -26,6 +28,70 @@ _PENDING_MESSAGES = 1 << 20  # of one subscription, while our loop is busy
 _PENDING_BYTES = 512 << 20
 _OUTGOING_MESSAGES = 1 << 16  # not yet taken by the client
 _FLUSH_TIMEOUT_S = 2
+
+
+@asynccontextmanager
+async def whole_connect(client: Client, timeout_s: float) -> AsyncIterator[None]:
+    """Around the connecting of a client: it is connected, or it is gone with all that it had opened.
+
+    The client itself would try for ever. Its own `close` is no use here: a client that was cut off while it closed a
+    connection that had failed takes itself for closed, and leaves that connection open.
+    """
+    caller = asyncio.current_task()
+    assert caller is not None
+    cancels = caller.cancelling()
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+        if caller.cancelling() > cancels:  # the `wait_for` in there, up to Python 3.11, drops a cancel beside a result
+            raise asyncio.CancelledError
+    except BaseException:
+        _abandon(client)
+        raise
+
+
+def _abandon(client: Client) -> None:
+    """Does not wait: nothing that comes between may keep it from its end."""
+    for task in (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task):
+        if task is not None:
+            task.cancel()
+    _abort(client)
+    client._status = Client.CLOSED
+
+
+def _abort(client: Client) -> None:
+    transport = client._transport
+    if isinstance(transport, TcpTransport) and transport._io_writer is not None:
+        transport._io_writer.transport.abort()
+
+
+async def close_client(client: Client) -> None:
+    """Idempotent; takes a few seconds where the server is frozen, and leaves nothing open."""
+    if not await _close(client):
+        # nats-py 2.16 first writes what is pending, to a lost or frozen connection too, and stops there halfway.
+        client._pending_data_size = 0
+        client._status = Client.DISCONNECTED
+        _abort(client)
+        await _close(client)
+
+
+async def _close(client: Client) -> bool:
+    try:
+        async with asyncio.timeout(_FLUSH_TIMEOUT_S):
+            await _end_reconnecting(client)
+            await client.close()
+    except (OSError, TimeoutError) as exc:
+        logger.debug("closing the connection to NATS: %r", exc)
+        return False
+    return True
+
+
+async def _end_reconnecting(client: Client) -> None:
+    """The client cancels it once, and its `wait_for` may drop that (see `ask`): it would connect for ever."""
+    task = client._reconnection_task
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=0.1)
 
 
 class NatsLink:
@@ -47,7 +113,7 @@ class NatsLink:
     async def connect(self, timeout_s: float) -> None:
         """Raises Unreachable when no server answers at the address in time."""
         try:
-            async with asyncio.timeout(timeout_s):  # the client itself would try for ever
+            async with whole_connect(self._client, timeout_s):
                 await self._client.connect(
                     self._url,
                     error_cb=self._on_error,
@@ -62,11 +128,9 @@ class NatsLink:
                 )
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             self._closing = True
-            await self._client.close()
             raise Unreachable(f"no NATS server at {self._address}; start one or change nats.url") from exc
-        except asyncio.CancelledError:  # the client's own tasks would go on trying
+        except asyncio.CancelledError:
             self._closing = True
-            await self._client.close()
             raise
         self._up.set()
         self._writer = asyncio.create_task(self._write(), name="plane-nats-writer")
@@ -140,31 +204,7 @@ class NatsLink:
             self._writing = False  # `publish` may swallow the cancel
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
-        if not await self._close_client():
-            # nats-py 2.16 first writes what is pending, to a lost or frozen connection too, and stops there halfway.
-            self._client._pending_data_size = 0
-            self._client._status = Client.DISCONNECTED
-            transport = self._client._transport
-            if isinstance(transport, TcpTransport) and transport._io_writer is not None:
-                transport._io_writer.transport.abort()
-            await self._close_client()
-
-    async def _close_client(self) -> bool:
-        try:
-            async with asyncio.timeout(_FLUSH_TIMEOUT_S):
-                await self._end_reconnecting()
-                await self._client.close()
-        except (OSError, TimeoutError) as exc:
-            logger.debug("closing the connection to NATS: %r", exc)
-            return False
-        return True
-
-    async def _end_reconnecting(self) -> None:
-        """The client cancels it once, and its `wait_for` may drop that (see `ask`): it would connect for ever."""
-        task = self._client._reconnection_task
-        while task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=0.1)
+        await close_client(self._client)
 
     async def _write(self) -> None:
         while self._writing:

@@ -11,15 +11,17 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unreachable
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, token_ids
 from dynamo_trtllm.plane import nats as nats_plane
 from dynamo_trtllm.plane.linked import PlaneLimits
-from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.plane.nats import NatsLink, NatsPlane
 from tests.integration.plane_peer import make_request
 from tests.servers import TestServer
 
@@ -253,3 +255,49 @@ async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same
     await asyncio.sleep(0)
     await plane.aclose()
     assert task.cancelled()
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_connection_is_closed(turns: int) -> None:
+    """nats-py takes itself for closed from the moment on at which it begins to."""
+
+    refused: list[asyncio.Task[None]] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        refused.append(asyncio.current_task())
+        writer.write(b"-ERR 'not now'\r\n")
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        link = NatsLink(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        connecting = asyncio.create_task(link.connect(5))
+        loop, close = asyncio.get_running_loop(), link._client._close
+
+        def cancel_after(left: int) -> None:
+            loop.call_soon(cancel_after, left - 1) if left else connecting.cancel()
+
+        async def closing(*args: Any) -> None:
+            if not connecting.cancelling():
+                cancel_after(turns)
+            await close(*args)
+
+        link._client._close = closing
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        done, open_still = await asyncio.wait(refused, timeout=5)  # each ends with its connection
+        assert done
+        assert not open_still
+
+
+async def test_connect_when_a_cancel_is_dropped_beside_its_end_then_it_is_cancelled(nats_server, monkeypatch) -> None:
+    async def connected(*_: object, **__: object) -> None:
+        asyncio.current_task().cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(Client, "connect", connected)
+    connecting = asyncio.create_task(NatsPlane.connect(nats_server))
+    await asyncio.wait([connecting])
+    assert connecting.cancelled()
