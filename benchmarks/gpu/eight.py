@@ -30,7 +30,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu.eight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/gpu/eight"), help="folder of the result file")
+    parser.add_argument(
+        "--out", type=Path, default=Path("benchmarks/results/gpu/eight"), help="folder of the result file"
+    )
     own, rest = parser.parse_known_args(argv)
     shapes = ",".join(f"{isl}/{osl}/{concurrency}" for isl, osl, concurrency in SHAPES)
     given = ["--only", _ONLY, "--victims", "prefill", "--shapes", shapes, *rest, "--out", str(own.out / "steps")]
