@@ -91,6 +91,7 @@ class Serving:
         await self._reclaimer.aclose()
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_ABORT_S)
+        self._vendor.silence(self._llm)
 
     # --- requests --------------------------------------------------------------------------------------
 

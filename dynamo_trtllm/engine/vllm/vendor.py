@@ -58,6 +58,11 @@ class Vendor:
         except VENDOR_ERRORS as exc:
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc
 
+    def silence(self, llm: Any) -> None:
+        """On the event loop, before `shutdown`: else the end of its process is logged as its death."""
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+
     def arguments(self, call: Call) -> dict[str, Any]:
         """Keywords of `generate`. Raises what the vendor's classes raise for values they refuse."""
         sampling = dict(call.sampling)

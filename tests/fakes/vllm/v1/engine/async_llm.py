@@ -20,6 +20,7 @@ class AsyncLLM:
         self._logger = logger
         self._core: Core | None = None
         self._closed = False
+        self.output_handler = None
         self._numbers = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
 

@@ -1,0 +1,274 @@
+"""What the vllm engine promises beyond the contract, over a stand-in of vLLM that keeps its books and computes nothing.
+
+The same legs run over the real package in test_engine_vllm_real.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineFailed,
+    EngineRefused,
+    HandoffTimeout,
+    TicketMismatch,
+    TransferFailed,
+)
+from dynamo_trtllm.messages import Chunk, FinishReason, Guided, GuidedAlternative, Phase, ReleaseOutcome, Role
+from tests.engines import (
+    answer,
+    ask,
+    check_nothing_left,
+    check_stats,
+    collect,
+    make,
+    prompt_of,
+    release,
+    started,
+    stats,
+    ticket_from,
+    tokens,
+    two_legs,
+)
+from tests.standin import playing_vllm
+
+PROMPT = prompt_of(70)
+FULL = prompt_of(64)  # fills its last KV block
+FORM = Guided(alternatives=(GuidedAlternative(json_schema='{"type": "object"}'),))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model's JSON files: the stand-in needs no weights."""
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 2048,
+        "max_position_embeddings": 8192,
+        "eos_token_id": [1, 2],
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")  # so that forms are taken
+    return tmp_path
+
+
+class Engines(NamedTuple):
+    whole: Engine
+    prefill: Engine
+    decode: Engine
+
+
+@pytest.fixture
+async def engines(folder: Path) -> AsyncIterator[Engines]:
+    with playing_vllm():
+        made = Engines(*(make("vllm", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)))
+        async with started(*made):
+            yield made
+
+
+def core_of(engine: Engine) -> Any:
+    """The stand-in's engine process, behind the adapter's back."""
+    return engine._llm.core  # type: ignore[attr-defined]
+
+
+def logprobs(chunks: list[Chunk]) -> list[int]:
+    return [entry.token_id for chunk in chunks for entry in chunk.logprobs]
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, FULL], ids=["part of a block", "whole blocks"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "seed": 7},
+        {"frequency_penalty": 0.7},
+        {"repetition_penalty": 1.2},
+        {"guided": FORM},
+        {"logit_bias": ((1, 100.0),), "min_tokens": 4},
+    ],
+    ids=["greedy", "seed", "penalty", "repetition", "form", "min_tokens"],
+)
+async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_aggregated_one(
+    engines: Engines, prompt: Any, sampling: dict[str, Any]
+) -> None:
+    chosen = {"logprobs": 2, "max_tokens": 12, **sampling}
+    whole = await collect(engines.whole, ask(prompt, **chosen))
+    legs = await two_legs(engines.prefill, engines.decode, prompt, **chosen)
+    assert tokens(legs) == tokens(whole)
+    assert logprobs(legs) == tokens(legs)
+    assert legs[-1].finish_reason is whole[-1].finish_reason
+    for engine in engines:
+        await check_nothing_left(engine)
+
+
+async def test_two_legs_when_random_without_a_seed_then_the_answer_begins_with_the_tickets_token(
+    engines: Engines,
+) -> None:
+    for prompt in (PROMPT, FULL):
+        ticket = await ticket_from(engines.prefill, prompt, temperature=1.0)
+        chunks = await collect(engines.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, temperature=1.0))
+        release(engines.prefill, ticket, ReleaseOutcome.REDEEMED)
+        assert tokens(chunks)[0] == ticket.first_token_ids[0]
+        assert len(tokens(chunks)) == 8
+
+
+async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed_at_once(engines: Engines) -> None:
+    stop = (await answer(engines.whole, PROMPT))[0]
+    request = ask(PROMPT, phase=Phase.PREFILL, stop_token_ids=(stop,))
+    (last,) = await collect(engines.prefill, request)
+    assert (last.finish_reason, tokens([last]), last.ticket) == (FinishReason.STOP, [stop], None)
+    await check_nothing_left(engines.prefill)
+    assert core_of(engines.prefill).leases == {}
+
+
+async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(engines: Engines) -> None:
+    ticket = await ticket_from(engines.prefill, PROMPT)
+    await check_stats(engines.prefill, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3)
+    release(engines.prefill, ticket)
+    await check_nothing_left(engines.prefill)
+    assert core_of(engines.prefill).leases == {}
+
+
+async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(engines: Engines) -> None:
+    for turns in range(12):
+        task = asyncio.create_task(collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(result, list):
+            assert result[-1].ticket is not None
+            release(engines.prefill, result[-1].ticket)
+    await check_nothing_left(engines.prefill)
+    assert core_of(engines.prefill).leases == {}
+
+
+async def test_decode_when_kv_does_not_come_then_timeout_of_the_handoff_and_nothing_left(folder: Path) -> None:
+    with playing_vllm():
+        prefill, decode = make("vllm", folder, Role.PREFILL, ttl_s=0.3), make("vllm", folder, Role.DECODE)
+        async with started(prefill, decode):
+            ticket = await ticket_from(prefill, PROMPT)
+            core_of(decode).stuck = True
+            began = time.monotonic()
+            with pytest.raises(HandoffTimeout, match="its ticket expired"):
+                await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+            assert time.monotonic() - began < 10
+            await check_nothing_left(decode)
+            await check_nothing_left(prefill)
+
+
+async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(engines: Engines) -> None:
+    ticket = await ticket_from(engines.prefill, PROMPT)
+    core_of(engines.prefill).die()
+    with pytest.raises(TransferFailed):
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+    await check_nothing_left(engines.decode)
+
+
+async def test_generate_when_the_deadline_passes_then_aborted(engines: Engines) -> None:
+    request = msgspec.structs.replace(ask(PROMPT, max_tokens=4000), deadline=time.time() + 0.1)
+    with pytest.raises(DeadlineExceeded):
+        await collect(engines.whole, request)
+    await check_nothing_left(engines.whole)
+
+
+async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_check(engines: Engines) -> None:
+    async def first_then_rest(n: int) -> None:
+        async with aclosing(engines.whole.generate(ask(prompt_of(20, n), max_tokens=5000))) as stream:
+            await anext(stream)
+            begun.release()
+            async for _ in stream:
+                pass
+
+    begun = asyncio.Semaphore(0)
+    tasks = [asyncio.create_task(first_then_rest(n)) for n in range(3)]
+    for _ in tasks:
+        await begun.acquire()
+    core_of(engines.whole).die()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineFailed] * 3
+    with pytest.raises(EngineFailed, match="died"):
+        await engines.whole.check()
+    with pytest.raises(EngineFailed):
+        await answer(engines.whole, PROMPT)
+
+
+async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Path) -> None:
+    with playing_vllm():
+        engine = make("vllm", folder, Role.AGGREGATED)
+        await engine.start()
+        stream = engine.generate(ask(PROMPT, max_tokens=5000))
+        await anext(stream)
+        await engine.aclose()
+        with pytest.raises(EngineFailed, match="closed"):
+            async for _ in stream:
+                pass
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"engine": "torch"}, "engine"),
+        ({"pairing": {"release": "0.23.0"}}, "attention_backend"),
+        ({"prompt_tokens": 3}, "prompt_tokens"),
+        ({"opaque": b"x"}, "opaque"),
+    ],
+)
+async def test_decode_when_the_ticket_is_not_for_it_then_refused_by_field(
+    engines: Engines, change: dict[str, Any], field: str
+) -> None:
+    ticket = await ticket_from(engines.prefill, PROMPT)
+    changed = msgspec.structs.replace(ticket, **change)
+    with pytest.raises(TicketMismatch) as caught:
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=changed))
+    assert caught.value.field == field
+    release(engines.prefill, ticket)
+
+
+async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder: Path) -> None:
+    with playing_vllm():
+        engine = make("vllm", folder, Role.DECODE, max_seq_len=512, max_batch_size=9)
+        try:
+            info = await engine.start()
+        finally:
+            await engine.aclose()
+    assert (info.context_length, info.limits.max_batch_size, info.limits.kv_blocks) == (512, 9, 1001)
+    assert info.pairing["model_folder"] == str(folder)
+    assert "guided" not in info.refuses
+    assert info.eos_token_ids == (1, 2)
+
+
+async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    with playing_vllm():
+        engine = make("vllm", folder, Role.AGGREGATED)
+        async with started(engine):
+            with pytest.raises(EngineRefused) as caught:
+                await answer(engine, PROMPT, guided=FORM)
+            assert caught.value.field == "guided"
+            assert stats(engine).running == 0
+
+
+async def test_start_when_vllm_refuses_the_arguments_then_config_error(folder: Path) -> None:
+    with playing_vllm():
+        engine = make("vllm", folder, Role.AGGREGATED, max_seq_len=10**6)
+        with pytest.raises(ConfigError, match="refuses the engine arguments: User-specified max_model_len"):
+            await engine.start()
+        await engine.aclose()
