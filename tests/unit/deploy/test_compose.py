@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from dynamo_trtllm.launch.servers import _nats_binary
 from dynamo_trtllm.observe.metrics import PREFIX, TABLE
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
+RECIPES = DEPLOY / "recipes" / "platform"
 COMPOSE = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
 DASHBOARD = json.loads((DEPLOY / "compose/grafana/dashboards/dynamo.json").read_text())
@@ -75,6 +79,25 @@ def test_passwords_when_not_set_then_compose_refuses() -> None:
     assert "jetstream" in nats
     assert SERVICES["nats"]["environment"]["NATS_PASSWORD"].startswith("${NATS_PASSWORD:?")
     assert SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("compose", "nats.conf"), ("platform/base", "nats.conf"), ("platform", "cluster.conf")]
+)
+def test_nats_configuration_when_read_by_nats_server_then_valid(folder: str, name: str, tmp_path: Path) -> None:
+    """A password that begins with a digit, or a variable that is not set, would be an error here."""
+    folders = [DEPLOY / "compose"] if folder == "compose" else [RECIPES / "base", RECIPES / "overlays/production"]
+    for each in folders:
+        for path in each.glob("*.conf"):
+            (tmp_path / path.name).write_text(path.read_text().replace("/data", str(tmp_path)))
+    environ = {"NATS_PASSWORD": "p0", "POD_NAME": "nats-0"}
+    environ |= {f"ROUTE_{i}": f"nats://route:p0@nats-{i}.nats-headless:6222" for i in range(3)}
+    command = [_nats_binary(), "-t", "-c", tmp_path / name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environ)
+    assert done.returncode == 0, done.stderr
+    del environ["NATS_PASSWORD"]
+    without = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environ)
+    assert "NATS_PASSWORD" in without.stderr + without.stdout
 
 
 def test_prometheus_when_it_scrapes_then_every_service_and_our_ports() -> None:

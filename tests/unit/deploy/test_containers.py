@@ -8,7 +8,9 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,23 @@ def test_entry_when_an_image_starts_then_its_module_exists(path: Path) -> None:
         assert importlib.util.find_spec(f"{module}.__main__") is not None
 
 
+@pytest.mark.extra
+def test_wheel_when_built_from_what_is_copied_then_engine_files_and_pages_are_in_it(tmp_path: Path) -> None:
+    """As the first stage of every file does it."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "dynamo_trtllm", "engine_configs", "kernels_config"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    done = subprocess.run(
+        [*command, "-w", tmp_path / "wheels"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    names = set(zipfile.ZipFile(wheel).namelist())
+    engine_files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "engine_configs").rglob("*.yaml")}
+    assert {f"dynamo_trtllm/{name}" for name in engine_files} <= names
+    assert {"dynamo_trtllm/frontend/docs.html", "dynamo_trtllm/kernels_config/fallback.yaml"} <= names
+
+
 def test_frontend_image_when_installed_then_without_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [re.split(r"[\[<>= ]", each)[0] for each in project["dependencies"] + EXTRAS["bench"]]
@@ -211,10 +230,3 @@ def test_container_run_when_told_nonsense_then_says_so(words: list[str], said: s
     done = run("--dry-run", *words)
     assert done.returncode == 2
     assert said in done.stderr
-
-
-def test_multinode_when_asked_for_hosts_then_all_pods_of_the_group() -> None:
-    environ = {"LWS_LEADER_ADDRESS": "decode-0.decode.ns", "LWS_GROUP_SIZE": "3", "GPUS_PER_NODE": "8", "HOME": "/tmp"}
-    program = ROOT / "deploy" / "container" / "multinode"
-    done = subprocess.run([program, "hosts"], capture_output=True, text=True, check=True, env=os.environ | environ)
-    assert done.stdout.strip() == "decode-0.decode.ns:8,decode-0-1.decode.ns:8,decode-0-2.decode.ns:8"
