@@ -15,12 +15,12 @@ from typing import ClassVar
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, Overloaded, RequestTimeout
 from dynamo_trtllm.frontend.errors import answer
-from dynamo_trtllm.frontend.http import WRITER
+from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -79,26 +79,12 @@ def _allow_files(wanted: int) -> None:
 
 def _protocol_with(limits: ConnectionLimits) -> type[LimitedProtocol]:
     """For uvicorn, which makes one per connection."""
-    return type("Protocol", (LimitedProtocol,), {"limits": limits})
-
-
-class CycleWriter:
-    """A `Writer` of one request's answer."""
-
-    __slots__ = ("_cycle",)
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-
-    def is_ready(self) -> bool:
-        return not (self._cycle.flow.write_paused or self._cycle.disconnected)
-
-    def write(self, data: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+    return type("Protocol", (LimitedProtocol,), {"limits": limits, "turn": Turn()})
 
 
 class LimitedProtocol(HttpToolsProtocol):
     limits: ClassVar[ConnectionLimits]
+    turn: ClassVar[Turn]
 
     _in_head = True  # or before it
     _received_bytes = 0  # of a head that is not complete
@@ -148,7 +134,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head, self._received_bytes, self._parsed_bytes = False, 0, 0
         self._arm(self.limits.receive_timeout_s + _GRACE_S)
         super().on_headers_complete()
-        self.scope["state"][WRITER] = CycleWriter(self.cycle)
+        self.scope["state"][WRITER] = CycleWriter(self.cycle, self.turn)
 
     def on_message_complete(self) -> None:
         self._in_head = True

@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 from dynamo_trtllm.errors import DynamoError, InternalError
 from dynamo_trtllm.frontend.dialect import B, Dialect
 from dynamo_trtllm.frontend.http import (
-    WRITER,
     ClientGone,
     Reply,
     check_json,
@@ -22,6 +21,7 @@ from dynamo_trtllm.frontend.http import (
 )
 from dynamo_trtllm.frontend.record import Record
 from dynamo_trtllm.frontend.run import Edge, Run
+from dynamo_trtllm.frontend.writer import WRITER
 
 log = logging.getLogger(__name__)
 

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from typing import Any, Final, Protocol
+from typing import Any
 
 import orjson
 from starlette.types import Message, Receive, Scope, Send
 
 from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, RequestTimeout, UnsupportedMedia
 from dynamo_trtllm.frontend.errors import answer
-
-WRITER: Final = "dynamo_trtllm.writer"
-"""In the state of a request to our own server: a `Writer` of its answer."""
-
-
-class Writer(Protocol):
-    """Sends pieces of an answer of unknown length past ASGI, which takes a few coroutines for each."""
-
-    def is_ready(self) -> bool:
-        """Whether the client is there and keeps up. Ask before each `write`."""
-        ...
-
-    def write(self, data: bytes) -> None:
-        """Not empty, and neither the first piece nor the last."""
-        ...
+from dynamo_trtllm.frontend.writer import Writer
 
 
 class ClientGone(Exception):
@@ -120,6 +106,8 @@ class Reply:
 
     async def events(self, data: bytes, *, last: bool = False) -> None:
         """Waits while the client reads slowly: this stream only."""
+        if self.writer is not None:
+            self.writer.flush()
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def fail(self, error: DynamoError, retry_after_s: int) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected
-from dynamo_trtllm.frontend.http import WRITER
 from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, Turn
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
 from dynamo_trtllm.plane.base import Sink
 from tests.unit.frontend.legs import FINISHED, Cluster, request
@@ -52,6 +52,7 @@ class Wire:
     def __init__(self, every: int) -> None:
         self.parts: list[bytes] = []
         self.written = 0
+        self._waiting: list[bytes] = []
         self._every = every
         self._asked = 0
 
@@ -62,7 +63,11 @@ class Wire:
     def write(self, data: bytes) -> None:
         assert data
         self.written += 1
-        self.parts.append(data)
+        self._waiting.append(data)
+
+    def flush(self) -> None:
+        self.parts += self._waiting
+        self._waiting.clear()
 
     async def send(self, message: Any) -> None:
         self.parts.append(message.get("body", b""))
@@ -135,3 +140,60 @@ async def test_pipeline_when_a_sink_takes_chunks_then_a_leg_that_breaks_goes_on_
             begun.set()
     assert (got, taken) == ([10, 13], [11, 12])
     assert second.requests[0].resumed_tokens == 3
+
+
+class Sent:
+    """What a `CycleWriter` needs of uvicorn's cycle and its transport."""
+
+    def __init__(self) -> None:
+        self.transport = self.flow = self
+        self.disconnected = self.write_paused = self.closing = False
+        self.calls: list[bytes] = []
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: bytes) -> None:
+        self.calls.append(data)
+
+
+async def test_write_when_several_pieces_come_in_a_turn_then_each_answer_is_sent_once() -> None:
+    turn, first, second = Turn(), Sent(), Sent()
+    one, two = CycleWriter(first, turn), CycleWriter(second, turn)  # type: ignore[arg-type]
+    for writer in (one, two, one):
+        writer.write(b"data: x\n\n")
+    assert first.calls == []
+    await asyncio.sleep(0)
+    assert first.calls == [b"12\r\ndata: x\n\ndata: x\n\n\r\n"]
+    assert second.calls == [b"9\r\ndata: x\n\n\r\n"]
+    one.write(b"y")
+    await asyncio.sleep(0)
+    assert first.calls[1:] == [b"1\r\ny\r\n"]
+
+
+async def test_flush_when_the_answer_goes_on_another_way_then_what_was_written_is_sent_before_and_once() -> None:
+    turn, sent = Turn(), Sent()
+    writer = CycleWriter(sent, turn)  # type: ignore[arg-type]
+    writer.write(b"y")
+    writer.flush()
+    assert sent.calls == [b"1\r\ny\r\n"]
+    await asyncio.sleep(0)
+    assert len(sent.calls) == 1
+
+
+async def test_flush_when_the_connection_closes_then_the_other_answers_are_still_sent() -> None:
+    turn, gone, there = Turn(), Sent(), Sent()
+    for sent in (gone, there):
+        CycleWriter(sent, turn).write(b"y")  # type: ignore[arg-type]
+    gone.closing = True
+    await asyncio.sleep(0)
+    assert (gone.calls, there.calls) == ([], [b"1\r\ny\r\n"])
+
+
+@pytest.mark.parametrize("state", ["write_paused", "disconnected"])
+def test_is_ready_when_the_client_does_not_read_then_not(state: str) -> None:
+    sent = Sent()
+    writer = CycleWriter(sent, Turn())  # type: ignore[arg-type]
+    assert writer.is_ready()
+    setattr(sent, state, True)
+    assert not writer.is_ready()

@@ -1,0 +1,73 @@
+"""Pieces of streamed answers to their sockets past ASGI, which takes a few coroutines for each. For our own server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, Protocol
+
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+WRITER: Final = "dynamo_trtllm.writer"
+"""In the state of a request to our own server: a `Writer` of its answer."""
+
+
+class Writer(Protocol):
+    """Sends pieces of one answer of unknown length."""
+
+    def is_ready(self) -> bool:
+        """Whether the client is there and keeps up. Ask before each `write`."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Not empty, and neither the first piece nor the last. Sent soon, together with what comes till then."""
+        ...
+
+    def flush(self) -> None:
+        """Sends what was written. Before anything goes another way."""
+        ...
+
+
+class Turn:
+    """The answers that were written to in this turn of the loop: each is sent once, at its end. A message from a
+    worker holds the tokens of many answers, and, when they come fast, many tokens of each."""
+
+    def __init__(self) -> None:
+        self._written: list[CycleWriter] = []
+
+    def add(self, writer: CycleWriter) -> None:
+        if not self._written:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._written.append(writer)
+
+    def _flush(self) -> None:
+        written, self._written = self._written, []
+        for writer in written:
+            writer.flush()
+
+
+class CycleWriter:
+    """A `Writer` of one request's answer."""
+
+    __slots__ = ("_cycle", "_pieces", "_turn")
+
+    def __init__(self, cycle: RequestResponseCycle, turn: Turn) -> None:
+        self._cycle = cycle
+        self._turn = turn
+        self._pieces: list[bytes] = []
+
+    def is_ready(self) -> bool:
+        return not (self._cycle.flow.write_paused or self._cycle.disconnected)
+
+    def write(self, data: bytes) -> None:
+        if not self._pieces:
+            self._turn.add(self)
+        self._pieces.append(data)
+
+    def flush(self) -> None:
+        pieces = self._pieces
+        if not pieces:
+            return
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if not self._cycle.transport.is_closing():
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
