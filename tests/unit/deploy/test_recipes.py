@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from dynamo_trtllm import __version__
+from dynamo_trtllm.engine.described import described
 from dynamo_trtllm.engine.trtllm.args import trtllm_args
 from dynamo_trtllm.engine.trtllm.releases import releases
 from dynamo_trtllm.frontend.openapi import document
@@ -73,7 +75,7 @@ def test_rendered_parts_when_checked_then_current() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("target", [target for target in TARGETS if target.startswith("trtllm")])
+@pytest.mark.parametrize("target", TARGETS)
 def test_config_map_when_compared_then_equals_the_engine_files_byte_for_byte(target: str) -> None:
     (config_map,) = of_kind(deployed(target), "ConfigMap")
     source = re.search(r"^# BEGIN (\S+)", (MODEL / target / "deploy.yaml").read_text(), re.M)
@@ -127,6 +129,19 @@ def test_worker_line_when_merged_with_its_file_then_what_the_guide_means(pod: Po
     found = tuple(args.get(key) for key in (*keys, *nested))
     assert [(f, w) for f, w in zip(found, EXPECTED[name, role], strict=True) if w is not None and f != w] == []
     assert gpus(pod) == args.get("tensor_parallel_size")
+
+
+@pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if each.id.startswith("vllm")])
+def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(pod: Pod, tmp_path: Path) -> None:
+    (config_map,) = of_kind(deployed("vllm/disagg"), "ConfigMap")
+    config = worker_config(pod)
+    assert config.extra_engine_args is not None
+    name = config.extra_engine_args.name
+    (tmp_path / name).write_text(config_map["data"][name])
+    here = config.model_copy(update={"extra_engine_args": tmp_path / name})
+    found = {key: leaf.value for key, leaf in described(here.with_sources(config._sources)).given.items()}
+    from_file = yaml.safe_load(config_map["data"][name])
+    assert {key: found[key] for key in from_file} == from_file | {"tensor_parallel_size": gpus(pod)}
 
 
 def test_quantization_when_the_guide_overrides_it_then_on_the_disaggregated_target_only() -> None:
