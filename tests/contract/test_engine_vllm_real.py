@@ -1,0 +1,264 @@
+"""The vllm engine over the real vLLM, on a GPU or on this CPU: both legs, parity, cancellation, death, the manifest.
+
+Run with `pytest -m vllm`. Three engines are loaded once: minutes on a small machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import runpy
+import signal
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.engine.vllm import manifest
+from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome, Role
+from tests.engines import (
+    answer,
+    ask,
+    check_nothing_left,
+    check_stats,
+    collect,
+    prompt_of,
+    release,
+    stats,
+    ticket_from,
+    tokens,
+    two_legs,
+)
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # the vendor's
+]
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 2048, "seed": 0}
+CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+
+
+class Pair(NamedTuple):
+    prefill: Engine
+    decode: Engine
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _model(folder: Path) -> Path:
+    """Full attention, wide enough that answers vary, with a head size that vLLM's CPU attention takes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=2048,
+        initializer_range=0.2,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        eos_token_id=[1, 2],
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _engine(folder: Path, role: Role) -> Engine:
+    from dynamo_trtllm.engine.vllm.engine import VllmEngine
+
+    shares = {"gpu_memory_utilization": 0.3} if _gpus() else {"dtype": "float32"}
+    config = WorkerConfig(
+        model_path=str(folder),
+        served_model_name="tiny",
+        disaggregation_mode=role,
+        override_engine_args=ARGUMENTS | shares,
+    )
+    return VllmEngine(config, instance_id=list(Role).index(role) + 1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    folder = _model(tmp_path_factory.mktemp("models") / "llama")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(ROOT / "tests" / "vllm_on_cpu"), prepend=os.pathsep)
+    if not _gpus():
+        for name, value in CPU.items():
+            patch.setenv(name, value)
+    engines = Pair(_engine(folder, Role.PREFILL), _engine(folder, Role.DECODE))
+    try:
+        for engine in engines:
+            await engine.start()
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.aclose()
+        patch.undo()
+
+
+@pytest.mark.parametrize("length", [5, 100, 128, 200, 256, 700])
+async def test_two_legs_when_greedy_then_the_answer_is_the_whole_one(pair: Pair, length: int) -> None:
+    prompt = prompt_of(length, 3)
+    legs = await two_legs(pair.prefill, pair.decode, prompt, max_tokens=24)
+    assert tokens(legs) == await answer(pair.prefill, prompt, max_tokens=24)
+    assert tokens(legs) == await answer(pair.decode, prompt, max_tokens=24)
+    leg = legs[-1].stats
+    assert leg is not None
+    assert leg.kv_bytes > 0
+    for engine in pair:
+        await check_nothing_left(engine)
+
+
+@pytest.mark.parametrize("length", [150, 256])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"temperature": 0.8, "seed": 5},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.2},
+        {"logprobs": 3},
+        {"logit_bias": ((1, 100.0),), "min_tokens": 4},
+        {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 2**40},
+        {"ignore_eos": True, "logit_bias": ((1, 100.0),)},
+    ],
+    ids=["seed", "frequency", "presence", "logprobs", "min_tokens", "top", "ignore_eos"],
+)
+async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_whole_one(
+    pair: Pair, length: int, sampling: dict[str, Any]
+) -> None:
+    prompt = prompt_of(length, 11)
+    legs = await two_legs(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
+    whole = await collect(pair.decode, ask(prompt, max_tokens=12, **sampling))
+    assert tokens(legs) == tokens(whole)
+    assert legs[-1].finish_reason is whole[-1].finish_reason
+    if "logprobs" in sampling:
+        told = [entry for chunk in legs for entry in chunk.logprobs]
+        own = [entry for chunk in whole for entry in chunk.logprobs]
+        assert [entry.token_id for entry in told] == tokens(legs)
+        assert [entry.logprob for entry in told] == pytest.approx([entry.logprob for entry in own], abs=1e-3)
+        assert [len(entry.top) for entry in told] == [3] * len(told)
+
+
+async def test_two_legs_when_random_without_a_seed_then_it_begins_with_the_tickets_token(pair: Pair) -> None:
+    for length in (150, 256):
+        prompt = prompt_of(length, 21)
+        ticket = await ticket_from(pair.prefill, prompt, temperature=1.0)
+        chunks = await collect(pair.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, temperature=1.0))
+        release(pair.prefill, ticket, ReleaseOutcome.REDEEMED)
+        assert tokens(chunks)[0] == ticket.first_token_ids[0]
+
+
+async def test_two_legs_when_many_run_at_once_then_each_is_its_own(pair: Pair) -> None:
+    prompts = [prompt_of(40 + 23 * n, n) for n in range(24)]
+    alone = [await answer(pair.prefill, prompt, max_tokens=16) for prompt in prompts]
+    legs = await asyncio.gather(*(two_legs(pair.prefill, pair.decode, prompt, max_tokens=16) for prompt in prompts))
+    assert [tokens(each) for each in legs] == alone
+    for engine in pair:
+        await check_nothing_left(engine)
+
+
+async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held(pair: Pair) -> None:
+    prompt = prompt_of(90, 31)
+    stop = (await answer(pair.decode, prompt))[0]
+    (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL, stop_token_ids=(stop,)))
+    assert (last.finish_reason, last.ticket) == (FinishReason.STOP, None)
+    await check_nothing_left(pair.prefill)
+
+
+async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(pair: Pair) -> None:
+    ticket = await ticket_from(pair.prefill, prompt_of(300, 41))
+    await check_stats(pair.prefill, tickets_held=1)
+    assert stats(pair.prefill).kv_blocks_used > 0
+    began = time.monotonic()
+    release(pair.prefill, ticket)
+    await check_nothing_left(pair.prefill)
+    assert time.monotonic() - began < 10  # the lease is of 65 s
+
+
+async def test_cancel_when_at_any_moment_of_either_leg_then_every_block_is_free(pair: Pair) -> None:
+    async def legs(n: int) -> None:
+        prompt = prompt_of(100 + n * 37 % 700, n)
+        ticket = await ticket_from(pair.prefill, prompt, max_tokens=100)
+        outcome = ReleaseOutcome.REFUSED
+        try:
+            await collect(pair.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, max_tokens=100))
+            outcome = ReleaseOutcome.REDEEMED
+        finally:
+            release(pair.prefill, ticket, outcome)
+
+    tasks = [asyncio.create_task(legs(n)) for n in range(40)]
+    for n, task in enumerate(tasks):
+        if n % 3 == 0:
+            asyncio.get_running_loop().call_later(0.02 * n, task.cancel)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for n, result in enumerate(results) if n % 3] == [type(None)] * 26
+    async with asyncio.timeout(30):
+        for engine in pair:
+            await engine.drain()
+    for engine in pair:
+        await check_nothing_left(engine)
+
+
+async def test_cancel_when_tokens_flow_then_nothing_is_left(pair: Pair) -> None:
+    async with aclosing(pair.decode.generate(ask(prompt_of(60, 51), max_tokens=1500))) as stream:
+        for _ in range(3):
+            await anext(stream)
+    await check_nothing_left(pair.decode)
+
+
+async def test_cache_salt_when_it_differs_then_nothing_is_reused(pair: Pair) -> None:
+    async def cached(salt: str) -> int:
+        request = msgspec.structs.replace(ask(prompt_of(600, 61)), cache_salt=salt)
+        leg = (await collect(pair.decode, request))[-1].stats
+        assert leg is not None
+        return leg.cached_tokens
+
+    assert await cached("a") == 0
+    assert await cached("a") > 0
+    assert await cached("b") == 0
+
+
+async def collect_rest(stream: AsyncGenerator[Chunk, None]) -> list[Chunk]:
+    return [chunk async for chunk in stream]
+
+
+async def test_manifest_when_compared_with_the_package_then_equal() -> None:
+    made = runpy.run_path(str(ROOT / "scripts" / "vllm_manifest"))["manifest"]()
+    read = json.loads((ROOT / f"dynamo_trtllm/engine/vllm/releases/{manifest.VERSION}.json").read_text())
+    assert made == read
+
+
+async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_does_check(pair: Pair) -> None:
+    """Last: the decode engine is gone afterwards."""
+    stream = pair.decode.generate(ask(prompt_of(60, 71), max_tokens=1900))
+    await anext(stream)
+    manager = pair.decode._llm.engine_core.resources.engine_manager  # type: ignore[attr-defined]
+    for process in manager.processes:
+        os.kill(process.pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        with pytest.raises(EngineFailed):
+            await collect_rest(stream)
+    with pytest.raises(EngineFailed):
+        await pair.decode.check()
