@@ -1,26 +1,16 @@
-"""The two things that are measured, each at a URL: a deployment of ours under the launcher, and vLLM's own server."""
+"""What is measured: a deployment of ours under the launcher, at a URL."""
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.scrape import fetch
-from benchmarks.chaos.servers import free_port
 from benchmarks.gpu.machine import wait_free
-from benchmarks.gpu.plan import ENVIRONMENT, MODEL_NAME, Plan, server_arguments
-from benchmarks.launched import NAME_VARIABLE, Launched, NotServing
-from dynamo_trtllm.children.spawn import spawn
-
-_STOP_S = 30.0
+from benchmarks.gpu.plan import MODEL_NAME, Plan
+from benchmarks.launched import NAME_VARIABLE, Launched
 
 
 class Deployed(Launched):
@@ -53,70 +43,6 @@ class Deployed(Launched):
             super().start()
         finally:
             self.started_s = time.monotonic() - begun_s
-
-
-class VllmServer:
-    """vLLM's OpenAI-compatible server on some of the GPUs. Start it from the main thread, and always `stop` it."""
-
-    def __init__(self, plan: Plan, half: int, log: Path, more: Sequence[str] = ()) -> None:
-        self._plan = plan
-        self._half = half
-        self._log = log
-        self._more = more
-        self._process: subprocess.Popen[bytes] | None = None
-        self.lines: list[str] = []
-        self._port = free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self.started_s = 0.0
-
-    def begin(self) -> None:
-        """Returns at once; `wait` blocks until it serves."""
-        from dynamo_trtllm.render.vocabulary import o200k_ranks_path
-
-        wait_free(self._plan.halves[self._half])
-        gpus = ",".join(str(gpu) for gpu in self._plan.halves[self._half])
-        env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
-        env |= ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": gpus, "TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent)}
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *server_arguments(self._plan, self._port)]
-        self._process = spawn([*argv, *self._more], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self._begun_s = time.monotonic()
-        threading.Thread(target=self._read, args=(self._process,), name="vllm-server-log", daemon=True).start()
-
-    def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with process.stdout as output, self._log.open("w") as log:
-            for raw in output:
-                self.lines.append(raw.decode(errors="replace").rstrip())
-                log.write(self.lines[-1] + "\n")
-                log.flush()
-
-    def wait(self) -> None:
-        """Raises NotServing with the end of its log."""
-        assert self._process is not None
-        while True:
-            if self._process.poll() is not None:
-                raise NotServing("\n".join(["vLLM's server ended", *self.lines[-30:]]))
-            try:
-                fetch(f"{self.url}/health")
-                break
-            except OSError as exc:
-                if time.monotonic() - self._begun_s > self._plan.ready_s:
-                    raise NotServing("\n".join([f"vLLM's server: {exc}", *self.lines[-30:]])) from exc
-            time.sleep(0.2)
-        self.started_s = time.monotonic() - self._begun_s
-
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL, to it and what it has started."""
-        process = self._process
-        if process is None or process.poll() is not None:
-            return
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 _PHASES = {

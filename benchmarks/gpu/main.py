@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import overhead, steps
+from benchmarks.gpu import overhead, proxy, steps
 from benchmarks.gpu.deployed import Deployed, phases
 from benchmarks.gpu.machine import gpu_names
 from benchmarks.gpu.model import FULL_LAYERS, write_model
@@ -24,7 +24,8 @@ from benchmarks.gpu.report import table
 from benchmarks.gpu.result import Result, Row, result, write
 from benchmarks.launched import NotServing
 
-STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead")
+STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead", "proxy")
+_DEFAULT = tuple(step for step in STEPS if step != "proxy")  # it takes another start of both engines
 _PAIR = ("startup", "parity", "shapes", "cancels", "kill")
 _WHOLE = ("startup", "parity", "shapes")
 _ROUND_S = 60.0  # of the overhead, both arms
@@ -77,6 +78,8 @@ class Run:
             until_s = self._until_s - _ROUND_S
             work = overhead.run(self._plan, self._sizes, self._out / "logs", places=self._places, until_s=until_s)
             await self._step("overhead", work)
+        if "proxy" in self._only:
+            await self._step("shapes-proxy", proxy.run(self._plan, self._sizes, self._out / "logs"))
 
     async def _aggregated(self) -> steps.Answers:
         deployed = Deployed(self._plan, replicas(self._plan), self._out / "logs" / "aggregated.log")
@@ -166,7 +169,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=FULL_LAYERS, help="of the made-up model; default all 36")
     add("--eager", action="store_true", help="no CUDA graphs: ready sooner, slower tokens")
     add("--gpus", help="comma-separated numbers; default all that nvidia-smi lists")
-    add("--only", default=",".join(STEPS), help=f"comma-separated, of {', '.join(STEPS)}")
+    add("--only", default=",".join(_DEFAULT), help=f"comma-separated, of {', '.join(STEPS)}")
     add("--victims", default="decode,prefill", help="of the step kill, one after the other")
     add("--shapes", help="ISL/OSL/CONCURRENCY, comma-separated, instead of the guides'")
     add("--places", type=int, choices=(1, 2), default=2, help="overhead: 2 lets the servers change places")
@@ -202,7 +205,7 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
         return Plan(engine="torch", model=model, extra=args.engine_args, ready_s=args.ready_s)
     listed = len(gpu_names())
     gpus = tuple(int(gpu) for gpu in args.gpus.split(",")) if args.gpus else tuple(range(listed))
-    needs_tokenizer = "overhead" in args.only
+    needs_tokenizer = bool({"overhead", "proxy"} & set(args.only))
     model = args.model or str(write_model(folder / MODEL_NAME, layers=args.layers, tokenizer=needs_tokenizer))
     return Plan(
         engine="vllm",

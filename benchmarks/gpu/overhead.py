@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import tokens
-from benchmarks.gpu.deployed import Deployed, VllmServer, phases
+from benchmarks.gpu.deployed import Deployed, phases
 from benchmarks.gpu.plan import Plan, single
 from benchmarks.gpu.result import Row
+from benchmarks.gpu.server import vllm_server
 from benchmarks.gpu.steps import Found, Sizes
 
 OURS, THEIRS = "ours", "vLLM's server"
@@ -80,7 +81,7 @@ async def _start(
     """The URLs, once all serve."""
     server = None
     if THEIRS in sitting:
-        server = VllmServer(plan, sitting[THEIRS], logs.with_name(logs.name + "-vllm.log"))
+        server = vllm_server(plan, sitting[THEIRS], logs.with_name(logs.name + "-vllm.log"))
         stack.callback(server.stop)
         server.begin()
     urls = {}

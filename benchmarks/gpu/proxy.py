@@ -1,0 +1,106 @@
+"""vLLM's own disaggregated pattern, to compare with: two of its servers and a proxy that asks one after the other.
+
+The proxy does what such proxies do and no more: `max_tokens` 1 to the prefill server, whose `kv_transfer_params` go
+with the request to the decode server, whose answer is passed on as it comes. No discovery, no retry, no cancellation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from benchmarks.chaos.servers import free_port
+from benchmarks.gpu.plan import Plan
+from benchmarks.gpu.server import Command, Server, vllm_server
+from benchmarks.gpu.steps import Found, Sizes, shape_rows, shapes
+
+ARM = "vLLM's servers and a proxy"
+_CONNECTOR = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+_ASK_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
+    """The request for the prompt alone."""
+    without = {name: value for name, value in body.items() if name != "stream_options"}
+    return without | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASK_PREFILL}
+
+
+def application(client: httpx.AsyncClient, prefill: str, decode: str) -> Starlette:
+    """`POST /v1/completions` and `GET /health`."""
+
+    async def completions(request: Request) -> StreamingResponse | JSONResponse:
+        body = await request.json()
+        first = await client.post(f"{prefill}/v1/completions", json=prefill_body(body))
+        if first.status_code != 200:
+            return JSONResponse(first.json(), status_code=first.status_code)
+        params = first.json()["kv_transfer_params"]
+
+        async def answer() -> AsyncIterator[bytes]:
+            asked = body | {"kv_transfer_params": params}
+            async with client.stream("POST", f"{decode}/v1/completions", json=asked) as second:
+                async for part in second.aiter_raw():
+                    yield part
+
+        return StreamingResponse(answer(), media_type="text/event-stream")
+
+    async def health(request: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    return Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health)])
+
+
+async def run(plan: Plan, sizes: Sizes, logs: Path) -> Found:
+    """The shapes through it. Raises NotServing when a server does not come up."""
+    with ExitStack() as stack:
+        servers = []
+        for half, role in enumerate(("prefill", "decode")):
+            env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            more = ["--kv-transfer-config", _CONNECTOR]
+            servers.append(vllm_server(plan, half, logs / f"proxied-{role}.log", more, env))
+            stack.callback(servers[-1].stop)
+            servers[-1].begin()
+        for server in servers:
+            await asyncio.to_thread(server.wait)
+        port = free_port()
+        argv = [f"--prefill={servers[0].url}", f"--decode={servers[1].url}", f"--port={port}"]
+        proxy = Server(Command(module="benchmarks.gpu.proxy", argv=argv, port=port), logs / "proxy.log")
+        stack.callback(proxy.stop)
+        proxy.begin()
+        await asyncio.to_thread(proxy.wait)
+        found = await shapes(proxy.url, sizes)
+    return shape_rows(ARM, found, len(plan.gpus)), dict(found)
+
+
+def main() -> None:
+    """Serves until it is ended."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.proxy", description=__doc__)
+    parser.add_argument("--prefill", required=True, help="URL of the prefill server")
+    parser.add_argument("--decode", required=True, help="URL of the decode server")
+    parser.add_argument("--port", type=int, required=True)
+    args = parser.parse_args()
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)
+    uvicorn.run(application(client, args.prefill, args.decode), host="127.0.0.1", port=args.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""A server that is not ours, as a child process at a URL: vLLM's own, to compare with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.chaos.scrape import fetch
+from benchmarks.chaos.servers import free_port
+from benchmarks.gpu.machine import wait_free
+from benchmarks.gpu.plan import ENVIRONMENT, Plan, server_arguments
+from benchmarks.launched import NotServing
+from dynamo_trtllm.children.spawn import spawn
+
+_STOP_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """`python -m module argv`, which listens on `port` and answers `GET /health`."""
+
+    module: str
+    argv: Sequence[str]
+    port: int
+    env: Mapping[str, str] = field(default_factory=dict)  # added to ours
+    gpus: Collection[int] = ()
+    ready_s: float = 30.0
+
+
+class Server:
+    """Begin it from the main thread, and always `stop` it. It dies with this process."""
+
+    def __init__(self, command: Command, log: Path) -> None:
+        self._command = command
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begun_s = 0.0
+        self.lines: list[str] = []
+        self.url = f"http://127.0.0.1:{command.port}"
+        self.started_s = 0.0
+
+    def begin(self) -> None:
+        """Returns once its GPUs are empty and it was started; `wait` blocks until it serves."""
+        wait_free(self._command.gpus)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        argv = [sys.executable, "-m", self._command.module, *self._command.argv]
+        env = kept | dict(self._command.env)
+        self._process = spawn(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self._begun_s = time.monotonic()
+        threading.Thread(target=self._read, args=(self._process,), name="server-log", daemon=True).start()
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with process.stdout as output, self._log.open("w") as log:
+            for raw in output:
+                self.lines.append(raw.decode(errors="replace").rstrip())
+                log.write(self.lines[-1] + "\n")
+                log.flush()
+
+    def wait(self) -> None:
+        """Raises NotServing with the end of its log."""
+        assert self._process is not None
+        while lacking := self._lacking():
+            is_over = self._process.poll() is not None
+            if is_over or time.monotonic() - self._begun_s > self._command.ready_s:
+                why = "it ended" if is_over else lacking
+                raise NotServing("\n".join([f"{self._command.module}: {why}", *self.lines[-30:]]))
+            time.sleep(0.2)
+        self.started_s = time.monotonic() - self._begun_s
+
+    def _lacking(self) -> str:
+        try:
+            fetch(f"{self.url}/health")
+        except OSError as exc:
+            return str(exc)
+        return ""
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL, to it and what it has started. Idempotent."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.terminate()
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def vllm_server(
+    plan: Plan, half: int, log: Path, more: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> Server:
+    """vLLM's OpenAI-compatible server on the first or second half of the GPUs. `more`: arguments beside the plan's."""
+    from dynamo_trtllm.render.vocabulary import o200k_ranks_path
+
+    port = free_port()
+    gpus = plan.halves[half]
+    own = {
+        "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
+        "TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent),  # else it would download it
+    }
+    command = Command(
+        module="vllm.entrypoints.openai.api_server",
+        argv=[*server_arguments(plan, port), *more],
+        port=port,
+        env=ENVIRONMENT | own | dict(env or {}),
+        gpus=gpus,
+        ready_s=plan.ready_s,
+    )
+    return Server(command, log)
