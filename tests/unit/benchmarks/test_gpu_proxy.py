@@ -11,6 +11,7 @@ import pytest
 from benchmarks.gpu.proxy import application
 
 ASKED = {"model": "m", "prompt": [1, 2], "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
+ANSWER = b"data: x\n\ndata: [DONE]\n\n"
 PARAMS = {"remote_block_ids": [3], "remote_host": "h"}
 
 
@@ -20,7 +21,7 @@ async def answered(prefill: httpx.Response) -> tuple[httpx.Response, list[tuple[
 
     def serve(request: httpx.Request) -> httpx.Response:
         asked.append((request.url.host, orjson.loads(request.content)))
-        return prefill if request.url.host == "prefill" else httpx.Response(200, content=b"data: x\n\ndata: [DONE]\n\n")
+        return prefill if request.url.host == "prefill" else httpx.Response(200, stream=httpx.ByteStream(ANSWER))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(serve)) as servers:
         app = application(servers, "http://prefill", "http://decode")
@@ -30,7 +31,7 @@ async def answered(prefill: httpx.Response) -> tuple[httpx.Response, list[tuple[
 
 async def test_request_when_proxied_then_prefill_makes_one_token_and_decode_gets_where_its_kv_is() -> None:
     answer, asked = await answered(httpx.Response(200, json={"kv_transfer_params": PARAMS}))
-    assert answer.content == b"data: x\n\ndata: [DONE]\n\n"
+    assert answer.content == ANSWER
     (first, first_body), (second, second_body) = asked
     assert (first, second) == ("prefill", "decode")
     assert (first_body["max_tokens"], first_body["stream"]) == (1, False)
