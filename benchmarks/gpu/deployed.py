@@ -32,7 +32,7 @@ class Deployed(Launched):
             "services": self.services(),
             "frontend": {"http-host": "127.0.0.1", "http-port": self.http_port, "canary-timeout-s": 30},
             "workers": named,
-            "restart": {"max_restarts": 20, "window_s": 60},
+            "restart": {"max_restarts": 2, "window_s": 600},
             "ready_timeout_s": self._plan.ready_s,
         }
 

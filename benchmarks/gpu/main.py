@@ -176,7 +176,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prefix-caching", action="store_true", help="on; off, prompts of parity are computed anew each time")
     add("--quick", action="store_true", help="few and short requests: does everything work?")
     add("--budget-s", type=float, default=570.0, help="no step goes on after this")
-    add("--ready-s", type=float, default=420.0, help="longest wait for engines to come up")
+    add("--ready-s", type=float, default=300.0, help="longest wait for engines to come up")
     add("--engine-args", type=_object, default={}, help="JSON object of engine arguments")
     add("--out", type=Path, default=Path("benchmarks/results/gpu/latest"), help="folder of the result files")
     args = parser.parse_args(argv)
