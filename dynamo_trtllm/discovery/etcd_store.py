@@ -83,10 +83,16 @@ class TlsFiles:
 def channel_credentials(endpoints: str, files: TlsFiles) -> grpc.ChannelCredentials | None:
     """What TLS needs when the endpoints are https://, None when none is. Raises ConfigError when they do not agree."""
     schemes = {part.strip().startswith("https://") for part in endpoints.split(",") if part.strip()}
+    if len(schemes) > 1:
+        raise ConfigError(
+            f"some of the etcd endpoints {endpoints} have TLS and some have not; begin all with https:// or none",
+            field="etcd_endpoints",
+        )
     if schemes != {True}:
-        if True in schemes or files:
+        if files:
             raise ConfigError(
-                "etcd is reached with TLS through all of its endpoints or none; begin each with https://",
+                "--etcd-ca, --etcd-cert or --etcd-key is set, which http:// makes no use of; give https:// endpoints, "
+                "or unset ETCD_AUTH_CA, ETCD_AUTH_CLIENT_CERT and ETCD_AUTH_CLIENT_KEY",
                 field="etcd_endpoints",
             )
         return None
