@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import threading
+from contextlib import suppress
 
 
 class Child:
@@ -42,7 +43,8 @@ class Child:
 
 
 def end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
-    """The exit status to come. A thread waits: that works on each system and needs no child watcher."""
+    """The exit status to come; what the child had started and left behind is killed by then: an engine's processes hold
+    the GPU that the next child needs. A thread waits: that works on each system and needs no child watcher."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
 
@@ -51,6 +53,10 @@ def end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
             future.set_result(status)
 
     def wait() -> None:
+        with suppress(ChildProcessError):  # somebody was quicker to ask
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its group can't be another's yet
+        with suppress(ProcessLookupError, PermissionError):  # nobody else in it; on macOS the latter
+            os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
         try:
             loop.call_soon_threadsafe(settle, status)

@@ -1,0 +1,42 @@
+"""A child's end: what it has started ends too, for that may hold what the next one needs."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+
+import psutil
+
+from dynamo_trtllm.children.child import Child
+from dynamo_trtllm.children.spawn import spawn
+
+LEAVES_ONE_BEHIND = """
+import subprocess, sys, time
+print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid, flush=True)
+time.sleep(float(sys.argv[1]))
+"""
+
+
+def started(seconds: float) -> tuple[subprocess.Popen[bytes], psutil.Process]:
+    process = spawn([sys.executable, "-c", LEAVES_ONE_BEHIND, str(seconds)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    with process.stdout:
+        return process, psutil.Process(int(process.stdout.readline()))
+
+
+async def test_child_when_it_ends_then_what_it_left_behind_is_gone() -> None:
+    process, grandchild = started(0.0)
+    assert await Child(process, 5).ended() == 0
+    await asyncio.to_thread(psutil.wait_procs, [grandchild], 5)
+    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_child_when_it_is_killed_then_what_it_left_behind_is_gone() -> None:
+    process, grandchild = started(600.0)
+    child = Child(process, 5)
+    process.send_signal(signal.SIGKILL)
+    assert await child.ended() == -signal.SIGKILL
+    await asyncio.to_thread(psutil.wait_procs, [grandchild], 5)
+    assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
