@@ -45,7 +45,10 @@ def main() -> None:
     if wheels:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
         flags = ["--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
-        raise SystemExit(subprocess.run([*pip, *flags, *map(str, wheels)], check=False).returncode)
+        status = subprocess.run([*pip, *flags, *map(str, wheels)], check=False).returncode
+        # vLLM alone takes 30 s to compile, again in each of its processes
+        subprocess.run([sys.executable, "-m", "compileall", "-q", "-q", "-j", "0", str(site)], check=False)
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":
