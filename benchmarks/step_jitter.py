@@ -82,11 +82,13 @@ def _held_s(schedstat: Path) -> float:
 
 def row(name: str, steps: list[Step]) -> str:
     gil, whole = (sorted(1e3 * getattr(step, field) for step in steps) for field in ("gil_s", "whole_s"))
-    last = len(steps) - 1
-    return (
-        f"{name:32} {len(steps):6} {statistics.mean(gil):8.3f} {gil[last // 2]:8.3f} {gil[last * 9 // 10]:8.3f} {gil[last * 99 // 100]:8.3f} "
-        f"{gil[-1]:8.3f} {whole[last // 2]:8.3f} {whole[last * 99 // 100]:8.3f}"
-    )
+    figures = [statistics.mean(gil), *(_at(gil, each) for each in (50, 90, 99)), gil[-1]]
+    figures += [_at(whole, each) for each in (50, 99)]
+    return f"{name:32} {len(steps):6} " + " ".join(f"{figure:8.3f}" for figure in figures)
+
+
+def _at(ordered: list[float], percent: int) -> float:
+    return ordered[(len(ordered) - 1) * percent // 100]
 
 
 async def loaded(env: dict[str, str], streams: int, engine: EngineThread) -> list[Step]:
@@ -126,9 +128,8 @@ async def measure(env: dict[str, str], streams: int) -> None:
     try:
         async with asyncio.timeout(_READY_S):
             await asyncio.to_thread(frontend.said, "is served")
-        print(
-            f"{'ms':32} {'steps':>6} {'GIL avg':>8} {'p50':>8} {'p90':>8} {'p99':>8} {'max':>8} {'step p50':>8} {'p99':>8}"
-        )
+        columns = ("GIL avg", "p50", "p90", "p99", "max", "step p50", "p99")
+        print(f"{'ms':32} {'steps':>6} " + " ".join(f"{column:>8}" for column in columns))
         for interval_s in _INTERVALS_S:
             sys.setswitchinterval(interval_s)
             name = f"switch interval {1e3 * interval_s:g} ms"

@@ -104,7 +104,8 @@ class Channel:
         if self._is_over:
             raise self._gone()
         number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
         try:
             self._send(Ask(number))
             async with asyncio.timeout(within_s):

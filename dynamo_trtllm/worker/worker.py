@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Coroutine
@@ -38,7 +39,19 @@ from dynamo_trtllm.worker.service import WorkerService, digest
 _log = logging.getLogger(__name__)
 
 _CHECK_EVERY_S = 2.0  # engines are asked, they do not tell: how soon a dead engine is noticed when no request meets it
+# So long an engine thread that comes back from its GPU may wait for the GIL while the loop has work. With Python's own
+# 5 ms the worst of a hundred steps waited just that.
+_SWITCH_S = 0.0005
 _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
+_VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}  # as Dynamo's vLLM workers
+
+
+def endpoint_of(config: WorkerConfig) -> keys.EndpointId:
+    """The one that is configured, else one by role and engine."""
+    if config.endpoint:
+        return keys.parse_endpoint(config.endpoint)
+    components = _VLLM_COMPONENTS if config.engine == "vllm" else _COMPONENTS
+    return keys.EndpointId(config.namespace, components[config.disaggregation_mode], "generate")
 
 
 class _Parts(NamedTuple):
@@ -85,6 +98,7 @@ class Worker:
 
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("Worker.run takes signals and needs the main thread; elsewhere await Worker.serve")
+        sys.setswitchinterval(_SWITCH_S)
         uvloop.run(self._run_with_signals())
 
     def stop(self) -> None:
@@ -150,7 +164,7 @@ class Worker:
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         peers = await loading.live_peers(
-            discovery, self._endpoint().namespace, model=self._model_name(), role=config.disaggregation_mode
+            discovery, endpoint_of(self._config).namespace, model=self._model_name(), role=config.disaggregation_mode
         )
         await loading.preflight(engine, peers)
         info = await loading.start(engine, self._health)
@@ -168,7 +182,7 @@ class Worker:
         """The record to register, and the files it names by their hash."""
         config = self._config
         role = config.disaggregation_mode
-        endpoint = self._endpoint()
+        endpoint = endpoint_of(self._config)
         digests = {name: digest(path) for name, path in info.files.items()}
         card = ModelCard(
             name=self._model_name(),
@@ -197,12 +211,6 @@ class Worker:
             version=__version__,
         )
         return instance, {digests[name]: path for name, path in info.files.items()}
-
-    def _endpoint(self) -> keys.EndpointId:
-        config = self._config
-        if config.endpoint:
-            return keys.parse_endpoint(config.endpoint)
-        return keys.EndpointId(config.namespace, _COMPONENTS[config.disaggregation_mode], "generate")
 
     def _model_name(self) -> str:
         return self._config.served_model_name or Path(self._config.model_path).name
