@@ -21,6 +21,7 @@ from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_
 from dynamo_trtllm.render import vocabulary
 from dynamo_trtllm.render.base import NOTHING_FORCED, TOOL_NAME, OutputParser
 from dynamo_trtllm.render.harmony_parser import HarmonyParser, HarmonyTexts
+from dynamo_trtllm.render.known_texts import KnownTexts
 from dynamo_trtllm.render.text import BytesTextParser, WholeTexts
 
 _RETURN: Final = 200002
@@ -58,6 +59,7 @@ class HarmonyRenderer:
         self._is_call_split = tool_call_parser != "none"
         self._harmony = vocabulary.load_harmony(cache_dir)
         self._tiktoken = vocabulary.load_tiktoken(cache_dir)
+        self._known = KnownTexts(self.encode)
         self._whole = HarmonyTexts(
             content=WholeTexts(self._token_bytes), reasoning=WholeTexts(self._token_bytes, is_reasoning=True)
         )
@@ -79,7 +81,7 @@ class HarmonyRenderer:
 
     def encode(self, text: str) -> TokenIds:
         """Plain text; what looks like a control token stays text."""
-        return array("I", self._tiktoken.encode_ordinary(text))
+        return vocabulary.encode_text(self._tiktoken, text)
 
     def decode(self, token_ids: TokenIds) -> str:
         """Text of the ids, control tokens spelled out. Raises InvalidRequest for an id outside the vocabulary."""
@@ -131,7 +133,7 @@ class HarmonyRenderer:
         author = message.author
         head, tail = self._frame(author.role, author.name, message.recipient, message.channel, message.content_type)
         ids.extend(head)
-        ids.extend(self._tiktoken.encode_ordinary(body.text))
+        ids.extend(self._known.ids(body.text))
         ids.extend(tail)
 
     def _developer_ids(self, message: oh.Message, body: oh.DeveloperContent) -> list[int]:
@@ -148,7 +150,7 @@ class HarmonyRenderer:
         text = self._harmony.decode(ids[start:-1])
         if body.instructions:
             text = text.replace(_INSTRUCTIONS, body.instructions, 1)
-        return [*ids[:start], *self._tiktoken.encode_ordinary(text), ids[-1]]
+        return [*ids[:start], *self._known.ids(text), ids[-1]]
 
     def _make_frame(self, role: oh.Role, name: str | None, *header: str | None) -> tuple[list[int], list[int]]:
         """Ids before and after the text of a message with this header."""
