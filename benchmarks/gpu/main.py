@@ -28,6 +28,7 @@ STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead", "proxy")
 _DEFAULT = tuple(step for step in STEPS if step != "proxy")  # it takes another start of both engines
 _PAIR = ("startup", "parity", "shapes", "cancels", "kill")
 _WHOLE = ("startup", "parity", "shapes")
+_LEAST_S = 30.0  # no engine comes up in less
 _ROUND_S = 60.0  # of the overhead, both arms
 _QUICK = steps.Sizes(
     parity_prompts=12,
@@ -88,7 +89,8 @@ class Run:
             if not await self._up("aggregated", deployed):
                 return wanted
             if "parity" in self._only:
-                wanted = await steps.reference(deployed.url, self._sizes)
+                async with asyncio.timeout(max(1.0, self.left_s())):
+                    wanted = await steps.reference(deployed.url, self._sizes)
             if "shapes" in self._only:
                 await self._step("shapes-aggregated", self._shapes(deployed, "aggregated"))
         except (NotServing, OSError, TimeoutError) as exc:
@@ -119,6 +121,9 @@ class Run:
 
     async def _up(self, name: str, deployed: Deployed) -> bool:
         """Starts it here: its servers die with the thread that started them. Tells how long it took, and on what."""
+        if self.left_s() < _LEAST_S:
+            self._note(f"startup-{name}", [_failed(f"{name} deployment", NotServing("no time is left"))], {}, 0.0)
+            return False
         say(f"starting the {name} deployment")
         try:
             deployed.start()
