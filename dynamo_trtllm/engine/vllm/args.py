@@ -51,7 +51,7 @@ _OURS = {
     "disable_log_stats": "statistics go to /metrics of this worker",
     "enable_log_requests": "requests are logged by this worker",
     "stream_interval": "each step of the engine is one chunk",
-    "worker_extension_cls": "it frees the KV of tickets that nobody redeems",
+    "worker_extension_cls": "it is dynamo_trtllm's",
     "kv_events_config": "no engine of this version publishes KV events",
     "kv_transfer_config.kv_connector": "hand-offs are NixlConnector's",
     "kv_transfer_config.kv_role": "it is kv_both in every role",
@@ -76,7 +76,7 @@ _NOT_DRIVEN = (
     "enable_lora",
 )
 _ADAPTER = "the vllm engine"  # as a source
-_EXTENSION = "dynamo_trtllm.engine.vllm.extension.TicketExtension"
+_EXTENSION = "dynamo_trtllm.engine.vllm.extension.WorkerExtension"
 _LEASE_SPARE_S = 5  # vLLM's lease outlives the ticket: what frees KV in time is the engine, see `reclaim`
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     "tensor_parallel_size": (1, None),
@@ -142,9 +142,8 @@ def described(config: WorkerConfig) -> Described:
 
 def _own(config: WorkerConfig) -> Layer:
     """What the adapter wants; of these only what is not in _OURS may be said otherwise."""
-    values: dict[str, Any] = {"enable_prefix_caching": True}
+    values: dict[str, Any] = {"enable_prefix_caching": True, "worker_extension_cls": _EXTENSION}
     if config.disaggregation_mode is not Role.AGGREGATED:
-        values["worker_extension_cls"] = _EXTENSION
         values["kv_transfer_config"] = {
             "kv_connector": "NixlConnector",
             "kv_role": "kv_both",

@@ -106,6 +106,7 @@ class VllmEngine:
         finally:
             self._loading = None
         info = self._serve(vendor)
+        await self._ready().tie()
         await self._canary()
         return info
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
@@ -37,7 +38,9 @@ from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, 
 _log = logging.getLogger(__name__)
 
 _FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-_RELEASE = "dynamo_release_tickets"  # of the worker extension
+# Of the worker extension.
+_RELEASE = "dynamo_release_tickets"
+_DIE_WITH = "dynamo_die_with"
 _RELEASE_S = 10.0
 _ABORT_S = 5.0
 
@@ -65,6 +68,15 @@ class Serving:
         self._numbers = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
+
+    async def tie(self) -> None:
+        """vLLM's processes end with this one, also when it is killed. Raises EngineFailed when they do not answer."""
+        try:
+            tied = await self._llm.collective_rpc(_DIE_WITH, timeout=_RELEASE_S, args=(os.getpid(),))
+        except (self._vendor.dead, *VENDOR_ERRORS) as exc:
+            raise self.fail(f"vLLM's workers do not answer: {exc}") from exc
+        if not all(tied):
+            _log.warning("vLLM's processes outlive this one if it is killed: this system has no pidfd_open")
 
     def check(self) -> None:
         """Raises EngineFailed for an engine that has died, and tells every stream."""

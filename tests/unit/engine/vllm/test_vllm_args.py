@@ -66,7 +66,6 @@ def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_ticket
 def test_args_when_it_is_aggregated_then_there_is_no_connector() -> None:
     args = merged("--disaggregation-mode prefill_and_decode")
     assert "kv_transfer_config" not in args.values
-    assert "worker_extension_cls" not in args.values
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dynamo_trtllm.engine.checkpoint import Checkpoint
 from dynamo_trtllm.engine.trtllm.gpu import Gpu
 from dynamo_trtllm.engine.vllm import manifest, preflight, side_channel, ticket, vendor
 from dynamo_trtllm.engine.vllm.args import vllm_args
-from dynamo_trtllm.engine.vllm.extension import TicketExtension
+from dynamo_trtllm.engine.vllm.extension import WorkerExtension
 from dynamo_trtllm.engine.vllm.flight import Flight
 from dynamo_trtllm.engine.vllm.outputs import Reader
 from dynamo_trtllm.engine.vllm.reclaim import Reclaimer
@@ -299,7 +299,7 @@ def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monk
     worker = SimpleNamespace(_reqs_to_send={"x-0a": 9.0, "r.1-0b": 8.0, "r.11-0c": 7.0})
     group = SimpleNamespace(connector_worker=worker)
     monkeypatch.setattr(vendor, "kv_transfer_group", lambda: group)
-    assert TicketExtension().dynamo_release_tickets(["r.1", "gone"]) == ["r.1"]
+    assert WorkerExtension().dynamo_release_tickets(["r.1", "gone"]) == ["r.1"]
     assert list(worker._reqs_to_send.items()) == [("r.1-0b", 0.0), ("x-0a", 9.0), ("r.11-0c", 7.0)]
 
 

@@ -77,9 +77,9 @@ class AsyncLLM:
         self.core.abort(request_id)
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        transfer = self.vllm_config.kv_transfer_config
-        assert transfer is not None
-        extension = importlib.import_module("dynamo_trtllm.engine.vllm.extension").TicketExtension()
+        if method == "dynamo_die_with":
+            return [True]  # it has no process of its own
+        extension = importlib.import_module("dynamo_trtllm.engine.vllm.extension").WorkerExtension()
         kv_transfer.current = self.core
         try:
             return [getattr(extension, method)(*args)]
