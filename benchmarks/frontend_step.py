@@ -25,6 +25,7 @@ from dynamo_trtllm.frontend.postprocess import Output
 from dynamo_trtllm.frontend.preprocess import Identity, prepare_chat
 from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.frontend.sse import ChatEvents
+from dynamo_trtllm.frontend.writer import WRITER
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelCard, Role, token_ids
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.openai.chat import ChatRequest
@@ -105,8 +106,9 @@ class Played:
     async def generate(
         self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        for chunk in self._made:
-            yield chunk
+        for index, chunk in enumerate(self._made):  # as a plane does whose reader keeps up
+            if not index or sink is None or chunk.finish_reason is not None or not sink(chunk):
+                yield chunk
 
     def get(self, name: str) -> ServedModel:
         return SERVED
@@ -119,6 +121,19 @@ class Played:
 
     def missing_roles(self, name: str) -> list[Role]:
         return []
+
+
+class Nowhere:
+    """A writer to a client that keeps up."""
+
+    def is_ready(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
 
 
 def whole(channel: str, steps: int, **fields: Any) -> float:
@@ -143,7 +158,7 @@ def whole(channel: str, steps: int, **fields: Any) -> float:
         async def send(_: Any) -> None:
             pass
 
-        await app({"type": "http", "headers": []}, receive, send)
+        await app({"type": "http", "headers": [], "state": {WRITER: Nowhere()}}, receive, send)
 
     return cpu_us(lambda: asyncio.run(exchange()), steps * int(fields.get("n", 1)))
 
