@@ -6,6 +6,7 @@ A step measures and compares; it starts and stops nothing but load.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import signal
 import time
@@ -228,7 +229,8 @@ def _counted(errors: Mapping[str, int]) -> str:
 
 async def kill(deployed: Deployed, victim: str, sizes: Sizes) -> Found:
     """kill -9 of a worker under load: how long nobody was answered, and that the successor serves."""
-    client = asyncio.create_task(_endless(deployed.url, sizes))
+    stop = asyncio.Event()
+    client = asyncio.create_task(_endless(deployed.url, sizes, stop))
     try:
         await asyncio.sleep(3.0)
         before = deployed.instance(victim)
@@ -237,7 +239,7 @@ async def kill(deployed: Deployed, victim: str, sizes: Sizes) -> Found:
         back_s = await _successor(deployed, victim, before, sizes.kill_s)
         await asyncio.sleep(3.0)
     finally:
-        client.cancel()
+        stop.set()
     records = await client
     after = [record for record in records if record.planned_s > killed_s]
     errors = Counter(record.error for record in records if not record.is_ok)
@@ -262,26 +264,23 @@ async def kill(deployed: Deployed, victim: str, sizes: Sizes) -> Found:
     return rows, detail
 
 
-async def _endless(url: str, sizes: Sizes) -> list[Record]:
-    """A load that goes on until it is cancelled; then its records."""
+async def _endless(url: str, sizes: Sizes, stop: asyncio.Event) -> list[Record]:
+    """Eight clients, one request after the other until `stop`; those under way are answered first."""
     records: list[Record] = []
 
     async def lane(number: int) -> None:
         given = tokens.prompts(8, sizes.cancel_isl, seed=sizes.seed + 100 + number)
-        while True:
-            for prompt in given:
-                records.extend(
-                    await tokens.send(url, [prompt], osl=64, concurrency=1, extra=tokens.SAMPLED, timeout_s=60.0)
-                )
-                if not records[-1].is_ok:
-                    await asyncio.sleep(0.5)  # as a client that tries again does
+        for prompt in itertools.cycle(given):
+            if stop.is_set():
+                return
+            sent = await tokens.send(url, [prompt], osl=64, concurrency=1, extra=tokens.SAMPLED, timeout_s=60.0)
+            records.extend(sent)
+            if not sent[0].is_ok:
+                await asyncio.sleep(0.5)  # as a client that tries again does
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for number in range(8):
-                group.create_task(lane(number))
-    except asyncio.CancelledError:
-        return records
+    async with asyncio.TaskGroup() as group:
+        for number in range(8):
+            group.create_task(lane(number))
     return records
 
 

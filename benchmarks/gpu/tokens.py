@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Sequence
@@ -77,9 +78,11 @@ async def send(
     """Each prompt once, in the order in which the answers ended. `more`: fields of Load."""
     client = _client(url, given, osl=osl, concurrency=concurrency, extra=extra, **more)
     try:
-        return await client.run()
+        records = await client.run()
     finally:
         client.aclose()
+    await asyncio.sleep(0)  # its connections end in the loop's next turn, which may be the last
+    return records
 
 
 async def measure(
