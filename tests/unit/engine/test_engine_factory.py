@@ -56,3 +56,15 @@ def test_factory_when_it_decides_then_trtllm_is_not_imported(monkeypatch: pytest
     with pytest.raises(ConfigError):
         create_engine(WorkerConfig(model_path="m"), instance_id=1)
     assert "tensorrt_llm" not in sys.modules
+
+
+def test_create_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo_trtllm.engine.vllm.vendor.installed", lambda: False)
+    with pytest.raises(ConfigError, match="the vllm engine needs vLLM") as caught:
+        create_engine(WorkerConfig(model_path="/m", engine="vllm"), instance_id=1)
+    assert caught.value.field == "engine"
+
+
+def test_create_when_the_engine_makes_no_weights_up_then_load_format_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--load-format: the mock engine has no such setting"):
+        create_engine(WorkerConfig(model_path="/m", engine="mock", load_format="dummy"), instance_id=1)
