@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 NAME = "dynamo_paged"
-MAX_SCORE_ELEMENTS = 2 << 20  # of one attention matrix: bounds the memory that a long prompt takes (8 MB in float32)
+# Of one attention matrix: bounds the memory that a long prompt takes (in float32 8 MB, 128 MB on a GPU, where each
+# piece costs launches).
+MAX_SCORE_ELEMENTS = {"cpu": 2 << 20, "cuda": 32 << 20}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ def paged_attention(
 def _chunk(attend: _Attend, rows: Tensor, pool: tuple[Tensor, Tensor], span: Span, window: int | None) -> list[Tensor]:
     """Attention of one prompt chunk, in pieces of bounded memory; each is [rows, heads * head_dim]."""
     block, out = pool[0].shape[1], []
-    per_piece = max(1, MAX_SCORE_ELEMENTS // (rows.shape[0] * rows.shape[1] * (span.start + span.count)))
+    most = MAX_SCORE_ELEMENTS[rows.device.type]
+    per_piece = max(1, most // (rows.shape[0] * rows.shape[1] * (span.start + span.count)))
     for offset in range(0, span.count, per_piece):
         count = min(per_piece, span.count - offset)
         begin = span.start + offset

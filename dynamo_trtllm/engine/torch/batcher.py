@@ -156,6 +156,8 @@ class Batcher:
         try:
             if self._limits.num_threads is not None:
                 torch.set_num_threads(self._limits.num_threads)  # counts per thread
+            if self._pool.device.type == "cuda":
+                torch.cuda.set_device(self._pool.device)  # as well: some kernels go by it
             with torch.inference_mode():
                 while not self._stopping:
                     self._turn()
