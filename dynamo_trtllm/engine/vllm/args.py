@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.config import layers
+from dynamo_trtllm.config.base import DEFAULT_SOURCE
 from dynamo_trtllm.config.layers import Layer, Layered
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.arguments import Described, file_layer, flag_layers, override_layer
@@ -208,9 +209,16 @@ _RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 
 
 def _meanings(config: WorkerConfig) -> list[str]:
-    if config.free_gpu_memory_fraction is None:
-        return []
-    return [
-        f"--free-gpu-memory-fraction {config.free_gpu_memory_fraction:g} is vLLM's gpu_memory_utilization: the share "
-        "of all GPU memory that it takes, weights included, not of what is left after them"
-    ]
+    """What a setting means here and nowhere else."""
+    notes = []
+    if config.disaggregation_mode is Role.DECODE and config.source_of("disaggregation_mode") == DEFAULT_SOURCE:
+        notes.append(
+            "no role is said: this is a decode worker, as with Dynamo's vLLM; for whole requests in one worker give "
+            "--disaggregation-mode prefill_and_decode"
+        )
+    if config.free_gpu_memory_fraction is not None:
+        notes.append(
+            f"--free-gpu-memory-fraction {config.free_gpu_memory_fraction:g} is vLLM's gpu_memory_utilization: the "
+            "share of all GPU memory that it takes, weights included, not of what is left after them"
+        )
+    return notes

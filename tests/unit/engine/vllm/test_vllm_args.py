@@ -145,8 +145,14 @@ def test_args_when_a_kernels_profile_is_named_then_refused() -> None:
 
 
 def test_args_when_the_memory_share_is_typed_then_a_note_says_what_it_means_here() -> None:
-    (note,) = merged("--free-gpu-memory-fraction 0.8").notes
+    (note,) = merged("--is-prefill-worker --free-gpu-memory-fraction 0.8").notes
     assert "the share of all GPU memory that it takes" in note
+
+
+def test_args_when_no_role_is_said_then_a_note_says_which_it_is() -> None:
+    (note,) = merged().notes
+    assert "this is a decode worker" in note
+    assert merged("--is-decode-worker").notes == ()
 
 
 def test_print_config_when_shown_then_every_argument_has_its_source() -> None:
