@@ -9,46 +9,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dynamo_trtllm.errors import HandoffError, HandoffTimeout, TransferFailed
-from dynamo_trtllm.handoff.base import Carrier, Piece
+from dynamo_trtllm.handoff.base import Piece
 from dynamo_trtllm.handoff.select import select_carrier
+from tests.contract.carriers import KINDS, Side, Start, count_registrations, starting
 from tests.contract.handoff_holder import content, split
 
-KINDS = ("loopback", "tcp", "nixl")
 REMOTE = ("tcp", "nixl")
 ODD = [1, 4097, 0, 65_537, 3, 1_000_003]
-
-
-class Side:
-    """A started carrier and what it was told."""
-
-    def __init__(self, carrier: Carrier) -> None:
-        self.carrier = carrier
-        self.fetched: list[str] = []
-        self.threads: list[int] = []
-        self._heard = asyncio.Event()
-
-    def hear(self, ticket_id: str) -> None:
-        self.fetched.append(ticket_id)
-        self.threads.append(threading.get_ident())
-        self._heard.set()
-
-    async def told(self, count: int) -> list[str]:
-        async with asyncio.timeout(5):
-            while len(self.fetched) < count:
-                self._heard.clear()
-                await self._heard.wait()
-        return self.fetched
-
-
-Start = Callable[[], Awaitable[Side]]
 
 
 @pytest.fixture
@@ -58,15 +33,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def sides(kind: str) -> AsyncIterator[Start]:
-    """Starts carriers of the kind that the test is parametrized with, and closes them."""
-    async with AsyncExitStack() as stack:
-
-        async def start() -> Side:
-            side = Side(select_carrier(kind))
-            await side.carrier.start(side.hear)
-            stack.push_async_callback(side.carrier.aclose)
-            return side
-
+    """Of the kind that the test is parametrized with."""
+    async with starting(kind) as start:
         yield start
 
 
@@ -136,93 +104,6 @@ async def test_fetch_when_offer_is_not_one_then_transfer_failed(sides: Start, of
     reader = await sides()
     with pytest.raises(TransferFailed, match="not one of carrier"):
         await reader.carrier.fetch("t", offer, [], timeout_s=10)
-
-
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
-@pytest.mark.parametrize("begin", [0, 2])
-async def test_fetch_when_pieces_become_ready_one_by_one_then_each_is_told_and_none_is_read_early(
-    sides: Start, begin: int
-) -> None:
-    holder, reader = await sides(), await sides()
-    sizes = [1, 4097, 65_537, 300_003]
-    source, target, arrived = content("a", sum(sizes)), bytearray(sum(sizes)), asyncio.Queue[int]()
-    loop = asyncio.get_running_loop()
-
-    def hear(index: int) -> None:
-        loop.call_soon_threadsafe(arrived.put_nowait, index)
-
-    offer = await holder.carrier.offer("t", split(source, sizes), ready=begin)
-    holder.carrier.advance("unknown", 1)
-    to = split(target, sizes)
-    fetch = asyncio.create_task(reader.carrier.fetch("t", offer, to, timeout_s=10, on_piece=hear))
-    assert [await arrived.get() for _ in range(begin)] == list(range(begin))
-    for ready in range(begin, len(sizes)):
-        await asyncio.sleep(0.02)
-        assert arrived.empty()
-        assert not any(target[sum(sizes[:ready]) :])
-        holder.carrier.advance("t", ready + 1)
-        assert await arrived.get() == ready
-    await fetch
-    assert target == source
-    assert arrived.empty()
-    assert await holder.told(1) == ["t"]
-
-
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sides: Start) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 5000), bytearray(5000)
-    offer = await holder.carrier.offer("t", split(source, [2500, 2500]), ready=1)
-    fetch = asyncio.create_task(reader.carrier.fetch("t", offer, split(target, [2500, 2500]), timeout_s=10))
-    await asyncio.sleep(0.05)
-    await holder.carrier.withdraw("t")
-    with pytest.raises(TransferFailed):
-        await fetch
-    assert holder.fetched == []
-
-
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_fetch_when_the_rest_never_becomes_ready_then_handoff_timeout(sides: Start) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 5000), bytearray(5000)
-    offer = await holder.carrier.offer("t", split(source, [2500, 2500]), ready=1)
-    with pytest.raises(HandoffTimeout):
-        await reader.carrier.fetch("t", offer, split(target, [2500, 2500]), timeout_s=0.2)
-    holder.carrier.advance("t", 2)
-    await reader.carrier.fetch("t", offer, split(target, [2500, 2500]), timeout_s=10)
-    assert target == source
-
-
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_register_when_both_sides_did_then_parts_of_it_move_without_another_registration(
-    kind: str, sides: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    holder, reader = await sides(), await sides()
-    source, target = content("a", 100_000), bytearray(100_000)
-    for side, memory in ((holder, source), (reader, target)):
-        await side.carrier.register(split(memory, [len(memory)])[0])
-    ends = [side.carrier for side in (holder, reader)]
-    registered = [count_registrations(end, monkeypatch) for end in ends] if kind == "nixl" else []
-    sizes = [1000, 4096, 50_000]
-    for number in range(3):
-        offer = await holder.carrier.offer(f"t{number}", split(source, sizes))
-        assert not any(registered)
-        target[:] = bytes(len(target))
-        await reader.carrier.fetch(f"t{number}", offer, split(target, sizes), timeout_s=10)
-        assert target == source[: sum(sizes)] + bytes(100_000 - sum(sizes))
-        await holder.carrier.withdraw(f"t{number}")
-    assert not any(registered)
-
-
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
-async def test_register_when_memory_can_not_be_moved_then_transfer_failed(sides: Start) -> None:
-    """The engine then takes host memory. There is no GPU here: a GPU machine has its own tests."""
-    holder = await sides()
-    for device in ("tape:0", "cuda:99"):
-        with pytest.raises(TransferFailed, match=device.partition(":")[0]):
-            await holder.carrier.register(Piece(4096, 10, device))
-    source = content("a", 10)
-    await holder.carrier.offer("t", split(source, [10]))
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -364,24 +245,6 @@ async def test_fetch_when_holder_is_another_process_then_bytes_arrive_and_it_is_
         await holder.ask("withdraw", "t2")
         with pytest.raises(TransferFailed):
             await reader.carrier.fetch("t2", offer, split(target, ODD), timeout_s=10)
-
-
-def count_registrations(carrier: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What the NIXL agent has registered from now on and not deregistered."""
-    agent, registered = carrier._vendor.agent, []
-    register, deregister = agent.register_memory, agent.deregister_memory
-
-    def counted(*args: Any) -> Any:
-        registered.append(register(*args))
-        return registered[-1]
-
-    def discounted(which: Any) -> None:
-        deregister(which)
-        registered.remove(which)
-
-    monkeypatch.setattr(agent, "register_memory", counted)
-    monkeypatch.setattr(agent, "deregister_memory", discounted)
-    return registered
 
 
 @pytest.mark.parametrize("kind", REMOTE, indirect=True)

@@ -1,0 +1,112 @@
+"""The contract of carriers where an offer's pieces become ready one by one, and where memory is registered once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
+from dynamo_trtllm.handoff.base import Piece
+from tests.contract.carriers import KINDS, Start, count_registrations, starting
+from tests.contract.handoff_holder import content, split
+
+
+@pytest.fixture
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+async def sides(kind: str) -> AsyncIterator[Start]:
+    """Of the kind that the test is parametrized with."""
+    async with starting(kind) as start:
+        yield start
+
+
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+@pytest.mark.parametrize("begin", [0, 2])
+async def test_fetch_when_pieces_become_ready_one_by_one_then_each_is_told_and_none_is_read_early(
+    sides: Start, begin: int
+) -> None:
+    holder, reader = await sides(), await sides()
+    sizes = [1, 4097, 65_537, 300_003]
+    source, target, arrived = content("a", sum(sizes)), bytearray(sum(sizes)), asyncio.Queue[int]()
+    loop = asyncio.get_running_loop()
+
+    def hear(index: int) -> None:
+        loop.call_soon_threadsafe(arrived.put_nowait, index)
+
+    offer = await holder.carrier.offer("t", split(source, sizes), ready=begin)
+    holder.carrier.advance("unknown", 1)
+    to = split(target, sizes)
+    fetch = asyncio.create_task(reader.carrier.fetch("t", offer, to, timeout_s=10, on_piece=hear))
+    assert [await arrived.get() for _ in range(begin)] == list(range(begin))
+    for ready in range(begin, len(sizes)):
+        await asyncio.sleep(0.02)
+        assert arrived.empty()
+        assert not any(target[sum(sizes[:ready]) :])
+        holder.carrier.advance("t", ready + 1)
+        assert await arrived.get() == ready
+    await fetch
+    assert target == source
+    assert arrived.empty()
+    assert await holder.told(1) == ["t"]
+
+
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sides: Start) -> None:
+    holder, reader = await sides(), await sides()
+    source, target = content("a", 5000), bytearray(5000)
+    offer = await holder.carrier.offer("t", split(source, [2500, 2500]), ready=1)
+    fetch = asyncio.create_task(reader.carrier.fetch("t", offer, split(target, [2500, 2500]), timeout_s=10))
+    await asyncio.sleep(0.05)
+    await holder.carrier.withdraw("t")
+    with pytest.raises(TransferFailed):
+        await fetch
+    assert holder.fetched == []
+
+
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+async def test_fetch_when_the_rest_never_becomes_ready_then_handoff_timeout(sides: Start) -> None:
+    holder, reader = await sides(), await sides()
+    source, target = content("a", 5000), bytearray(5000)
+    offer = await holder.carrier.offer("t", split(source, [2500, 2500]), ready=1)
+    with pytest.raises(HandoffTimeout):
+        await reader.carrier.fetch("t", offer, split(target, [2500, 2500]), timeout_s=0.2)
+    holder.carrier.advance("t", 2)
+    await reader.carrier.fetch("t", offer, split(target, [2500, 2500]), timeout_s=10)
+    assert target == source
+
+
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+async def test_register_when_both_sides_did_then_parts_of_it_move_without_another_registration(
+    kind: str, sides: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, reader = await sides(), await sides()
+    source, target = content("a", 100_000), bytearray(100_000)
+    for side, memory in ((holder, source), (reader, target)):
+        await side.carrier.register(split(memory, [len(memory)])[0])
+    ends = [side.carrier for side in (holder, reader)]
+    registered = [count_registrations(end, monkeypatch) for end in ends] if kind == "nixl" else []
+    sizes = [1000, 4096, 50_000]
+    for number in range(3):
+        offer = await holder.carrier.offer(f"t{number}", split(source, sizes))
+        assert not any(registered)
+        target[:] = bytes(len(target))
+        await reader.carrier.fetch(f"t{number}", offer, split(target, sizes), timeout_s=10)
+        assert target == source[: sum(sizes)] + bytes(100_000 - sum(sizes))
+        await holder.carrier.withdraw(f"t{number}")
+    assert not any(registered)
+
+
+@pytest.mark.parametrize("kind", KINDS, indirect=True)
+async def test_register_when_memory_can_not_be_moved_then_transfer_failed(sides: Start) -> None:
+    """The engine then takes host memory. There is no GPU here: a GPU machine has its own tests."""
+    holder = await sides()
+    for device in ("tape:0", "cuda:99"):
+        with pytest.raises(TransferFailed, match=device.partition(":")[0]):
+            await holder.carrier.register(Piece(4096, 10, device))
+    source = content("a", 10)
+    await holder.carrier.offer("t", split(source, [10]))
