@@ -84,7 +84,9 @@ def test_document_when_it_has_no_place_for_results_then_it_is_refused(text: str)
 
 def test_document_of_this_repository_when_results_change_then_it_must_be_made_again() -> None:
     text = (ROOT / "docs" / "performance-gpu.md").read_text(encoding="utf-8")
-    assert inserted(text, section(ROOT / "benchmarks" / "results" / "gpu")) == text, "run python -m benchmarks.gpu.report"
+    assert inserted(text, section(ROOT / "benchmarks" / "results" / "gpu")) == text, (
+        "run python -m benchmarks.gpu.report"
+    )
 
 
 def test_topology_when_its_steps_are_joined_then_each_row_says_of_which_step_it_is() -> None:
