@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -134,6 +135,7 @@ class Holder:
         self._wishes = wishes
         self._parcels: dict[str, Parcel] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._freed = asyncio.Event()
         self._over = asyncio.Event()
 
     async def serve(self) -> None:
@@ -158,16 +160,31 @@ class Holder:
             self._over.set()
             return
         answer = {"prompt": self._prompt, "bytes": self._bytes, "copies": self._copies}[verb](ticket_id, wish)
-        task = asyncio.get_running_loop().create_task(answer)
+        self._keep(answer)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            traceback.print_exception(exc)
+            self._over.set()  # the reader hears that the process ended
+
+    async def _room(self, prompt: Prompt) -> Parcel:
+        """Waits: that the last prompt was read comes to be known a little later."""
+        while (parcel := self._end.staging.take(prompt.tokens, prompt.piece_bytes)) is None:
+            self._freed.clear()
+            await self._freed.wait()
+        return parcel
 
     async def _prompt(self, ticket_id: str, prompt: Prompt) -> None:
         end = self._end
         rows = end.rows(prompt.tokens)
         await end.done()
-        parcel = end.staging.take(prompt.tokens, prompt.piece_bytes)
-        assert parcel is not None, "the reader asks for no more than fits"
+        parcel = await self._room(prompt)
         self._parcels[ticket_id] = parcel
         began = time.perf_counter()
         copied = end.staging.gather(parcel, rows)
@@ -189,8 +206,7 @@ class Holder:
     async def _copies(self, ticket_id: str, prompt: Prompt) -> None:
         """Seconds of a gather alone and of a scatter alone."""
         end = self._end
-        rows, parcel = end.rows(prompt.tokens), end.staging.take(prompt.tokens, prompt.piece_bytes)
-        assert parcel is not None
+        rows, parcel = end.rows(prompt.tokens), await self._room(prompt)
         ways = (partial(end.staging.gather, parcel, rows), partial(_scatter, end.staging, parcel, rows))
         taken = [await end.median_s(way) for way in ways]
         end.staging.give_back(parcel)
@@ -200,9 +216,8 @@ class Holder:
         """It was read: as the engine does it, the offer is withdrawn and its room is free."""
         if (parcel := self._parcels.pop(ticket_id, None)) is not None:
             self._end.staging.give_back(parcel)
-        task = asyncio.get_running_loop().create_task(self._end.carrier.withdraw(ticket_id))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            self._freed.set()
+        self._keep(self._end.carrier.withdraw(ticket_id))
 
 
 def _scatter(staging: Staging, parcel: Parcel, rows: Tensor) -> None:
