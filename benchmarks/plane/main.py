@@ -76,7 +76,8 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Exit status 1 when a side does not serve, 130 after Ctrl-C; what was measured till then is written."""
     args = _arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     sides: list[Recipe] = [Ours()]
     if args.what == "against-dynamo":
         dynamo.install(args.dynamo_folder)
