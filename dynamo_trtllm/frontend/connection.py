@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, Overloaded, RequestTimeout
 from dynamo_trtllm.frontend.errors import answer
-from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, Turn
+from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, HeldHead, Turn
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicor
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,  # nothing asks for a client's address
             server_header=False,
             timeout_graceful_shutdown=_SHUTDOWN_S,
             backlog=backlog,
@@ -135,6 +136,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._arm(self.limits.receive_timeout_s + _GRACE_S)
         super().on_headers_complete()
         self.scope["state"][WRITER] = CycleWriter(self.cycle, self.turn)
+        if self.scope["method"] != "HEAD":
+            self.cycle.transport = HeldHead(self.cycle, self.transport)
 
     def on_message_complete(self) -> None:
         self._in_head = True

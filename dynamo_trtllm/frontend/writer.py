@@ -1,4 +1,5 @@
-"""Pieces of streamed answers to their sockets past ASGI, which takes a few coroutines for each. For our own server."""
+"""How answers reach their sockets: pieces of streams past ASGI, which takes a few coroutines for each, and a head
+together with the first of what follows it. For our own server."""
 
 from __future__ import annotations
 
@@ -71,3 +72,36 @@ class CycleWriter:
         pieces.clear()
         if not self._cycle.transport.is_closing():
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class HeldHead(asyncio.Transport):
+    """The transport of one answer until its head is out: the head leaves with what is written next, and by itself at
+    the end of the loop's turn. uvicorn would have the client wake up for it alone. Not for an answer to HEAD."""
+
+    def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
+        super().__init__()
+        self._cycle = cycle
+        self._transport = transport
+        self._head = b""
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        if self._head:
+            self._send(data)
+        else:
+            self._head = data
+            asyncio.get_running_loop().call_soon(self._send)
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def _send(self, rest: bytes = b"") -> None:
+        """Once; from then on the answer is written to the transport itself."""
+        if self._cycle.transport is not self:
+            return
+        self._cycle.transport = self._transport
+        if self._head and not self._transport.is_closing():
+            self._transport.write(self._head + rest)

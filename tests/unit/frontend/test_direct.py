@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, Turn
+from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, HeldHead, Turn
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
 from dynamo_trtllm.plane.base import Sink
 from tests.unit.frontend.legs import FINISHED, Cluster, request
@@ -155,6 +155,63 @@ class Sent:
 
     def write(self, data: bytes) -> None:
         self.calls.append(data)
+
+    def close(self) -> None:
+        self.closing = True
+
+
+class Held(Sent):
+    """With a head that waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = Sent()
+        self.transport: Any = HeldHead(self, self.out)  # type: ignore[arg-type]
+
+
+async def test_head_when_a_body_follows_then_both_leave_at_once_and_the_rest_by_itself() -> None:
+    cycle = Held()
+    cycle.transport.write(b"head ")
+    assert cycle.out.calls == []
+    cycle.transport.write(b"body")
+    cycle.transport.write(b"more")
+    await asyncio.sleep(0)
+    assert cycle.out.calls == [b"head body", b"more"]
+    assert cycle.transport is cycle.out
+
+
+async def test_head_when_a_piece_follows_past_asgi_then_it_comes_behind_the_head() -> None:
+    cycle = Held()
+    cycle.transport.write(b"head ")
+    CycleWriter(cycle, Turn()).write(b"y")  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert b"".join(cycle.out.calls) == b"head 1\r\ny\r\n"
+
+
+async def test_head_when_nothing_follows_in_this_turn_then_it_leaves_alone() -> None:
+    cycle = Held()
+    cycle.transport.write(b"head ")
+    await asyncio.sleep(0)
+    assert cycle.out.calls == [b"head "]
+    cycle.transport.write(b"body")
+    assert cycle.out.calls == [b"head ", b"body"]
+
+
+async def test_head_when_the_answer_is_closed_then_it_leaves_before() -> None:
+    cycle = Held()
+    cycle.transport.write(b"head ")
+    cycle.transport.close()
+    await asyncio.sleep(0)
+    assert (cycle.out.calls, cycle.out.closing) == ([b"head "], True)
+
+
+async def test_head_when_the_connection_is_gone_then_nothing_is_written() -> None:
+    cycle = Held()
+    cycle.transport.write(b"head ")
+    cycle.out.closing = True
+    assert cycle.transport.is_closing()
+    await asyncio.sleep(0)
+    assert cycle.out.calls == []
 
 
 async def test_write_when_several_pieces_come_in_a_turn_then_each_answer_is_sent_once() -> None:
