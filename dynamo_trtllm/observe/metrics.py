@@ -5,6 +5,7 @@ Label values come from a small closed set (served models, error codes): never pu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -138,6 +139,10 @@ class FrontendMetrics:
         self.gather: Callable[[], Awaitable[Snapshot]] | None = None  # the numbers of all processes of this frontend
         self._registry = CollectorRegistry()
         self._metrics = _build("frontend", self._registry)
+        self._labelled = functools.cache(self._child)  # the values of labels are few; prometheus_client looks up slowly
+
+    def _child(self, name: str, *labels: str) -> Any:
+        return self._metrics[name].labels(*labels)
 
     def request_started(self) -> None:
         self._metrics["inflight"].inc()
@@ -145,8 +150,8 @@ class FrontendMetrics:
     def request_finished(self, *, model: str, endpoint: str, code: str, seconds: float) -> None:
         """Once for each `request_started`. `code`: "ok", "cancelled" or an error's code."""
         self._metrics["inflight"].dec()
-        self._metrics["requests_total"].labels(model, endpoint, code).inc()
-        self._metrics["request_seconds"].labels(model).observe(seconds)
+        self._labelled("requests_total", model, endpoint, code).inc()
+        self._labelled("request_seconds", model).observe(seconds)
 
     def watch(self, *, choices: Callable[[], float], queued: Callable[[], float]) -> None:
         """Both are called at each scrape."""
@@ -159,20 +164,20 @@ class FrontendMetrics:
 
     def observe_tokens(self, *, model: str, prompt: int, output: int) -> None:
         """The tokens of one request, when it ends."""
-        self._metrics["prompt_tokens_total"].labels(model).inc(prompt)
-        self._metrics["output_tokens_total"].labels(model).inc(output)
+        self._labelled("prompt_tokens_total", model).inc(prompt)
+        self._labelled("output_tokens_total", model).inc(output)
 
     def observe_recovery(self, *, model: str, retries: int, migrations: int) -> None:
         """What one request needed, when it ends."""
-        self._metrics["retries_total"].labels(model).inc(retries)
-        self._metrics["migrations_total"].labels(model).inc(migrations)
+        self._labelled("retries_total", model).inc(retries)
+        self._labelled("migrations_total", model).inc(migrations)
 
     def canary_finished(self, *, model: str, code: str) -> None:
         """`code`: "ok", "canary" (answered, and not as it should be), "gone", or an error's code."""
-        self._metrics["canaries_total"].labels(model, code).inc()
+        self._labelled("canaries_total", model, code).inc()
 
     def observe_ttft(self, *, model: str, seconds: float) -> None:
-        self._metrics["ttft_seconds"].labels(model).observe(seconds)
+        self._labelled("ttft_seconds", model).observe(seconds)
 
     def itl(self, *, model: str) -> Cell:
         """For the seconds between two tokens of a request, with how many were that far apart."""
@@ -189,9 +194,9 @@ class FrontendMetrics:
         )
         for phase, seconds in phases:
             if seconds > 0:
-                self._metrics["phase_seconds"].labels(model, phase).observe(seconds)
+                self._labelled("phase_seconds", model, phase).observe(seconds)
         if stats.kv_bytes and stats.handoff_s > 0:
-            self._metrics["kv_bytes_total"].labels(stats.transport).inc(stats.kv_bytes)
+            self._labelled("kv_bytes_total", stats.transport).inc(stats.kv_bytes)
 
     def snapshot(self) -> Snapshot:
         """This process's numbers now."""

@@ -6,6 +6,7 @@ A field is honoured, is known to change nothing at the given value, or is refuse
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -62,7 +63,7 @@ class Wire(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = _names(cls)
         for name, value in data.items():
             if value is None or name in cls.hints:
                 continue
@@ -91,6 +92,12 @@ class Body(Wire):
     model: str = Field(min_length=1)
     stream: bool = False
     timeout: float | None = Field(None, gt=0)  # seconds until the answer must be complete; the server has a most
+
+
+@functools.cache
+def _names(model: type[Wire]) -> frozenset[str]:
+    """Of its fields, as they are sent."""
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:
