@@ -56,8 +56,8 @@ _WORDS: Final = "|".join(
 )
 _BLANKS: Final = r"\s+(?!\S)|\s+"
 O200K_PATTERN: Final = f"{_WORDS}|{_BLANKS}"
-# The same matches in half to two thirds of the time: where there is a look-ahead, tiktoken's engine tries one
-# alternative after the other, and gives what is grouped and has none to one automaton.
+# The same matches: where there is a look-ahead, tiktoken's engine tries one alternative after the other, and gives what
+# is grouped and has none to one automaton. Code and Markdown take a fifth less time, plain words as much as before.
 _GROUPED_PATTERN: Final = f"(?:{_WORDS})|{_BLANKS}"
 
 
