@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.chaos.faults import FAULTS
 from dynamo_trtllm.config.chat import ChatConfig
+from dynamo_trtllm.config.clear_namespace import ClearNamespaceConfig
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import Config, FrontendConfig, LaunchConfig, WorkerConfig
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CONFIGS: dict[str, type[Config]] = {
     "dynamo_trtllm.chat": ChatConfig,
+    "dynamo_trtllm.clear_namespace": ClearNamespaceConfig,
     "dynamo_trtllm.preflight": PreflightConfig,
     "dynamo_trtllm": WorkerConfig,
     "dynamo_trtllm.frontend": FrontendConfig,
