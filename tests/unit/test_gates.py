@@ -28,11 +28,11 @@ def test_trtllm_when_not_asked_for_then_deselected_and_counted_in_one_line() -> 
 def test_trtllm_when_asked_for_without_the_package_then_it_fails() -> None:
     done = collect("-m", "trtllm")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "TensorRT-LLM is not installed" in done.stderr
+    assert "tensorrt_llm is not installed" in done.stderr
 
 
 def test_trtllm_when_excluded_by_name_then_nothing_fails() -> None:
-    assert "TensorRT-LLM is not installed" not in collect("-m", "not trtllm").stderr
+    assert "tensorrt_llm is not installed" not in collect("-m", "not trtllm").stderr
 
 
 def test_trtllm_when_only_the_stand_in_is_there_then_it_is_no_package() -> None:
