@@ -18,9 +18,7 @@ def models(of: type[Config]) -> set[type[Config]]:
 
 
 def test_page_when_written_again_then_as_committed() -> None:
-    assert config_reference.page() == PAGE.read_text(encoding="utf-8"), (
-        "run scripts/docs"
-    )
+    assert config_reference.page() == PAGE.read_text(encoding="utf-8"), "run scripts/docs"
 
 
 def test_page_when_models_are_counted_then_none_is_left_out() -> None:
