@@ -130,9 +130,8 @@ class LinkPlane:
             return
         try:
             self._inbox.feed(decode(data, Batch))
-        except (
-            BadFrame
-        ) as exc:  # it can't be told whose frames these were: each may lack one now, and goes on elsewhere
+        except BadFrame as exc:
+            # It can't be told whose frames these were: each may lack one now, and goes on elsewhere.
             self._inbox.fail_all(StreamIncomplete(f"a message to {self._inbox_subject} can't be read: {exc.message}"))
 
     def _forget(self, subject: str, arrivals: Arrivals) -> None:
