@@ -1,4 +1,4 @@
-"""The carrier itself: offers on one thread of registrations, fetches on several, one that listens for notifications."""
+"""The carrier itself: offers on one thread of registrations, fetches on several, one that listens for readers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from dynamo_trtllm.handoff.nixl.vendor import Offer, Region, Vendor, kind_of, sp
 _log = logging.getLogger(__name__)
 
 FETCH_THREADS = 8
-_NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two looks for notifications
+_NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two looks for what readers say
 _LINGER_S = 2.0  # goes on looking after the last offer: over some transports its late readers get no answer otherwise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    registered: Any | None  # of this offer alone; None: it lies in a region
     slot: int
+    in_region: bool  # nothing was registered for it or will be
+    registered: Any | None = None  # of this offer alone
 
 
 class NixlCarrier:
@@ -46,6 +47,7 @@ class NixlCarrier:
         self._offers: dict[str, _Held] = {}
         self._wake = threading.Condition()
         self._closing = False
+        self._ending: asyncio.Task[None] | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         """Raises ConfigError when NIXL can't start its UCX back end."""
@@ -79,19 +81,28 @@ class NixlCarrier:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         slot = self._guards.take()
         nonce = self._guards.arm(slot, len(pieces) if ready is None else ready)
-        self._offers[ticket_id] = _Held(registered=None, slot=slot)
-        describing = self._registering.submit(self._describe, ticket_id, slot, nonce, tuple(pieces))
-        try:
-            offer = await asyncio.shield(asyncio.wrap_future(describing))
-        except asyncio.CancelledError:
-            self._registering.submit(self._discard, ticket_id)  # after the registration: the executor has one thread
-            raise
+        live = [piece for piece in pieces if piece.num_bytes]
+        in_region = self._vendor.region_of(live) is not None
+        self._offers[ticket_id] = _Held(slot=slot, in_region=in_region)
+        if in_region:
+            offer = self._describe(ticket_id, slot, nonce, pieces)
+        else:
+            offer = await self._describe_elsewhere(ticket_id, slot, nonce, tuple(pieces))
         with self._wake:
             self._wake.notify()
         return offer
 
+    async def _describe_elsewhere(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[Piece]) -> bytes:
+        describing = self._registering.submit(self._describe, ticket_id, slot, nonce, pieces)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(describing))
+        except asyncio.CancelledError:
+            if not self._closing:  # that ends all offers
+                self._registering.submit(self._discard, ticket_id)  # after the registration: it has one thread
+            raise
+
     def _describe(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[Piece]) -> bytes:
-        """Thread of registrations: all of an offer, or nothing."""
+        """All of an offer, or nothing. On the thread of registrations unless it lies in a region."""
         try:
             with self._vendor.translated("can't register the memory of an offer"):
                 kind, memory = kind_of(pieces), self._registered(ticket_id, slot, pieces)
@@ -120,7 +131,7 @@ class NixlCarrier:
         if region is not None:
             return region.memory
         handle, memory = self._vendor.register(live)
-        self._offers[ticket_id] = _Held(registered=handle, slot=slot)
+        self._offers[ticket_id] = _Held(slot=slot, in_region=False, registered=handle)
         return memory
 
     def advance(self, ticket_id: str, ready: int) -> None:
@@ -133,10 +144,15 @@ class NixlCarrier:
         if held is None:
             return
         self._guards.wipe(held.slot)  # at once: from here on no read of the offer counts
-        await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, ticket_id)))
+        if self._ending is not None:  # which ends all offers
+            await asyncio.shield(self._ending)
+        elif held.in_region:
+            self._discard(ticket_id)
+        else:
+            await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, ticket_id)))
 
     def _discard(self, ticket_id: str) -> None:
-        """Thread of registrations: ends an offer."""
+        """Ends an offer. On the thread of registrations unless it lies in a region."""
         held = self._offers.pop(ticket_id, None)
         if held is None:
             return
@@ -146,7 +162,7 @@ class NixlCarrier:
                 self._vendor.agent.deregister_memory(held.registered)
 
     def _listen(self) -> None:
-        """Thread: looks for notifications while offers are out, sleeps on the condition otherwise."""
+        """Thread: hears readers, and lets NIXL serve them, while offers are out; sleeps on the condition otherwise."""
         shortest_s, longest_s = _NOTICE_WAIT_S
         wait_s, offered_at = shortest_s, 0.0
         while True:
@@ -159,18 +175,18 @@ class NixlCarrier:
                 woken = self._wake.wait(wait_s if is_needed else None)
             try:
                 use_devices([region.piece for region in self._vendor.regions])
-                notices = self._vendor.agent.get_new_notifs()
+                self._vendor.agent.get_new_notifs()  # there are none, but this makes progress
             except self._vendor.errors:
-                _log.warning("carrier nixl: looking for notifications failed", exc_info=True)
-                notices = {}
-            wait_s = shortest_s if woken or notices else min(2 * wait_s, longest_s)
-            for messages in notices.values():
-                for message in messages:
-                    self._loop.call_soon_threadsafe(self._tell, message.decode(errors="replace"))
+                _log.warning("carrier nixl: making progress failed", exc_info=True)
+            read = [ticket_id for ticket_id, held in list(self._offers.items()) if self._guards.was_read(held.slot)]
+            wait_s = shortest_s if woken or read else min(2 * wait_s, longest_s)
+            if read:
+                self._loop.call_soon_threadsafe(self._tell, read)
 
-    def _tell(self, ticket_id: str) -> None:
-        if ticket_id in self._offers:  # a late word about a withdrawn offer is of no use
-            self._on_fetched(ticket_id)
+    def _tell(self, ticket_ids: Sequence[str]) -> None:
+        for ticket_id in ticket_ids:
+            if ticket_id in self._offers:  # a late word about a withdrawn offer is of no use
+                self._on_fetched(ticket_id)
 
     # --- the reader's side ---------------------------------------------------------------------------------
 
@@ -206,7 +222,8 @@ class NixlCarrier:
         with self._wake:
             self._closing = True
             self._wake.notify()
-        await asyncio.to_thread(self._close)
+        self._ending = asyncio.create_task(asyncio.to_thread(self._close), name="nixl-close")
+        await asyncio.shield(self._ending)
 
     def _close(self) -> None:
         self._fetching.shutdown(cancel_futures=True)

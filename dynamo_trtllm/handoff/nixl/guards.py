@@ -1,7 +1,9 @@
 """The guards of offers: one page of slots that readers look at, over the same carrier as the data.
 
 A slot holds 16 random bytes while its offer stands, wiped on withdrawal, and how many of its pieces hold their data.
-Readers read the guard of an offer into a slot of their own.
+Readers read the guard of an offer into a slot of their own. One that has read the offer writes the first of the random
+bytes behind the count: a late word about another offer says nothing. NIXL's own notifications are not used: the next
+read from the same peer ends only when its holder has looked for them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from dynamo_trtllm.handoff.memory import address_of
 
 NONCE_BYTES = 16
 COUNT_BYTES = 8
-SLOT_BYTES = 32
+WORD_BYTES = 8
+SLOT_BYTES = NONCE_BYTES + COUNT_BYTES + WORD_BYTES
+_WORD_AT = NONCE_BYTES + COUNT_BYTES
 SLOTS = 4096  # offers and fetches at once
 
 
@@ -46,6 +50,7 @@ class Guards:
     def arm(self, slot: int, ready: int) -> bytes:
         """From here on the slot says that its offer stands. Returns the nonce that it holds."""
         nonce = secrets.token_bytes(NONCE_BYTES)
+        self._hush(slot)
         self.advance(slot, ready)
         self._page[slot * SLOT_BYTES : slot * SLOT_BYTES + NONCE_BYTES] = nonce
         return nonce
@@ -57,6 +62,17 @@ class Guards:
     def wipe(self, slot: int) -> None:
         self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes(SLOT_BYTES)
 
+    def was_read(self, slot: int) -> bool:
+        """Whether a reader said so since the last time it was asked."""
+        held = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        if held[_WORD_AT:] != held[:WORD_BYTES] or not any(held[:NONCE_BYTES]):
+            return False
+        self._hush(slot)
+        return True
+
+    def _hush(self, slot: int) -> None:
+        self._page[slot * SLOT_BYTES + _WORD_AT : (slot + 1) * SLOT_BYTES] = bytes(WORD_BYTES)
+
     def look(self, slot: int) -> Guard:
         held = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         return Guard(held[:NONCE_BYTES], int.from_bytes(held[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], "little"))
@@ -64,3 +80,13 @@ class Guards:
     def spot(self, slot: int) -> tuple[int, int, int]:
         """Where a slot lies: address, bytes, device."""
         return self.address + slot * SLOT_BYTES, SLOT_BYTES, 0
+
+    def word(self, slot: int) -> tuple[int, int, int]:
+        """Where a reader has the word that says that it has read the offer whose guard it looked at."""
+        return self.address + slot * SLOT_BYTES, WORD_BYTES, 0
+
+
+def place_of_word(guard: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Where in a holder's guard that word belongs."""
+    address, _, device = guard
+    return address + _WORD_AT, WORD_BYTES, device

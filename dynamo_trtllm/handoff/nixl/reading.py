@@ -1,4 +1,4 @@
-"""One fetch, on a thread: pieces as they become ready, a few in flight, then the guard with the notification.
+"""One fetch, on a thread: pieces as they become ready, a few in flight, then the guard, and a word to the holder.
 
 NIXL can only be polled. A read of GPU memory takes less than a sleep would oversleep, so at first a thread only yields.
 """
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
-from dynamo_trtllm.handoff.nixl.guards import Guards
+from dynamo_trtllm.handoff.nixl.guards import Guards, place_of_word
 from dynamo_trtllm.handoff.nixl.peers import Peer, Peers
 from dynamo_trtllm.handoff.nixl.vendor import Offer, Spot, Vendor, kind_of, spot_of, use_devices
 
@@ -112,13 +112,14 @@ class _Run:
         if not piece.num_bytes:
             return _Flight(index, None)
         kind = kind_of([piece])
-        handle = self._post([spot_of(piece)], kind, [offer.spots[index]], offer.kind, b"")
+        handle = self._post("READ", (spot_of(piece), kind), (offer.spots[index], offer.kind))
         return _Flight(index, handle)
 
-    def _post(self, ours: list[Spot], kind: str, theirs: list[Spot], their_kind: str, notice: bytes) -> Any:
+    def _post(self, verb: str, ours: tuple[Spot, str], theirs: tuple[Spot, str]) -> Any:
         agent = self.vendor.agent
-        local, remote = self.vendor.descriptors(ours, kind), self.vendor.descriptors(theirs, their_kind)
-        handle = agent.initialize_xfer("READ", local, remote, self.peer.name, notice)
+        handle = agent.initialize_xfer(
+            verb, self.vendor.descriptors(*ours), self.vendor.descriptors(*theirs), self.peer.name
+        )
         try:
             self._require_alive(agent.transfer(handle))
         except BaseException:
@@ -143,7 +144,7 @@ class _Run:
             self.ask.on_piece(flight.piece)
 
     def _more_is_ready(self) -> bool:
-        before, self.ready = self.ready, min(self._look(b""), len(self.ask.pieces))
+        before, self.ready = self.ready, min(self._look(), len(self.ask.pieces))
         if self.ready > before:
             self._moved_at = time.monotonic()
         return self.ready > before
@@ -151,12 +152,20 @@ class _Run:
     def guard(self) -> None:
         """Tells the holder that its offer was read. Raises TransferFailed when it no longer stood: the data is void."""
         self._moved_at = time.monotonic()
-        self._look(self.ask.ticket_id.encode())
+        self._look()
+        word, place = self.guards.word(self.ask.slot), place_of_word(self.ask.offer.guard)
+        self._finish(self._post("WRITE", (word, "DRAM"), (place, "DRAM")))
 
-    def _look(self, notice: bytes) -> int:
+    def _look(self) -> int:
         """How many pieces the holder says are ready. Raises TransferFailed when the offer no longer stands."""
         offer, slot = self.ask.offer, self.ask.slot
-        handle = self._post([self.guards.spot(slot)], "DRAM", [offer.guard], "DRAM", notice)
+        self._finish(self._post("READ", (self.guards.spot(slot), "DRAM"), (offer.guard, "DRAM")))
+        held = self.guards.look(slot)
+        if held.nonce != offer.nonce:
+            raise TransferFailed(f"ticket {self.ask.ticket_id}: its holder no longer offers it")
+        return held.ready
+
+    def _finish(self, handle: Any) -> None:
         flight, done = _Flight(-1, handle), False
         try:
             while not (done := self._is_done(flight)):
@@ -166,10 +175,6 @@ class _Run:
                 self.vendor.agent.release_xfer_handle(handle)
             else:
                 self._abort([handle])
-        held = self.guards.look(slot)
-        if held.nonce != offer.nonce:
-            raise TransferFailed(f"ticket {self.ask.ticket_id}: its holder no longer offers it")
-        return held.ready
 
     def _pause(self) -> None:
         now = time.monotonic()

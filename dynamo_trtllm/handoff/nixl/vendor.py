@@ -96,8 +96,8 @@ class Vendor:
         """The region that holds all of them."""
         return next((region for region in self.regions if all(map(region.holds, pieces))), None)
 
-    def descriptors(self, spots: list[Spot], kind: str) -> Any:
-        return self.agent.get_xfer_descs(spots, kind)
+    def descriptors(self, spot: Spot, kind: str) -> Any:
+        return self.agent.get_xfer_descs([spot], kind)
 
     @contextlib.contextmanager
     def translated(self, what: str) -> Iterator[None]:
