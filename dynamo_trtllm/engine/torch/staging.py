@@ -59,7 +59,10 @@ class Staging:
 
     @property
     def used_bytes(self) -> int:
-        return self.num_bytes - sum(free.end - free.begin for free in self._free)
+        """Given back is free once its copies are done, whether or not anything was taken since. Safe from any thread
+        while nothing is taken or given back."""
+        done = [left for left, event in self._leaving if event.query()]  # type: ignore[no-untyped-call]
+        return self.num_bytes - sum(free.end - free.begin for free in [*self._free, *done])
 
     # --- places ----------------------------------------------------------------------------------------
 

@@ -49,6 +49,27 @@ def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: 
                 assert torch.equal(mine[layer, ours[at // 4], at % 4], other[layer, theirs[at // 4], at % 4])
 
 
+class Copying:
+    """A GPU's event."""
+
+    is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+def test_used_bytes_when_given_back_then_free_as_soon_as_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, copying = Staging(make_pool(), 3 * 4096), Copying()
+    parcel = taken(staging, 4)
+    monkeypatch.setattr(staging, "mark", lambda: copying)
+    staging.give_back(parcel)
+    assert staging.used_bytes == 4096
+    copying.is_done = True
+    assert staging.used_bytes == 0
+    assert taken(staging, 4).begin == parcel.begin
+    assert staging.used_bytes == 4096
+
+
 def test_take_when_full_then_none_until_room_is_given_back() -> None:
     staging = Staging(make_pool(), 3 * 4096)
     parcels = [taken(staging, 4) for _ in range(3)]
