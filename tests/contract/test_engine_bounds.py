@@ -15,7 +15,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import Engine
 from dynamo_trtllm.engine.mock.engine import MockEngine
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffTimeout
-from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.loopback import LoopbackCarrier
 from dynamo_trtllm.messages import Phase, Role
 from tests.engines import ask, check_nothing_left, check_stats, collect, make, prompt_of, release, started, ticket_from
@@ -27,7 +27,15 @@ PROMPT = prompt_of(100)  # 4 blocks of 32
 class Stuck(LoopbackCarrier):
     """Nothing ever comes."""
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], *, timeout_s: float) -> None:
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.Event().wait()
