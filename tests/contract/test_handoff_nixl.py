@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
-from dynamo_trtllm.handoff.nixl import NixlCarrier, carrier, peers
+from dynamo_trtllm.handoff.nixl import NixlCarrier, moving, peers
 from tests.contract.handoff_holder import content, split
 
 SIZE = 100_001
@@ -98,7 +98,7 @@ async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(
     await holder.withdraw("u")
 
 
-async def test_fetch_when_no_thread_is_free_then_times_out_or_is_cancelled_without_reading(
+async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_without_reading(
     pair: tuple[NixlCarrier, NixlCarrier],
 ) -> None:
     holder, reader = pair
@@ -106,8 +106,12 @@ async def test_fetch_when_no_thread_is_free_then_times_out_or_is_cancelled_witho
     offer = await holder.offer("t", split(source, [SIZE]))
     slots = len(reader._guards.free)
     freed = threading.Event()
-    for _ in range(carrier.FETCH_THREADS):
-        reader._fetching.submit(freed.wait, 10)
+
+    def slow() -> Iterator[float]:
+        while not freed.is_set():
+            yield 0.01
+
+    others = [reader._fetching.submit(slow()) for _ in range(moving.FETCHES_AT_ONCE)]
     late = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=0.1))
     gone = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=5))
     await asyncio.sleep(0.05)
@@ -115,13 +119,14 @@ async def test_fetch_when_no_thread_is_free_then_times_out_or_is_cancelled_witho
     began = time.monotonic()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    assert time.monotonic() - began < 5  # it had no thread to wait for
+    assert time.monotonic() - began < 5  # it had nothing to wait for
     await asyncio.sleep(0.1)
     freed.set()
-    with pytest.raises(HandoffTimeout, match="no thread"):
+    with pytest.raises(HandoffTimeout, match="too many others"):
         await late
     assert target == bytes(SIZE)
     assert len(reader._guards.free) == slots
+    assert all(other.result(timeout=5) is None for other in others)
 
 
 async def test_listen_when_no_offers_are_out_then_no_processor_time_is_used(

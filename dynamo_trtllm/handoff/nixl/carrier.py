@@ -1,4 +1,4 @@
-"""The carrier itself: offers on one thread of registrations, fetches on several, one that listens for readers."""
+"""The carrier itself: offers on one thread of registrations, fetches on another, one that listens for readers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dynamo_trtllm.errors import BadFrame, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.memory import require_sizes
 from dynamo_trtllm.handoff.nixl.guards import Guards
+from dynamo_trtllm.handoff.nixl.moving import Mover
 from dynamo_trtllm.handoff.nixl.reading import Ask, Reader
 from dynamo_trtllm.handoff.nixl.vendor import Offer, Region, Vendor, kind_of, spot_of, use_devices
 
 _log = logging.getLogger(__name__)
 
-FETCH_THREADS = 8
 _NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two looks for what readers say
 _LINGER_S = 2.0  # goes on looking after the last offer: over some transports its late readers get no answer otherwise
 
@@ -53,7 +53,7 @@ class NixlCarrier:
         """Raises ConfigError when NIXL can't start its UCX back end."""
         self._loop = asyncio.get_running_loop()
         self._on_fetched = on_fetched
-        self._fetching = ThreadPoolExecutor(FETCH_THREADS, "nixl-fetch")
+        self._fetching = Mover("nixl-fetch")
         self._registering = ThreadPoolExecutor(1, "nixl-register")
         opening = self._registering.submit(self._vendor.open, self._agent_name, self._guards)
         self._connection = await asyncio.wrap_future(opening)
@@ -210,7 +210,7 @@ class NixlCarrier:
         slot = self._guards.take()
         ask = Ask(ticket_id, facts, tuple(pieces), slot, deadline, on_piece)
         try:
-            await _finished(self._fetching.submit(self._reader.read, ask))
+            await _finished(self._fetching.submit(self._reader.read(ask)))
         finally:
             self._guards.give_back(slot)
 
@@ -226,7 +226,7 @@ class NixlCarrier:
         await asyncio.shield(self._ending)
 
     def _close(self) -> None:
-        self._fetching.shutdown(cancel_futures=True)
+        self._fetching.shutdown()
         self._registering.submit(self._let_go)
         self._registering.shutdown()
         self._listener.join()
@@ -252,7 +252,7 @@ async def _finished(work: Future[None]) -> None:
             await asyncio.wait([future])
         except asyncio.CancelledError as exc:
             cancelled = exc
-            work.cancel()  # has an effect only while it waits for a thread
+            work.cancel()  # has an effect only before its first step
     if cancelled is not None:
         if not future.cancelled():
             future.exception()  # seen: its caller no longer cares

@@ -1,6 +1,6 @@
-"""One fetch, on a thread: pieces as they become ready, a few in flight, then the guard, and a word to the holder.
+"""One fetch, step by step: pieces as they become ready, a few in flight, then the guard, and a word to the holder.
 
-NIXL can only be polled. A read of GPU memory takes less than a sleep would oversleep, so at first a thread only yields.
+NIXL can only be polled: each fetch lets others have their turn while it waits, see `moving`.
 """
 
 from __future__ import annotations
@@ -8,20 +8,18 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.nixl.guards import Guards, place_of_word
+from dynamo_trtllm.handoff.nixl.moving import LONGEST_SLEEP_S, Steps
 from dynamo_trtllm.handoff.nixl.peers import Peer, Peers
 from dynamo_trtllm.handoff.nixl.vendor import Offer, Spot, Vendor, kind_of, spot_of, use_devices
 
 _IN_FLIGHT = 4  # reads of one fetch: hides what posting the next one costs
-_YIELD_S = 0.001  # without progress for this long: from here on sleep a share of the time waited
-_SLEEP_SHARE = 1 / 16
-_LONGEST_SLEEP_S = 0.001
 
 
 class Ask(NamedTuple):
@@ -41,25 +39,25 @@ class _Flight(NamedTuple):
 
 
 class Reader:
-    """Fetches of one carrier; `read` is called on several threads at once."""
+    """Fetches of one carrier; steps of all of them are taken on one thread."""
 
     def __init__(self, vendor: Vendor, guards: Guards) -> None:
         self._vendor = vendor
         self._guards = guards
         self.peers = Peers(vendor)
 
-    def read(self, ask: Ask) -> None:
-        """Blocking. See `Carrier.fetch`."""
+    def read(self, ask: Ask) -> Steps:
+        """Must be taken to its end. See `Carrier.fetch`."""
         if time.monotonic() >= ask.deadline:
-            raise HandoffTimeout(f"ticket {ask.ticket_id}: no thread was free to fetch it in time")
+            raise HandoffTimeout(f"ticket {ask.ticket_id}: too many others were fetched to begin with it in time")
         with (
             self._vendor.translated(f"ticket {ask.ticket_id}: reading from its holder failed"),
             self.peers.met(ask.offer) as peer,
             self._registered([piece for piece in ask.pieces if piece.num_bytes]),
         ):
             run = _Run(self._vendor, self.peers, peer, ask, self._guards)
-            run.data()
-            run.guard()
+            yield from run.data()
+            yield from run.guard()
 
     @contextlib.contextmanager
     def _registered(self, pieces: Sequence[Piece]) -> Iterator[None]:
@@ -90,7 +88,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.ready = self.ask.offer.ready
 
-    def data(self) -> None:
+    def data(self) -> Steps:
         """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
         begun, total = 0, len(self.ask.pieces)
         flying: deque[_Flight] = deque()
@@ -101,16 +99,18 @@ class _Run:
                     begun += 1
                 if flying and self._is_done(flying[0]):
                     self._land(flying.popleft())
-                elif not (begun == self.ready < total and self._more_is_ready()):
-                    self._pause()
+                    yield 0.0
+                elif not (begun == self.ready < total and (yield from self._more_is_ready())):
+                    yield self._waited_s()
         finally:
             if flying:
-                self._abort([flight.handle for flight in flying if flight.handle is not None])
+                yield from self._abort([flight.handle for flight in flying if flight.handle is not None])
 
     def _begin(self, index: int) -> _Flight:
         piece, offer = self.ask.pieces[index], self.ask.offer
         if not piece.num_bytes:
             return _Flight(index, None)
+        use_devices([piece])
         kind = kind_of([piece])
         handle = self._post("READ", (spot_of(piece), kind), (offer.spots[index], offer.kind))
         return _Flight(index, handle)
@@ -143,47 +143,47 @@ class _Run:
         if self.ask.on_piece is not None:
             self.ask.on_piece(flight.piece)
 
-    def _more_is_ready(self) -> bool:
-        before, self.ready = self.ready, min(self._look(), len(self.ask.pieces))
+    def _more_is_ready(self) -> Generator[float, None, bool]:
+        before, said = self.ready, (yield from self._look())
+        self.ready = min(said, len(self.ask.pieces))
         if self.ready > before:
             self._moved_at = time.monotonic()
         return self.ready > before
 
-    def guard(self) -> None:
+    def guard(self) -> Steps:
         """Tells the holder that its offer was read. Raises TransferFailed when it no longer stood: the data is void."""
         self._moved_at = time.monotonic()
-        self._look()
+        yield from self._look()
         word, place = self.guards.word(self.ask.slot), place_of_word(self.ask.offer.guard)
-        self._finish(self._post("WRITE", (word, "DRAM"), (place, "DRAM")))
+        yield from self._finish(self._post("WRITE", (word, "DRAM"), (place, "DRAM")))
 
-    def _look(self) -> int:
+    def _look(self) -> Generator[float, None, int]:
         """How many pieces the holder says are ready. Raises TransferFailed when the offer no longer stands."""
         offer, slot = self.ask.offer, self.ask.slot
-        self._finish(self._post("READ", (self.guards.spot(slot), "DRAM"), (offer.guard, "DRAM")))
+        yield from self._finish(self._post("READ", (self.guards.spot(slot), "DRAM"), (offer.guard, "DRAM")))
         held = self.guards.look(slot)
         if held.nonce != offer.nonce:
             raise TransferFailed(f"ticket {self.ask.ticket_id}: its holder no longer offers it")
         return held.ready
 
-    def _finish(self, handle: Any) -> None:
+    def _finish(self, handle: Any) -> Steps:
         flight, done = _Flight(-1, handle), False
         try:
             while not (done := self._is_done(flight)):
-                self._pause()
+                yield self._waited_s()
         finally:
             if done:
                 self.vendor.agent.release_xfer_handle(handle)
             else:
-                self._abort([handle])
+                yield from self._abort([handle])
 
-    def _pause(self) -> None:
+    def _waited_s(self) -> float:
         now = time.monotonic()
         if now >= self.ask.deadline:
             raise HandoffTimeout(f"holder {self.peer.name} did not answer in time")
-        waited_s = now - self._moved_at
-        time.sleep(0 if waited_s < _YIELD_S else min(waited_s * _SLEEP_SHARE, _LONGEST_SLEEP_S))
+        return now - self._moved_at
 
-    def _abort(self, handles: list[Any]) -> None:
+    def _abort(self, handles: list[Any]) -> Steps:
         """Ends reads that did not finish: closing the connection is the only abort that UCX guarantees."""
         self.peers.disconnect(self.peer)
         for handle in handles:
@@ -192,4 +192,4 @@ class _Run:
                     self.vendor.agent.release_xfer_handle(handle)
                     break
                 except self.vendor.errors:
-                    time.sleep(_LONGEST_SLEEP_S)
+                    yield LONGEST_SLEEP_S

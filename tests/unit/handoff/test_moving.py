@@ -1,0 +1,70 @@
+"""Fetches that take turns on one thread: all are taken to their ends, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+
+from dynamo_trtllm.handoff.nixl.moving import FETCHES_AT_ONCE, Mover
+
+WAIT_S = 10
+
+
+def steps(name: str, seen: list[str], count: int = 3) -> Iterator[float]:
+    for _ in range(count):
+        seen.append(name)
+        yield 0.0
+
+
+def until(event: threading.Event) -> Iterator[float]:
+    while not event.is_set():
+        yield 0.01
+
+
+def failing() -> Iterator[float]:
+    yield 0.0
+    raise ZeroDivisionError
+
+
+def test_mover_when_one_fails_then_others_go_on() -> None:
+    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    gated, failed = mover.submit(until(gate)), mover.submit(failing())
+    with pytest.raises(ZeroDivisionError):
+        failed.result(WAIT_S)
+    mover.submit(steps("a", seen)).result(WAIT_S)
+    assert not gated.done()  # and a was moved beside it
+    gate.set()
+    gated.result(WAIT_S)
+    assert seen == ["a"] * 3
+    mover.shutdown()
+
+
+def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> None:
+    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    first = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
+    late = [mover.submit(steps(name, seen, 1)) for name in "abc"]
+    assert late[1].cancel()
+    gate.set()
+    for each in (*first, late[0], late[2]):
+        each.result(WAIT_S)
+    assert seen == ["a", "c"]
+    mover.shutdown()
+
+
+def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_cancelled() -> None:
+    mover, gate = Mover("test"), threading.Event()
+    moving = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
+    waiting = mover.submit(until(gate))
+    closing = threading.Thread(target=mover.shutdown)
+    closing.start()
+    with pytest.raises(CancelledError):
+        waiting.result(WAIT_S)
+    assert not any(each.done() for each in moving)
+    gate.set()
+    for each in moving:
+        each.result(WAIT_S)
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
