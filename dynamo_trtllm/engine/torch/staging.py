@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dynamo_trtllm.engine.torch.kv import KvPool, zeros
 
-PIECE_BYTES = {"cuda": 32 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
+PIECE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
 _ALIGNED_BYTES = 4096
 
 
