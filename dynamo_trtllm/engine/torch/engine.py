@@ -223,6 +223,7 @@ class TorchEngine:
                 elif isinstance(event, DynamoError):
                     raise event
         finally:
+            push = None  # what a step has on its way goes nowhere
             if not handed_out:
                 self._retire(job)
 
