@@ -23,6 +23,7 @@ from tests.contract.carriers import KINDS, Side, Start, count_registrations, sta
 from tests.contract.handoff_holder import content, split
 
 REMOTE = ("tcp", "nixl")
+pytestmark = pytest.mark.timeout(60)  # some start a process
 ODD = [1, 4097, 0, 65_537, 3, 1_000_003]
 
 
@@ -174,7 +175,7 @@ class Holder:
 
     async def answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(40):  # it imports a lot first, beside other busy processes
             while line := await self._process.stdout.readline():
                 if line.startswith(b"@"):
                     return json.loads(line[1:])  # type: ignore[no-any-return]
