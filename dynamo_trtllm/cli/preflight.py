@@ -16,9 +16,9 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engine.base import Finding
 from dynamo_trtllm.engine.checkpoint import Checkpoint, read_checkpoint
+from dynamo_trtllm.engine.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engine.shapes import SHAPES
 from dynamo_trtllm.engine.trtllm.args import TrtllmArgs, trtllm_args
-from dynamo_trtllm.engine.trtllm.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engine.trtllm.preflight import Load, RoleFacts, check_pair, check_role, memory_table
 from dynamo_trtllm.engine.trtllm.preflight.gpus import known_gpu
 from dynamo_trtllm.engine.trtllm.preflight.memory import handoff_s

@@ -15,8 +15,8 @@ from dynamo_trtllm.config.layers import Layer, Layered
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.arguments import Described, file_layer, flag_layers, override_layer
 from dynamo_trtllm.engine.checkpoint import read_checkpoint
+from dynamo_trtllm.engine.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engine.trtllm import kernels, schema
-from dynamo_trtllm.engine.trtllm.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engine.trtllm.kernels import KernelProfile
 from dynamo_trtllm.engine.trtllm.releases import Presence, Release
 from dynamo_trtllm.engine.trtllm.spellings import translate

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import environ, layers
-from dynamo_trtllm.engine.trtllm.gpu import Gpu
+from dynamo_trtllm.engine.gpu import Gpu
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -5,21 +5,18 @@ Computes nothing and moves no KV: vLLM's engine process and its NixlConnector do
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine import gpu
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engine.checkpoint import TOKENIZER, read_checkpoint
-from dynamo_trtllm.engine.loading import Loading, on_thread
-from dynamo_trtllm.engine.trtllm import gpu
+from dynamo_trtllm.engine.library import NO_STATS, LibraryEngine
+from dynamo_trtllm.engine.loading import Loading
 from dynamo_trtllm.engine.vllm import preflight, settings, side_channel
 from dynamo_trtllm.engine.vllm.args import vllm_args
 from dynamo_trtllm.engine.vllm.desk import Terms
@@ -27,22 +24,10 @@ from dynamo_trtllm.engine.vllm.serving import Serving, Times
 from dynamo_trtllm.engine.vllm.stats import StepStats
 from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS, Vendor, installed_version, load_vendor
 from dynamo_trtllm.engine.weights import weight_bytes
-from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
-from dynamo_trtllm.messages import (
-    Chunk,
-    GenerateRequest,
-    Instance,
-    ReleaseOutcome,
-    Role,
-    Sampling,
-    token_ids,
-)
+from dynamo_trtllm.messages import Instance, Role
 
 _log = logging.getLogger(__name__)
 
-_SHUTDOWN_S = 60.0
-_CANARY_S = 600.0
-_NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
 _WANTED_BY = "the vllm engine"
 # vLLM's processes are spawned: this one has threads. It tells nobody that it runs. flashinfer's cubins may be left out.
 _ENVIRONMENT = {
@@ -52,11 +37,12 @@ _ENVIRONMENT = {
 }
 
 
-class VllmEngine:
+class VllmEngine(LibraryEngine[Serving]):
     """`Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`. `config.model_path` is a folder."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
         """Raises ConfigError: for vLLM not installed, arguments it does not take, a folder with no model."""
+        super().__init__("vllm", "vLLM")
         self._release = installed_version()
         self._args = vllm_args(config)
         self._checkpoint = read_checkpoint(Path(config.model_path))
@@ -75,19 +61,10 @@ class VllmEngine:
             num_gpus=len(gpus),
         )
         self._steps = StepStats()
-        self._loading: Loading[tuple[Vendor, Any]] | None = None
-        self._llm: Any = None
-        self._serving: Serving | None = None
-        self._closed = False
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `HasPreflight`."""
         return preflight.findings(self._facts, peers)
-
-    def progress(self) -> str:
-        """See `HasProgress`."""
-        loading = self._loading
-        return "" if loading is None else loading.progress()
 
     # --- life ------------------------------------------------------------------------------------------
 
@@ -95,19 +72,15 @@ class VllmEngine:
         """See `Engine.start`."""
         for note in self._args.notes:
             _log.info("%s", note)
-        self._loading = Loading(
+        loading = Loading(
             self._build,
-            discard=_discard,
+            discard=self._discard,
             gpu_bytes_used=gpu.memory_used_bytes,
             weight_bytes=weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size"),
         )
-        try:
-            vendor, self._llm = await self._loading.built()
-        finally:
-            self._loading = None
-        info = self._serve(vendor)
+        info = self._serve(await self._load(loading))
         await self._ready().tie()
-        await self._canary()
+        await self._canary(self._model)
         return info
 
     def _build(self) -> tuple[Vendor, Any]:
@@ -150,77 +123,13 @@ class VllmEngine:
             files=self._checkpoint.files,
         )
 
-    async def _canary(self) -> None:
-        """One token, so that `start` returns only when the engine answers. Asks nothing of the connector."""
-        request = GenerateRequest(
-            request_id="canary",
-            model=self._model,
-            token_ids=token_ids([0]),
-            sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + _CANARY_S,
-        )
-        try:
-            async with aclosing(self.generate(request)) as stream:
-                async for _ in stream:
-                    pass
-        except DynamoError as exc:
-            raise EngineFailed(f"vLLM was loaded, and does not answer: {exc.message}") from exc
-
-    async def check(self) -> None:
-        """See `Engine.check`."""
-        self._ready().check()
-
-    async def drain(self) -> None:
-        if self._serving is not None:
-            await self._serving.drain()
-
-    async def aclose(self) -> None:
-        self._closed = True
-        if self._serving is not None:
-            await self._serving.aclose()
-        llm, self._llm = self._llm, None
-        if llm is None:
-            return
-        try:
-            async with asyncio.timeout(_SHUTDOWN_S):
-                await on_thread(partial(_shut_down, llm), name="vllm-shutdown")
-        except TimeoutError:
-            _log.error("vLLM did not shut down in %g s", _SHUTDOWN_S)
-
-    # --- requests --------------------------------------------------------------------------------------
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """See `Engine.generate`."""
-        async with aclosing(self._ready().generate(request)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    def _ready(self) -> Serving:
-        if self._serving is None:
-            if self._closed:
-                raise EngineFailed("the engine was closed")
-            raise EngineNotReady("the vllm engine has not been started")
-        return self._serving
-
-    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """See `HasTickets.release`."""
-        _log.debug("ticket %s: %s", ticket_id, outcome)
-        if self._serving is not None:
-            self._serving.release(ticket_id, outcome)
-
     def stats(self) -> EngineStats:
         if self._serving is None:
-            return _NO_STATS
+            return NO_STATS
         return self._serving.stats(self._steps.counts(self._args.count("data_parallel_size")))
 
-
-def _discard(built: tuple[Vendor, Any]) -> None:
-    _shut_down(built[1])
-
-
-def _shut_down(llm: Any) -> None:
-    """Blocks: run it on a thread."""
-    try:
-        llm.shutdown()
-    except VENDOR_ERRORS as exc:
-        _log.warning("vLLM's shutdown: %s", exc)
+    def _shut_down(self, llm: Any) -> None:
+        try:
+            llm.shutdown()
+        except VENDOR_ERRORS as exc:
+            _log.warning("vLLM's shutdown: %s", exc)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dynamo_trtllm.engine.base import Finding
 from dynamo_trtllm.engine.checkpoint import Checkpoint
-from dynamo_trtllm.engine.trtllm.gpu import Gpu
+from dynamo_trtllm.engine.gpu import Gpu
 from dynamo_trtllm.engine.vllm.args import VllmArgs
 from dynamo_trtllm.messages import Instance, Role
 

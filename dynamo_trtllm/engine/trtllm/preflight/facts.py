@@ -31,7 +31,7 @@ class Arguments(Protocol):
 
 
 class GpuFacts(Protocol):
-    """One kind of GPU (`engine/trtllm/gpu.py`)."""
+    """One kind of GPU (`engine/gpu.py`)."""
 
     @property
     def name(self) -> str: ...

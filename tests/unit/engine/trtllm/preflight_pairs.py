@@ -7,9 +7,9 @@ from typing import Any
 
 from dynamo_trtllm.config.layers import Layered, nested
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.gpu import Gpu
 from dynamo_trtllm.engine.shapes import SHAPES
 from dynamo_trtllm.engine.trtllm.args import trtllm_args
-from dynamo_trtllm.engine.trtllm.gpu import Gpu
 from dynamo_trtllm.engine.trtllm.preflight import Load, RoleFacts
 from dynamo_trtllm.engine.trtllm.preflight.gpus import known_gpu
 from dynamo_trtllm.engine.trtllm.releases import release_for

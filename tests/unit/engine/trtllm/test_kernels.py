@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config import layers
+from dynamo_trtllm.engine.gpu import Gpu
 from dynamo_trtllm.engine.trtllm import kernels, schema
-from dynamo_trtllm.engine.trtllm.gpu import Gpu
 from dynamo_trtllm.engine.trtllm.kernels import KernelProfile, choose
 from dynamo_trtllm.engine.trtllm.releases import newest
 from dynamo_trtllm.errors import ConfigError

@@ -8,8 +8,8 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.gpu import Gpu
 from dynamo_trtllm.engine.trtllm.args import FLAGS, TrtllmArgs, trtllm_args
-from dynamo_trtllm.engine.trtllm.gpu import Gpu
 from dynamo_trtllm.engine.trtllm.releases import Release, releases
 from dynamo_trtllm.errors import ConfigError
 

@@ -14,7 +14,7 @@ import pytest
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.checkpoint import Checkpoint
-from dynamo_trtllm.engine.trtllm.gpu import Gpu
+from dynamo_trtllm.engine.gpu import Gpu
 from dynamo_trtllm.engine.vllm import manifest, preflight, side_channel, ticket, vendor
 from dynamo_trtllm.engine.vllm.args import vllm_args
 from dynamo_trtllm.engine.vllm.extension import WorkerExtension

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dynamo_trtllm.engine.trtllm.gpu import Gpu, visible_gpus
+from dynamo_trtllm.engine.gpu import Gpu, visible_gpus
 
 H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "GPU-aaaa-1")
 B200 = (b"NVIDIA B200", (10, 0), 180 << 30, b"GPU-bbbb-2")  # older bindings answer in bytes
