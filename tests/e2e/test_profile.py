@@ -36,7 +36,9 @@ def test_profile_when_run_then_its_figures_are_those_of_its_records(
     mock_cluster: Cluster, shape: str, tmp_path: Path
 ) -> None:
     url, out = mock_cluster.frontend.url(), tmp_path / "out"
-    done = profile("--shape", shape, "--url", url, "--out", str(out), "--fail-over", "ttft_p50_ms=0.001")
+    done = profile(
+        "--shape", shape, "--url", url, "--model", "mock", "--out", str(out), "--fail-over", "ttft_p50_ms=0.001"
+    )
     assert done.returncode == 1, done.stderr
     assert "budget missed: ttft_p50_ms at concurrency 2" in done.stderr
     run = orjson.loads((out / "run.json").read_bytes())
@@ -86,7 +88,8 @@ def test_report_when_a_browser_opens_it_then_no_error_and_no_outside_request(
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     assert browser, "no browser here; install chromium (Debian: chromium-headless-shell)"
     out = tmp_path / "out"
-    done = profile("--shape", shape, "--url", mock_cluster.frontend.url(), "--out", str(out))
+    url = mock_cluster.frontend.url()
+    done = profile("--shape", shape, "--url", url, "--model", "mock", "--out", str(out))
     assert done.returncode == 0, done.stderr
     argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}"]
     argv += ["--enable-logging=stderr", f"--log-net-log={tmp_path / 'net.json'}", f"--screenshot={tmp_path / 'r.png'}"]
