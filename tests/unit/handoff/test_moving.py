@@ -19,7 +19,9 @@ def steps(name: str, seen: list[str], count: int = 3) -> Iterator[float]:
         yield 0.0
 
 
-def until(event: threading.Event) -> Iterator[float]:
+def until(event: threading.Event, begun: threading.Semaphore | None = None) -> Iterator[float]:
+    if begun is not None:
+        begun.release()
     while not event.is_set():
         yield 0.01
 
@@ -55,8 +57,9 @@ def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> Non
 
 
 def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_cancelled() -> None:
-    mover, gate = Mover("test"), threading.Event()
-    moving = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
+    mover, gate, begun = Mover("test"), threading.Event(), threading.Semaphore(0)
+    moving = [mover.submit(until(gate, begun)) for _ in range(FETCHES_AT_ONCE)]
+    assert all(begun.acquire(timeout=WAIT_S) for _ in moving)
     waiting = mover.submit(until(gate))
     closing = threading.Thread(target=mover.shutdown)
     closing.start()
