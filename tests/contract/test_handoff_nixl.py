@@ -66,11 +66,13 @@ async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
 ) -> None:
     holder, _ = pair
     slots = len(holder._guards.free)
-    holder._registering.submit(time.sleep, 0.2)
+    gate = threading.Event()
+    holder._registering.submit(gate.wait, 10)
     source = content("a", SIZE)
     offering = asyncio.create_task(holder.offer("t", split(source, [SIZE])))
     await asyncio.sleep(0.05)
     offering.cancel()
+    gate.set()
     with pytest.raises(asyncio.CancelledError):
         await offering
     await holder.offer("u", split(source, [SIZE]))  # queued behind the cleanup
