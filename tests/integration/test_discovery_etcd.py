@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -228,9 +229,10 @@ async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_
 
 
 async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_it_is_back_within_seconds(
-    own_etcd: MakeEtcd,
+    own_etcd: MakeEtcd, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Sooner than watchers take down what is not there again."""
+    caplog.set_level(logging.INFO)
     server = own_etcd()
     async with joined(server, ttl_s=60) as worker, joined(server, ttl_s=6) as frontend, following(frontend) as follower:
         await worker.register(ONE)
@@ -238,6 +240,9 @@ async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_i
         await stop(server)
         server.lose_data()
         server.start()
+        async with asyncio.timeout(15):  # before new records make up for the revisions that are gone
+            while "etcd lost its data" not in caplog.text and "is back" not in caplog.text:  # noqa: ASYNC110  # a log
+                await asyncio.sleep(0.02)
         await worker.register(TWO)
         await follower.until(Up(TWO))
         assert Down(1) not in follower.told
