@@ -15,7 +15,6 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine import gpu
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engine.checkpoint import read_checkpoint
-from dynamo_trtllm.engine.library import NO_STATS, LibraryEngine
 from dynamo_trtllm.engine.loading import Loading
 from dynamo_trtllm.engine.trtllm import kernels, settings
 from dynamo_trtllm.engine.trtllm.args import trtllm_args
@@ -26,6 +25,7 @@ from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import release_for
 from dynamo_trtllm.engine.trtllm.serving import Serving, Times
 from dynamo_trtllm.engine.trtllm.vendor import Vendor, installed_version, load_vendor, release_line
+from dynamo_trtllm.engine.vendored import NO_STATS, LibraryEngine
 from dynamo_trtllm.engine.weights import weight_bytes
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role

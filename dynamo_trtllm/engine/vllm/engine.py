@@ -15,8 +15,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine import gpu
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engine.checkpoint import TOKENIZER, read_checkpoint
-from dynamo_trtllm.engine.library import NO_STATS, LibraryEngine
 from dynamo_trtllm.engine.loading import Loading
+from dynamo_trtllm.engine.vendored import NO_STATS, LibraryEngine
 from dynamo_trtllm.engine.vllm import preflight, settings, side_channel
 from dynamo_trtllm.engine.vllm.args import vllm_args
 from dynamo_trtllm.engine.vllm.desk import Terms

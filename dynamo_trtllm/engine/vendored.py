@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -50,7 +51,7 @@ class Served(Protocol):
 S = TypeVar("S", bound=Served)
 
 
-class LibraryEngine(Generic[S]):
+class LibraryEngine(ABC, Generic[S]):
     """`Engine` with `HasTickets` and `HasProgress`, but for `start`."""
 
     def __init__(self, engine: str, library: str) -> None:
@@ -113,9 +114,9 @@ class LibraryEngine(Generic[S]):
         except TimeoutError:
             _log.error("%s did not shut down in %g s", self._library, _SHUTDOWN_S)
 
+    @abstractmethod
     def _shut_down(self, llm: Any) -> None:
         """Blocks, on a thread. Logs the library's errors."""
-        raise NotImplementedError
 
     def _discard(self, built: tuple[Any, Any]) -> None:
         self._shut_down(built[1])
