@@ -1,9 +1,9 @@
 """KV hand-off between two GPUs through this project's carrier, against torch's peer copy in the same run.
 
 Two processes; GPU 0 holds, GPU 1 reads. One contiguous piece per ticket, and KV of gpt-oss-120b's shape from a
-scattered block list into another, copies out of and into the blocks included. Peer copy is timed as ten copies queued
-one behind the other; so "in flight" is ten tickets (KV: as many as fit, at most four) under way at once. "alone" is
-one at a time. What arrives is compared with what was held.
+scattered block list into another, copies out of and into the blocks included. Peer copy is timed as 64 copies queued
+one behind the other; so "in flight" is 64 tickets redeemed at once (KV: four under way at any time, or as many as fit).
+"alone" is one at a time. What arrives is compared with what was held.
 
 python -m benchmarks.gpu.handoff [--device cuda|cpu] [--out results.json]
 """
@@ -31,14 +31,15 @@ TOKENS = {"cuda": [1 << n for n in range(10, 18)], "cpu": [256, 512]}
 PIECES = {"cuda": [8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 1024 * MIB], "cpu": [MIB, 4 * MIB]}
 STAGING_BYTES = {"cuda": 8192 * MIB, "cpu": 64 * MIB}
 TOKENS_OF_PIECES = {"cuda": 8192, "cpu": 512}  # the prompt on which piece sizes are compared
-COPIES = 10
+QUEUED = 64  # so that what the first and the last of them cost alone weighs little
+ALONE = 10
 GPUS = 2
 AT_ONCE = 4
 REPEATS = {"cuda": 9, "cpu": 3}
 
 
 def peer_copy(kind: str, num_bytes: int) -> dict[str, float]:
-    """Seconds of one copy: of ten queued one behind the other, and of one alone."""
+    """Seconds of one copy: of those queued one behind the other, and of one alone."""
     devices = [device_of(kind, number) for number in (0, 1)]
     source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for device in devices)
 
@@ -52,15 +53,15 @@ def peer_copy(kind: str, num_bytes: int) -> dict[str, float]:
         return (time.perf_counter() - begun) / count
 
     copies(3)
-    queued = statistics.median(copies(COPIES) for _ in range(3))
-    return {"queued_s": queued, "alone_s": statistics.median(copies(1) for _ in range(COPIES))}
+    queued = statistics.median(copies(QUEUED) for _ in range(3))
+    return {"queued_s": queued, "alone_s": statistics.median(copies(1) for _ in range(ALONE))}
 
 
 async def contiguous(reader: Reader, num_bytes: int) -> dict[str, float]:
     """The same of fetches; their offers exist when the clock starts."""
     await reader.bytes(await reader.offers(num_bytes, 2), num_bytes)
-    queued = [await reader.bytes(await reader.offers(num_bytes, COPIES), num_bytes) / COPIES for _ in range(3)]
-    alone = [await reader.bytes([ticket], num_bytes) for ticket in await reader.offers(num_bytes, COPIES)]
+    queued = [await reader.bytes(await reader.offers(num_bytes, QUEUED), num_bytes) / QUEUED for _ in range(3)]
+    alone = [await reader.bytes([ticket], num_bytes) for ticket in await reader.offers(num_bytes, ALONE)]
     return {"queued_s": statistics.median(queued), "alone_s": statistics.median(alone)}
 
 
