@@ -56,7 +56,7 @@ class NixlCarrier:
         self._fetching = Mover("nixl-fetch")
         self._registering = ThreadPoolExecutor(1, "nixl-register")
         opening = self._registering.submit(self._vendor.open, self._agent_name, self._guards)
-        self._connection = await asyncio.wrap_future(opening)
+        self._connection, self._guard_connection = await asyncio.wrap_future(opening)
         self._listener = threading.Thread(target=self._listen, name="nixl-notices", daemon=True)
         self._listener.start()
 
@@ -113,6 +113,7 @@ class NixlCarrier:
             Offer(
                 agent=self._agent_name,
                 connection=self._connection,
+                guards=self._guard_connection,
                 memory=memory,
                 kind=kind,
                 spots=[spot_of(piece) for piece in pieces],
@@ -175,7 +176,7 @@ class NixlCarrier:
                 woken = self._wake.wait(wait_s if is_needed else None)
             try:
                 use_devices([region.piece for region in self._vendor.regions])
-                self._vendor.agent.get_new_notifs()  # there are none, but this makes progress
+                self._vendor.progress()
             except self._vendor.errors:
                 _log.warning("carrier nixl: making progress failed", exc_info=True)
             read = [ticket_id for ticket_id, held in list(self._offers.items()) if self._guards.was_read(held.slot)]
@@ -230,7 +231,7 @@ class NixlCarrier:
         self._registering.submit(self._let_go)
         self._registering.shutdown()
         self._listener.join()
-        self._vendor.agent = None
+        self._vendor.close()
 
     def _let_go(self) -> None:
         """Thread of registrations, the last of its work."""

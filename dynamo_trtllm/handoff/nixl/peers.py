@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from dynamo_trtllm.handoff.nixl.vendor import Offer, Vendor
+from dynamo_trtllm.handoff.nixl.vendor import Offer, Vendor, guard_agent_of
 
 PEER_LOADS = 1024  # NIXL keeps what it learned of a peer's memory until the peer is removed as a whole
 
@@ -39,6 +39,7 @@ class Peers:
             peer = self._met.get(offer.agent)
             if peer is None:
                 agent.add_remote_agent(offer.connection)
+                self._vendor.guard_agent.add_remote_agent(offer.guards)
                 peer = self._met[offer.agent] = Peer(offer.agent)
             if offer.memory and offer.memory not in peer.known:
                 agent.add_remote_agent(offer.memory)
@@ -64,8 +65,12 @@ class Peers:
     def _forget(self, peer: Peer) -> None:
         if self._met.get(peer.name) is peer:
             del self._met[peer.name]
-            with contextlib.suppress(*self._vendor.errors):
-                self._vendor.agent.remove_remote_agent(peer.name)
+            for agent, name in (
+                (self._vendor.agent, peer.name),
+                (self._vendor.guard_agent, guard_agent_of(peer.name)),
+            ):
+                with contextlib.suppress(*self._vendor.errors):
+                    agent.remove_remote_agent(name)
 
     def close(self) -> None:
         for peer in list(self._met.values()):

@@ -17,7 +17,7 @@ from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.nixl.guards import Guards, place_of_word
 from dynamo_trtllm.handoff.nixl.moving import LONGEST_SLEEP_S, Steps
 from dynamo_trtllm.handoff.nixl.peers import Peer, Peers
-from dynamo_trtllm.handoff.nixl.vendor import Offer, Spot, Vendor, kind_of, spot_of, use_devices
+from dynamo_trtllm.handoff.nixl.vendor import Offer, Spot, Vendor, guard_agent_of, kind_of, spot_of, use_devices
 
 _IN_FLIGHT = 4  # reads of one fetch: hides what posting the next one costs
 
@@ -33,9 +33,14 @@ class Ask(NamedTuple):
     on_piece: OnPiece | None
 
 
+class _Way(NamedTuple):
+    agent: Any
+    peer: str  # by its name to that agent
+
+
 class _Flight(NamedTuple):
-    piece: int
-    handle: Any  # None: a piece without bytes
+    agent: Any
+    handle: Any
 
 
 class Reader:
@@ -91,44 +96,46 @@ class _Run:
     def data(self) -> Steps:
         """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
         begun, total = 0, len(self.ask.pieces)
-        flying: deque[_Flight] = deque()
+        flying: deque[tuple[int, _Flight | None]] = deque()  # by piece; None: a piece without bytes
         try:
             while begun < total or flying:
                 while begun < self.ready and len(flying) < _IN_FLIGHT:
-                    flying.append(self._begin(begun))
+                    flying.append((begun, self._begin(begun)))
                     begun += 1
-                if flying and self._is_done(flying[0]):
-                    self._land(flying.popleft())
+                if flying and self._is_done(flying[0][1]):
+                    self._land(*flying.popleft())
                     yield 0.0
                 elif not (begun == self.ready < total and (yield from self._more_is_ready())):
                     yield self._waited_s()
         finally:
             if flying:
-                yield from self._abort([flight.handle for flight in flying if flight.handle is not None])
+                yield from self._abort([flight for _, flight in flying if flight is not None])
 
-    def _begin(self, index: int) -> _Flight:
+    def _begin(self, index: int) -> _Flight | None:
         piece, offer = self.ask.pieces[index], self.ask.offer
         if not piece.num_bytes:
-            return _Flight(index, None)
+            return None
         use_devices([piece])
-        kind = kind_of([piece])
-        handle = self._post("READ", (spot_of(piece), kind), (offer.spots[index], offer.kind))
-        return _Flight(index, handle)
+        ours = self.vendor.descriptors(spot_of(piece), kind_of([piece]))
+        theirs = self.vendor.descriptors(offer.spots[index], offer.kind)
+        return self._post(_Way(self.vendor.agent, self.peer.name), "READ", ours, theirs)
 
-    def _post(self, verb: str, ours: tuple[Spot, str], theirs: tuple[Spot, str]) -> Any:
-        agent = self.vendor.agent
-        handle = agent.initialize_xfer(
-            verb, self.vendor.descriptors(*ours), self.vendor.descriptors(*theirs), self.peer.name
-        )
+    def _post_word(self, verb: str, ours: Spot, theirs: Spot) -> _Flight:
+        """Of or for the holder's guard."""
+        way = _Way(self.vendor.guard_agent, guard_agent_of(self.peer.name))
+        return self._post(way, verb, self.vendor.descriptors(ours, "DRAM"), self.vendor.descriptors(theirs, "DRAM"))
+
+    def _post(self, way: _Way, verb: str, ours: Any, theirs: Any) -> _Flight:
+        handle = way.agent.initialize_xfer(verb, ours, theirs, way.peer)
         try:
-            self._require_alive(agent.transfer(handle))
+            self._require_alive(way.agent.transfer(handle))
         except BaseException:
-            agent.release_xfer_handle(handle)
+            way.agent.release_xfer_handle(handle)
             raise
-        return handle
+        return _Flight(way.agent, handle)
 
-    def _is_done(self, flight: _Flight) -> bool:
-        return flight.handle is None or self._require_alive(self.vendor.agent.check_xfer_state(flight.handle))
+    def _is_done(self, flight: _Flight | None) -> bool:
+        return flight is None or self._require_alive(flight.agent.check_xfer_state(flight.handle))
 
     def _require_alive(self, state: str) -> bool:
         if state not in ("DONE", "PROC"):
@@ -136,12 +143,12 @@ class _Run:
             raise TransferFailed(f"NIXL ended a read from {self.peer.name} with state {state}")
         return state == "DONE"
 
-    def _land(self, flight: _Flight) -> None:
-        if flight.handle is not None:
-            self.vendor.agent.release_xfer_handle(flight.handle)
+    def _land(self, piece: int, flight: _Flight | None) -> None:
+        if flight is not None:
+            flight.agent.release_xfer_handle(flight.handle)
         self._moved_at = time.monotonic()
         if self.ask.on_piece is not None:
-            self.ask.on_piece(flight.piece)
+            self.ask.on_piece(piece)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
         before, said = self.ready, (yield from self._look())
@@ -155,27 +162,27 @@ class _Run:
         self._moved_at = time.monotonic()
         yield from self._look()
         word, place = self.guards.word(self.ask.slot), place_of_word(self.ask.offer.guard)
-        yield from self._finish(self._post("WRITE", (word, "DRAM"), (place, "DRAM")))
+        yield from self._finish(self._post_word("WRITE", word, place))
 
     def _look(self) -> Generator[float, None, int]:
         """How many pieces the holder says are ready. Raises TransferFailed when the offer no longer stands."""
         offer, slot = self.ask.offer, self.ask.slot
-        yield from self._finish(self._post("READ", (self.guards.spot(slot), "DRAM"), (offer.guard, "DRAM")))
+        yield from self._finish(self._post_word("READ", self.guards.spot(slot), offer.guard))
         held = self.guards.look(slot)
         if held.nonce != offer.nonce:
             raise TransferFailed(f"ticket {self.ask.ticket_id}: its holder no longer offers it")
         return held.ready
 
-    def _finish(self, handle: Any) -> Steps:
-        flight, done = _Flight(-1, handle), False
+    def _finish(self, flight: _Flight) -> Steps:
+        done = False
         try:
             while not (done := self._is_done(flight)):
                 yield self._waited_s()
         finally:
             if done:
-                self.vendor.agent.release_xfer_handle(handle)
+                flight.agent.release_xfer_handle(flight.handle)
             else:
-                yield from self._abort([handle])
+                yield from self._abort([flight])
 
     def _waited_s(self) -> float:
         now = time.monotonic()
@@ -183,13 +190,13 @@ class _Run:
             raise HandoffTimeout(f"holder {self.peer.name} did not answer in time")
         return now - self._moved_at
 
-    def _abort(self, handles: list[Any]) -> Steps:
+    def _abort(self, flights: list[_Flight]) -> Steps:
         """Ends reads that did not finish: closing the connection is the only abort that UCX guarantees."""
         self.peers.disconnect(self.peer)
-        for handle in handles:
+        for flight in flights:
             while True:
                 try:
-                    self.vendor.agent.release_xfer_handle(handle)
+                    flight.agent.release_xfer_handle(flight.handle)
                     break
                 except self.vendor.errors:
                     yield LONGEST_SLEEP_S

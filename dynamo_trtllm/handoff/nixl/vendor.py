@@ -21,10 +21,11 @@ Spot: TypeAlias = tuple[int, int, int]  # address, bytes, device
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader must know of an offer. `connection` and the memory of a registered region are always the same."""
+    """What a reader must know of an offer. The first three and a registered region's memory are always the same."""
 
     agent: str
-    connection: bytes  # how to reach the agent, and its guard page
+    connection: bytes  # how to reach the agent
+    guards: bytes  # how to reach the agent of its guards, and their page
     memory: bytes  # what a reader must know about the registration; empty when there are no bytes
     kind: str  # of memory, in NIXL's words
     spots: list[Spot]  # of the pieces
@@ -50,7 +51,11 @@ class Region(NamedTuple):
 
 
 class Vendor:
-    """NIXL in this process. Raises ConfigError where it is not installed."""
+    """NIXL in this process. Raises ConfigError where it is not installed.
+
+    Two agents: NIXL calls a transfer done when all that was posted to the same agent's peer before it is done (1.5.1
+    flushes the endpoint), so a look at a guard beside KV on its way would wait for that KV.
+    """
 
     def __init__(self) -> None:
         for variable, value in _VARIABLES.items():
@@ -62,11 +67,12 @@ class Vendor:
             raise ConfigError(f"carrier nixl: {exc}; install it with: pip install 'dynamo_trtllm[nixl]'") from exc
         self._api: Any = api
         self.errors = _error_classes(bindings)
-        self.agent: Any = None
+        self.agent: Any = None  # moves what is offered
+        self.guard_agent: Any = None  # moves guards and words
         self.regions: list[Region] = []  # registered once, until the end
 
-    def open(self, name: str, guards: Guards) -> bytes:
-        """Makes the agent; how others reach it. Raises ConfigError when its UCX back end does not start."""
+    def open(self, name: str, guards: Guards) -> tuple[bytes, bytes]:
+        """Makes the agents; how others reach them. Raises ConfigError when their UCX back end does not start."""
         # Its progress thread spins on a whole core for as long as the agent lives (seen with 1.5.1): the carrier's
         # listener and the readers' polling make progress instead.
         sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
@@ -74,12 +80,22 @@ class Vendor:
         cuda.join()
         try:
             agent = self._api.nixl_agent(name, settings)
-            page = agent.register_memory([(guards.address, guards.num_bytes, 0, "")], "DRAM")
-            connection: bytes = agent.get_partial_agent_metadata(page, True, _BACKENDS)
+            connection: bytes = agent.get_agent_metadata()
+            guard_agent = self._api.nixl_agent(guard_agent_of(name), settings)
+            page = guard_agent.register_memory([(guards.address, guards.num_bytes, 0, "")], "DRAM")
+            guard_connection: bytes = guard_agent.get_partial_agent_metadata(page, True, _BACKENDS)
         except self.errors as exc:
             raise ConfigError(f"carrier nixl can't start its UCX back end: {exc!r}; choose carrier tcp") from exc
-        self.agent = agent
-        return connection
+        self.agent, self.guard_agent = agent, guard_agent
+        return connection, guard_connection
+
+    def close(self) -> None:
+        self.agent = self.guard_agent = None
+
+    def progress(self) -> None:
+        """Some transports need the holder's help."""
+        for agent in (self.agent, self.guard_agent):
+            agent.get_new_notifs()  # there are none, but this makes progress
 
     def register(self, pieces: Sequence[Piece]) -> tuple[Any, bytes]:
         """A registration of pieces of one kind, and what readers must know of it."""
@@ -105,6 +121,11 @@ class Vendor:
             yield
         except self.errors as exc:
             raise TransferFailed(f"{what}: {exc}") from exc
+
+
+def guard_agent_of(agent: str) -> str:
+    """The name of an agent's companion."""
+    return f"{agent}-guards"
 
 
 def spot_of(piece: Piece) -> Spot:
