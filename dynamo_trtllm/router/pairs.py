@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 from dynamo_trtllm.router.view import ModelView
 
+_MOST_DOUBLINGS = 30  # more would overflow, in a pair that fails for days
+
 Pair: TypeAlias = tuple[int | None, int]
 
 
@@ -65,12 +67,14 @@ class PairBook:
         """True when this opened the breaker."""
         limits, record = self._limits, self._records.setdefault(pair, PairRecord())
         record.reason, record.seen_at = reason, now
+        if record.state is PairState.QUARANTINED and now < record.open_until:
+            return False  # of a leg that had begun before: many at once would count as as many canaries
         record.failures += 1
         if record.failures < limits.failures and record.state is not PairState.QUARANTINED:
             record.state = PairState.FAILING
             return False
         record.state = PairState.QUARANTINED
-        record.open_until = now + min(limits.max_open_s, limits.open_s * 2**record.openings)
+        record.open_until = now + min(limits.max_open_s, limits.open_s * 2 ** min(record.openings, _MOST_DOUBLINGS))
         record.openings += 1
         self._shut.add(pair)
         return record.openings == 1

@@ -9,6 +9,7 @@ from tests.instances import make_instance
 
 PAIR = (1, 2)
 LIMITS = BreakerLimits(failures=2, open_s=10.0, max_open_s=35.0)
+CANARIES = (0.0, 1000.0, 2000.0)  # each when the breaker's time is over
 
 
 def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_longer_each_time() -> None:
@@ -26,7 +27,7 @@ def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_lon
 
 def test_passed_when_it_was_quarantined_then_it_serves_again_and_its_past_is_forgotten() -> None:
     book = PairBook(LIMITS)
-    for now in (0.0, 1.0, 2.0):
+    for now in (0.0, 1.0, 11.0):
         book.failed(PAIR, "x", now)
     assert book.passed(PAIR, 40.0)
     assert not book.is_shut(PAIR)
@@ -75,34 +76,35 @@ def test_spelled_when_printed_then_ids_are_those_of_subjects() -> None:
 def test_poisoned_when_one_prefill_fails_with_everybody_then_it_is_that_one() -> None:
     pairs = [(1, 11), (1, 12), (2, 11), (2, 12)]
     book = PairBook(BreakerLimits(failures=1))
-    for _ in range(3):
+    for now in CANARIES:
         for pair in ((1, 11), (1, 12)):
-            book.failed(pair, "x", 0.0)
+            book.failed(pair, "x", now)
     assert poisoned(book, pairs) == {1}
 
 
 def test_poisoned_when_one_decode_fails_with_everybody_then_it_is_that_one() -> None:
     pairs = [(1, 11), (1, 12), (2, 11), (2, 12)]
     book = PairBook(BreakerLimits(failures=1))
-    for _ in range(3):
+    for now in CANARIES:
         for pair in ((1, 11), (2, 11)):
-            book.failed(pair, "x", 0.0)
+            book.failed(pair, "x", now)
     assert poisoned(book, pairs) == {11}
 
 
 def test_poisoned_when_there_is_only_one_pair_then_its_prefill_instance_and_never_too_soon() -> None:
     book = PairBook(BreakerLimits(failures=1))
-    book.failed(PAIR, "x", 0.0)
+    first, *more = CANARIES
+    book.failed(PAIR, "x", first)
     assert poisoned(book, [PAIR]) == set()
-    for _ in range(2):
-        book.failed(PAIR, "x", 0.0)
+    for now in more:
+        book.failed(PAIR, "x", now)
     assert poisoned(book, [PAIR]) == {1}
 
 
 def test_poisoned_when_an_aggregated_instance_fails_then_it_is_that_one() -> None:
     book = PairBook(BreakerLimits(failures=1))
-    for _ in range(3):
-        book.failed((None, 5), "x", 0.0)
+    for now in CANARIES:
+        book.failed((None, 5), "x", now)
     assert poisoned(book, [(None, 5), (None, 6)]) == {5}
 
 
@@ -113,3 +115,17 @@ def test_postpone_when_a_quarantined_pair_was_busy_then_it_is_tried_later() -> N
     assert book.is_shut(PAIR)
     assert book.due([PAIR], 19.0, 30.0) == []
     assert book.due([PAIR], 20.0, 30.0) == [PAIR]
+
+
+def test_failed_when_a_pair_has_failed_for_days_then_it_is_still_only_quarantined() -> None:
+    book = PairBook(LIMITS)
+    for now in range(0, 200_000, 100):
+        book.failed(PAIR, "x", float(now))
+    assert book.record(PAIR).open_until == 199_900.0 + 35.0
+
+
+def test_failed_when_many_legs_fail_at_once_then_the_breaker_has_opened_once() -> None:
+    book = PairBook(LIMITS)
+    assert [book.failed(PAIR, "x", 0.0) for _ in range(2000)].count(True) == 1
+    assert (book.record(PAIR).openings, book.record(PAIR).open_until) == (1, 10.0)
+    assert poisoned(book, [PAIR]) == set()
