@@ -1,6 +1,6 @@
 """A deployment of real processes under the launcher, driven from outside: started, signalled, asked over HTTP, ended.
 
-It knows each process by name; it judges nothing. What runs in it is told by a subclass.
+It knows each process by name; it judges nothing. What runs in it is a subclass' to say.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,7 +39,7 @@ class NotServing(Exception):
     """A deployment that does not come up, or back."""
 
 
-class Launched:
+class Launched(ABC):
     """Start it from the main thread, and always `stop` it. All its processes die with this one.
 
     `workers`: their names, with NAME_VARIABLE in the environment of each. `is_alone`: etcd and NATS are the launcher's.
@@ -64,9 +65,9 @@ class Launched:
         self._seen: dict[int, psutil.Process] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
 
+    @abstractmethod
     def description(self) -> dict[str, Any]:
-        """What the launcher's file says."""
-        raise NotImplementedError
+        """What the launcher's file says. Asked once, when etcd and NATS run."""
 
     def services(self) -> dict[str, str]:
         """Of the launcher's file: the servers that run."""
