@@ -41,7 +41,7 @@ async def test_two_legs_at_every_boundary_when_kv_goes_through_host_memory_then_
     caplog.set_level(logging.WARNING)
     whole, prefill = make_on(site, tiny, Role.AGGREGATED), make_on(site, tiny, Role.PREFILL)
     decode = make_on(site, tiny, Role.DECODE, 1)
-    sampling = {"max_tokens": 24, "temperature": temperature, "seed": 11}
+    sampling: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 11}
     async with started(whole, prefill, decode):
         for length in LENGTHS:
             expected = await collect(whole, ask(prompt_of(length), **sampling))
@@ -56,7 +56,7 @@ async def test_two_legs_at_every_boundary_when_kv_goes_through_host_memory_then_
 async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_all_are_answered(
     site: Site, tiny: Path
 ) -> None:
-    small = {"max_seq_len": 1024, "kv_staging_gib": 0.002}
+    small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.002}
     whole = make_on(site, tiny, Role.AGGREGATED)
     prefill, decode = make_on(site, tiny, Role.PREFILL, **small), make_on(site, tiny, Role.DECODE, 1, **small)
     prompts = [prompt_of(900, seed) for seed in range(12)]

@@ -64,7 +64,8 @@ def _one(pair: Pair, length: int, is_cancelled: bool, when: float) -> int | None
         except httpx.TimeoutException:
             return None
     elif is_cancelled:
-        return _leave_after(pair, body | {"stream": True, "max_tokens": 1000}, int(when * 20))
+        _leave_after(pair, body | {"stream": True, "max_tokens": 1000}, int(when * 20))
+        return None
     with pair.cluster.client(120.0) as client:
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_answers_when_decode_is_wider_than_prefill_then_all_come_and_are_the_sam
     plan: Plan = plan_for(model, 3, first=1)
     for deployed in started(plan, tmp_path_factory.mktemp("log") / "unequal.log"):
         given = tokens.prompts_between(8, 100, 4000, seed=5)
-        asked = {"osl": 16, "concurrency": 1, "extra": tokens.GREEDY, "keep_text": True}
+        asked: dict[str, Any] = {"osl": 16, "concurrency": 1, "extra": tokens.GREEDY, "keep_text": True}
         first, again = (tokens.texts(asyncio.run(tokens.send(deployed.url, given, **asked))) for _ in range(2))
         assert None not in first.values()
         assert first == again
