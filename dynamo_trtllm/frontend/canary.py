@@ -98,12 +98,14 @@ class Canaries:
         if reason:
             self._note(pair, reason)
             return "canary"
+        self._pipeline.note_passed(pair)
         return "ok"
 
     async def _outcome(self, placement: Placement) -> str:
         """Why the canary does not count as passed; "" when it does."""
         trace, tokens = Trace(), 0
-        async with aclosing(self._pipeline.legs(placement, self._request(placement.decode.card), trace)) as chunks:
+        legs = self._pipeline.legs(placement, self._request(placement.decode.card), trace, is_canary=True)
+        async with aclosing(legs) as chunks:
             async for chunk in chunks:
                 tokens += len(chunk.token_ids)
         if tokens != 2:

@@ -72,7 +72,7 @@ class _Out(NamedTuple):
 
     trace: Trace
     sink: Sink | None
-    others_may_redeem: bool
+    is_canary: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Pipeline:
             placement = await self._placed(recovery)
             trace.prefill_instance = trace.decode_instance = None
             try:
-                legs = self.legs(placement, recovery.remaining(), trace, sink, others_may_redeem=True)
+                legs = self.legs(placement, recovery.remaining(), trace, sink)
                 async with aclosing(legs) as chunks:
                     async for chunk in chunks:
                         recovery.took(chunk)
@@ -181,24 +181,24 @@ class Pipeline:
         trace: Trace,
         sink: Sink | None = None,
         *,
-        others_may_redeem: bool = False,
+        is_canary: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
-        """One attempt on the given instances, with no recovery; as `generate` otherwise. With `others_may_redeem`, a
-        ticket that the decode instance does not take goes to another one, and is not thrown away with its prefill."""
+        """One attempt on the given instances, with no recovery; as `generate` otherwise. With `is_canary` no other
+        decode instance gets its ticket, and whether the pair works is for the caller to note: it knows at the end."""
+        out = _Out(trace, sink, is_canary)
         if placement.prefill is None:
-            return self._whole(placement.decode, request, trace, sink)
-        return self._pair(placement.prefill, placement.decode, request, _Out(trace, sink, others_may_redeem))
+            return self._whole(placement.decode, request, out)
+        return self._pair(placement.prefill, placement.decode, request, out)
 
-    async def _whole(
-        self, instance: Instance, request: GenerateRequest, trace: Trace, sink: Sink | None
-    ) -> AsyncGenerator[Chunk, None]:
+    async def _whole(self, instance: Instance, request: GenerateRequest, out: _Out) -> AsyncGenerator[Chunk, None]:
+        trace = out.trace
         trace.decode_instance = instance.id
-        noted = False
-        async with aclosing(self._plane.generate(instance.subject, request, sink)) as chunks:
+        noted = out.is_canary
+        async with aclosing(self._plane.generate(instance.subject, request, out.sink)) as chunks:
             async for chunk in chunks:
                 if not noted:
                     noted = True
-                    self._note_passed((None, instance.id))
+                    self.note_passed((None, instance.id))
                 trace.decode_stats = chunk.stats or trace.decode_stats
                 yield chunk
 
@@ -222,7 +222,7 @@ class Pipeline:
                             begun = True
                             yield chunk
                 except (Draining, Unreachable, Overloaded) as exc:
-                    other = self._other_decode(prefill, asked) if out.others_may_redeem and not begun else None
+                    other = self._other_decode(prefill, asked) if not (out.is_canary or begun) else None
                     if other is None:
                         raise
                     self._note_absent(decode.id, exc)
@@ -249,7 +249,8 @@ class Pipeline:
                 async for chunk in chunks:
                     if ticket is not None:
                         self._verbs.release(prefill, ticket, ReleaseOutcome.REDEEMED)
-                        self._note_passed((prefill.id, decode.id))
+                        if not out.is_canary:
+                            self.note_passed((prefill.id, decode.id))
                         ticket = None
                     trace.decode_stats = chunk.stats or trace.decode_stats
                     yield chunk
@@ -282,7 +283,8 @@ class Pipeline:
         trace.decode_instance = None
         return slot
 
-    def _note_passed(self, pair: Pair) -> None:
+    def note_passed(self, pair: Pair) -> None:
+        """KV was read at the other end."""
         for instance_id in filter(None, pair):
             self._absent.forget(instance_id)
         if self._book.passed(pair, time.monotonic()):

@@ -138,6 +138,18 @@ async def test_run_when_a_canary_does_not_come_through_then_the_pair_fails_and_s
     assert said in bench.book.record((1, 2)).reason
 
 
+@pytest.mark.parametrize("ending", [answer(kv_bytes=0), answer(count=1)])
+async def test_run_when_canaries_fail_after_their_first_token_then_the_pair_stays_shut_and_a_worker_restarts(
+    ending: Chunk,
+) -> None:
+    bench = Bench(limits=BreakerLimits(failures=1, open_s=0.01, max_open_s=0.01))
+    async with bench.running():
+        prefill = await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(2, Role.DECODE, ending)
+        await bench.until(lambda: bool(prefill.restarts))
+        assert bench.book.is_shut((1, 2))
+
+
 async def test_run_when_a_worker_is_full_then_the_pair_is_not_blamed() -> None:
     bench = Bench(limits=BreakerLimits(failures=1))
     async with bench.running():

@@ -47,7 +47,7 @@ async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(clus
     other = await cluster.add(4, Role.DECODE, FINISHED)
     placement = Placement(*(i for i in cluster.view.instances() if i.id in (1, 2)))
     with pytest.raises(Draining):
-        async for _ in cluster.pipeline.legs(placement, request(), Trace()):
+        async for _ in cluster.pipeline.legs(placement, request(), Trace(), is_canary=True):
             pass
     assert other.requests == []
 
