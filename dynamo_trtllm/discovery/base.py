@@ -46,7 +46,8 @@ class Discovery(Protocol):
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """Up for what is there, Synced, then every change. Never ends by itself: while the store is away nothing is
-        yielded and nothing is taken down; after it is back, differences are. Consume with `aclosing`."""
+        yielded and nothing is taken down; after it is back, differences are, and who is missing has some time to
+        register again first. Consume with `aclosing`."""
         ...
 
     async def aclose(self) -> None: ...

@@ -1,8 +1,10 @@
 """Discovery on etcd: keys on leases, and a watch that lists again whenever its stream broke.
 
 Listing again, instead of resuming at a revision, is right in every case (compaction, data lost, another member) and
-costs one range read per watcher and reconnect. When etcd lost its data, workers get the time of a lease to register
-again before anyone is taken down.
+costs one range read per watcher and reconnect. What is new in a list is told at once. Who is missing in it left while
+the watch was cut, or etcd lost its data. Nothing in etcd tells these apart: once written to past the old revision it
+looks as before, its ids too. So the missing get the time of a lease to register again before they are taken down; one
+that did leave costs little meanwhile, as a request that finds nobody there goes elsewhere at once.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.backoff import Backoff
 from dynamo_trtllm.discovery.base import Event, Synced
 from dynamo_trtllm.discovery.etcd_lease import EtcdRegistration
-from dynamo_trtllm.discovery.etcd_store import EtcdStore, Listing, TlsFiles
+from dynamo_trtllm.discovery.etcd_store import Change, EtcdStore, Listing, TlsFiles
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.discovery.mirror import Mirror
 from dynamo_trtllm.errors import Unreachable
@@ -81,51 +83,61 @@ class EtcdDiscovery:
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """See `base.Discovery.watch`; ends when this object is closed. Raises Unreachable if etcd can't be reached
         for its first list."""
-        prefix, mirror, backoff = namespace_prefix(namespace), Mirror(), Backoff()
+        prefix, mirror, backoff = namespace_prefix(namespace), Mirror(grace_s=self._lease_ttl_s), Backoff()
+        loop = asyncio.get_running_loop()
         listing = await self._at_start(lambda: self._store.read_all(prefix))
         for event in mirror.relist(listing.records):
             yield event
         yield Synced()
         while not self._store.closed:
-            known_revision = listing.revision
-            try:
-                async with aclosing(self._store.changes(prefix, listing.revision + 1)) as batches:
-                    async for batch in batches:
-                        known_revision = max(known_revision, batch.revision)
-                        backoff.reset()
-                        for key, record in batch.changes:
-                            for event in mirror.removed(key) if record is None else mirror.put(key, record):
-                                yield event
-                reason = "etcd ended it"
-            except Unreachable as exc:
-                reason = exc.message
-            if not self._store.closed:
-                logger.warning("the watch of %s is cut, what is known is kept: %s", prefix, reason)
-                again = await self._list_again(prefix, backoff, known_revision)
-                if again is None:
-                    return
-                listing = again
-                for event in mirror.relist(listing.records):
-                    yield event
+            async with aclosing(self._changes(prefix, listing, mirror, backoff)) as changes:
+                async for key, record in changes:
+                    for event in mirror.removed(key) if record is None else mirror.put(key, record):
+                        yield event
+            again = await self._list_again(prefix, mirror, backoff)
+            if again is None:
+                return
+            listing = again
+            for event in mirror.relist(listing.records, loop.time()):
+                yield event
+            if mirror.due_s is not None:
+                logger.warning("instances that etcd lists no more are kept for up to %g s", self._lease_ttl_s)
 
-    async def _list_again(self, prefix: str, backoff: Backoff, known_revision: int) -> Listing | None:
+    async def _changes(
+        self, prefix: str, listing: Listing, mirror: Mirror, backoff: Backoff
+    ) -> AsyncGenerator[Change, None]:
+        """What follows the list, until the watch is cut or it is time to see whether the missing are there now."""
+        try:
+            async with aclosing(self._store.changes(prefix, listing.revision + 1)) as batches:
+                while True:
+                    async with asyncio.timeout_at(mirror.due_s):
+                        batch = await anext(batches, None)
+                    if batch is None:
+                        break
+                    backoff.reset()
+                    for change in batch:
+                        yield change
+            reason = "etcd ended it"
+        except TimeoutError:
+            return
+        except Unreachable as exc:
+            reason = exc.message
+        if not self._store.closed:
+            logger.warning("the watch of %s is cut, what is known is kept: %s", prefix, reason)
+
+    async def _list_again(self, prefix: str, mirror: Mirror, backoff: Backoff) -> Listing | None:
         """However long it takes; None when this object is closed meanwhile."""
-        delay_s = backoff.next_s()
-        while True:
-            await asyncio.sleep(delay_s)
+        while not self._store.closed:
+            await asyncio.sleep(backoff.next_s())
             try:
                 listing = await self._store.read_all(prefix)
             except Unreachable as exc:
-                if self._store.closed:
-                    return None
                 logger.debug("the watch of %s: %s", prefix, exc.message)
-                delay_s = backoff.next_s()
-                continue
-            if listing.revision >= known_revision:
+                mirror.wait_anew()
+            else:
                 logger.info("the watch of %s is back", prefix)
                 return listing
-            delay_s, known_revision = self._lease_ttl_s, 0
-            logger.warning("etcd lost its data; looking again in %g s, what is known is kept until then", delay_s)
+        return None
 
     async def aclose(self) -> None:
         await asyncio.gather(*(registration.aclose() for registration in self._registrations))

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc.aio
 from etcd3aio._protobuf import (
@@ -37,6 +38,7 @@ from etcd3aio.kv import prefix_range_end
 from dynamo_trtllm.errors import ConfigError, Unreachable
 
 CALL_TIMEOUT_S = 3.0
+Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: it was deleted
 _DELETE = 1  # mvccpb.Event.EventType
 _ADDRESS = re.compile(r"(?P<host>\[[0-9a-fA-F:]+\]|[^:/@\[\]\s]+)(:(?P<port>\d+))?")
 _OPTIONS = [
@@ -116,15 +118,6 @@ class Listing:
     """All records under a prefix at one revision of the store."""
 
     records: dict[str, bytes]
-    revision: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Changes of one watch reply: (key, record), None for a deleted one. `revision` is the store's when it was sent,
-    which may be past the changes'."""
-
-    changes: list[tuple[str, bytes | None]]
     revision: int
 
 
@@ -235,9 +228,10 @@ class EtcdStore:
                 if exc.code() is not grpc.StatusCode.NOT_FOUND:
                     raise
 
-    async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[Batch, None]:
-        """What happens from that revision on. The first batch is empty: the watch is there. Ends when etcd cancels it,
-        which it does after a compaction; raises Unreachable when the connection is lost."""
+    async def changes(self, prefix: str, from_revision: int) -> AsyncGenerator[list[Change], None]:
+        """What happens from that revision on, in batches. The first is empty: the watch is there. Ends when etcd
+        cancels it, which it does after a compaction, and when etcd has not come to the revision before, as after it
+        lost its data; raises Unreachable when the connection is lost."""
         create = WatchCreateRequest(
             key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=from_revision
         )
@@ -246,8 +240,9 @@ class EtcdStore:
             try:
                 await call.write(WatchRequest(create_request=create))
                 while (reply := await call.read()) is not grpc.aio.EOF and not reply.canceled:
-                    changes = [(e.kv.key.decode(), None if e.type == _DELETE else e.kv.value) for e in reply.events]
-                    yield Batch(changes=changes, revision=reply.header.revision)
+                    if reply.header.revision + 1 < from_revision:
+                        break
+                    yield [(e.kv.key.decode(), None if e.type == _DELETE else e.kv.value) for e in reply.events]
             finally:
                 call.cancel()
 
