@@ -201,7 +201,9 @@ class FrontendConfig(ConnectionConfig):
 
     http_host: str = Field(default="0.0.0.0", description="address to listen on", json_schema_extra=setting(HTTP))
     http_port: Port = Field(
-        default=8000, description="port to listen on; 0 takes a free one", json_schema_extra=setting(HTTP)
+        default=8000,
+        description="port to listen on; 0 takes a free one",
+        json_schema_extra=setting(HTTP, env="DYN_HTTP_PORT"),
     )
     workers: PositiveInt = Field(
         default=1,

@@ -70,6 +70,14 @@ def test_load_when_a_well_known_variable_is_set_then_it_is_read_and_its_twin_bea
     assert loaded.sources[field] == f"environment {twin}"
 
 
+def test_load_when_the_guides_port_variable_is_set_then_the_frontend_listens_there_unless_a_flag_says_otherwise():
+    def loaded(*argv: str) -> Loaded[FrontendConfig]:
+        return load(FrontendConfig, prog="frontend", description="d", argv=argv, environ={"DYN_HTTP_PORT": "8001"})
+
+    assert (loaded().config.http_port, loaded().sources["http_port"]) == (8001, "environment DYN_HTTP_PORT")
+    assert loaded("--http-port", "9").config.http_port == 9
+
+
 @pytest.mark.parametrize(("line", "role"), [(GUIDE_PREFILL, Role.PREFILL), (GUIDE_DECODE, Role.DECODE)])
 def test_load_when_a_line_of_the_guides_is_given_then_it_parses(line, role):
     config = load_worker(line).config
