@@ -18,6 +18,8 @@ from dynamo_trtllm.openai.completions import DEFAULT_MAX_TOKENS, CompletionReque
 from dynamo_trtllm.openai.sampling import SEED_LIMIT
 from dynamo_trtllm.render.base import OutputParser, Renderer
 
+_LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, and the logits divided by it may be no numbers any more
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
@@ -191,7 +193,12 @@ def _sampling(asked: Sampling, max_tokens: int, served: ServedModel, options: Op
         )
     _checked_ids(asked.stop_token_ids, served, "stop_token_ids")
     _checked_ids([token_id for token_id, _ in asked.logit_bias], served, "logit_bias")
-    return msgspec.structs.replace(asked, max_tokens=max_tokens)
+    return msgspec.structs.replace(
+        asked,
+        max_tokens=max_tokens,
+        top_k=min(asked.top_k, served.card.vocab_size),  # engines' integers have 64 bits or fewer
+        temperature=asked.temperature if asked.temperature >= _LEAST_TEMPERATURE else 0.0,
+    )
 
 
 def _checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenIds:

@@ -58,6 +58,20 @@ def test_echo_then_each_choice_begins_with_its_prompt(harmony: ServedModel) -> N
 # --- sampling ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("make", [chat, text])
+def test_top_k_when_it_is_beyond_the_vocabulary_then_it_is_the_vocabulary(harmony: ServedModel, make: Any) -> None:
+    (choice,) = make(harmony, top_k=(1 << 64) - 1).choices  # an engine's 64 signed bits do not hold it
+    assert choice.request.sampling.top_k == harmony.card.vocab_size
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(1e-46, 0.0), (1e-9, 0.0), (1e-3, 1e-3)])
+def test_temperature_when_logits_can_not_be_divided_by_it_then_greedy(
+    harmony: ServedModel, asked: float, taken: float
+) -> None:
+    (choice,) = chat(harmony, temperature=asked).choices
+    assert choice.request.sampling.temperature == taken
+
+
 def test_all_sampling_fields_then_they_reach_the_engine(harmony: ServedModel) -> None:
     fields: dict[str, Any] = {
         "max_completion_tokens": 9,
