@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import result
-from benchmarks.gpu.handoff_ends import End, Plan, Prompt, Reader, Times, device_of, hold
+from benchmarks.gpu.handoff_ends import End, Plan, Prompt, Reader, Times, device_of, hold, run_as_worker
 from dynamo_trtllm.engine.torch.staging import PIECE_BYTES
 
 MIB = 1 << 20
 SIZES = {"cuda": [MIB // 16, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB], "cpu": [MIB // 16, MIB]}
 TOKENS = {"cuda": [1 << n for n in range(10, 18)], "cpu": [256, 512]}
-PIECES = {"cuda": [8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 1024 * MIB], "cpu": [MIB, 4 * MIB]}
+PIECES = {"cuda": [16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB], "cpu": [MIB, 4 * MIB]}
 STAGING_BYTES = {"cuda": 8192 * MIB, "cpu": 64 * MIB}
 TOKENS_OF_PIECES = {"cuda": 8192, "cpu": 512}  # the prompt on which piece sizes are compared
 QUEUED = 64  # so that what the first and the last of them cost alone weighs little
@@ -135,7 +135,7 @@ def run(kind: str) -> dict[str, Any]:
     holder = spawning.Process(target=hold, args=(plan, theirs), daemon=True)
     holder.start()
     theirs.close()  # so that its end is noticed
-    found = asyncio.run(measure(plan, ours))
+    found = run_as_worker(measure(plan, ours))
     holder.join(30)
     if kind == "cuda":
         torch.cuda.empty_cache()

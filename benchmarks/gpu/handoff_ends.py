@@ -6,15 +6,17 @@ They move real bytes through the engine's own pool, staging memory and carrier; 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import uvloop
 from torch import Tensor
 
 from dynamo_trtllm.engine.torch.kv import KvPool
@@ -22,11 +24,13 @@ from dynamo_trtllm.engine.torch.staging import Parcel, Staging
 from dynamo_trtllm.handoff.base import Piece
 from dynamo_trtllm.handoff.nixl import NixlCarrier
 from dynamo_trtllm.messages import KvLayout
+from dynamo_trtllm.worker.worker import SWITCH_S
 
 # gpt-oss-120b: every other layer sees 128 tokens
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=32, num_layers=36, num_kv_heads=8, head_dim=64)
 WINDOWS = (128, None) * 18
 TIMEOUT_S = 30.0
+T = TypeVar("T")
 
 
 class Plan(NamedTuple):
@@ -307,6 +311,12 @@ def piece_of(memory: Tensor) -> Piece:
     return Piece(memory.data_ptr(), memory.nbytes, str(memory.device))
 
 
+def run_as_worker(work: Coroutine[Any, Any, T]) -> T:
+    """On the event loop of a worker, which hands Python's lock over as soon."""
+    sys.setswitchinterval(SWITCH_S)
+    return uvloop.run(work)
+
+
 def hold(plan: Plan, wishes: Connection) -> None:
     """The holder's process."""
-    asyncio.run(Holder(End(plan, 0), wishes).serve())
+    run_as_worker(Holder(End(plan, 0), wishes).serve())

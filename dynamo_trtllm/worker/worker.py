@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 _CHECK_EVERY_S = 2.0  # engines are asked, they do not tell: how soon a dead engine is noticed when no request meets it
 # So long an engine thread that comes back from its GPU may wait for the GIL while the loop has work. With Python's own
 # 5 ms the worst of a hundred steps waited just that.
-_SWITCH_S = 0.0005
+SWITCH_S = 0.0005
 _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
 _VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}  # as Dynamo's vLLM workers
 
@@ -98,7 +98,7 @@ class Worker:
 
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("Worker.run takes signals and needs the main thread; elsewhere await Worker.serve")
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         uvloop.run(self._run_with_signals())
 
     def stop(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dynamo_trtllm.engine.torch.kv import KvPool, zeros
 
-PIECE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
+PIECE_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
 _ALIGNED_BYTES = 4096
 
 
@@ -140,7 +140,7 @@ class Staging:
     def scatter(self, parcel: Parcel, rows: Tensor, index: int) -> None:
         """Queues the copy of one piece into its share of these rows of the pool."""
         piece = parcel.pieces[index]
-        begin = sum(len(before) for before in parcel.pieces[:index]) // self._pool.row_bytes
+        begin = index * (len(parcel.pieces[0]) // self._pool.row_bytes)  # only the last may be smaller
         some = rows[begin : begin + len(piece) // self._pool.row_bytes]
         if self._bounce is None:
             self._pool.all_rows.index_copy_(0, some, self._as_rows(piece))
