@@ -12,9 +12,10 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.engine.held import HeldTickets
 from dynamo_trtllm.engine.loading import Loading, on_thread
 from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome, Sampling, token_ids
@@ -26,6 +27,34 @@ _CANARY_S = 600.0
 NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
 
 V = TypeVar("V")
+
+
+class Times(NamedTuple):
+    """Longest times of a hand-off."""
+
+    ticket_ttl_s: float
+    handoff_timeout_s: float
+
+
+class Counts(NamedTuple):
+    """What the library tells of itself at one moment; 0 where it does not."""
+
+    waiting: int = 0  # requests
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+
+
+def engine_stats(counts: Counts, calls: int, tickets: HeldTickets) -> EngineStats:
+    """`calls`: how many are under way here. The library's count may be older than them."""
+    waiting = min(counts.waiting, calls)
+    return EngineStats(
+        running=calls - waiting,
+        waiting=waiting,
+        kv_blocks_used=counts.kv_blocks_used,
+        kv_blocks_total=counts.kv_blocks_total,
+        tickets_held=len(tickets),
+        ticket_kv_blocks=tickets.kv_blocks,
+    )
 
 
 class Served(Protocol):

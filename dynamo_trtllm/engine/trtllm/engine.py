@@ -15,17 +15,17 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine import gpu
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engine.checkpoint import read_checkpoint
+from dynamo_trtllm.engine.held import Terms
 from dynamo_trtllm.engine.loading import Loading
 from dynamo_trtllm.engine.trtllm import kernels, settings
 from dynamo_trtllm.engine.trtllm.args import trtllm_args
-from dynamo_trtllm.engine.trtllm.desk import Terms
 from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS
 from dynamo_trtllm.engine.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.releases import release_for
-from dynamo_trtllm.engine.trtllm.serving import Serving, Times
+from dynamo_trtllm.engine.trtllm.serving import Serving
 from dynamo_trtllm.engine.trtllm.vendor import Vendor, installed_version, load_vendor, release_line
-from dynamo_trtllm.engine.vendored import NO_STATS, LibraryEngine
+from dynamo_trtllm.engine.vendored import NO_STATS, LibraryEngine, Times
 from dynamo_trtllm.engine.weights import weight_bytes
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
@@ -99,7 +99,8 @@ class TrtllmEngine(LibraryEngine[Serving]):
     def _serve(self, vendor: Vendor) -> EngineInfo:
         refused = settings.refuses(self._args, self._release, cache_salt=vendor.capabilities.cache_salt)
         rules = settings.rules(self._facts, self._checkpoint, vendor.capabilities, refused)
-        terms = Terms(self._holder, self._model, self._layout(), self._pairing, vendor.capabilities)
+        transport = f"trtllm/{self._pairing.get('transceiver', '')}".lower()
+        terms = Terms("trtllm", self._holder, self._model, self._layout(), self._pairing, transport)
         self._serving = Serving(vendor, self._llm, rules, terms, self._times)
         limit = rules.prompt_limits[_OWN_PHASE[rules.role]]
         _log.info(

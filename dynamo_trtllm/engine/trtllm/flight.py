@@ -11,8 +11,9 @@ import logging
 import time
 from typing import Any
 
+from dynamo_trtllm.engine.answering import Step, leg_stats
 from dynamo_trtllm.engine.trtllm.requests import Call
-from dynamo_trtllm.engine.trtllm.results import HANDED_OVER, Reader, Step
+from dynamo_trtllm.engine.trtllm.results import HANDED_OVER, Reader
 from dynamo_trtllm.errors import NotMigratable
 from dynamo_trtllm.handoff.fetching import Bound
 from dynamo_trtllm.messages import GenerateRequest, LegStats, Phase
@@ -81,12 +82,7 @@ class Flight:
         return time.monotonic() - self.born
 
     def stats(self, *, cached_tokens: int) -> LegStats:
-        """Seen from outside the vendor: the time to the first result holds queue and work, or queue and transfer."""
-        first_s = self._started_at - self.born
-        ticket = self._request.ticket
-        if ticket is None:
-            return LegStats(prefill_s=first_s, cached_tokens=cached_tokens)
-        return LegStats(handoff_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
+        return leg_stats(self._request, self._started_at - self.born, cached_tokens=cached_tokens)
 
     async def _advance(self) -> None:
         task = asyncio.current_task()

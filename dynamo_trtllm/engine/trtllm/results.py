@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dynamo_trtllm.engine.answering import Step
 from dynamo_trtllm.errors import EngineRefused
 from dynamo_trtllm.messages import TokenLogprob
 
@@ -25,15 +25,6 @@ class Completion(Protocol):
     logprobs: Sequence[Any] | None
     finish_reason: str | None
     stop_reason: int | str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one result added."""
-
-    token_ids: list[int]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None  # the vendor's word
 
 
 class Reader:

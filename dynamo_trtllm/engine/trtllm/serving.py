@@ -9,19 +9,19 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-
+from dynamo_trtllm.engine.answering import Step, chunk_of, handoff_chunk
 from dynamo_trtllm.engine.base import EngineStats
-from dynamo_trtllm.engine.held import ticket_of
+from dynamo_trtllm.engine.held import Terms, ticket_of
 from dynamo_trtllm.engine.trtllm import ticket as wire
-from dynamo_trtllm.engine.trtllm.desk import Desk, Terms
+from dynamo_trtllm.engine.trtllm.desk import Desk
 from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS, Flight
 from dynamo_trtllm.engine.trtllm.requests import Call, Rules, make_call
-from dynamo_trtllm.engine.trtllm.results import HANDED_OVER, Reader, Step
+from dynamo_trtllm.engine.trtllm.results import HANDED_OVER, Reader
 from dynamo_trtllm.engine.trtllm.stats import StatsPoller
 from dynamo_trtllm.engine.trtllm.vendor import Vendor
+from dynamo_trtllm.engine.vendored import Times, engine_stats
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -32,27 +32,11 @@ from dynamo_trtllm.errors import (
     TransferFailed,
 )
 from dynamo_trtllm.handoff.fetching import Within, bound, late
-from dynamo_trtllm.messages import (
-    Chunk,
-    FinishReason,
-    GenerateRequest,
-    LegStats,
-    Phase,
-    ReleaseOutcome,
-    token_ids,
-)
+from dynamo_trtllm.messages import Chunk, GenerateRequest, LegStats, Phase, ReleaseOutcome
 
 _log = logging.getLogger(__name__)
 
 _STALL_S = 300.0  # no result and no iteration for so long, with requests under way: the executor stands still
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
-
-
-class Times(NamedTuple):
-    """Longest times of a hand-off."""
-
-    ticket_ttl_s: float
-    handoff_timeout_s: float
 
 
 class Serving:
@@ -63,7 +47,7 @@ class Serving:
         self._llm = llm
         self._rules = rules
         self._times = times
-        self._desk = Desk(terms, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._desk = Desk(terms, vendor.capabilities, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self._polled = StatsPoller(llm.get_stats)
         self._stall_s = max(_STALL_S, 2 * times.ticket_ttl_s)
         self._failed: EngineFailed | None = None
@@ -184,8 +168,7 @@ class Serving:
         except DynamoError:
             flight.abort()
             raise
-        stats = msgspec.structs.replace(self._stats_of(flight), kv_bytes=ticket.kv_bytes, transport=ticket.transport)
-        return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+        return handoff_chunk(ticket, self._stats_of(flight))
 
     def _handed_over(self, flight: Flight) -> dict[str, Any]:
         params = flight.result.outputs[0].disaggregated_params
@@ -233,17 +216,9 @@ class Serving:
 
     def _chunk(self, request: GenerateRequest, flight: Flight, step: Step) -> Chunk:
         """Raises for an end that is no answer."""
-        if step.finish is None:
-            return Chunk(token_ids=token_ids(step.token_ids), logprobs=step.logprobs)
-        reason = _FINISH.get(step.finish)
-        if reason is None:
+        if step.is_broken:
             raise _broken(request, flight, step)
-        return Chunk(
-            token_ids=token_ids(step.token_ids),
-            logprobs=step.logprobs,
-            finish_reason=reason,
-            stats=self._stats_of(flight),
-        )
+        return chunk_of(step, self._stats_of(flight))
 
     def _stats_of(self, flight: Flight) -> LegStats:
         tells = self._vendor.capabilities.cached_tokens
@@ -279,17 +254,10 @@ class Serving:
 
     def stats(self) -> EngineStats:
         """The vendor tells of iterations, and an idle engine has none: its last row may be old."""
-        row = self._polled.row
-        calls, tickets = len(self._flights), len(self._desk)
-        waiting = min(row.waiting, calls)
-        return EngineStats(
-            running=calls - waiting,
-            waiting=waiting,
-            kv_blocks_used=row.kv_blocks_used if calls or tickets else 0,
-            kv_blocks_total=row.kv_blocks_total,
-            tickets_held=tickets,
-            ticket_kv_blocks=self._desk.kv_blocks,
-        )
+        counts, calls = self._polled.counts, len(self._flights)
+        if not calls and not len(self._desk):
+            counts = counts._replace(kv_blocks_used=0)
+        return engine_stats(counts, calls, self._desk)
 
 
 def _broken(request: GenerateRequest, flight: Flight, step: Step) -> DynamoError:

@@ -9,24 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS
+from dynamo_trtllm.engine.vendored import Counts
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0
 _PAUSE_S = 0.5
-
-
-class Row(NamedTuple):
-    """What is kept of one iteration."""
-
-    waiting: int
-    kv_blocks_used: int
-    kv_blocks_total: int
-
-
-NOTHING = Row(waiting=0, kv_blocks_used=0, kv_blocks_total=0)
 
 
 class StatsPoller:
@@ -36,7 +26,7 @@ class StatsPoller:
         self._get_stats = get_stats
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.row = NOTHING
+        self.counts = Counts()
         self.changed_at = time.monotonic()
 
     @property
@@ -64,14 +54,14 @@ class StatsPoller:
                 _log.warning("TensorRT-LLM's statistics ended: %s", exc)
                 return
             if rows:
-                self.row = row_of(rows[-1])
+                self.counts = counts_of(rows[-1])
                 self.changed_at = time.monotonic()
 
 
-def row_of(stats: Mapping[str, Any]) -> Row:
+def counts_of(stats: Mapping[str, Any]) -> Counts:
     """Reads one iteration's statistics; what a release does not tell is 0."""
     kv = stats.get("kvCacheStats") or {}
-    return Row(
+    return Counts(
         waiting=int(stats.get("numQueuedRequests") or 0),
         kv_blocks_used=int(kv.get("usedNumBlocks") or 0),
         kv_blocks_total=int(kv.get("maxNumBlocks") or 0),

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
-
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, EngineRefused, TicketMismatch
+from dynamo_trtllm.engine.held import Opaque, opened
+from dynamo_trtllm.errors import EngineRefused, TicketMismatch
 from dynamo_trtllm.messages import HandoffTicket
 
 OPAQUE_VERSION = 1
@@ -33,9 +32,7 @@ _NEEDED = ("first_gen_tokens", "ctx_request_id", "opaque_state")
 _LOGPROB_KEYS = {"logprob", "rank"}
 
 
-class _Opaque(msgspec.Struct, frozen=True, kw_only=True):
-    version: int
-    release: str  # of TensorRT-LLM, for people: the rule is in the ticket's pairing
+class _Opaque(Opaque, frozen=True, kw_only=True):
     params: dict[str, Any]
 
 
@@ -61,16 +58,7 @@ def unpack(ticket: HandoffTicket, *, known: Iterable[str], logprob: Callable[...
 
     Raises TicketMismatch naming the field.
     """
-    try:
-        opaque = codec.decode(ticket.opaque, _Opaque)
-    except BadFrame as exc:
-        raise TicketMismatch(f"ticket {ticket.ticket_id} is not one of this engine's", field="opaque") from exc
-    if opaque.version != OPAQUE_VERSION:
-        raise TicketMismatch(
-            f"ticket {ticket.ticket_id}: opaque.version is {opaque.version} at prefill and {OPAQUE_VERSION} at decode; "
-            "run one version of dynamo_trtllm",
-            field="opaque.version",
-        )
+    opaque = opened(ticket, _Opaque, OPAQUE_VERSION)
     unknown = sorted(set(opaque.params) - set(known))
     if unknown:
         raise TicketMismatch(

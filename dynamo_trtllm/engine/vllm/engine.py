@@ -15,12 +15,12 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine import gpu
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engine.checkpoint import TOKENIZER, read_checkpoint
+from dynamo_trtllm.engine.held import Terms
 from dynamo_trtllm.engine.loading import Loading
-from dynamo_trtllm.engine.vendored import NO_STATS, LibraryEngine
+from dynamo_trtllm.engine.vendored import NO_STATS, LibraryEngine, Times
 from dynamo_trtllm.engine.vllm import preflight, settings, side_channel
 from dynamo_trtllm.engine.vllm.args import vllm_args
-from dynamo_trtllm.engine.vllm.desk import Terms
-from dynamo_trtllm.engine.vllm.serving import Serving, Times
+from dynamo_trtllm.engine.vllm.serving import Serving
 from dynamo_trtllm.engine.vllm.stats import StepStats
 from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS, Vendor, installed_version, load_vendor
 from dynamo_trtllm.engine.weights import weight_bytes
@@ -100,7 +100,7 @@ class VllmEngine(LibraryEngine[Serving]):
         layout = settings.layout(self._checkpoint, config)
         rules = settings.rules(self._role, self._checkpoint, config, has_tokenizer=self._has_tokenizer)
         pairing = settings.pairing(self._role, self._checkpoint, config, self._release)
-        terms = Terms(self._holder, self._model, layout, pairing, self._release)
+        terms = Terms("vllm", self._holder, self._model, layout, pairing, transport="vllm/nixl")
         self._serving = Serving(vendor, self._llm, rules, terms, self._times)
         _log.info(
             "vLLM %s is loaded: context %d, %d KV blocks of %d tokens",

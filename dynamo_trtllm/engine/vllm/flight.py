@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from dynamo_trtllm.engine.answering import leg_stats
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import GenerateRequest, LegStats
 
@@ -46,8 +47,4 @@ class Flight:
         return time.monotonic() - self._born
 
     def stats(self, *, cached_tokens: int) -> LegStats:
-        """Seen from outside: the time to the first output holds queue and work, or queue and transfer."""
-        first_s, ticket = self._started_at - self._born, self._request.ticket
-        if ticket is None:
-            return LegStats(prefill_s=first_s, cached_tokens=cached_tokens)
-        return LegStats(handoff_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
+        return leg_stats(self._request, self._started_at - self._born, cached_tokens=cached_tokens)

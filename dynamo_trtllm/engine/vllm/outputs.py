@@ -6,9 +6,9 @@ Outputs are differences (`RequestOutputKind.DELTA`); those of several steps come
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+from dynamo_trtllm.engine.answering import Step
 from dynamo_trtllm.errors import EngineRefused
 from dynamo_trtllm.messages import TokenLogprob
 
@@ -19,15 +19,6 @@ class Completion(Protocol):
     token_ids: Sequence[int]
     logprobs: Sequence[Any] | None
     finish_reason: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one output added."""
-
-    token_ids: list[int]
-    logprobs: tuple[TokenLogprob, ...]
-    finish: str | None  # the vendor's word
 
 
 class Reader:

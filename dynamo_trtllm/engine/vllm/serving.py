@@ -12,17 +12,17 @@ import os
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
-
+from dynamo_trtllm.engine.answering import Step, chunk_of, handoff_chunk
 from dynamo_trtllm.engine.base import EngineStats
-from dynamo_trtllm.engine.vllm.desk import Desk, Terms
+from dynamo_trtllm.engine.held import Terms
+from dynamo_trtllm.engine.vendored import Counts, Times, engine_stats
+from dynamo_trtllm.engine.vllm.desk import Desk
 from dynamo_trtllm.engine.vllm.flight import Flight
-from dynamo_trtllm.engine.vllm.outputs import Reader, Step
+from dynamo_trtllm.engine.vllm.outputs import Reader
 from dynamo_trtllm.engine.vllm.reclaim import Reclaimer
 from dynamo_trtllm.engine.vllm.requests import Call, Rules, make_call
-from dynamo_trtllm.engine.vllm.stats import Counts
 from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS, Vendor
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
@@ -33,23 +33,15 @@ from dynamo_trtllm.errors import (
     TransferFailed,
 )
 from dynamo_trtllm.handoff.fetching import Within, bound, late
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Phase, ReleaseOutcome, token_ids
+from dynamo_trtllm.messages import Chunk, GenerateRequest, LegStats, Phase, ReleaseOutcome
 
 _log = logging.getLogger(__name__)
 
-_FINISH = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 # Of the worker extension.
 _RELEASE = "dynamo_release_tickets"
 _DIE_WITH = "dynamo_die_with"
 _RELEASE_S = 10.0
 _ABORT_S = 5.0
-
-
-class Times(NamedTuple):
-    """Longest times of a hand-off."""
-
-    ticket_ttl_s: float
-    handoff_timeout_s: float
 
 
 class Serving:
@@ -60,7 +52,7 @@ class Serving:
         self._llm = llm
         self._rules = rules
         self._times = times
-        self._desk = Desk(terms, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._desk = Desk(terms, vendor.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self._reclaimer = Reclaimer(self._release_kv, (vendor.dead,))
         self._failed: EngineFailed | None = None
         self._flights: set[Flight] = set()
@@ -207,9 +199,7 @@ class Serving:
             seed=call.seed,
             give_up=lambda: self._give_up(flight.call_id, expires_at),
         )
-        stats = flight.stats(cached_tokens=int(output.num_cached_tokens or 0))
-        stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
-        return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+        return handoff_chunk(ticket, _stats(flight, output))
 
     def _give_up(self, call_id: str, expires_at: float) -> None:
         if time.monotonic() < expires_at:
@@ -219,19 +209,11 @@ class Serving:
 
     def _chunk(self, request: GenerateRequest, flight: Flight, output: Any, step: Step) -> Chunk:
         """Raises for an end that is no answer."""
-        if step.finish is None:
-            return Chunk(token_ids=token_ids(step.token_ids), logprobs=step.logprobs)
-        reason = _FINISH.get(step.finish)
-        if reason is None:
+        if step.is_broken:
             if request.phase is Phase.DECODE and step.finish == "error":
                 raise TransferFailed("vLLM could not take the prompt's KV over; see its log for NixlConnector")
             raise NotMigratable(f"vLLM ended request {request.request_id} with {step.finish!r}")
-        return Chunk(
-            token_ids=token_ids(step.token_ids),
-            logprobs=step.logprobs,
-            finish_reason=reason,
-            stats=flight.stats(cached_tokens=int(output.num_cached_tokens or 0)),
-        )
+        return chunk_of(step, _stats(flight, output))
 
     def _abort(self, call_id: str) -> None:
         """Asks for it; the call's stream ends when it is done, at once in our process."""
@@ -268,13 +250,8 @@ class Serving:
 
     def stats(self, counts: Counts) -> EngineStats:
         """`counts`: of the engine's last step."""
-        calls = len(self._flights)
-        waiting = min(counts.waiting, calls)
-        return EngineStats(
-            running=calls - waiting,
-            waiting=waiting,
-            kv_blocks_used=counts.kv_blocks_used,
-            kv_blocks_total=counts.kv_blocks_total,
-            tickets_held=len(self._desk),
-            ticket_kv_blocks=self._desk.kv_blocks,
-        )
+        return engine_stats(counts, len(self._flights), self._desk)
+
+
+def _stats(flight: Flight, output: Any) -> LegStats:
+    return flight.stats(cached_tokens=int(output.num_cached_tokens or 0))

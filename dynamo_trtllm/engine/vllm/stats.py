@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+from dynamo_trtllm.engine.vendored import Counts
 
 
 class SchedulerStats(Protocol):
@@ -11,14 +13,6 @@ class SchedulerStats(Protocol):
     num_waiting_reqs: int
     num_skipped_waiting_reqs: int  # waiting for KV to come, or for a form to be compiled
     kv_cache_usage: float
-
-
-class Counts(NamedTuple):
-    """Of all data-parallel ranks together."""
-
-    waiting: int
-    kv_blocks_used: int
-    kv_blocks_total: int
 
 
 class StepStats:
@@ -32,6 +26,7 @@ class StepStats:
         self._last[rank] = stats
 
     def counts(self, ranks: int = 1) -> Counts:
+        """Of all data-parallel ranks together."""
         usable = max(0, self.blocks_per_rank - 1)  # one is the null block, which nobody gets
         return Counts(
             waiting=sum(each.num_waiting_reqs + each.num_skipped_waiting_reqs for each in self._last.values()),

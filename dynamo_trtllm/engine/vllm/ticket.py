@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, EngineRefused, TicketMismatch
+from dynamo_trtllm.engine.held import Opaque, opened
+from dynamo_trtllm.errors import EngineRefused
 from dynamo_trtllm.messages import HandoffTicket
 
 OPAQUE_VERSION = 1
@@ -31,9 +32,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_num_tokens: int = 0
 
 
-class _Opaque(msgspec.Struct, frozen=True, kw_only=True):
-    version: int
-    release: str  # of vLLM, for people: the rule is in the ticket's pairing
+class _Opaque(Opaque, frozen=True, kw_only=True):
     params: TransferParams
     seed: int | None = None  # of a request that had none, where both legs make the first token
 
@@ -60,14 +59,5 @@ class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
 
 def unpack(ticket: HandoffTicket) -> Unpacked:
     """Raises TicketMismatch naming the field."""
-    try:
-        opaque = codec.decode(ticket.opaque, _Opaque)
-    except BadFrame as exc:
-        raise TicketMismatch(f"ticket {ticket.ticket_id} is not one of this engine's: {exc}", field="opaque") from exc
-    if opaque.version != OPAQUE_VERSION:
-        raise TicketMismatch(
-            f"ticket {ticket.ticket_id}: opaque.version is {opaque.version} at prefill and {OPAQUE_VERSION} at decode; "
-            "run one version of dynamo_trtllm",
-            field="opaque.version",
-        )
+    opaque = opened(ticket, _Opaque, OPAQUE_VERSION)
     return Unpacked(params=msgspec.structs.asdict(opaque.params), seed=opaque.seed)

@@ -8,10 +8,11 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engine.trtllm.desk import Terms
+from dynamo_trtllm.engine.held import Terms
 from dynamo_trtllm.engine.trtllm.requests import PromptLimit, Rules
-from dynamo_trtllm.engine.trtllm.serving import Serving, Times
+from dynamo_trtllm.engine.trtllm.serving import Serving
 from dynamo_trtllm.engine.trtllm.vendor import Capabilities, Vendor
+from dynamo_trtllm.engine.vendored import Times
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -114,7 +115,7 @@ def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) ->
         structural_tags=True,
     )
     llm, settled = Llm(), vendor()
-    terms = Terms(1, "m", LAYOUT, {"release": "1.2"}, settled.capabilities)
+    terms = Terms("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
     return Serving(settled, llm, rules, terms, Times(ttl_s, handoff_timeout_s)), llm
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engine.trtllm.results import Reader, Step
+from dynamo_trtllm.engine.answering import Step
+from dynamo_trtllm.engine.trtllm.results import Reader
 from dynamo_trtllm.errors import EngineRefused
 from dynamo_trtllm.messages import TokenLogprob
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engine.trtllm import stats
-from dynamo_trtllm.engine.trtllm.stats import NOTHING, Row, StatsPoller, row_of
+from dynamo_trtllm.engine.trtllm.stats import StatsPoller, counts_of
+from dynamo_trtllm.engine.vendored import Counts
 
 
 @pytest.fixture(autouse=True)
@@ -19,12 +20,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_row_when_release_tells_all_then_it_is_read() -> None:
     told = {"numQueuedRequests": 3, "kvCacheStats": {"usedNumBlocks": 5, "maxNumBlocks": 9}}
-    assert row_of(told) == Row(waiting=3, kv_blocks_used=5, kv_blocks_total=9)
+    assert counts_of(told) == Counts(waiting=3, kv_blocks_used=5, kv_blocks_total=9)
 
 
 @pytest.mark.parametrize("told", [{}, {"kvCacheStats": None}, {"numQueuedRequests": None}])
 def test_row_when_something_is_not_told_then_it_is_zero(told: dict[str, Any]) -> None:
-    assert row_of(told) == NOTHING
+    assert counts_of(told) == Counts()
 
 
 def test_poller_when_rows_come_then_the_last_counts_and_stop_ends_the_thread() -> None:
@@ -40,7 +41,7 @@ def test_poller_when_rows_come_then_the_last_counts_and_stop_ends_the_thread() -
     poller.start()
     assert polled.wait(5)
     poller.stop()
-    assert poller.row.waiting == 2
+    assert poller.counts.waiting == 2
     assert not poller.is_polling
 
 
@@ -56,4 +57,4 @@ def test_poller_when_the_vendor_fails_then_it_no_longer_polls() -> None:
     assert polled.wait(5)
     poller.stop()
     assert not poller.is_polling
-    assert poller.row == NOTHING
+    assert poller.counts == Counts()

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm import codec
+from dynamo_trtllm.engine.held import Terms
 from dynamo_trtllm.engine.trtllm import ticket as wire
-from dynamo_trtllm.engine.trtllm.desk import Desk, Terms
+from dynamo_trtllm.engine.trtllm.desk import Desk
 from dynamo_trtllm.engine.trtllm.vendor import Capabilities
 from dynamo_trtllm.errors import EngineRefused, TicketExpired, TicketMismatch
 from dynamo_trtllm.messages import (
@@ -46,7 +47,8 @@ def desk(fields: frozenset[str] = OLD, *, line: str = "1.2", ttl_s: float = 60.0
         release=line, line=line, disagg_fields=fields, cache_salt=True, cached_tokens=True, structural_tag_format=True
     )
     pairing = {"release": line, "transceiver": "UCX", "attn_backend": "TRTLLM"}
-    return Desk(Terms(holder, "m", LAYOUT, pairing, capabilities), ttl_s=ttl_s, on_change=lambda: None)
+    terms = Terms("trtllm", holder, "m", LAYOUT, pairing, transport="trtllm/ucx")
+    return Desk(terms, capabilities, ttl_s=ttl_s, on_change=lambda: None)
 
 
 def request(prompt: int = 40, ticket: HandoffTicket | None = None) -> GenerateRequest:
