@@ -8,7 +8,7 @@ from typing import Any, Generic
 
 from starlette.types import Receive, Scope, Send
 
-from dynamo_trtllm.errors import DynamoError, InternalError
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.dialect import B, Dialect
 from dynamo_trtllm.frontend.http import (
     ClientGone,
@@ -34,34 +34,36 @@ class Generation(Generic[B]):
         self._edge = edge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics = self._edge.metrics
-        record = Record(metrics, self._dialect.endpoint, wants_stats=header(scope, b"x-dynamo-stats") == "1")
+        metrics, engine_id = self._edge.metrics, _engine_id(scope)
+        wants_stats = header(scope, b"x-dynamo-stats") == "1"
+        record = Record(metrics, self._dialect.endpoint, engine_id, wants_stats=wants_stats)
         run = Run(self._dialect, self._edge, Reply(send, scope.get("state", {}).get(WRITER)), record)
         metrics.request_started()
-        code = "cancelled"
+        ending: str | DynamoError = "cancelled"
         try:
-            code = await self._answered(run, scope, receive)
+            ending = await self._answered(run, scope, receive, engine_id)
         finally:
             run.leave()
-            record.write(code)
+            record.write(ending)
 
-    async def _answered(self, run: Run[B], scope: Scope, receive: Receive) -> str:
-        """Answers whatever happens, and says with which code it ended."""
+    async def _answered(self, run: Run[B], scope: Scope, receive: Receive, engine_id: str) -> str | DynamoError:
+        """Answers whatever happens, and says how it ended: "ok", "cancelled", or the error."""
         try:
             run.admit()
             check_json(scope)
             config = self._edge.config
             raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s)
-            await until_gone(run.serve(raw, _engine_id(scope)), receive)
+            await until_gone(run.serve(raw, engine_id), receive)
         except ClientGone:
             return "cancelled"
         except DynamoError as error:
             await run.fail(error)
-            return error.code
+            return error
         except Exception:  # the ASGI catch-all: logged here, answered as `internal`
-            log.exception("request failed")
-            await run.fail(internal())
-            return InternalError.code
+            log.exception("request %s failed", engine_id)
+            failure = internal()
+            await run.fail(failure)
+            return failure
         return "ok"
 
 

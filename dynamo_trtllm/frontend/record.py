@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from dynamo_trtllm.errors import DynamoError, RequestError
 from dynamo_trtllm.frontend.dialect import Stats
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.frontend.postprocess import Output, Piece, Usage
@@ -49,12 +50,12 @@ class Course:
 class Record:
     """One per exchange. Times are from its making on. Costs a clock reading per piece."""
 
-    def __init__(self, metrics: FrontendMetrics, endpoint: str, *, wants_stats: bool) -> None:
+    def __init__(self, metrics: FrontendMetrics, endpoint: str, request_id: str, *, wants_stats: bool) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
         self._wants_stats = wants_stats
         self._begun_s = time.monotonic()
-        self._request_id = "-"
+        self._request_id = request_id
         self._model = ""
         self._candidates = 1
         self._queued_s = 0.0
@@ -63,7 +64,7 @@ class Record:
     def planned(self, plan: Plan) -> None:
         """Makes a course per choice."""
         request = plan.choices[0].request
-        self._request_id, self._model, self._candidates = request.request_id, request.model, plan.candidates
+        self._model, self._candidates = request.model, plan.candidates
         self._observe_itl = self._metrics.itl(model=self._model).observe
         self.courses = [Course(Output(prepared, index)) for index, prepared in enumerate(plan.choices)]
 
@@ -145,8 +146,9 @@ class Record:
             },
         }
 
-    def write(self, code: str) -> None:
-        """Metrics and the log line, at the end. `code`: "ok", "cancelled" or an error's code."""
+    def write(self, ending: str | DynamoError) -> None:
+        """Metrics and the log line, at the end. `ending`: "ok", "cancelled" or the error."""
+        code = ending if isinstance(ending, str) else ending.code
         seconds = time.monotonic() - self._begun_s
         metrics = self._metrics
         metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=seconds)
@@ -174,7 +176,7 @@ class Record:
             self._queued_s,
             f"{first_s - self._begun_s:.4f}s" if first_s is not None else "-",
             f"{len(self.courses) / rate:.4f}s" if rate else "-",
-            (self._finishes() or "ok") if code == "ok" else code,
+            (self._finishes() or "ok") if ending == "ok" else _why(ending),
         )
 
     def _first_s(self) -> float | None:
@@ -188,6 +190,15 @@ class Record:
 
     def _decodes(self) -> str | None:
         return _joined(course.trace.decode_instance for course in self.courses)
+
+
+def _why(ending: str | DynamoError) -> str:
+    """For the log. Of a wrong request the field only: the message may quote what the client wrote."""
+    if isinstance(ending, str):
+        return ending
+    if isinstance(ending, RequestError):
+        return f"{ending.code} param={ending.field}" if ending.field else ending.code
+    return f"{ending.code}: {ending.message}"
 
 
 def _joined(instances: Iterable[int | None]) -> str | None:

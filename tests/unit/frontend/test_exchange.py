@@ -288,8 +288,10 @@ async def test_stream_without_terminal_chunk_then_incomplete() -> None:
 
 
 async def test_bug_in_the_pipeline_then_500_without_its_words(caplog: pytest.LogCaptureFixture) -> None:
-    response = await post(front(RuntimeError("secret")), CHAT, chat())
-    check_error(response, 500, "internal")
+    response = await post(front(RuntimeError("secret")), CHAT, chat(), headers={"x-request-id": "job-7"})
+    assert "under this request's id" in check_error(response, 500, "internal")
+    (details,) = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert details.startswith("request job-7-")
     assert "secret" not in response.text
     assert "secret" in caplog.text
 
@@ -366,3 +368,21 @@ async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixtu
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
     assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=3" in line
     assert line.endswith("finish=stop")
+
+
+async def test_refused_request_then_its_log_line_has_the_id_that_the_client_was_told_and_the_field(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="dynamo_trtllm")
+    response = await post(front(), CHAT, chat(max_tokens=0), headers={"x-request-id": "job-7"})
+    check_error(response, 400, "invalid_request", "max_tokens")
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
+    assert line.startswith("request job-7-")
+    assert line.endswith("finish=invalid_request param=max_tokens")
+
+
+async def test_request_that_nobody_could_serve_then_its_log_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dynamo_trtllm")
+    await post(front(errors.NoInstances("model 'm' has no decode worker now")), CHAT, chat())
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
+    assert line.endswith("finish=no_instances: model 'm' has no decode worker now")
