@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dynamo_trtllm.engine.base import Finding
 from dynamo_trtllm.engine.checkpoint import Checkpoint
 from dynamo_trtllm.engine.gpu import Gpu
+from dynamo_trtllm.engine.rules import Clash, RoleRule, judged
 from dynamo_trtllm.engine.vllm.args import VllmArgs
 from dynamo_trtllm.messages import Instance, Role
+
+_HOPPER = 90
+_BLACKWELL_KERNELS = ("flashinfer_trtllm", "flashinfer_cutedsl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +34,7 @@ class Facts:
     def ranks(self) -> int:
         return self.tensor_parallel * self.args.count("pipeline_parallel_size") * self.args.count("data_parallel_size")
 
-    def value_of(self, key: str) -> str:
+    def shown(self, key: str) -> str:
         """The value and where it comes from, for people."""
         leaf = self.args.leaves.get(key)
         return f"{self.args.get(key)} (default)" if leaf is None else f"{leaf.value} ({leaf.source})"
@@ -38,145 +42,143 @@ class Facts:
 
 def findings(facts: Facts, peers: Sequence[Instance]) -> list[Finding]:
     """`peers`: live instances of the same model in the other role."""
-    alone = [found for rule in _RULES for found in rule(facts)]
-    return alone + [found for peer in peers for found in _pair(facts, peer)]
+    return [*judged(RULES, facts), *(found for peer in peers for found in _pair(facts, peer))]
 
 
-def _ranks_fit_gpus(facts: Facts) -> Iterator[Finding]:
-    if facts.gpu is not None and facts.ranks > facts.num_gpus:
-        yield Finding(
-            severity="error",
-            rule="vllm-too-few-gpus",
-            field="tensor_parallel_size",
-            value=facts.value_of("tensor_parallel_size"),
-            other=f"{facts.num_gpus} visible GPUs",
-            why=f"tensor, pipeline and data parallel ranks make {facts.ranks}",
-            cure="make more GPUs visible (CUDA_VISIBLE_DEVICES), or lower a parallel size",
-        )
+# --- one worker ----------------------------------------------------------------------------------------
 
 
-def _heads_divide(facts: Facts) -> Iterator[Finding]:
-    if facts.model.num_attention_heads % facts.tensor_parallel:
-        yield Finding(
-            severity="error",
-            rule="vllm-heads-not-divisible",
-            field="tensor_parallel_size",
-            value=facts.value_of("tensor_parallel_size"),
-            other=f"the model's {facts.model.num_attention_heads} attention heads",
-            why="vLLM gives every rank as many heads",
-            cure="choose a tensor_parallel_size that divides the number of heads",
-        )
+def _ranks_fit_gpus(facts: Facts) -> Clash | None:
+    if facts.gpu is None or facts.ranks <= facts.num_gpus:
+        return None
+    return Clash(other=f"{facts.num_gpus} visible GPUs for {facts.ranks} ranks")
 
 
-def _context_fits(facts: Facts) -> Iterator[Finding]:
+def _heads_divide(facts: Facts) -> Clash | None:
+    heads = facts.model.num_attention_heads
+    return Clash(other=f"the model's {heads} attention heads") if heads % facts.tensor_parallel else None
+
+
+def _context_fits(facts: Facts) -> Clash | None:
     wanted, known = facts.args.get("max_model_len"), facts.model.context_length
-    if isinstance(wanted, int) and known and wanted > known:
-        yield Finding(
-            severity="error",
-            rule="vllm-context-too-long",
-            field="max_model_len",
-            value=facts.value_of("max_model_len"),
-            other=f"the model's context of {known}",
-            why="vLLM refuses to start",
-            cure=f"give --max-seq-len {known} or less",
-        )
+    if not isinstance(wanted, int) or not known or wanted <= known:
+        return None
+    return Clash(other=f"the model's context of {known}", cure=f"give --max-seq-len {known} or less")
 
 
-def _chunks_prompts(facts: Facts) -> Iterator[Finding]:
+def _prompts_fit_steps(facts: Facts) -> Clash | None:
     tokens, context = facts.args.get("max_num_batched_tokens"), facts.args.get("max_model_len")
-    if facts.args.get("enable_chunked_prefill") is False and isinstance(tokens, int) and isinstance(context, int):
-        if tokens < context:
-            yield Finding(
-                severity="error",
-                rule="vllm-prompts-too-long-for-a-step",
-                field="max_num_batched_tokens",
-                value=facts.value_of("max_num_batched_tokens"),
-                other=f"max_model_len {facts.value_of('max_model_len')}",
-                why="without chunked prefill a prompt must fit one step, and vLLM refuses to start",
-                cure="leave enable_chunked_prefill out, or raise --max-num-tokens",
-            )
+    if facts.args.get("enable_chunked_prefill") is not False:
+        return None
+    if not isinstance(tokens, int) or not isinstance(context, int) or tokens >= context:
+        return None
+    return Clash(other=f"max_model_len {facts.shown('max_model_len')}")
 
 
-def _pipeline_has_no_handoff(facts: Facts) -> Iterator[Finding]:
-    if facts.role is not Role.AGGREGATED and facts.args.count("pipeline_parallel_size") > 1:
-        yield Finding(
-            severity="error",
-            rule="vllm-pipeline-handoff",
-            field="pipeline_parallel_size",
-            value=facts.value_of("pipeline_parallel_size"),
-            why="NixlConnector addresses the ranks of one pipeline stage only",
-            cure="use --tensor-parallel-size in prefill and decode workers",
-        )
+def _pipeline_has_no_handoff(facts: Facts) -> Clash | None:
+    hands_over = facts.role is not Role.AGGREGATED
+    return Clash() if hands_over and facts.args.count("pipeline_parallel_size") > 1 else None
 
 
-def _prefix_caching_off(facts: Facts) -> Iterator[Finding]:
-    if facts.args.get("enable_prefix_caching") is False:
-        yield Finding(
-            severity="warning",
-            rule="vllm-no-prefix-caching",
-            field="enable_prefix_caching",
-            value=facts.value_of("enable_prefix_caching"),
-            why="every prompt is computed in full, also what was there a moment ago",
-            cure="leave it out, except for measuring",
-        )
-
-
-def _dummy_weights(facts: Facts) -> Iterator[Finding]:
-    if facts.args.get("load_format") == "dummy":
-        yield Finding(
-            severity="warning",
-            rule="vllm-dummy-weights",
-            field="load_format",
-            value=facts.value_of("load_format"),
-            why="weights are made up: answers mean nothing",
-            cure="leave --load-format out, except for measuring",
-        )
-
-
-_HOPPER = 90
-
-
-def _mxfp4_on_hopper(facts: Facts) -> Iterator[Finding]:
+def _mxfp4_on_hopper(facts: Facts) -> Clash | None:
     backend = facts.args.get("moe_backend")
     if facts.model.quantization != "mxfp4" or facts.gpu is None or facts.gpu.sm != _HOPPER:
-        return
-    if isinstance(backend, str) and backend.startswith(("flashinfer_trtllm", "flashinfer_cutedsl")):
-        yield Finding(
-            severity="error",
-            rule="vllm-mxfp4-backend",
-            field="moe_backend",
-            value=facts.value_of("moe_backend"),
-            other=facts.gpu.name,
-            why="these kernels for MXFP4 experts are for Blackwell",
-            cure="leave moe_backend out: on Hopper vLLM takes Triton's kernels",
-        )
+        return None
+    return Clash(other=facts.gpu.name) if str(backend).startswith(_BLACKWELL_KERNELS) else None
 
 
-def _quarter_precision(facts: Facts) -> Iterator[Finding]:
-    dtype = facts.args.get("dtype")
-    if facts.model.quantization == "mxfp4" and dtype not in (None, "auto", "bfloat16"):
-        yield Finding(
-            severity="error",
-            rule="vllm-mxfp4-dtype",
-            field="dtype",
-            value=facts.value_of("dtype"),
-            other="MXFP4 weights",
-            why="they are multiplied with bfloat16",
-            cure="leave dtype out",
-        )
+def _quarter_precision(facts: Facts) -> Clash | None:
+    if facts.model.quantization != "mxfp4" or facts.args.get("dtype") in (None, "auto", "bfloat16"):
+        return None
+    return Clash(other="MXFP4 weights")
 
 
-_RULES: Sequence[Callable[[Facts], Iterator[Finding]]] = (
-    _ranks_fit_gpus,
-    _heads_divide,
-    _context_fits,
-    _chunks_prompts,
-    _pipeline_has_no_handoff,
-    _prefix_caching_off,
-    _dummy_weights,
-    _mxfp4_on_hopper,
-    _quarter_precision,
+def _prefix_caching_off(facts: Facts) -> Clash | None:
+    return Clash() if facts.args.get("enable_prefix_caching") is False else None
+
+
+def _dummy_weights(facts: Facts) -> Clash | None:
+    return Clash() if facts.args.get("load_format") == "dummy" else None
+
+
+# A rule's name is public: docs/vllm.md and alerts use it.
+RULES: Sequence[RoleRule[Facts]] = (
+    RoleRule(
+        name="vllm-too-few-gpus",
+        severity="error",
+        field="tensor_parallel_size",
+        why="each rank of tensor, pipeline and data parallelism takes a GPU",
+        cure="make more GPUs visible (CUDA_VISIBLE_DEVICES), or lower a parallel size",
+        test=_ranks_fit_gpus,
+    ),
+    RoleRule(
+        name="vllm-heads-not-divisible",
+        severity="error",
+        field="tensor_parallel_size",
+        why="vLLM gives every rank as many heads",
+        cure="choose a tensor_parallel_size that divides the number of heads",
+        test=_heads_divide,
+    ),
+    RoleRule(
+        name="vllm-context-too-long",
+        severity="error",
+        field="max_model_len",
+        why="vLLM refuses to start",
+        cure="give a --max-seq-len that the model has",
+        test=_context_fits,
+    ),
+    RoleRule(
+        name="vllm-prompts-too-long-for-a-step",
+        severity="error",
+        field="max_num_batched_tokens",
+        why="without chunked prefill a prompt must fit one step, and vLLM refuses to start",
+        cure="leave enable_chunked_prefill out, or raise --max-num-tokens",
+        test=_prompts_fit_steps,
+    ),
+    RoleRule(
+        name="vllm-pipeline-handoff",
+        severity="error",
+        field="pipeline_parallel_size",
+        why="NixlConnector addresses the ranks of one pipeline stage only",
+        cure="use --tensor-parallel-size in prefill and decode workers",
+        test=_pipeline_has_no_handoff,
+    ),
+    RoleRule(
+        name="vllm-mxfp4-backend",
+        severity="error",
+        field="moe_backend",
+        why="these kernels for MXFP4 experts are for Blackwell",
+        cure="leave moe_backend out: on Hopper vLLM takes Triton's kernels",
+        test=_mxfp4_on_hopper,
+    ),
+    RoleRule(
+        name="vllm-mxfp4-dtype",
+        severity="error",
+        field="dtype",
+        why="they are multiplied with bfloat16",
+        cure="leave dtype out",
+        test=_quarter_precision,
+    ),
+    RoleRule(
+        name="vllm-no-prefix-caching",
+        severity="warning",
+        field="enable_prefix_caching",
+        why="every prompt is computed in full, also what was there a moment ago",
+        cure="leave it out, except for measuring",
+        test=_prefix_caching_off,
+    ),
+    RoleRule(
+        name="vllm-dummy-weights",
+        severity="warning",
+        field="load_format",
+        why="weights are made up: answers mean nothing",
+        cure="leave --load-format out, except for measuring",
+        test=_dummy_weights,
+    ),
 )
+
+
+# --- against a live peer -------------------------------------------------------------------------------
 
 
 def _pair(facts: Facts, peer: Instance) -> Iterator[Finding]:
@@ -191,7 +193,7 @@ def _pair(facts: Facts, peer: Instance) -> Iterator[Finding]:
         yield _differs(
             "vllm-tp-ratio",
             "tensor_parallel_size",
-            facts.value_of("tensor_parallel_size"),
+            facts.shown("tensor_parallel_size"),
             f"{theirs} at {other}",
             "NixlConnector splits heads only where one size divides the other: choose such sizes",
         )
@@ -200,7 +202,7 @@ def _pair(facts: Facts, peer: Instance) -> Iterator[Finding]:
         yield _differs(
             "vllm-block-size-differs",
             "block_size",
-            facts.value_of("block_size"),
+            facts.shown("block_size"),
             f"{peer.layout.block_tokens} at {other}",
             "give both workers the same --kv-block-size",
         )

@@ -5,9 +5,9 @@ They are estimates, so what is not sure is not said: KV counts as if windows wer
 
 from __future__ import annotations
 
+from dynamo_trtllm.engine.rules import Clash, RoleRule
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table
-from dynamo_trtllm.engine.trtllm.preflight.rule import Clash, RoleRule
 from dynamo_trtllm.messages import Role
 
 _FRACTION = "kv_cache_config.free_gpu_memory_fraction"

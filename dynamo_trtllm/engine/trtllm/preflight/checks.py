@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_trtllm.engine.base import Finding
+from dynamo_trtllm.engine.rules import found, judged
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engine.trtllm.preflight.pair import PAIR_RULES
 from dynamo_trtllm.engine.trtllm.preflight.peers import judged_peers
-from dynamo_trtllm.engine.trtllm.preflight.rule import found, judged
 from dynamo_trtllm.engine.trtllm.preflight.table import ROLE_RULES
 from dynamo_trtllm.messages import Instance
 

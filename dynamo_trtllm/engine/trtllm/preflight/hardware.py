@@ -6,8 +6,8 @@ capability 10.0 on, and as W4A16_MXFP4 below; OVERRIDE_QUANT_ALGO beats that.
 
 from __future__ import annotations
 
+from dynamo_trtllm.engine.rules import Clash, RoleRule
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engine.trtllm.preflight.rule import Clash, RoleRule
 
 _MOE = "moe_config.backend"
 _KV = "kv_cache_config.dtype"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dynamo_trtllm.engine.rules import Clash, RoleRule
 from dynamo_trtllm.engine.trtllm.preflight.facts import BACKEND, BUFFER, RoleFacts, prompt_limit
-from dynamo_trtllm.engine.trtllm.preflight.rule import Clash, RoleRule
 from dynamo_trtllm.messages import Role
 
 _GRAPH = "cuda_graph_config.max_batch_size"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dynamo_trtllm.engine.rules import Clash, PairRule
 from dynamo_trtllm.engine.trtllm.preflight.facts import BACKEND, BUFFER, RoleFacts
-from dynamo_trtllm.engine.trtllm.preflight.rule import Clash, PairRule
 
 _ATTENTION = "attn_backend"
 _WINDOWS = "kv_cache_config.max_attention_window"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dynamo_trtllm.engine.rules import Clash, RoleRule
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engine.trtllm.preflight.rule import Clash, RoleRule
 from dynamo_trtllm.messages import Role
 
 _TP, _PP, _CP = "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"

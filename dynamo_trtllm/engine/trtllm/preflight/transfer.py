@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dynamo_trtllm.engine.rules import Clash, RoleRule
 from dynamo_trtllm.engine.trtllm.preflight.facts import BACKEND, BUFFER, TIMEOUT, RoleFacts
-from dynamo_trtllm.engine.trtllm.preflight.rule import Clash, RoleRule
 from dynamo_trtllm.messages import Role
 
 _OVERLAP = "disable_overlap_scheduler"

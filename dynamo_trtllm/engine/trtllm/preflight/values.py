@@ -3,8 +3,8 @@ release is `schema`'s business. Pure."""
 
 from __future__ import annotations
 
+from dynamo_trtllm.engine.rules import Clash, RoleRule
 from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engine.trtllm.preflight.rule import Clash, RoleRule
 
 _RAY = ("ray_worker_extension_cls", "ray_placement_config", "ray_worker_nsight_options")
 

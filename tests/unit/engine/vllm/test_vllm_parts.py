@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import time
 from pathlib import Path
@@ -195,6 +196,10 @@ def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, **args: Any) -> prefl
     return preflight.Facts(role=role, args=vllm_args(config), model=MODEL, gpu=HOPPER, num_gpus=num_gpus)
 
 
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "vllm.md"
+PEER_RULES = {"vllm-engine-differs", "vllm-tp-ratio", "vllm-block-size-differs", "vllm-folder-differs"}
+
+
 def peer(engine: str = "vllm", tp: int = 1, block: int = 16, folder: str = "/m") -> Instance:
     card = ModelCard(name="m", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony")
     return Instance(
@@ -254,6 +259,12 @@ def test_preflight_when_the_peer_can_not_take_kv_then_an_error_names_both(other:
     (found,) = preflight.findings(facts(tensor_parallel_size=2, block_size=16), [other])
     assert (found.rule, found.severity) == (rule, "error")
     assert "decode worker 2" in found.other
+
+
+def test_docs_when_compared_then_each_rule_of_a_worker_is_there_with_its_severity() -> None:
+    rows = re.findall(r"^\| `(vllm-[a-z0-9-]+)` \| (\w+) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    told = {rule: severity for rule, severity in rows if rule not in PEER_RULES}
+    assert told == {rule.name: rule.severity for rule in preflight.RULES}
 
 
 # --- reclaiming --------------------------------------------------------------------------------------------

@@ -1,15 +1,25 @@
-"""The shape of a rule, and how one becomes a finding. Pure."""
+"""The shape of a preflight rule, and how one becomes a finding. Pure; knows no engine's arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, Protocol, TypeVar
 
 from dynamo_trtllm.engine.base import Finding
-from dynamo_trtllm.engine.trtllm.preflight.facts import RoleFacts
 
 Severity = Literal["error", "warning", "note"]
+
+
+class Facts(Protocol):
+    """What is known of one worker before it loads; the rest is each engine's own."""
+
+    def shown(self, key: str) -> str:
+        """An argument's value for people, with the place it comes from."""
+        ...
+
+
+F = TypeVar("F", bound=Facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +34,19 @@ class Clash:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleRule:
+class RoleRule(Generic[F]):
     """One thing that can be wrong with one role. `test` gives None when it is not."""
 
-    name: str  # stable, as in docs/preflight.md
+    name: str  # stable, as in docs/preflight.md and docs/vllm.md
     severity: Severity
     field: str
     why: str
     cure: str
-    test: Callable[[RoleFacts], Clash | None]
+    test: Callable[[F], Clash | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PairRule:
+class PairRule(Generic[F]):
     """One thing that can be wrong between prefill (first) and decode (second)."""
 
     name: str
@@ -44,10 +54,10 @@ class PairRule:
     field: str
     why: str
     cure: str
-    test: Callable[[RoleFacts, RoleFacts], Clash | None]
+    test: Callable[[F, F], Clash | None]
 
 
-def judged(rules: Sequence[RoleRule], facts: RoleFacts) -> Iterator[Finding]:
+def judged(rules: Sequence[RoleRule[F]], facts: F) -> Iterator[Finding]:
     """The findings of one role, in the rules' order."""
     for rule in rules:
         clash = rule.test(facts)
@@ -55,7 +65,7 @@ def judged(rules: Sequence[RoleRule], facts: RoleFacts) -> Iterator[Finding]:
             yield found(rule, clash, clash.value or facts.shown(clash.field or rule.field))
 
 
-def found(rule: RoleRule | PairRule, clash: Clash, value: str) -> Finding:
+def found(rule: RoleRule[F] | PairRule[F], clash: Clash, value: str) -> Finding:
     """`value`: the field as it is, with its source."""
     return Finding(
         severity=rule.severity,
