@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Mapping
 from typing import Any
 
@@ -12,6 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, RequestTimeout, UnsupportedMedia
 from dynamo_trtllm.frontend.errors import answer
 from dynamo_trtllm.frontend.writer import Writer
+
+STALL_S = 30.0  # past its deadline, an answer is cut of which nothing was taken for so long
 
 
 class ClientGone(Exception):
@@ -86,18 +89,23 @@ async def _gone(receive: Receive) -> None:
 
 
 class Reply:
-    """The one answer of an exchange: whole JSON, or a stream of events."""
+    """The one answer of an exchange: whole JSON, or a stream of events.
+
+    Sending waits while the client reads slowly. On our own server all raise ClientGone, the connection cut, when it
+    takes nothing for too long: what the answer holds would be held for as long as the client likes.
+    """
 
     def __init__(self, send: Send, writer: Writer | None = None) -> None:
         """`writer`: for whoever can't wait to send a piece, if there is a way."""
         self._send = send
         self.writer = writer
         self.started = False
+        self.deadline = 0.0  # seconds since the epoch; until then the client may take its time
 
     async def json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
         body = orjson.dumps(value)
         await self._start(status, {"Content-Type": "application/json", "Content-Length": str(len(body))}, headers)
-        await self._send({"type": "http.response.body", "body": body})
+        await self._pass({"type": "http.response.body", "body": body})
 
     async def start_events(self, headers: Mapping[str, str]) -> None:
         await self._start(
@@ -108,7 +116,7 @@ class Reply:
         """Waits while the client reads slowly: this stream only."""
         if self.writer is not None:
             self.writer.flush()
-        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        await self._pass({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def fail(self, error: DynamoError, retry_after_s: int) -> None:
         """A proper status, while there is none yet."""
@@ -120,7 +128,19 @@ class Reply:
         self.started = True
         pairs = [*first.items(), *(more or {}).items()]
         headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._pass({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _pass(self, message: Message) -> None:
+        writer = self.writer
+        if writer is None or writer.is_ready():
+            await self._send(message)
+            return
+        try:
+            async with asyncio.timeout(max(STALL_S, self.deadline - time.time())):
+                await self._send(message)
+        except TimeoutError:
+            writer.abort()
+            raise ClientGone from None
 
 
 def internal() -> InternalError:

@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Generic
 
@@ -20,7 +20,7 @@ from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.choices import likeliest, together
 from dynamo_trtllm.frontend.dialect import B, Dialect, Events, Heading, Job
 from dynamo_trtllm.frontend.errors import RETRY_AFTER_S
-from dynamo_trtllm.frontend.http import Reply
+from dynamo_trtllm.frontend.http import ClientGone, Reply
 from dynamo_trtllm.frontend.postprocess import Piece, pieces
 from dynamo_trtllm.frontend.preprocess import Identity, Plan, Prepared
 from dynamo_trtllm.frontend.record import Record
@@ -69,12 +69,13 @@ class Run(Generic[B]):
                     await self._folded(job, stream)
 
     async def fail(self, error: DynamoError) -> None:
-        """A proper status while there is none yet; else an event that ends the stream."""
-        if self._events is not None and self._reply.started:
-            await self._reply.events(self._events.failure(error), last=True)
-        else:
-            crowded = isinstance(error, Overloaded)
-            await self._reply.fail(error, self._edge.permits.retry_after_s() if crowded else RETRY_AFTER_S)
+        """A proper status while there is none yet; else an event that ends the stream; nothing when nobody is there."""
+        with suppress(ClientGone):
+            if self._events is not None and self._reply.started:
+                await self._reply.events(self._events.failure(error), last=True)
+            else:
+                crowded = isinstance(error, Overloaded)
+                await self._reply.fail(error, self._edge.permits.retry_after_s() if crowded else RETRY_AFTER_S)
 
     def admit(self) -> None:
         """Before anything is read. Raises Overloaded when this request could not even wait for its turn."""
@@ -92,6 +93,7 @@ class Run(Generic[B]):
         body = await asyncio.to_thread(parse, dialect.body, raw) if off_loop else parse(dialect.body, raw)
         most_s = edge.config.request_timeout_s
         deadline = self._arrived_at + (most_s if body.timeout is None else min(body.timeout, most_s))
+        self._reply.deadline = deadline
         identity = Identity(request_id=request_id, deadline=deadline)
         plan = await dialect.plan(body, edge.models.get(body.model), identity, off_loop=off_loop)
         self._record.planned(plan)

@@ -27,6 +27,10 @@ class Writer(Protocol):
         """Sends what was written. Before anything goes another way."""
         ...
 
+    def abort(self) -> None:
+        """Closes the connection; what the client has not taken is lost."""
+        ...
+
 
 class Turn:
     """The answers that were written to in this turn of the loop: each is sent once, at its end. A message from a
@@ -73,6 +77,9 @@ class CycleWriter:
         if not self._cycle.transport.is_closing():
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
+    def abort(self) -> None:
+        self._cycle.transport.abort()
+
 
 class HeldHead(asyncio.Transport):
     """The transport of one answer until its head is out: the head leaves with what is written next, and by itself at
@@ -97,6 +104,9 @@ class HeldHead(asyncio.Transport):
     def close(self) -> None:
         self._send()
         self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
 
     def _send(self, rest: bytes = b"") -> None:
         """Once; from then on the answer is written to the transport itself."""

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 import uvicorn
 
+from dynamo_trtllm.frontend import http
 from dynamo_trtllm.frontend.connection import http_server
-from tests.unit.frontend.scripted import MODEL, Front, front, stop
+from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
 
 BODY = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
 GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -36,6 +37,12 @@ class Served:
     async def until_connections(self, count: int) -> None:
         async with asyncio.timeout(5):
             while len(self.server.server_state.connections) != count:  # noqa: ASYNC110  # uvicorn tells nobody
+                await asyncio.sleep(0.01)
+
+    async def until_answered(self) -> None:
+        """All exchanges have ended."""
+        async with asyncio.timeout(5):
+            while self.server.server_state.tasks:  # noqa: ASYNC110  # uvicorn tells nobody
                 await asyncio.sleep(0.01)
 
     async def aclose(self) -> None:
@@ -248,6 +255,44 @@ async def test_answer_when_it_takes_longer_than_a_request_may_then_it_is_not_cut
         await asyncio.sleep(0.5)
         held.set()
         assert (await client.answer()).status == 200
+
+
+STREAM = json.dumps({**json.loads(BODY), "stream": True}).encode()
+FLOOD = [chunk("x" * 10_000)] * 1000  # more than the buffers of both sides hold
+
+
+async def test_answer_when_nobody_reads_it_then_it_is_cut_after_its_deadline_and_its_permit_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "STALL_S", 0.2)
+    async with serving(request_timeout_s=0.4) as served:
+        served.front.pipeline.script = [*FLOOD, stop()]
+        client = await served.connect()
+        client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
+        await asyncio.wait_for(served.front.pipeline.closed.wait(), 5)
+        await served.until_connections(0)
+        await served.until_answered()
+        assert 0 < served.front.pipeline.yielded < len(FLOOD)
+        metrics = served.front.metrics.render().decode()
+        assert "dynamo_trtllm_choices 0.0" in metrics
+        assert "dynamo_trtllm_inflight 0.0" in metrics
+
+
+async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "STALL_S", 2.0)
+    async with serving(request_timeout_s=0.2) as served:
+        served.front.pipeline.script = [*FLOOD, stop()]
+        client = await served.connect()
+        client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM)
+        await asyncio.sleep(0.5)
+        read = 0
+        while b"[DONE]" not in (data := await asyncio.wait_for(client.reader.read(1 << 20), 5)):
+            assert data
+            read += len(data)
+            await asyncio.sleep(0.001)
+        assert read > 9_000_000
 
 
 class Files:
