@@ -1,4 +1,4 @@
-"""What engines over another library make of a request alike: where it stops, and guided forms as structural tags. Pure.
+"""What engines over another library make of a request alike: what they refuse, where it stops, guided forms. Pure.
 
 The forms follow xgrammar's documentation, which both TensorRT-LLM and vLLM use.
 """
@@ -9,10 +9,33 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dynamo_trtllm.messages import Guided, GuidedAlternative, Sampling
+from dynamo_trtllm.errors import EngineRefused
+from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling
 
 # Harmony's ends of a turn: <|return|> and <|call|>. The libraries stop at neither, or at one, of their own accord.
 HARMONY_STOP_IDS = (200002, 200012)
+_DEFAULTS = Sampling(max_tokens=1)
+
+
+def check(request: GenerateRequest, *, role: Role, vocab_size: int, refuses: Iterable[str], library: str) -> None:
+    """Raises EngineRefused naming the field. `refuses`: fields of Sampling, and "cache_salt"."""
+    if not request.token_ids:
+        raise EngineRefused("the prompt is empty", field="token_ids")
+    if (largest := max(request.token_ids)) >= vocab_size:
+        raise EngineRefused(f"token id {largest} is not in the vocabulary of {vocab_size}", field="token_ids")
+    if request.phase is not Phase.WHOLE and role is Role.AGGREGATED:
+        raise EngineRefused(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
+    for name in refuses:
+        if _is_used(request, name):
+            raise EngineRefused(
+                f"{name} can't be honored by this worker's {library}; leave it out, or see why in its log", field=name
+            )
+
+
+def _is_used(request: GenerateRequest, name: str) -> bool:
+    if name == "cache_salt":
+        return request.cache_salt is not None
+    return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 
 def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
@@ -26,7 +49,15 @@ def is_plain(guided: Guided) -> bool:
     return len(guided.alternatives) == 1 and not guided.alternatives[0].literal and not guided.after
 
 
-def structural_tag(guided: Guided) -> str:
+def guided_params(guided: Guided) -> dict[str, Any]:
+    """Arguments of the library's class for guided decoding, whose names are the same in both."""
+    if is_plain(guided):
+        schema = guided.alternatives[0].json_schema
+        return {"json_object": True} if schema == "{}" else {"json": schema}
+    return {"structural_tag": _structural_tag(guided)}
+
+
+def _structural_tag(guided: Guided) -> str:
     """The form as the JSON text of a structural tag."""
     form = _after(guided) if guided.after else _one_of([_written(each) for each in guided.alternatives])
     return json.dumps({"type": "structural_tag", "format": form})

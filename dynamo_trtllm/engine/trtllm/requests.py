@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.engine.asking import is_plain, stop_token_ids, structural_tag
+from dynamo_trtllm.engine.asking import check, guided_params, is_plain, stop_token_ids
 from dynamo_trtllm.errors import ContextTooLong, EngineRefused
-from dynamo_trtllm.messages import GenerateRequest, Guided, Phase, Role, Sampling
+from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
-_DEFAULTS = Sampling(max_tokens=1)
 _NO_END = -1  # what TensorRT-LLM itself sends for a request that never ends by token
 
 
@@ -65,7 +64,7 @@ def make_call(request: GenerateRequest, rules: Rules) -> Call:
         streaming=request.phase is not Phase.PREFILL,
         max_tokens=max_tokens,
         sampling=_sampling(sampling, rules, stop_ids, 1 if hands_over else max_tokens),
-        guided=None if sampling.guided is None else guided_params(sampling.guided, rules),
+        guided=None if sampling.guided is None else guided_params(sampling.guided),
         bias=sampling.logit_bias,
         cache_salt=request.cache_salt,
         stop_ids=stop_ids,
@@ -74,32 +73,17 @@ def make_call(request: GenerateRequest, rules: Rules) -> Call:
 
 
 def _check(request: GenerateRequest, rules: Rules) -> None:
-    tokens = len(request.token_ids)
-    if tokens == 0:
-        raise EngineRefused("the prompt is empty", field="token_ids")
-    limit = rules.prompt_limits[request.phase]
+    check(request, role=rules.role, vocab_size=rules.vocab_size, refuses=rules.refuses, library="TensorRT-LLM")
+    tokens, limit = len(request.token_ids), rules.prompt_limits[request.phase]
     if tokens > limit.tokens:
         raise ContextTooLong(
             f"a prompt of {tokens} tokens is longer than this worker takes, {limit.tokens} ({limit.why}); shorten it"
         )
-    if max(request.token_ids) >= rules.vocab_size:
+    if request.sampling.guided is not None and not is_plain(request.sampling.guided) and not rules.structural_tags:
         raise EngineRefused(
-            f"token id {max(request.token_ids)} is not in the vocabulary of {rules.vocab_size}", field="token_ids"
+            "a form for part of the answer needs guided_decoding_backend: xgrammar and TensorRT-LLM 1.2 or newer",
+            field="guided",
         )
-    if request.phase is not Phase.WHOLE and rules.role is Role.AGGREGATED:
-        raise EngineRefused(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
-    for name in rules.refuses:
-        if _is_used(request, name):
-            raise EngineRefused(
-                f"{name} can't be honoured by this worker's TensorRT-LLM; leave it out, or see why in its log",
-                field=name,
-            )
-
-
-def _is_used(request: GenerateRequest, name: str) -> bool:
-    if name == "cache_salt":
-        return request.cache_salt is not None
-    return bool(getattr(request.sampling, name) != getattr(_DEFAULTS, name))
 
 
 def _sampling(sampling: Sampling, rules: Rules, stop_ids: frozenset[int], max_tokens: int) -> dict[str, Any]:
@@ -133,20 +117,3 @@ def _greedy() -> dict[str, Any]:
 def _random(sampling: Sampling) -> dict[str, Any]:
     # Said in full: a release that is told nothing decodes greedily.
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}
-
-
-# --- guided decoding -----------------------------------------------------------------------------------
-# This was not run against the real package.
-
-
-def guided_params(guided: Guided, rules: Rules) -> dict[str, Any]:
-    """Arguments of GuidedDecodingParams. Raises EngineRefused for a form that the release or backend can't take."""
-    if is_plain(guided):
-        first = guided.alternatives[0]
-        return {"json_object": True} if first.json_schema == "{}" else {"json": first.json_schema}
-    if not rules.structural_tags:
-        raise EngineRefused(
-            "a form for part of the answer needs guided_decoding_backend: xgrammar and TensorRT-LLM 1.2 or newer",
-            field="guided",
-        )
-    return {"structural_tag": structural_tag(guided)}

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engine.asking import is_plain, stop_token_ids, structural_tag
+from dynamo_trtllm.engine.asking import check, guided_params, stop_token_ids
 from dynamo_trtllm.errors import ContextTooLong, EngineRefused
-from dynamo_trtllm.messages import GenerateRequest, Guided, Phase, Role, Sampling, TokenIds
+from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
-_DEFAULTS = Sampling(max_tokens=1)
 _SEED_BITS = 63
 _TO_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -94,7 +93,7 @@ def make_call(request: GenerateRequest, rules: Rules, redeemed: Redeemed | None 
     return Call(
         prompt=prompt,
         sampling=values,
-        guided=None if sampling.guided is None else _guided(sampling.guided),
+        guided=None if sampling.guided is None else guided_params(sampling.guided),
         cache_salt=request.cache_salt,
         stop_ids=stop_ids,
         hands_over=hands_over,
@@ -116,39 +115,19 @@ def samples_again(request: GenerateRequest, block_tokens: int) -> bool:
     return counted or seeded or sampling.guided is not None or len(request.token_ids) % block_tokens == 0
 
 
-def check_prompt(token_ids: TokenIds, rules: Rules) -> None:
-    tokens = len(token_ids)
-    if tokens == 0:
-        raise EngineRefused("the prompt is empty", field="token_ids")
+def _check(request: GenerateRequest, rules: Rules) -> None:
+    check(request, role=rules.role, vocab_size=rules.vocab_size, refuses=rules.refuses, library="vLLM")
+    tokens = len(request.token_ids)
     if tokens >= rules.context_length:
         raise ContextTooLong(
             f"a prompt of {tokens} tokens leaves no room in the context of {rules.context_length} (max_model_len); "
             "shorten it"
         )
-    if max(token_ids) >= rules.vocab_size:
-        raise EngineRefused(
-            f"token id {max(token_ids)} is not in the vocabulary of {rules.vocab_size}", field="token_ids"
-        )
-
-
-def _check(request: GenerateRequest, rules: Rules) -> None:
-    check_prompt(request.token_ids, rules)
-    if request.phase is not Phase.WHOLE and rules.role is Role.AGGREGATED:
-        raise EngineRefused(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
-    for name in rules.refuses:
-        if _is_used(request, name):
-            raise EngineRefused(f"{name} can't be honored by this worker's vLLM; see why in its log", field=name)
     wanted = request.sampling.logprobs
     if wanted is not None and -1 < rules.max_logprobs < wanted:
         raise EngineRefused(
             f"logprobs {wanted} is more than max_logprobs {rules.max_logprobs} of this worker", field="logprobs"
         )
-
-
-def _is_used(request: GenerateRequest, name: str) -> bool:
-    if name == "cache_salt":
-        return request.cache_salt is not None
-    return bool(getattr(request.sampling, name, None) != getattr(_DEFAULTS, name, None))
 
 
 def _sampling(
@@ -172,10 +151,3 @@ def _sampling(
         "logprobs": sampling.logprobs,
         "detokenize": False,
     }
-
-
-def _guided(guided: Guided) -> dict[str, Any]:
-    if is_plain(guided):
-        schema = guided.alternatives[0].json_schema
-        return {"json_object": True} if schema == "{}" else {"json": schema}
-    return {"structural_tag": structural_tag(guided)}
