@@ -69,7 +69,7 @@ class Models:
 
     def lacking(self, name: str) -> str | None:
         """See `Catalog`."""
-        return standing.lacking(self._view.model(name), name, self._book)
+        return self._plane.outage() or standing.lacking(self._view.model(name), name, self._book)
 
     def standing(self) -> Standing:
         """See `Catalog`."""

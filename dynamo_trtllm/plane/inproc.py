@@ -26,6 +26,9 @@ class InprocLink:
     def on_lost(self, lost: Lost) -> None:
         """Nothing is ever lost here."""
 
+    def outage(self) -> str | None:
+        return "the request plane is closed" if self._closed else None
+
     async def listen(self, subject: str, receive: Receive) -> InprocListening:
         self._listeners[subject] = receive
         return InprocListening(self._listeners, subject)

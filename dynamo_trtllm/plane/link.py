@@ -38,6 +38,10 @@ class Link(Protocol):
         """Call `lost` whenever messages may have been lost."""
         ...
 
+    def outage(self) -> str | None:
+        """See `base.Plane`."""
+        ...
+
     async def listen(self, subject: str, receive: Receive) -> Listening:
         """What this link itself sends from now on to `subject`, or asks to be sent there, arrives."""
         ...

@@ -88,6 +88,9 @@ class LinkPlane:
         reply = await self._link.ask(control_subject(subject), self._fitting(Verb(verb)), timeout_s=timeout_s)
         return _answered(reply)
 
+    def outage(self) -> str | None:
+        return self._link.outage()
+
     async def aclose(self) -> None:
         for serving in self._servings:
             await serving.aclose()
@@ -142,8 +145,10 @@ class LinkPlane:
             del self._running[subject]
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
+        ours = isinstance(error, Disconnected)  # our own connection: nothing is known of the worker
+        lost = error if ours else Disconnected(f"the worker at {subject} is gone: {error.message}")
         for arrivals in self._running.get(subject, ()):
-            arrivals.fail(Disconnected(f"the worker at {subject} is gone: {error.message}"))
+            arrivals.fail(lost)
 
 
 def _answered(reply: bytes) -> bytes:

@@ -128,7 +128,7 @@ class NatsLink:
                 )
         except (nats_errors.Error, OSError, TimeoutError) as exc:
             self._closing = True
-            raise Unreachable(f"no NATS server at {self._address}; start one or change nats.url") from exc
+            raise Unreachable(f"no NATS server at {self._address}; start one, or check --nats-server") from exc
         except asyncio.CancelledError:
             self._closing = True
             raise
@@ -144,6 +144,9 @@ class NatsLink:
 
     def on_lost(self, lost: Lost) -> None:
         self._lost.append(lost)
+
+    def outage(self) -> str | None:
+        return None if self._up.is_set() else f"there is no connection to NATS at {self._address}; is it running?"
 
     async def listen(self, subject: str, receive: Receive) -> NatsListening:
         async def take(message: Msg) -> None:

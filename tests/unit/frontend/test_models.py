@@ -308,3 +308,15 @@ async def test_aclose_when_a_model_is_loading_then_no_task_is_left(frontend: Fro
     await until(lambda: any(task.get_name() == "load tiny" for task in asyncio.all_tasks()))
     await frontend.models.aclose()
     assert not any(task.get_name() == "load tiny" for task in asyncio.all_tasks())
+
+
+async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and_it_says_why(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await frontend.add(1, CARD)
+    async with asyncio.timeout(2):
+        while not frontend.models.instances():  # noqa: ASYNC110 - the watch puts it there
+            await asyncio.sleep(0.005)
+    assert frontend.models.lacking(CARD.name) is None
+    monkeypatch.setattr(frontend.plane, "outage", lambda: "no connection to NATS")
+    assert frontend.models.lacking(CARD.name) == "no connection to NATS"

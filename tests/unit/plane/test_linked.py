@@ -10,7 +10,7 @@ from contextlib import aclosing
 import pytest
 
 from dynamo_trtllm.codec import decode
-from dynamo_trtllm.errors import StreamIncomplete
+from dynamo_trtllm.errors import Disconnected, StreamIncomplete
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.plane.inproc import InprocLink
 from dynamo_trtllm.plane.linked import LinkPlane, PlaneLimits
@@ -54,4 +54,30 @@ async def test_inbox_when_a_message_cannot_be_read_then_running_streams_end_so_t
         with pytest.raises(StreamIncomplete, match="can't be read") as caught:
             await asyncio.wait_for(anext(chunks), 2)
     assert caught.value.retryable
+    await plane.aclose()
+
+
+class Cut(InprocLink):
+    """Whose connection goes while a stream runs."""
+
+    cut = False
+
+    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        if self.cut:
+            raise Disconnected("no connection here")
+        return await super().ask(subject, data, timeout_s=timeout_s)
+
+
+async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
+    link = Cut()
+    plane = LinkPlane(link, PlaneLimits(ping_interval_s=0.01))
+    await plane.serve(SUBJECT, Endless())
+    request = GenerateRequest(
+        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
+    )
+    async with aclosing(plane.generate(SUBJECT, request)) as chunks:
+        await anext(chunks)
+        link.cut = True
+        with pytest.raises(Disconnected, match=r"^no connection here$"):
+            await asyncio.wait_for(anext(chunks), 2)
     await plane.aclose()
