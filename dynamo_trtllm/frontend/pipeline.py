@@ -82,6 +82,7 @@ class PipelineOptions:
     limits: RecoveryLimits = field(default_factory=RecoveryLimits)
     hold_s: float = 0.0  # longest wait for a role that has no instance
     decode_fallback: bool = False  # decode workers do whole requests while there is no prefill worker
+    has_canaries: bool = True  # else requests try a quarantined pair once its time is over
 
 
 class Pipeline:
@@ -156,6 +157,8 @@ class Pipeline:
                 recovery.try_anew()
 
     def _place(self, recovery: Recovery, turn: int) -> Placement:
+        if self._book.has_shut and not self._options.has_canaries:
+            self._book.reopen(time.monotonic())
         absent = self._absent.ids(time.monotonic())
         if absent:
             try:

@@ -91,6 +91,7 @@ def _options(config: FrontendConfig) -> PipelineOptions:
         limits=RecoveryLimits(retries=config.retry_limit, migrations=config.migration_limit),
         hold_s=config.hold_for_roles_s,
         decode_fallback=config.decode_fallback,
+        has_canaries=config.canary_interval_s > 0,
     )
 
 

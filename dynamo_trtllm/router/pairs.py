@@ -86,6 +86,10 @@ class PairBook:
         if record.state is PairState.QUARANTINED:
             record.open_until = now + self._limits.open_s
 
+    def reopen(self, now: float) -> None:
+        """Where no canary decides: pairs whose time is over get requests again, and these decide."""
+        self._shut -= {pair for pair in self._shut if self._records[pair].open_until <= now}
+
     def is_shut(self, pair: Pair) -> bool:
         """Whether requests are kept off this pair."""
         return pair in self._shut

@@ -29,6 +29,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
+from dynamo_trtllm.router.pairs import BreakerLimits, PairBook
 from tests.unit.frontend.legs import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, handoff, request
 
 
@@ -311,3 +312,18 @@ async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
+
+
+async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_does_once_its_time_is_over(
+    cluster: Cluster,
+) -> None:
+    book, options = PairBook(BreakerLimits(failures=1, open_s=60.0)), PipelineOptions(has_canaries=False)
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, options, book)
+    await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(2)])
+    await cluster.add(2, Role.DECODE, [TransferFailed("for now")], FINISHED)
+    with pytest.raises(TransferFailed):
+        await cluster.tokens()
+    with pytest.raises(NoInstances, match="quarantined"):
+        await cluster.tokens()
+    book.record((1, 2)).open_until = 0.0
+    assert await cluster.tokens() == [10, 11, 12, 13]

@@ -129,3 +129,14 @@ def test_failed_when_many_legs_fail_at_once_then_the_breaker_has_opened_once() -
     assert [book.failed(PAIR, "x", 0.0) for _ in range(2000)].count(True) == 1
     assert (book.record(PAIR).openings, book.record(PAIR).open_until) == (1, 10.0)
     assert poisoned(book, [PAIR]) == set()
+
+
+def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_shuts_for_longer() -> None:
+    book = PairBook(BreakerLimits(failures=1, open_s=10.0))
+    book.failed(PAIR, "x", 0.0)
+    book.reopen(9.0)
+    assert book.is_shut(PAIR)
+    book.reopen(10.0)
+    assert not book.is_shut(PAIR)
+    book.failed(PAIR, "x", 11.0)
+    assert (book.is_shut(PAIR), book.record(PAIR).open_until) == (True, 31.0)
