@@ -214,6 +214,8 @@ class NatsLink:
             subject, data = await self._outgoing.get()
             try:
                 await self._client.publish(subject, data)
+            except nats_errors.BadSubjectError:  # who asked for it gave it: nobody else misses anything
+                logger.debug("nobody can be told anything at %r", subject)
             except (nats_errors.Error, OSError) as exc:
                 self._tell_lost(Disconnected(f"a message to {subject} could not be sent: {exc!r}"))
             finally:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 import pytest
 
+from dynamo_trtllm.codec import encode
 from dynamo_trtllm.errors import (
     TicketExpired,
 )
@@ -18,6 +19,8 @@ from dynamo_trtllm.messages import (
     Release,
     ReleaseOutcome,
 )
+from dynamo_trtllm.plane.serving import control_subject
+from dynamo_trtllm.plane.stream import PING, Envelope, Open
 from tests.contract.plane_bench import (
     SUBJECT,
     Bench,
@@ -79,3 +82,27 @@ async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: Bench) -
     gate.set()
     await asyncio.wait_for(finished, 2)
     assert (serving.running, len(await asking)) == (0, 1)
+
+
+async def test_message_when_its_sender_can_not_be_answered_then_running_streams_go_on(bench: Bench) -> None:
+    gate = asyncio.Event()
+
+    async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk()
+        await gate.wait()
+        yield Chunk(finish_reason=FinishReason.STOP)
+
+    service = ScriptedService(gated)
+    await bench.worker.serve(SUBJECT, service)
+    async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
+        await anext(chunks)
+        link = bench.caller._link  # type: ignore[attr-defined]
+        nobody = encode(Envelope(Open(1, "no subject", make_request(name="x"))))
+        for data in (PING, b"garbage", nobody):
+            link.post(SUBJECT, data)
+            link.post(control_subject(SUBJECT), data)
+            link.post(bench.caller._inbox_subject, PING)  # type: ignore[attr-defined]
+        await until(lambda: service.open == 2)
+        gate.set()
+        assert [chunk.finish_reason async for chunk in chunks] == [FinishReason.STOP]
+    await until(lambda: service.open == 0)
