@@ -25,8 +25,9 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.plane.linked import PlaneLimits
+from tests.waiting import SOON_S
 
-LIMITS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.6, max_pending_tokens=2000)
+LIMITS = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=0.6, max_pending_tokens=2000)
 SUBJECT = "ns_prefill.generate-1f"
 Script = Callable[[GenerateRequest], AsyncGenerator[Chunk, None]]
 
@@ -111,6 +112,6 @@ async def check_fails(call: Awaitable[object], error: type[DynamoError]) -> Dyna
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(SOON_S):
         while not condition():  # noqa: ASYNC110  # a list tells nobody when it grows
             await asyncio.sleep(0.01)

@@ -42,6 +42,7 @@ from tests.contract.plane_bench import (
     one_then_wait,
     wait_for_ever,
 )
+from tests.waiting import SOON_S
 
 
 async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: Bench) -> None:
@@ -79,7 +80,7 @@ async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(be
     service = ScriptedService(script)
     await bench.worker.serve(SUBJECT, service)
     await check_fails(collect(bench.caller, make_request()), PayloadTooLarge)
-    await asyncio.wait_for(service.closed.wait(), 1)
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
 async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(bench: Bench) -> None:
@@ -128,7 +129,7 @@ async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(be
     async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
         async for _ in chunks:
             break
-    await asyncio.wait_for(service.closed.wait(), 1)
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
     assert service.open == 0
 
 
@@ -136,10 +137,10 @@ async def test_cancel_when_before_first_chunk_then_service_stream_closes(bench: 
     service = ScriptedService(wait_for_ever)
     await bench.worker.serve(SUBJECT, service)
     reader = asyncio.create_task(collect(bench.caller, make_request()))
-    await asyncio.wait_for(service.started.wait(), 1)
+    await asyncio.wait_for(service.started.wait(), SOON_S)
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
-    await asyncio.wait_for(service.closed.wait(), 1)
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
 async def test_cancel_when_before_the_ack_then_no_stream_stays_open(bench: Bench) -> None:
@@ -166,10 +167,10 @@ async def test_generate_when_300_streams_run_then_all_complete(bench: Bench) -> 
 async def test_deadline_when_it_passes_then_both_sides_end(bench: Bench) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
-    started = time.monotonic()
-    await check_fails(collect(bench.caller, make_request(seconds=0.3)), DeadlineExceeded)
-    assert time.monotonic() - started < 1
-    await asyncio.wait_for(service.closed.wait(), 1)
+    async with asyncio.timeout(SOON_S):
+        while not service.started.is_set():  # one whose deadline passed before the worker took it says nothing
+            await check_fails(collect(bench.caller, make_request(seconds=0.3)), DeadlineExceeded)
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
 async def test_deadline_when_already_past_then_service_is_not_called(bench: Bench) -> None:
@@ -182,7 +183,7 @@ async def test_deadline_when_already_past_then_service_is_not_called(bench: Benc
 async def test_generate_when_nobody_serves_then_unreachable_at_once(bench: Bench) -> None:
     started = time.monotonic()
     await check_fails(collect(bench.caller, make_request(), "ns_x.generate-1"), Unreachable)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < LIMITS.ack_timeout_s  # it was not waited for
 
 
 async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(bench: Bench) -> None:
@@ -196,7 +197,7 @@ async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(b
     service = ScriptedService(script)
     serving = await bench.worker.serve(SUBJECT, service)
     running = asyncio.create_task(collect(bench.caller, make_request()))
-    await asyncio.wait_for(service.started.wait(), 1)
+    await asyncio.wait_for(service.started.wait(), SOON_S)
     await serving.stop_accepting()
     await check_fails(collect(bench.caller, make_request()), Draining)
     assert len(await bench.caller.control(SUBJECT, FileRequest("a"))) == 1000
@@ -208,7 +209,7 @@ async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: 
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
     running = asyncio.create_task(collect(bench.caller, make_request()))
-    await asyncio.wait_for(service.started.wait(), 1)
+    await asyncio.wait_for(service.started.wait(), SOON_S)
     await serving.aclose()
     await serving.aclose()
     assert service.open == 0

@@ -30,6 +30,7 @@ from tests.contract.plane_bench import (
     until,
 )
 from tests.instances import make_ticket
+from tests.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -71,16 +72,16 @@ async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: Bench) -
 
     service = ScriptedService(gated)
     serving = await bench.worker.serve(SUBJECT, service)
-    await asyncio.wait_for(serving.finished(), 1)
+    await asyncio.wait_for(serving.finished(), SOON_S)
     asking = asyncio.create_task(collect(bench.caller, make_request()))
-    await asyncio.wait_for(service.started.wait(), 2)
+    await asyncio.wait_for(service.started.wait(), SOON_S)
     assert serving.running == 1
     await serving.stop_accepting()
     finished = asyncio.create_task(serving.finished())
     await asyncio.sleep(0.05)
     assert not finished.done()
     gate.set()
-    await asyncio.wait_for(finished, 2)
+    await asyncio.wait_for(finished, SOON_S)
     assert (serving.running, len(await asking)) == (0, 1)
 
 
