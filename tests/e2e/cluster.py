@@ -23,7 +23,7 @@ import httpx
 from dynamo_trtllm.children.spawn import spawn
 
 TINY = "tiny-gpt-oss"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0  # processes that import much, several at once, beside other busy ones
 STOP_TIMEOUT_S = 10.0
 
 
@@ -87,7 +87,7 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         self._child.send_signal(number)
 
-    def wait(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
+    def wait(self, timeout_s: float = START_TIMEOUT_S) -> int:
         """The exit status."""
         status = self._child.wait(timeout_s)
         self._reader.join(timeout_s)
@@ -97,7 +97,7 @@ class Process:
         """SIGTERM, then SIGKILL. Idempotent."""
         self._child.terminate()
         try:
-            self.wait()
+            self.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._child.kill()
             self.wait()
@@ -140,7 +140,7 @@ class Cluster:
         return self._start("dynamo_trtllm", [*argv, "--disaggregation-mode", role, "--system-port", "0"], env)
 
     @contextmanager
-    def client(self, timeout_s: float = 30.0) -> Iterator[httpx.Client]:
+    def client(self, timeout_s: float = START_TIMEOUT_S) -> Iterator[httpx.Client]:
         with httpx.Client(base_url=self.frontend.url(), timeout=timeout_s, trust_env=False) as client:
             yield client
 
@@ -151,7 +151,7 @@ class Cluster:
         for name in names:
             self.until_status(name, 200)
 
-    def until_status(self, name: str, status: int, timeout_s: float = 20.0) -> None:
+    def until_status(self, name: str, status: int, timeout_s: float = START_TIMEOUT_S) -> None:
         """The frontend says 200 (ready) or 503 (not ready) of this model."""
         with self.client() as client:
             until(lambda: client.get(f"/v1/models/{name}/ready").status_code == status, timeout_s)
@@ -193,7 +193,7 @@ def events(lines: Iterator[str]) -> Iterator[Any]:
     raise AssertionError("the stream ended without [DONE]")
 
 
-def command(argv: Sequence[str], env: Mapping[str, str], timeout_s: float = 15.0) -> tuple[int, list[str]]:
+def command(argv: Sequence[str], env: Mapping[str, str], timeout_s: float = START_TIMEOUT_S) -> tuple[int, list[str]]:
     """Runs a module to its end: exit status and the lines of stderr."""
     done = subprocess.run(
         [sys.executable, "-m", *argv], env=dict(env), capture_output=True, text=True, timeout=timeout_s, check=False

@@ -17,7 +17,7 @@ from tests.e2e.cluster import TINY, Cluster, command
 from tests.e2e.conftest import TorchCluster
 
 MODULE = "dynamo_trtllm.chat"
-TIMEOUT_S = 15.0
+TIMEOUT_S = 60.0
 
 
 def _hear_interrupts() -> None:

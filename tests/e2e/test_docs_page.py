@@ -17,7 +17,7 @@ NOWHERE_ELSE = "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 
 @pytest.mark.extra
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_docs_when_a_browser_opens_it_then_every_endpoint_and_schema_is_laid_out(
     mock_cluster: Cluster, tmp_path: Path
 ) -> None:

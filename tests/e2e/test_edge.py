@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletionChunk
 from tests.e2e.cluster import TINY, events
 from tests.e2e.conftest import TorchCluster
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 ASKED: dict[str, Any] = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
 CHAT = "/v1/chat/completions"

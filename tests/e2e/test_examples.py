@@ -14,7 +14,7 @@ import pytest
 from tests.e2e.cluster import TINY, Cluster, Process
 from tests.standin import FAKES
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STAND_IN = {"PYTHONPATH": str(FAKES), "STANDIN_CARRIER": "tcp"}

@@ -5,6 +5,7 @@ Mock engines: their scheduling, tickets and KV transfer are real, only the compu
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -16,15 +17,16 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, Process, events, gauges, until
+from tests.e2e.cluster import START_TIMEOUT_S, Cluster, Process, events, gauges, until
 from tests.servers import TestServer
+from tests.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 CHAT = "/v1/chat/completions"
 STEP_S = 0.02
 HOLD_S = 5.0  # for a role that has no worker any more
-LOST_WITHIN_S = 11.0  # the plane pings the peers of running streams every 5 s and waits as long for an answer
+LOST_WITHIN_S = 10.0 + SOON_S  # the plane pings the peers of running streams every 5 s and waits as long
 GOOD: dict[str, Any] = {"model": "mock", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 LONG = GOOD | {"stream": True, "max_tokens": 1000}  # 20 s of steps
 SHORT = LONG | {"max_tokens": 60}
@@ -37,7 +39,7 @@ class Pair(NamedTuple):
     prefill: Process
     decode: Process
 
-    def until_idle(self, timeout_s: float = 2.0) -> None:
+    def until_idle(self, timeout_s: float = SOON_S) -> None:
         for worker in (self.prefill, self.decode):
             until(partial(is_idle, worker), timeout_s)
 
@@ -57,7 +59,8 @@ def start_pair(cluster: Cluster, **engine_args: Any) -> Pair:
 @pytest.fixture(scope="module")
 def lasting(etcd_server: str, nats_server: str) -> Iterator[Pair]:
     """For tests in which only clients leave."""
-    cluster = Cluster(etcd_server, nats_server, "clients-leave")
+    without_canaries = ("--canary-interval-s", "0")  # they too would be in a slow worker's step
+    cluster = Cluster(etcd_server, nats_server, "clients-leave", without_canaries)
     try:
         yield start_pair(cluster)
     finally:
@@ -100,7 +103,7 @@ def check_ends_with_error(stream: Running, codes: set[str], within_s: float) -> 
 # --- clients leave -------------------------------------------------------------------------------------
 
 
-def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides_within_2_s(lasting: Pair) -> None:
+def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides(lasting: Pair) -> None:
     with running(lasting.cluster):
         assert gauges(lasting.decode)["kv_blocks_used"] > 0
     lasting.until_idle()
@@ -108,16 +111,17 @@ def test_kv_when_a_client_leaves_mid_stream_then_free_on_both_sides_within_2_s(l
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_kv_when_a_client_leaves_before_the_first_token_then_free_on_both_sides_within_2_s(
+def test_kv_when_a_client_leaves_before_the_first_token_then_free_on_both_sides(
     etcd_server: str, nats_server: str, lasting: Pair, stream: bool
 ) -> None:
-    """A prefill step takes 5 s: the request is in it when the client leaves."""
+    """A prefill step takes 30 s: the request is in it when the client leaves."""
     name = f"slow-{stream}"
-    slow = lasting.cluster.mock("prefill", name, step_s=5.0)
+    slow = lasting.cluster.mock("prefill", name, step_s=30.0)
     decode = lasting.cluster.mock("decode", name)
     lasting.cluster.until_ready(name)
-    with lasting.cluster.client(timeout_s=1.0) as client, pytest.raises(httpx.ReadTimeout):
-        client.post(CHAT, json=GOOD | {"model": name, "stream": stream})
+    patience = httpx.Timeout(START_TIMEOUT_S, read=1.0)
+    with lasting.cluster.client() as client, pytest.raises(httpx.ReadTimeout):
+        client.post(CHAT, json=GOOD | {"model": name, "stream": stream}, timeout=patience)
     Pair(lasting.cluster, slow, decode).until_idle()
     check_good(lasting.cluster)
     for worker in (slow, decode):
@@ -129,14 +133,14 @@ def test_kv_when_16_clients_leave_at_once_then_all_of_it_is_free(lasting: Pair) 
 
     def client() -> None:
         with running(lasting.cluster):
-            leave.wait(15)
+            leave.wait(START_TIMEOUT_S)
 
     threads = [threading.Thread(target=client) for _ in range(16)]
     for thread in threads:
         thread.start()
-    leave.wait(15)
+    leave.wait(START_TIMEOUT_S)
     for thread in threads:
-        thread.join(15)
+        thread.join(START_TIMEOUT_S)
     lasting.until_idle()
     check_good(lasting.cluster)
 
@@ -156,7 +160,7 @@ def test_stream_when_its_decode_worker_is_killed_then_it_ends_with_an_error_and_
             assert refused.json()["error"]["code"] in ("unreachable", "no_instances")
             assert refused.headers["Retry-After"]
         check_ends_with_error(stream, {"unreachable", "disconnected", "incomplete"}, LOST_WITHIN_S)
-    until(lambda: is_idle(pair.prefill), 2.0)
+    until(lambda: is_idle(pair.prefill), SOON_S)
     pair.cluster.until_status("mock", 503)
     pair.cluster.mock("decode", "mock").instance()
     pair.cluster.until_status("mock", 200)
@@ -173,7 +177,7 @@ def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_g
         refused = client.post(CHAT, json=GOOD)
     assert refused.status_code == 503, refused.text
     pair.cluster.until_status("mock", 503)
-    until(lambda: is_idle(pair.decode), 2.0)
+    until(lambda: is_idle(pair.decode), SOON_S)
     pair.cluster.mock("prefill", "mock").instance()
     pair.cluster.until_status("mock", 200)
     check_good(pair.cluster)
@@ -191,7 +195,7 @@ def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error
 
     asking = threading.Thread(target=ask)
     asking.start()
-    until(lambda: gauges(prefill)["running"] == 1, 5.0)
+    until(lambda: gauges(prefill)["running"] == 1, SOON_S)
     prefill.send(signal.SIGKILL)
     asking.join(LOST_WITHIN_S + HOLD_S)
     assert answers, "no answer in time"
@@ -260,7 +264,7 @@ def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_o
         with pair.cluster.client() as client:
             return client.post(CHAT, json=GOOD).status_code == 200
 
-    until(is_served, 10.0)
+    until(is_served, 2 * SOON_S)
     pair.until_idle(LOST_WITHIN_S)
 
 
@@ -287,6 +291,12 @@ def test_requests_when_etcd_is_away_for_four_leases_then_all_are_served_and_the_
         assert not process.is_over
 
 
+def retries(cluster: Cluster) -> float:
+    """Legs that were given up and done elsewhere: each waited in vain first."""
+    text = httpx.get(f"{cluster.frontend.url()}/metrics", trust_env=False).text
+    return sum(map(float, re.findall(r"^dynamo_trtllm_retries_total\{.*\} (\S+)$", text, re.MULTILINE)))
+
+
 # --- a worker that is frozen ---------------------------------------------------------------------------
 
 
@@ -300,11 +310,8 @@ def test_requests_when_a_worker_is_frozen_then_they_are_served_elsewhere_and_onl
         check_good(pair.cluster)
     pair.decode.send(signal.SIGSTOP)
     try:
-        waits = []
         for _ in range(6):
-            begun = time.monotonic()
             check_good(pair.cluster)
-            waits.append(time.monotonic() - begun)
-        assert len([wait for wait in waits if wait > 1.5]) <= 1, waits
+        assert retries(pair.cluster) <= 1
     finally:
         pair.decode.send(signal.SIGCONT)

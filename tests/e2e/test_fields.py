@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.cluster import TINY, Cluster
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 PLACE = {"type": "object", "properties": {"city": {"enum": ["Bern", "Oslo"]}}, "required": ["city"]}

@@ -17,7 +17,7 @@ from tests.e2e.cluster import TINY, events
 from tests.e2e.conftest import TorchCluster
 from tests.e2e.guides import FIRST, GUIDES, REQUESTS, SECOND
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 CHAT = "/v1/chat/completions"
 CHATS = [name for name, body in REQUESTS.items() if "messages" in body]

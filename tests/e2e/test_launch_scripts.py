@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.launched import Launched, ask_until_answered, free_port
+from tests.waiting import SOON_S
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "scripts/launch").glob("gpt_oss_*.sh"))
@@ -20,7 +21,7 @@ MODEL = "openai/gpt-oss-120b"
 # As a script in the background of another one is started.
 SIGINT_IGNORED = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 def environment(port: int) -> dict[str, str]:
@@ -54,7 +55,7 @@ def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing
         assert others <= set(launched.pids())
         launched.process.send_signal(signal.SIGINT)
         assert launched.end() == (0, "")
-        launched.wait_gone(5.0)
+        launched.wait_gone(SOON_S)
         assert not list(tmp_path.iterdir())
     finally:
         launched.close()

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, Process, gauges, until
+from tests.e2e.cluster import START_TIMEOUT_S, Cluster, Process, gauges, until
+from tests.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 CHAT = "/v1/chat/completions"
 FIRST = ("--disaggregation-strategy", "decode_first")
@@ -25,7 +26,9 @@ def asked(**fields: Any) -> dict[str, Any]:
 async def burst(cluster: Cluster, count: int, **fields: Any) -> list[httpx.Response]:
     """All at once, each over its own connection."""
     limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=cluster.frontend.url(), trust_env=False, limits=limits, timeout=30) as client:
+    async with httpx.AsyncClient(
+        base_url=cluster.frontend.url(), trust_env=False, limits=limits, timeout=START_TIMEOUT_S
+    ) as client:
         headers = {"x-dynamo-stats": "1"}
         return await asyncio.gather(*(client.post(CHAT, json=asked(**fields), headers=headers) for _ in range(count)))
 
@@ -39,7 +42,7 @@ def check_empty(cluster: Cluster, *workers: Process) -> None:
             held += [now[name] for name in ("legs", "reserved", "running", "waiting", "kv_blocks_used", "tickets_held")]
         return not any(held)
 
-    until(empty, 5)
+    until(empty, SOON_S)
 
 
 def test_burst_when_more_come_than_run_and_wait_then_the_rest_is_told_when_to_come_back(
@@ -48,16 +51,16 @@ def test_burst_when_more_come_than_run_and_wait_then_the_rest_is_told_when_to_co
     cluster = make_cluster(flags=FRONTEND)
     workers = [cluster.mock(role, "mock") for role in ("prefill", "decode")]
     cluster.until_ready("mock")
-    responses = asyncio.run(burst(cluster, 40))
+    responses = asyncio.run(burst(cluster, 80))
     answered = [response for response in responses if response.status_code == 200]
     refused = [response for response in responses if response.status_code == 429]
-    assert len(answered) + len(refused) == 40
+    assert len(answered) + len(refused) == 80
     assert len(answered) >= 16  # a place that became free meanwhile was taken
     assert refused
     assert {response.json()["error"]["code"] for response in refused} == {"overloaded"}
     assert all(1 <= int(response.headers["retry-after"]) <= 60 for response in refused)
     waits = sorted(response.json()["dynamo_trtllm"]["queued_s"] for response in answered)
-    assert waits[0] < 0.1
+    assert waits[0] < waits[-1]
     assert waits[-1] > 0.2  # an answer takes 0.5 s
     check_empty(cluster, *workers)
 
@@ -69,7 +72,7 @@ def test_burst_when_decode_first_and_decode_is_full_then_nothing_is_prefilled_fo
     prefill = cluster.mock("prefill", "mock", *FIRST)
     decode = cluster.mock("decode", "mock", *FIRST, "--max-queued-requests", "4", max_batch_size=4)
     cluster.until_ready("mock")
-    responses = asyncio.run(burst(cluster, 24))
+    responses = asyncio.run(burst(cluster, 48))
     codes = [response.status_code for response in responses]
     assert set(codes) == {200, 429}
     assert codes.count(200) >= 8
@@ -88,7 +91,7 @@ def test_timeout_when_it_passes_while_it_decodes_then_504_and_nothing_is_left(
     with cluster.client() as client:
         response = client.post(CHAT, json=asked(max_tokens=1000, timeout=0.6))
         assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline")
-        assert 0.5 < response.elapsed.total_seconds() < 3
+        assert 0.5 < response.elapsed.total_seconds() < SOON_S  # all tokens take 20 s
         with client.stream("POST", CHAT, json=asked(max_tokens=1000, timeout=0.6, stream=True)) as stream:
             assert '"code":"deadline"' in "".join(stream.iter_lines())
     check_empty(cluster, *workers)

@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.cluster import TINY
 from tests.e2e.conftest import AGGREGATED
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 OUTPUT_TOKENS = 32
 TOLERANCE = 1e-3  # of a log-probability: sums in another order

@@ -31,7 +31,7 @@ def shape(tmp_path: Path) -> str:
     return str(path)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 def test_profile_when_run_then_its_figures_are_those_of_its_records(
     mock_cluster: Cluster, shape: str, tmp_path: Path
 ) -> None:
@@ -81,7 +81,7 @@ def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(words: 
 
 
 @pytest.mark.extra
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_report_when_a_browser_opens_it_then_no_error_and_no_outside_request(
     mock_cluster: Cluster, shape: str, tmp_path: Path
 ) -> None:

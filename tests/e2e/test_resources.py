@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.conftest import TorchCluster
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 MB = 1_000_000
 BARS = {"prefill": 700 * MB, "decode": 700 * MB, "whole": 700 * MB, "frontend": 220 * MB}

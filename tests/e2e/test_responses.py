@@ -13,8 +13,9 @@ from openai.types.responses import Response, ResponseFunctionToolCall
 
 from tests.e2e.cluster import TINY, Process, gauges, until
 from tests.e2e.conftest import TorchCluster
+from tests.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 QUESTION = "Hey, quick check: is everything up and running?"
 HEALTH_TOOL: Any = {
@@ -146,7 +147,7 @@ def test_running_stream_when_cancelled_then_both_legs_end(sdk: openai.OpenAI, to
     assert (last.response.status, last.response.id) == ("cancelled", cancelled.id)
     assert sdk.responses.retrieve(cancelled.id).status == "cancelled"
     for worker in (torch_cluster.prefill, torch_cluster.decode):
-        until(lambda worker=worker: gauges(worker).get("running", 0.0) == 0.0, 10.0)  # type: ignore[misc]
+        until(lambda worker=worker: gauges(worker).get("running", 0.0) == 0.0, SOON_S)  # type: ignore[misc]
 
 
 def test_what_we_do_not_have_then_refused_by_name(sdk: openai.OpenAI) -> None:

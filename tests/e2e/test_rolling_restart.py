@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, Process, events, gauges, until
+from tests.e2e.cluster import START_TIMEOUT_S, Cluster, Process, events, gauges, until
+from tests.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 CHAT = "/v1/chat/completions"
 STREAMS = 16
@@ -43,7 +44,7 @@ class Load:
 
     def _ask(self) -> str:
         text, reason = "", None
-        with httpx.stream("POST", self.url + CHAT, json=BODY, timeout=30, trust_env=False) as answer:
+        with httpx.stream("POST", self.url + CHAT, json=BODY, timeout=START_TIMEOUT_S, trust_env=False) as answer:
             if answer.status_code != 200:
                 return f"{answer.status_code}: {answer.read().decode()}"
             for event in events(answer.iter_lines()):
@@ -66,7 +67,7 @@ class Load:
     def stop(self) -> None:
         self._over.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(START_TIMEOUT_S)
             assert not thread.is_alive()
 
 
@@ -81,7 +82,7 @@ def test_every_worker_when_restarted_under_16_streams_then_no_request_fails(make
         for role, worker in workers:
             time.sleep(0.3)
             worker.send(signal.SIGTERM)
-            assert worker.wait(30) == 0
+            assert worker.wait() == 0
             replaced.append(cluster.mock(role, "mock", **ARGS))
             replaced[-1].instance()
         time.sleep(0.5)
@@ -90,7 +91,7 @@ def test_every_worker_when_restarted_under_16_streams_then_no_request_fails(make
     assert load.faults == []
     assert load.answered > STREAMS
     for worker in replaced:
-        until(lambda worker=worker: is_idle(worker), 3.0)
+        until(lambda worker=worker: is_idle(worker), SOON_S)
 
 
 def is_idle(worker: Process) -> bool:
@@ -111,8 +112,8 @@ def test_worker_when_it_drains_then_it_says_what_it_waits_for_and_a_second_sigte
         while not next(told)["choices"][0]["delta"].get("content"):
             pass
         decode.send(signal.SIGTERM)
-        decode.wait_for(r"draining for \d+ s of 30 s, waiting for requests: 1, tickets whose KV is kept: 0", 5)
+        decode.wait_for(r"draining for \d+ s of 30 s, waiting for requests: 1, tickets whose KV is kept: 0")
         begun = time.monotonic()
         decode.send(signal.SIGTERM)
-        assert decode.wait(5) == 1
-        assert time.monotonic() - begun < 3
+        assert decode.wait() == 1
+        assert time.monotonic() - begun < SOON_S  # it would else wait for 30 s

@@ -18,7 +18,7 @@ from tests.e2e.conftest import AGGREGATED
 from tests.e2e.guides import FIRST, REQUESTS
 from tests.e2e.sdk_answers import checked, content, streamed, whole
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 HEALTH: dict[str, Any] = {name: REQUESTS[FIRST][name] for name in ("model", "messages", "tools")} | {"temperature": 0}

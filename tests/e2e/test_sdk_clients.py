@@ -12,8 +12,9 @@ import pytest
 
 from tests.e2e.cluster import TINY, Process, gauges, until
 from tests.e2e.conftest import TorchCluster
+from tests.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 GREEDY: dict[str, Any] = {"model": TINY, "messages": HELLO, "temperature": 0}
@@ -23,7 +24,7 @@ ENDLESS: dict[str, Any] = {"model": TINY, "messages": HELLO, "max_tokens": 1500,
 def check_idle(torch: TorchCluster) -> None:
     """Neither worker holds anything of any request: far sooner than an endless answer would end."""
     for worker in (torch.prefill, torch.decode):
-        until(functools.partial(_holds_nothing, worker), 3.0)
+        until(functools.partial(_holds_nothing, worker), SOON_S)
 
 
 def _holds_nothing(worker: Process) -> bool:

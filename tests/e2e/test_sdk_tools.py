@@ -13,7 +13,7 @@ from tests.e2e.cluster import TINY
 from tests.e2e.guides import FIRST, REQUESTS
 from tests.e2e.sdk_answers import checked, streamed, whole
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 GREEDY: dict[str, Any] = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
 HEALTH: dict[str, Any] = {name: REQUESTS[FIRST][name] for name in ("model", "messages", "tools")} | {"temperature": 0}

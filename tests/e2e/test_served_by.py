@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.cluster import TINY, events
 from tests.e2e.conftest import TorchCluster
 
-pytestmark = pytest.mark.timeout(120)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
 HELLO = {"model": TINY, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
 

@@ -21,7 +21,7 @@ from tests.e2e.cluster import TINY, Cluster, Process
 from tests.gpu.trtllm import checks
 from tests.standin import FAKES
 
-pytestmark = pytest.mark.timeout(180)  # the first test also starts the cluster
+pytestmark = pytest.mark.timeout(300)  # the first test also starts the cluster
 
 ROOT = Path(__file__).parents[2]
 TORCH = "torch"

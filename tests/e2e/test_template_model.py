@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from tests.e2e.cluster import Cluster, command, events
 from tests.tiny_models import save_tiny_llama
 
-pytestmark = pytest.mark.timeout(120)  # a worker of its own is started
+pytestmark = pytest.mark.timeout(240)  # a worker of its own is started
 
 NAME = "template-model"
 TEMPLATE = (

@@ -62,7 +62,7 @@ def owner(response: httpx.Response, frontend: Process) -> int:
     )
 
 
-@pytest.mark.timeout(60)  # two starts of a frontend, on a machine that may be busy
+@pytest.mark.timeout(180)  # two starts of a frontend, on a machine that may be busy
 def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes_back(cluster: Cluster) -> None:
     frontend, url = cluster.frontend, cluster.frontend.url()
     asked = 0
