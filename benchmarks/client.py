@@ -128,7 +128,11 @@ class Client:
         self._on_open(record)
         connection = await self._connected(record)
         if connection is not None:
-            await connection.exchange(self._request(record.index), record, self._load.timeout_s)
+            try:
+                await connection.exchange(self._request(record.index), record, self._load.timeout_s)
+            except asyncio.CancelledError:
+                connection.close()
+                raise
             if connection.is_open and record.error != "timeout" and not self._load.fresh_connections:
                 self._idle.append(connection)
             else:

@@ -46,12 +46,15 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
     hung_s = course.silence_s(deployment.options)
     scene = Scene(deployment=deployment, outage_s=course.outage_s, osl=course.osl, hung_s=hung_s)
     ramp_s = min(1.0, 0.8 * course.edge_s)  # else all streams are in the same phase when the fault strikes
-    client = Client(load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s, ramp_s=ramp_s))
+    answered = asyncio.Event()
+    wanted = load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s, ramp_s=ramp_s)
+    client = Client(wanted, on_record=lambda _: answered.set())
     migrations = await _migrations(deployment, fault)
     before = _instances(deployment)
     running = asyncio.create_task(client.run(), name="chaos-load")
     try:
         await asyncio.sleep(course.edge_s)
+        await answered.wait()  # the load runs, however slow the machine
         await fault.apply(scene)
         await asyncio.sleep(course.edge_s)
         client.stop()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from contextlib import AsyncExitStack
 
 import orjson
 
 from benchmarks.chaos import rogue
-from benchmarks.chaos.deployment import NotServing
+from benchmarks.chaos.deployment import Deployment, NotServing
 from benchmarks.chaos.load import load, run
 from benchmarks.chaos.scene import Scene
 from benchmarks.chaos.scrape import fetch
@@ -24,6 +25,7 @@ _DECODERS = ("decode-1", "decode-2")
 _SLOW_STREAMS = 4
 _GREEDY_STREAMS = 32
 _GREEDY_OSL = 4000  # 125 blocks each, of 1024
+_GREEDY_S = 120.0  # more than they are let stay
 _FULL = 0.8  # of the blocks: less than one greedy request is free then
 _GARBAGE_EVERY_S = 1.0  # each message to the frontend costs every running stream one of its three migrations
 _CONNECT_S = 5.0
@@ -53,19 +55,24 @@ async def slow_consumers(scene: Scene) -> None:
 
 
 async def full_kv(scene: Scene) -> None:
-    """Clients that ask for several times the KV there is, and leave."""
-    deployment, leave_s = scene.deployment, scene.outage_s
-    wanted = load(deployment, osl=_GREEDY_OSL, streams=_GREEDY_STREAMS, timeout_s=leave_s, requests=_GREEDY_STREAMS)
+    """Clients that ask for several times the KV there is, and leave when it has been full for a while."""
+    deployment = scene.deployment
+    wanted = load(deployment, osl=_GREEDY_OSL, streams=_GREEDY_STREAMS, timeout_s=_GREEDY_S, requests=_GREEDY_STREAMS)
     greedy = asyncio.create_task(run(wanted), name="chaos-greedy")
     try:
-        await asyncio.sleep(0.8 * leave_s)
-        share = max(await asyncio.gather(*(asyncio.to_thread(deployment.kv_share, name) for name in _DECODERS)))
-        if share < _FULL:
-            raise NotServing(f"the KV was filled to {share:.0%} only: give it more --seconds")
-        await greedy
+        await _filled(deployment, scene.hung_s)
+        await asyncio.sleep(scene.outage_s)
     finally:
         greedy.cancel()
         await asyncio.gather(greedy, return_exceptions=True)
+
+
+async def _filled(deployment: Deployment, within_s: float) -> None:
+    until_s = time.monotonic() + within_s
+    while (share := max(await asyncio.gather(*(asyncio.to_thread(deployment.kv_share, d) for d in _DECODERS)))) < _FULL:
+        if time.monotonic() > until_s:
+            raise NotServing(f"the KV was filled to {share:.0%} only within {within_s:g} s: give it more --hung-s")
+        await asyncio.sleep(0.02)
 
 
 async def dead_transfer(scene: Scene) -> None:

@@ -21,13 +21,15 @@ from benchmarks.chaos.deployment import Options
 from benchmarks.chaos.faults import FAULTS
 from benchmarks.chaos.judge import Kind
 from benchmarks.chaos.main import Stage, is_good, table
-from tests.e2e.cluster import until
+from tests.e2e.cluster import START_TIMEOUT_S, until
+from tests.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(stall_timeout_s=1.0, lease_ttl_s=1.0, ticket_ttl_s=1.0, hold_s=2.0)
-SHORT = Course(seconds=1.2, streams=6, osl=16)
+# What hangs does so for ever; a busy machine may be silent for long.
+SHORT = Course(seconds=1.2, streams=6, osl=16, hung_s=30.0)
 MAY_REFUSE = {f"{word}-nats" for word in ("kill", "freeze", "restart", "empty")} | {"full-kv"}
 CUTS = {"kill-frontend", "kill-launcher", "freeze-launcher", "term-launcher"}
 
@@ -60,14 +62,15 @@ async def test_greedy_requests_when_their_decode_worker_is_killed_midway_then_as
     assert verdict.counts[Kind.RIGHT] == verdict.sent > 10, table([verdict])
 
 
-def test_command_when_it_is_killed_then_nothing_is_left_within_5_s(tmp_path: Path) -> None:
+def test_command_when_it_is_killed_then_nothing_is_left(tmp_path: Path) -> None:
     mark = secrets.token_hex(8)
     env = os.environ | {"CHAOS_TEST_MARK": mark, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "benchmarks.chaos", "rolling", "--seconds", "60"]
     with subprocess.Popen(command, cwd=ROOT, env=env) as chaos:
-        until(lambda: len(marked(mark)) == 11, 30.0)  # two servers, five of the launcher, it, us, and two who clear up
+        # two servers, five of the launcher, it, us, and two who clear up
+        until(lambda: len(marked(mark)) == 11, START_TIMEOUT_S)
         chaos.kill()
-    until(lambda: not marked(mark) and not list(tmp_path.iterdir()), 5.0)
+    until(lambda: not marked(mark) and not list(tmp_path.iterdir()), SOON_S)
 
 
 def marked(mark: str) -> list[int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from benchmarks import shares
 from benchmarks.client import Client, Load
 from benchmarks.figures import figures
 from benchmarks.stream import Record
+from tests.waiting import SOON_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 USAGE = b'"usage":{"completion_tokens":2,"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":4}}'
@@ -82,7 +83,7 @@ async def records_of(
     answer: Answer, *, requests: int = 1, bodies: list[Any] | None = None, **load: object
 ) -> list[Record]:
     async with serving(answer, bodies) as url:
-        client = Client(Load(url=url, model="m", requests=requests, osl=2, timeout_s=0.3, **load))  # type: ignore[arg-type]
+        client = Client(Load(url=url, model="m", requests=requests, osl=2, **({"timeout_s": SOON_S} | load)))  # type: ignore[arg-type]
         try:
             return await client.run()
         finally:
@@ -110,7 +111,7 @@ async def test_run_when_an_answer_is_not_whole_then_it_is_called_by_its_error() 
         (refused, "overloaded"),
         (silent, "timeout"),
     ):
-        (record,) = await records_of(answer)
+        (record,) = await records_of(answer, timeout_s=0.3 if answer is silent else SOON_S)
         assert record.error == error
 
 
@@ -142,10 +143,32 @@ async def test_stop_when_called_then_the_requests_under_way_are_the_last() -> No
             Load(url=url, model="m", requests=1_000_000, concurrency=2, osl=2),
             on_record=lambda record: client.stop() if record.index == 10 else None,
         )
-        records = await asyncio.wait_for(client.run(), 10)
+        records = await asyncio.wait_for(client.run(), 3 * SOON_S)
         client.aclose()
     assert 10 <= len(records) <= 12
     assert all(record.is_ok for record in records)
+
+
+async def test_run_when_cancelled_then_its_connections_are_closed() -> None:
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.set()
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        ended.set()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = Client(Load(url=url, model="m", requests=1))
+        running = asyncio.create_task(client.run())
+        await asyncio.wait_for(asked.wait(), SOON_S)
+        running.cancel()
+        await asyncio.wait([running])
+        client.aclose()
+        await asyncio.wait_for(ended.wait(), SOON_S)
 
 
 async def test_measured_when_several_processes_share_a_load_then_all_of_it_is_sent() -> None:
