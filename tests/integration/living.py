@@ -20,6 +20,7 @@ from dynamo_trtllm.plane.linked import PlaneLimits
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker import Worker
+from tests.waiting import SOON_S
 
 
 def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
@@ -50,7 +51,7 @@ class Side:
         self.plane = plane
 
     async def until_instances(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SOON_S):
             while len(self.view.instances()) != count:  # noqa: ASYNC110  # the view tells nobody when it changes
                 await asyncio.sleep(0.01)
 
@@ -110,7 +111,7 @@ class Living:
         stats = [engine.stats() for engine in self.engines if isinstance(engine, HasStats)]
         return [(s.running, s.waiting, s.kv_blocks_used, s.tickets_held) for s in stats]
 
-    async def until_nothing_is_held(self, within_s: float = 3.0) -> None:
+    async def until_nothing_is_held(self, within_s: float = SOON_S) -> None:
         await until(lambda: set(self.held()) == {(0, 0, 0, 0)}, within_s, self.held)
 
 

@@ -16,6 +16,7 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
 from dynamo_trtllm.plane.stream import Batch
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, request, until
+from tests.waiting import SOON_S
 
 
 class Scene:
@@ -81,20 +82,20 @@ async def scene(etcd: str, nats: str, living: Living, **prefill_args: Any) -> As
 
 
 async def queued(made: Scene) -> None:
-    await until(lambda: made.prefill.stats().waiting == 1, 3)
+    await until(lambda: made.prefill.stats().waiting == 1, SOON_S)
 
 
 async def prefilling(made: Scene) -> None:
-    await until(lambda: made.prefill.stats().running == 1, 3)
+    await until(lambda: made.prefill.stats().running == 1, SOON_S)
 
 
 async def transferring(made: Scene) -> None:
-    await asyncio.wait_for(made.fetching.wait(), 3)
+    await asyncio.wait_for(made.fetching.wait(), SOON_S)
     assert made.prefill.stats().tickets_held == 1
 
 
 async def decoding(made: Scene) -> None:
-    await until(lambda: made.decode.stats().running == 1 and made.prefill.stats().tickets_held == 0, 3)
+    await until(lambda: made.decode.stats().running == 1 and made.prefill.stats().tickets_held == 0, SOON_S)
 
 
 @pytest.mark.parametrize("end", ["client gone", "deadline"])
@@ -102,7 +103,7 @@ async def decoding(made: Scene) -> None:
 async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
     etcd_server: str, nats_server: str, living: Living, phase: Callable[[Scene], Any], end: str
 ) -> None:
-    slow = {"step_s": 0.6, "prefill_tokens_per_step": 30, "max_batch_size": 1} if phase in (queued, prefilling) else {}
+    slow = {"step_s": 0.6, "prefill_tokens_per_step": 15, "max_batch_size": 1} if phase in (queued, prefilling) else {}
     async with scene(etcd_server, nats_server, living, **slow) as made:
         await made.run(request(max_tokens=2, prompt=4))  # what is made once is there
         await settled(made)
@@ -113,7 +114,7 @@ async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
         first = asyncio.create_task(made.run(request(max_tokens=200))) if phase is queued else None
         if first is not None:
             await prefilling(made)
-        seconds = 30 if end == "client gone" else 1.0
+        seconds = 30 if end == "client gone" else 2.5  # less than it prefills
         running = asyncio.create_task(made.run(request(max_tokens=200, seconds=seconds)))
         await phase(made)
         if end == "client gone":
@@ -122,14 +123,14 @@ async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
                 await running
         else:
             with pytest.raises((DeadlineExceeded, HandoffError)):
-                await asyncio.wait_for(running, 3)
+                await asyncio.wait_for(running, SOON_S)
         if first is not None:
-            await until(lambda: made.prefill.stats().waiting == 0, 1)
+            await until(lambda: made.prefill.stats().waiting == 0, SOON_S)
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-        await until(lambda: made.left() == before, 2, made.left)
+        await until(lambda: made.left() == before, SOON_S, made.left)
         made.may_fetch.set()
-        assert len(tokens(await made.run(request(max_tokens=5)))) == 5
+        assert len(tokens(await made.run(request(max_tokens=5, prompt=4)))) == 5
 
 
 async def test_request_when_cancelled_while_its_ticket_is_on_the_way_then_its_kv_is_free_at_once(
@@ -153,7 +154,7 @@ async def test_request_when_cancelled_while_its_ticket_is_on_the_way_then_its_kv
         with pytest.raises(asyncio.CancelledError):
             await running
         assert seen == [1]
-        await until(lambda: made.left() == before, 2, made.left)
+        await until(lambda: made.left() == before, SOON_S, made.left)
 
 
 async def test_ticket_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
@@ -165,11 +166,11 @@ async def test_ticket_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
         asking = asyncio.create_task(made.run(request(max_tokens=200)))
         await transferring(made)
         await made.side.plane._link._client.close()  # as a process that is killed: nothing is said any more
-        await living.until_nothing_is_held(4)
+        await living.until_nothing_is_held()
         with pytest.raises(DynamoError):
             await asyncio.wait_for(asking, 30)
 
 
 async def settled(made: Scene) -> None:
-    await until(lambda: not any(any(held) for held in made.living.held()), 2, made.living.held)
+    await until(lambda: not any(any(held) for held in made.living.held()), SOON_S, made.living.held)
     await asyncio.sleep(0.1)
