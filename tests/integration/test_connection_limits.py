@@ -295,6 +295,18 @@ async def test_answer_when_it_is_read_slowly_past_its_deadline_then_it_is_whole(
         assert read > 9_000_000
 
 
+async def test_client_when_it_has_sent_a_second_request_and_leaves_then_the_first_ends() -> None:
+    async with serving() as served:
+        served.front.pipeline.script = [asyncio.Event()]
+        client = await served.connect()
+        client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY + GET)
+        await asyncio.wait_for(served.front.pipeline.begun.wait(), 5)
+        client.writer.transport.abort()
+        await asyncio.wait_for(served.front.pipeline.closed.wait(), 5)
+        await served.until_answered()
+        assert "dynamo_trtllm_inflight 0.0" in served.front.metrics.render().decode()
+
+
 class Files:
     """Stands for the system's limits: those of this process can't be lowered and raised again everywhere."""
 
