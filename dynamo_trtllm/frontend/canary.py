@@ -14,7 +14,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from dynamo_trtllm.errors import CapacityError, DynamoError, HandoffTimeout, TransferFailed
+from dynamo_trtllm.errors import (
+    CapacityError,
+    Disconnected,
+    DynamoError,
+    HandoffTimeout,
+    TransferFailed,
+    Unreachable,
+)
 from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
 from dynamo_trtllm.messages import GenerateRequest, Instance, ModelCard, Restart, Sampling, token_ids
 from dynamo_trtllm.plane.base import Plane
@@ -82,15 +89,20 @@ class Canaries:
         placement = self._placement(pair)
         if placement is None:
             return "gone"
+        trace = Trace()
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                reason = await self._outcome(placement)
+                reason = await self._outcome(placement, trace)
         except TimeoutError:
             reason = f"no answer to a canary within {self._options.timeout_s:g} s"
         except (TransferFailed, HandoffTimeout) as exc:
             return exc.code  # the pipeline has noted it
         except CapacityError as exc:  # busy is not broken
             self._book.postpone(pair, time.monotonic())
+            return exc.code
+        except (Unreachable, Disconnected) as exc:  # not taken up is not broken either
+            self._book.doubt(pair, f"{exc.code}: {exc.message}", time.monotonic())
+            self._pipeline.note_missed(trace, exc)
             return exc.code
         except DynamoError as exc:
             self._note(pair, f"{exc.code}: {exc.message}")
@@ -101,9 +113,9 @@ class Canaries:
         self._pipeline.note_passed(pair)
         return "ok"
 
-    async def _outcome(self, placement: Placement) -> str:
+    async def _outcome(self, placement: Placement, trace: Trace) -> str:
         """Why the canary does not count as passed; "" when it does."""
-        trace, tokens = Trace(), 0
+        tokens = 0
         legs = self._pipeline.legs(placement, self._request(placement.decode.card), trace, is_canary=True)
         async with aclosing(legs) as chunks:
             async for chunk in chunks:

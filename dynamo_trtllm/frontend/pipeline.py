@@ -22,6 +22,7 @@ import msgspec
 
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
+    Disconnected,
     Draining,
     DynamoError,
     HandoffTimeout,
@@ -45,7 +46,7 @@ from dynamo_trtllm.messages import (
     Reserve,
 )
 from dynamo_trtllm.plane.base import Plane, Sink
-from dynamo_trtllm.router.pairs import Pair, PairBook, spelled
+from dynamo_trtllm.router.pairs import Pair, PairBook, PairState, spelled
 from dynamo_trtllm.router.policy import Placement, place
 from dynamo_trtllm.router.view import ClusterView, pairing_key
 
@@ -126,9 +127,7 @@ class Pipeline:
                         yield chunk
                 return
             except DynamoError as exc:
-                at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
-                card = placement.decode.card
-                self._note_absent(at, exc)
+                at, card = self.note_missed(trace, exc), placement.decode.card
                 recovery.failed(exc, at=at, prefill=trace.prefill_instance, card=card)
                 trace.retries, trace.migrations = recovery.retries, recovery.migrations
                 _log.warning(
@@ -173,9 +172,23 @@ class Pipeline:
         fallback = self._options.decode_fallback
         return place(view, model, turn, self._book, avoid=recovery.shunned, decode_fallback=fallback)
 
-    def _note_absent(self, instance_id: int | None, error: DynamoError) -> None:
-        if instance_id is not None and is_refusal(error):
-            self._absent.note(instance_id, time.monotonic())
+    def note_missed(self, trace: Trace, error: DynamoError) -> int | None:
+        """After an attempt has failed; returns the instance whose leg it was."""
+        at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
+        if at is not None:
+            self._note_missed(at, error)
+        return at
+
+    def _note_missed(self, instance_id: int, error: DynamoError) -> None:
+        """One that did not take a leg up is passed by for a while; none of its pairs is known to work."""
+        now = time.monotonic()
+        if is_refusal(error):
+            self._absent.note(instance_id, now)
+        if is_refusal(error) or isinstance(error, Disconnected):
+            reason = f"{error.code}: {error.message}"
+            worked = [pair for pair in self._book.of(instance_id) if self._book.doubt(pair, reason, now)]
+            if worked:
+                self._view.stir()  # canaries try them soon
 
     def legs(
         self,
@@ -228,7 +241,7 @@ class Pipeline:
                     other = self._other_decode(prefill, asked) if not (out.is_canary or begun) else None
                     if other is None:
                         raise
-                    self._note_absent(decode.id, exc)
+                    self._note_missed(decode.id, exc)
                     _log.info("instance %x decodes %s instead (%s)", other.id, request.request_id, exc.code)
                     self._verbs.unreserve(decode, slot)
                     leg, slot = msgspec.structs.replace(leg, reservation_id=None), None
@@ -291,10 +304,15 @@ class Pipeline:
         for instance_id in filter(None, pair):
             self._absent.forget(instance_id)
         if self._book.passed(pair, time.monotonic()):
+            self._view.stir()  # requests may wait for it
             _log.info("%s works", spelled(pair))
 
     def _note_failed(self, pair: Pair, error: DynamoError) -> None:
-        if self._book.failed(pair, f"{error.code}: {error.message}", time.monotonic()):
+        worked = self._book.record(pair).state is PairState.WORKING
+        opened = self._book.failed(pair, f"{error.code}: {error.message}", time.monotonic())
+        if worked or opened:
+            self._view.stir()  # a canary tries it when that is due
+        if opened:
             _log.error("%s is quarantined (%s): %s", spelled(pair), error.code, error.message)
 
     async def _prefill(self, instance: Instance, request: GenerateRequest, trace: Trace) -> Chunk:

@@ -79,6 +79,22 @@ class PairBook:
         self._shut.add(pair)
         return record.openings == 1
 
+    def doubt(self, pair: Pair, reason: str, now: float) -> bool:
+        """A leg of it was not taken up, or the way there broke. That tells nothing of its KV: no breaker counts it, and
+        it counts as working when it is seen to again. True when it worked before."""
+        record = self._records.setdefault(pair, PairRecord())
+        worked = record.state is PairState.WORKING
+        record.seen_at = now
+        if record.state is PairState.QUARANTINED:
+            record.open_until = max(record.open_until, now + self._limits.open_s)
+        else:
+            record.state, record.reason = PairState.FAILING, reason
+        return worked
+
+    def of(self, instance_id: int) -> list[Pair]:
+        """The pairs of an instance of which something is known."""
+        return [pair for pair in self._records if instance_id in pair]
+
     def postpone(self, pair: Pair, now: float) -> None:
         """It could not be tried: it was busy. Nothing is known of it that was not known before."""
         record = self._records.setdefault(pair, PairRecord())

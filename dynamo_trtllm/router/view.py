@@ -66,6 +66,11 @@ class ClusterView:
         self._instances.pop(instance_id, None)
         self._rebuild()
 
+    def stir(self) -> None:
+        """Wakes who waits for a change: no instance came or went, and placement may come out otherwise all the same."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
     def model(self, name: str) -> ModelView:
         return self._models.get(name, ModelView())
 
@@ -83,8 +88,7 @@ class ClusterView:
 
     def _rebuild(self) -> None:
         """Runs per cluster change, so that a request pays a dictionary look-up."""
-        self.changed.set()
-        self.changed = asyncio.Event()
+        self.stir()
         names = {i.card.name for i in self._instances.values()}
         self._models = {name: _model_view(i for i in self.instances() if i.card.name == name) for name in names}
 

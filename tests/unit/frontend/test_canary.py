@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 
-from dynamo_trtllm.errors import DynamoError, EngineFailed, Overloaded, TransferFailed
+from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
 from dynamo_trtllm.frontend.canary import Canaries, CanaryOptions
-from dynamo_trtllm.frontend.pipeline import Pipeline
+from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
@@ -28,6 +28,7 @@ from dynamo_trtllm.plane.inproc import InprocPlane
 from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance, make_ticket
+from tests.unit.frontend.legs import request
 
 HANDOFF = Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t"))
 
@@ -180,3 +181,38 @@ async def test_run_when_all_pairs_of_one_prefill_fail_then_it_alone_is_asked_to_
         await asyncio.sleep(0.1)
     assert len(bad.restarts) == 1
     assert good.restarts == []
+
+
+@pytest.mark.parametrize("ending", [Disconnected("no connection to NATS"), Unreachable("nobody listens")])
+async def test_run_when_a_leg_is_not_taken_up_then_the_pair_is_not_ready_and_works_as_soon_as_it_is_again(
+    ending: DynamoError,
+) -> None:
+    """That tells nothing of its KV: no quarantine outlives the outage, and nobody is asked to restart."""
+    bench = Bench(limits=BreakerLimits(failures=1, open_s=60.0))
+    async with bench.running():
+        prefill = await bench.add(1, Role.PREFILL, ending)
+        await bench.add(2, Role.DECODE, answer())
+        await bench.until(lambda: bench.codes[ending.code] > 1)
+        record = bench.book.record((1, 2))
+        assert (record.state, record.reason) == (PairState.FAILING, f"{ending.code}: {ending.message}")
+        assert not bench.book.is_shut((1, 2))
+        prefill.ending = HANDOFF
+        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+    assert prefill.restarts == []
+
+
+async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_tries_them_at_once_and_not_when_idle() -> (
+    None
+):
+    bench = Bench()
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, HANDOFF)
+        decode = await bench.add(2, Role.DECODE, answer())
+        await bench.until(lambda: bench.codes["ok"] == 1)
+        decode.ending = Unreachable("nobody listens")
+        with pytest.raises(Unreachable):
+            async with aclosing(bench.pipeline.generate(request(), Trace())) as chunks:
+                await anext(chunks)
+        assert bench.book.record((1, 2)).state is PairState.FAILING
+        decode.ending = answer()
+        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)

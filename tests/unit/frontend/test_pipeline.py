@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import aclosing
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from dynamo_trtllm.errors import (
     Disconnected,
+    Draining,
+    DynamoError,
     EngineRefused,
     NoInstances,
     NotMigratable,
@@ -29,7 +32,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.router.pairs import BreakerLimits, PairBook
+from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
 from tests.unit.frontend.legs import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, handoff, request
 
 
@@ -327,3 +330,34 @@ async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_d
         await cluster.tokens()
     book.record((1, 2)).open_until = 0.0
     assert await cluster.tokens() == [10, 11, 12, 13]
+
+
+async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_the_held_request_goes_there_at_once(
+    cluster: Cluster,
+) -> None:
+    book = PairBook(BreakerLimits(failures=1, open_s=60.0))
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5.0), book)
+    await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(2, Role.DECODE, FINISHED)
+    book.failed((1, 2), "transfer: x", time.monotonic())
+    held = asyncio.create_task(cluster.tokens())
+    await asyncio.sleep(0.05)
+    assert not held.done()
+    cluster.pipeline.note_passed((1, 2))  # by a canary
+    assert await asyncio.wait_for(held, 2) == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("ending", [Disconnected("the worker is gone"), Draining("leaves")])
+async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_longer_counts_as_working(
+    cluster: Cluster, ending: DynamoError
+) -> None:
+    book = PairBook()
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, None, book)
+    await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(9)])
+    await cluster.add(2, Role.DECODE, FINISHED, *[[ending]] * 8)
+    await cluster.tokens()
+    assert book.record((1, 2)).state is PairState.WORKING
+    with pytest.raises(type(ending)):
+        await cluster.tokens()
+    assert book.record((1, 2)).state is PairState.FAILING
+    assert book.record((1, 2)).reason == f"{ending.code}: {ending.message}"
