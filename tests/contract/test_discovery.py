@@ -19,6 +19,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
 from dynamo_trtllm.messages import Instance
 from tests.instances import make_instance
+from tests.waiting import SOON_S
 
 _CHILD = """
 import asyncio, sys
@@ -70,7 +71,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         await discovery.aclose()
 
 
-async def take(events: AsyncGenerator[Event, None], count: int, within_s: float = 8.0) -> list[Event]:
+async def take(events: AsyncGenerator[Event, None], count: int, within_s: float = SOON_S) -> list[Event]:
     async with asyncio.timeout(within_s):
         return [await anext(events) for _ in range(count)]
 
@@ -196,7 +197,7 @@ async def test_watch_when_discovery_is_closed_then_ends(world: World) -> None:
     await synced.wait()
     await asyncio.sleep(0.05)
     await discovery.aclose()
-    assert await asyncio.wait_for(task, 3) == [Synced()]
+    assert await asyncio.wait_for(task, SOON_S) == [Synced()]
 
 
 async def test_watch_when_consumer_is_cancelled_then_it_stops(world: World) -> None:
@@ -212,5 +213,5 @@ async def test_watch_when_consumer_is_cancelled_then_it_stops(world: World) -> N
     await synced.wait()
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await asyncio.wait_for(task, 3)
+        await asyncio.wait_for(task, SOON_S)
     assert task.cancelled()

@@ -13,6 +13,7 @@ from dynamo_trtllm.plane.linked import PlaneLimits
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker import worker as worker_module
 from tests.integration.living import Living
+from tests.waiting import SOON_S
 
 LIMITS = PlaneLimits(ping_interval_s=1.0)  # of the workers
 
@@ -42,5 +43,5 @@ async def living(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Living]:
     yield made
     for worker in made.workers:
         worker.stop()
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(3 * SOON_S):
         await asyncio.gather(*made.tasks)

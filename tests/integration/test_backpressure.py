@@ -17,8 +17,9 @@ from dynamo_trtllm.plane.serving import LinkServing
 from dynamo_trtllm.worker.admission import Admission
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, request, until
+from tests.waiting import SOON_S
 
-SLOW = {"step_s": 0.3, "prefill_tokens_per_step": 20}  # 100 tokens: 1.5 s
+SLOW = {"step_s": 0.3, "prefill_tokens_per_step": 10}  # 100 tokens: 3 s
 
 
 class Scene:
@@ -53,14 +54,14 @@ class Scene:
 
     async def release(self, ticket: HandoffTicket) -> None:
         await self.side.plane.control(
-            self.subject(Role.PREFILL), Release(ticket.ticket_id, ReleaseOutcome.REFUSED), timeout_s=2.0
+            self.subject(Role.PREFILL), Release(ticket.ticket_id, ReleaseOutcome.REFUSED), timeout_s=SOON_S
         )
 
     async def until_nothing_is_left(self) -> None:
         await self.side.pipeline.aclose()
         await self.living.until_nothing_is_held()
         both = [self.admission(role) for role in (Role.PREFILL, Role.DECODE)]
-        await until(lambda: all((each.legs(), each.reserved()) == (0, 0) for each in both), 2)
+        await until(lambda: all((each.legs(), each.reserved()) == (0, 0) for each in both), SOON_S)
 
 
 @asynccontextmanager
@@ -111,7 +112,7 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
     full = {"override_engine_args": {"max_batch_size": 1, "step_s": 0.02}, "max_queued_requests": 0}
     async with scene(servers, living, prefill=FIRST, **FIRST, **full) as made:
         first = asyncio.create_task(made.run(request(max_tokens=200)))
-        await until(lambda: made.admission(Role.DECODE).legs() == 1, 5)
+        await until(lambda: made.admission(Role.DECODE).legs() == 1, SOON_S)
         await living.engine_of(Role.PREFILL).drain()
         asked = made.serving(Role.PREFILL).running
         with pytest.raises(Overloaded, match="of at most 1"):
@@ -119,7 +120,7 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
         assert made.serving(Role.PREFILL).running == asked
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await until(lambda: made.admission(Role.DECODE).legs() == 0, 5)
+        await until(lambda: made.admission(Role.DECODE).legs() == 0, SOON_S)
         assert len(tokens(await made.run(request(max_tokens=5)))) == 5
 
 
@@ -128,8 +129,8 @@ async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slo
     servers: tuple[str, str], living: Living, end: str
 ) -> None:
     async with scene(servers, living, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
-        running = asyncio.create_task(made.run(request(max_tokens=20, seconds=30 if end == "client gone" else 0.7)))
-        await until(lambda: made.admission(Role.DECODE).reserved() == 1, 5)
+        running = asyncio.create_task(made.run(request(max_tokens=20, seconds=30 if end == "client gone" else 2.5)))
+        await until(lambda: made.admission(Role.DECODE).reserved() == 1, SOON_S)
         if end == "client gone":
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -144,12 +145,12 @@ async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
     async with scene(servers, living, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
         async with frontend_side(living.workers[0]._config) as other:
             await other.until_instances(2)
-            asking = asyncio.create_task(Scene(other, living).run(request(max_tokens=20, seconds=4)))
-            await until(lambda: made.admission(Role.DECODE).reserved() == 1, 3)
+            asking = asyncio.create_task(Scene(other, living).run(request(max_tokens=20, seconds=6)))
+            await until(lambda: made.admission(Role.DECODE).reserved() == 1, SOON_S)
             await other.plane._link._client.close()  # type: ignore[attr-defined]  # as if killed: it says nothing more
             await asyncio.gather(asking, return_exceptions=True)
             assert made.admission(Role.DECODE).reserved() == 1
-            await until(lambda: made.admission(Role.DECODE).reserved() == 0, 6)
+            await until(lambda: made.admission(Role.DECODE).reserved() == 0, SOON_S)
 
 
 async def test_strategies_when_the_roles_differ_then_refused_by_name(servers: tuple[str, str], living: Living) -> None:
@@ -179,7 +180,7 @@ async def test_worker_when_it_is_full_then_the_pipeline_asks_another(servers: tu
         await made.side.until_instances(3)
         traces = [Trace() for _ in range(3)]
         running = [asyncio.create_task(made.run(request(max_tokens=200), trace)) for trace in traces[:2]]
-        await until(lambda: all(trace.decode_instance is not None for trace in traces[:2]), 5)
+        await until(lambda: all(trace.decode_instance is not None for trace in traces[:2]), SOON_S)
         with pytest.raises(Overloaded):
             await made.run(request(max_tokens=5), traces[2])
         assert traces[0].decode_instance != traces[1].decode_instance
@@ -208,7 +209,7 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
         begun, trace = time.monotonic(), Trace()
         with pytest.raises(HandoffTimeout, match=r"did not come before --handoff-timeout-s 0\.3 passed"):
             await made.run(request(max_tokens=20), trace)
-        assert 0.6 <= time.monotonic() - begun < 3  # the prefill leg was done over once
+        assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill leg was done over once
 
 
 async def test_deadline_when_it_passes_between_ticket_and_decode_leg_then_the_ticket_is_free(
@@ -218,8 +219,8 @@ async def test_deadline_when_it_passes_between_ticket_and_decode_leg_then_the_ti
     async with scene(servers, living) as made:
         came = asyncio.Event()
         made.serving(Role.DECODE)._open = lambda _: came.set()  # type: ignore[assignment,method-assign]
-        running = asyncio.create_task(made.run(request(max_tokens=20, seconds=0.8)))
-        await asyncio.wait_for(came.wait(), 3)
+        running = asyncio.create_task(made.run(request(max_tokens=20, seconds=2.5)))
+        await asyncio.wait_for(came.wait(), SOON_S)
         assert living.engine_of(Role.PREFILL).stats().tickets_held == 1
         with pytest.raises(DeadlineExceeded):
             await running

@@ -21,6 +21,7 @@ from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_pr
 from dynamo_trtllm.plane.jetstream import JetStreamStore, kept_responses
 from dynamo_trtllm.plane.store import StoreLimits
 from tests.instances import make_instance
+from tests.waiting import SOON_S
 
 NO_LEASE = Lease(id=0, ttl_s=0)
 LIMITS = StoreLimits(max_entries=10, max_bytes=1 << 20, ttl_s=60.0)
@@ -94,7 +95,7 @@ async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_
     deployment: Deployment, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stale = await deployment.leave(1)
-    discovery = EtcdDiscovery(deployment.etcd, lease_ttl_s=1)
+    discovery = EtcdDiscovery(deployment.etcd, lease_ttl_s=3)
     try:
         await discovery.register(make_instance(2, namespace=deployment.namespace))
         live = next(key for key in await deployment.keys() if key != stale)
@@ -105,7 +106,10 @@ async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_
         assert await deployment.keys() == [stale, live]
         assert await deployment.run("--yes", "--force") == 0
         watch = discovery.watch(deployment.namespace)
-        async with asyncio.timeout(10), aclosing(watch):  # it does run, and its next renewal finds the lease gone
+        async with (
+            asyncio.timeout(2 * SOON_S),
+            aclosing(watch),
+        ):  # it does run, and its next renewal finds the lease gone
             async for event in watch:
                 if isinstance(event, Up):
                     break

@@ -18,6 +18,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend import crew as crew_module
 from dynamo_trtllm.frontend.channel import Served, _Message
 from dynamo_trtllm.frontend.crew import Crew
+from tests.waiting import SOON_S
 
 # A member in few words: it says that it serves, as `Channel` spells it, and does as it is told.
 SERVED = "import os, signal, sys, time; os.write(0, bytes.fromhex(sys.argv[1]));"
@@ -50,7 +51,7 @@ async def until_serving(crew: Crew, count: int) -> None:
 
 async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(crew, caplog) -> None:
     made = crew("import sys; " + FAILS, SERVED + STAYS)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(3 * SOON_S):
         assert await made.run() == 3
     assert "exited with status 3 and never served" in caplog.text
 
@@ -58,7 +59,7 @@ async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(cre
 async def test_run_when_a_process_that_served_dies_then_it_is_started_again(crew, caplog) -> None:
     made = crew(SERVED + STAYS)
     running = asyncio.create_task(made.run())
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(3 * SOON_S):
         await until_serving(made, 2)
         first = made._children["frontend-1"].pid
         os.kill(first, 9)
@@ -72,7 +73,7 @@ async def test_run_when_a_process_that_served_dies_then_it_is_started_again(crew
 async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(crew, caplog) -> None:
     caplog.set_level(logging.ERROR)
     made = crew(SERVED + "time.sleep(0.05); " + FAILS, workers=1)
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(3 * SOON_S):
         assert await made.run() == 1
     assert "it was restarted 3 times in 60 s, which is the limit" in caplog.text
 
@@ -80,7 +81,7 @@ async def test_run_when_a_process_dies_again_and_again_then_it_is_given_up(crew,
 async def test_stop_when_called_twice_then_processes_that_go_on_are_killed(crew) -> None:
     made = crew("import signal; signal.signal(15, signal.SIG_IGN); " + SERVED + SLEEPS)
     running = asyncio.create_task(made.run())
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(3 * SOON_S):
         await until_serving(made, 2)
         made.stop()
         await asyncio.sleep(0.05)

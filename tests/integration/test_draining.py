@@ -15,6 +15,7 @@ from dynamo_trtllm.messages import HandoffTicket, Phase, Role
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, pairs, request, until
 from tests.servers import TestServer
+from tests.waiting import SOON_S
 
 STEP = {"step_s": 0.01}
 
@@ -40,13 +41,13 @@ async def test_prefill_worker_when_it_drains_then_a_ticket_can_still_be_redeemed
         ticket = await ticket_of(side, living)
         living.workers[0].stop()
         await side.until_instances(1)
-        await until(lambda: "waiting for requests: 0, tickets whose KV is kept: 1" in caplog.text, 3)
+        await until(lambda: "waiting for requests: 0, tickets whose KV is kept: 1" in caplog.text, SOON_S)
         leg = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, ticket=ticket)
         async with aclosing(side.plane.generate(decode.subject, leg)) as stream:
             chunks = [chunk async for chunk in stream]
         assert len(tokens(chunks)) == 8
         # its carrier tells that the KV was read; with one that can't, the pipeline's release does
-        await asyncio.wait_for(asyncio.shield(living.tasks[0]), 3)
+        await asyncio.wait_for(asyncio.shield(living.tasks[0]), SOON_S)
 
 
 async def test_prefill_worker_when_it_drains_then_a_ticket_that_nobody_wants_is_waited_for_until_it_expires(
@@ -59,8 +60,8 @@ async def test_prefill_worker_when_it_drains_then_a_ticket_that_nobody_wants_is_
         begun_s = time.monotonic()
         await ticket_of(side, living)
         living.workers[0].stop()
-        await asyncio.wait_for(asyncio.shield(living.tasks[0]), 5)
-        assert 1.4 < time.monotonic() - begun_s < 4
+        await asyncio.wait_for(asyncio.shield(living.tasks[0]), SOON_S)
+        assert 1.4 < time.monotonic() - begun_s < SOON_S
 
 
 async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_ticket_is_redeemed_elsewhere(
@@ -81,7 +82,7 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tic
                 return len(tokens([chunk async for chunk in chunks]))
 
         running = [asyncio.create_task(run(trace)) for trace in traces]
-        await until(lambda: living.engine_of(Role.PREFILL).stats().running == 4, 3)
+        await until(lambda: living.engine_of(Role.PREFILL).stats().running == 4, SOON_S)
         living.workers[1].stop()
         assert await asyncio.gather(*running) == [8] * 4
         assert {trace.decode_instance for trace in traces} == {living.workers[2].instance_id}
@@ -125,5 +126,5 @@ async def test_worker_when_it_stops_while_nats_is_away_then_it_ends_in_time(
         for worker in living.workers:
             worker.stop()
         await asyncio.gather(*living.tasks)
-        assert time.monotonic() - begun_s < 9
+        assert time.monotonic() - begun_s < 2 * SOON_S
         await side.until_instances(0)

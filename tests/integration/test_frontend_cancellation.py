@@ -13,6 +13,7 @@ import uvicorn
 
 from dynamo_trtllm.messages import Chunk
 from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
+from tests.waiting import SOON_S
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -58,9 +59,21 @@ def check_nothing_left(served: Front) -> None:
 
 
 async def finished(served: Front) -> None:
-    await asyncio.wait_for(served.pipeline.closed.wait(), 5)
-    for _ in range(10):  # the log line and the metrics follow the close in the same few turns of the loop
-        await asyncio.sleep(0)
+    """The log line and the metrics follow the close, a few turns of the loop later."""
+    async with asyncio.timeout(SOON_S):
+        await served.pipeline.closed.wait()
+        while 'code="cancelled"' not in served.metrics.render().decode():  # noqa: ASYNC110  # a counter tells nobody
+            await asyncio.sleep(0.01)
+
+
+async def until_stuck(served: Front) -> None:
+    """The socket buffers are full, and nobody reads: nothing more is taken from the pipeline."""
+    await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
+    seen = 0
+    async with asyncio.timeout(SOON_S):
+        while not seen or seen != served.pipeline.yielded:
+            seen = served.pipeline.yielded
+            await asyncio.sleep(0.3)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -68,7 +81,7 @@ async def test_client_leaves_before_the_first_chunk_then_the_pipeline_is_closed(
     served = front(asyncio.Event())
     async with serving(served) as port:
         _, writer = await request(port, stream=stream)
-        await asyncio.wait_for(served.pipeline.begun.wait(), 5)
+        await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
         writer.close()
         await finished(served)
         check_nothing_left(served)
@@ -87,8 +100,8 @@ async def test_client_leaves_between_chunks_then_the_pipeline_is_closed(stream: 
     async with serving(served) as port:
         reader, writer = await request(port, stream=stream)
         if stream:
-            await asyncio.wait_for(reader.readuntil(b"first"), 5)
-        await asyncio.wait_for(reached.wait(), 5)
+            await asyncio.wait_for(reader.readuntil(b"first"), SOON_S)
+        await asyncio.wait_for(reached.wait(), SOON_S)
         writer.close()
         await finished(served)
         check_nothing_left(served)
@@ -99,8 +112,8 @@ async def test_client_leaves_while_its_reader_is_full_then_the_pipeline_is_close
     served = front(*many, asyncio.Event())
     async with serving(served) as port:
         _, writer = await request(port, stream=True)
-        await asyncio.wait_for(served.pipeline.begun.wait(), 5)
-        await asyncio.sleep(0.3)  # the socket buffers fill; nobody reads
+        await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
+        await until_stuck(served)
         assert 0 < served.pipeline.yielded < len(many)
         writer.transport.abort()
         await finished(served)
@@ -112,12 +125,11 @@ async def test_slow_reader_then_only_its_own_stream_waits() -> None:
     served = front(*many, asyncio.Event())
     async with serving(served) as port:
         _, slow = await request(port, stream=True)
-        await asyncio.sleep(0.3)
-        stuck_at = served.pipeline.yielded
-        assert stuck_at < len(many)
+        await until_stuck(served)
+        assert served.pipeline.yielded < len(many)
         served.pipeline.script = [chunk("quick"), stop()]
         reader, quick = await request(port, stream=True)
-        await asyncio.wait_for(reader.readuntil(b"[DONE]"), 5)
+        await asyncio.wait_for(reader.readuntil(b"[DONE]"), SOON_S)
         quick.close()
         slow.transport.abort()
         await finished(served)

@@ -24,12 +24,13 @@ from dynamo_trtllm.messages import FinishReason, Phase, Role
 from dynamo_trtllm.worker import Worker
 from tests.engines import tokens
 from tests.integration.living import config, frontend_side, request
+from tests.waiting import SOON_S
 
 
 async def test_serve_when_stopped_then_it_appeared_and_left(etcd_server: str, nats_server: str) -> None:
     chosen = config(etcd_server, nats_server)
     worker, discovery = Worker(chosen), EtcdDiscovery(etcd_server)
-    async with asyncio.timeout(15), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
         serving = group.create_task(worker.serve())
         async with aclosing(discovery.watch(chosen.namespace)) as events:
             seen = []
@@ -55,7 +56,7 @@ async def test_serve_when_stopped_while_loading_then_it_ends_at_once(
 
     monkeypatch.setattr(MockEngine, "start", load)
     worker = Worker(config(etcd_server, nats_server))
-    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(SOON_S), asyncio.TaskGroup() as group:
         group.create_task(worker.serve())
         await loading.wait()
         worker.stop()
@@ -88,7 +89,7 @@ async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggr
     for roles in ([Role.AGGREGATED], [Role.PREFILL, Role.DECODE]):
         shared = config(etcd_server, nats_server)
         workers = [Worker(shared.model_copy(update={"disaggregation_mode": role})) for role in roles]
-        async with asyncio.timeout(15), frontend_side(shared) as side, asyncio.TaskGroup() as group:
+        async with asyncio.timeout(3 * SOON_S), frontend_side(shared) as side, asyncio.TaskGroup() as group:
             for worker in workers:
                 group.create_task(worker.serve())
             await side.until_instances(len(workers))
@@ -100,18 +101,23 @@ async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggr
 
 
 async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_request_finishes(
-    etcd_server: str, nats_server: str
+    etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = config(etcd_server, nats_server, drain_timeout_s=10.0, override_engine_args={"step_s": 0.02})
+    go, step = asyncio.Event(), Steps._step
+    go.set()
+    monkeypatch.setattr(Steps, "_step", lambda steps: step(steps) if go.is_set() else None)
+    chosen = config(etcd_server, nats_server, drain_timeout_s=30.0, override_engine_args={"step_s": 0.02})
     worker = Worker(chosen)
-    async with asyncio.timeout(15), frontend_side(chosen) as side:
+    async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
         async with aclosing(side.pipeline.generate(request(max_tokens=60), Trace())) as stream:
             chunks = [await anext(stream)]
+            go.clear()  # the request does not end by itself
             worker.stop()
             await side.until_instances(0)
             assert not serving.done()
+            go.set()
             chunks += [chunk async for chunk in stream]
         await serving
     assert chunks[-1].finish_reason is FinishReason.LENGTH
@@ -121,7 +127,7 @@ async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_reques
 async def test_stop_when_a_ticket_is_held_then_the_drain_is_bounded(etcd_server: str, nats_server: str) -> None:
     chosen = config(etcd_server, nats_server, drain_timeout_s=0.5, disaggregation_mode=Role.PREFILL)
     worker = Worker(chosen)
-    async with asyncio.timeout(15), frontend_side(chosen) as side:
+    async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
         (instance,) = side.view.instances()
@@ -132,7 +138,7 @@ async def test_stop_when_a_ticket_is_held_then_the_drain_is_bounded(etcd_server:
         begun_s = time.monotonic()
         worker.stop()
         await serving
-        assert 0.5 <= time.monotonic() - begun_s < 4
+        assert 0.5 <= time.monotonic() - begun_s < SOON_S  # and not until the ticket expires
 
 
 async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(
@@ -149,7 +155,7 @@ async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(
     caplog.set_level(logging.INFO)
     chosen = config(etcd_server, nats_server, system_port=0)
     worker = Worker(chosen)
-    async with asyncio.timeout(15), frontend_side(chosen) as side, httpx.AsyncClient() as client:
+    async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side, httpx.AsyncClient() as client:
         serving = asyncio.create_task(worker.serve())
         await loading.wait()
         found = re.search(r"health at (http://localhost:\d+)", caplog.text)
@@ -178,7 +184,7 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
     def die(_: Steps) -> None:
         raise RuntimeError("a broken step")
 
-    async with asyncio.timeout(15), frontend_side(chosen) as side:
+    async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(Worker(chosen).serve())
         await side.until_instances(1)
         monkeypatch.setattr(Steps, "_step", die)

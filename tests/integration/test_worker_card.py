@@ -15,6 +15,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import ModelCard
 from dynamo_trtllm.worker import Worker
+from tests.waiting import SOON_S
 
 
 def config(etcd: str, nats: str, **flags: Any) -> WorkerConfig:
@@ -27,7 +28,7 @@ def config(etcd: str, nats: str, **flags: Any) -> WorkerConfig:
 async def registered_card(chosen: WorkerConfig) -> ModelCard:
     worker, discovery = Worker(chosen), EtcdDiscovery(chosen.etcd_endpoints)
     try:
-        async with asyncio.timeout(15), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
             group.create_task(worker.serve())
             async with aclosing(discovery.watch(chosen.namespace)) as events:
                 async for event in events:
@@ -60,5 +61,5 @@ async def test_serve_when_a_parser_is_not_of_the_models_format_then_it_never_ser
 ) -> None:
     worker = Worker(config(etcd_server, nats_server, dyn_reasoning_parser="basic"))
     with pytest.raises(ConfigError, match="--dyn-reasoning-parser basic: this model writes Harmony"):
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(3 * SOON_S):
             await worker.serve()

@@ -20,6 +20,7 @@ from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.worker import Worker, worker
 from tests.instances import make_instance
+from tests.waiting import SOON_S
 
 
 class JudgingEngine(MockEngine):
@@ -103,7 +104,7 @@ async def test_health_when_the_engine_loads_then_it_says_what_loading_does(
 ) -> None:
     caplog.set_level(logging.INFO)
     serving_worker = Worker(config(etcd_server, nats_server, system_port=0))
-    async with asyncio.timeout(15), httpx.AsyncClient() as client:
+    async with asyncio.timeout(3 * SOON_S), httpx.AsyncClient() as client:
         serving = asyncio.create_task(serving_worker.serve())
         await logged(caplog, "reading weights")
         found = re.search(r"health at (http://localhost:\d+)", caplog.text)

@@ -18,6 +18,7 @@ from dynamo_trtllm.messages import Role
 from dynamo_trtllm.worker import Worker
 from tests.standin import playing
 from tests.tiny_models import save_tiny_gpt_oss
+from tests.waiting import SOON_S
 
 ARGS: dict[str, Any] = {
     "disable_overlap_scheduler": True,
@@ -89,7 +90,7 @@ async def test_serve_when_a_live_decode_has_other_blocks_then_prefill_is_refused
     caplog.set_level(logging.INFO)
     other = {"enable_block_reuse": False, "tokens_per_block": 64}
     decode = pair.worker(Role.DECODE, kv_cache_config=other)
-    async with asyncio.timeout(18):
+    async with asyncio.timeout(3 * SOON_S):
         serving = asyncio.create_task(decode.serve())
         while "serving as instance" not in caplog.text:  # noqa: ASYNC110  # a log tells nobody
             await asyncio.sleep(0.02)
