@@ -50,13 +50,13 @@ async def test_two_legs_at_every_boundary_when_kv_goes_through_host_memory_then_
             await check_nothing_left(engine)
             await check_nothing_staged(engine)
     said = [record for record in caplog.records if "pinned host memory" in record.message]
-    assert len(said) == (2 if site.device == "cuda" else 0)
+    assert len(said) == (3 if site.device == "cuda" else 0)  # each has a carrier here, also the one that needs none
 
 
 async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_all_are_answered(
     site: Site, tiny: Path
 ) -> None:
-    small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.002}
+    small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.0006}  # 0.64 MB; 900 tokens move 0.56
     whole = make_on(site, tiny, Role.AGGREGATED)
     prefill, decode = make_on(site, tiny, Role.PREFILL, **small), make_on(site, tiny, Role.DECODE, 1, **small)
     prompts = [prompt_of(900, seed) for seed in range(12)]

@@ -57,6 +57,9 @@ class Copying:
     def query(self) -> bool:
         return self.is_done
 
+    def synchronize(self) -> None:
+        self.is_done = True
+
 
 def test_used_bytes_when_given_back_then_free_as_soon_as_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     staging, copying = Staging(make_pool(), 3 * 4096), Copying()
@@ -68,6 +71,18 @@ def test_used_bytes_when_given_back_then_free_as_soon_as_copies_are_done(monkeyp
     assert staging.used_bytes == 0
     assert taken(staging, 4).begin == parcel.begin
     assert staging.used_bytes == 4096
+
+
+def test_take_when_what_was_given_back_is_still_copied_then_waits_for_the_oldest_copies_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staging, marks = Staging(make_pool(), 3 * 4096), [Copying() for _ in range(3)]
+    parcels = [taken(staging, 4) for _ in range(3)]
+    monkeypatch.setattr(staging, "mark", iter(marks).__next__)
+    for parcel in parcels:
+        staging.give_back(parcel)
+    assert taken(staging, 4).begin == parcels[0].begin
+    assert [mark.is_done for mark in marks] == [True, False, False]
 
 
 def test_take_when_full_then_none_until_room_is_given_back() -> None:
