@@ -42,7 +42,7 @@ class Site:
 
 
 def write_gpt_oss_20b_shape(folder: Path, *, full: bool) -> Path:
-    """A config.json alone: gpt-oss-20b's widths, experts and vocabulary in 4 layers of its 24. Not `full`: narrow."""
+    """A config.json alone: gpt-oss-20b's widths, experts and vocabulary in 4 layers of its 24. Not `full`: narrow layers."""
     config = {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -55,7 +55,7 @@ def write_gpt_oss_20b_shape(folder: Path, *, full: bool) -> Path:
         "num_attention_heads": 64 if full else 4,
         "num_key_value_heads": 8 if full else 2,
         "head_dim": 64 if full else 16,
-        "vocab_size": 201088 if full else 2048,
+        "vocab_size": 201088,
         "sliding_window": 128,
         "max_position_embeddings": 131072,
         "initializer_range": 0.05,
