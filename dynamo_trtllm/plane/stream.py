@@ -175,7 +175,8 @@ class Arrivals:
         terminal chunk."""
         while not self._chunks:
             if self._error is not None:
-                raise self._error
+                # one of its own: the error may be that of all streams, and would keep what each has in its frames
+                raise type(self._error)(self._error.message, field=self._error.field)
             self._arrived.clear()
             self._sink = sink
             try:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 
 import pytest
 
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     BadFrame,
+    Disconnected,
     DynamoError,
     InternalError,
     Overloaded,
@@ -239,3 +241,30 @@ async def test_feed_when_the_sink_fails_then_only_its_stream_does(caplog: pytest
     assert (await readings[1]).token_ids == token_ids([3])
     assert sink.taken == [2]
     assert "a bug" in caplog.text
+
+
+async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_others_is_kept() -> None:
+    class Prompt:
+        """What a reader has beside its stream."""
+
+    kept: list[DynamoError] = []
+
+    async def read(arrivals: Arrivals, prompt: Prompt) -> None:
+        try:
+            await arrivals.get()
+        except Disconnected as exc:
+            if arrivals is streams[0]:
+                kept.append(exc)
+
+    inbox = Inbox(1000)
+    streams = [inbox.open()[1] for _ in range(3)]
+    prompts = [Prompt() for _ in streams]
+    gone = [weakref.ref(prompt) for prompt in prompts]
+    readers = [asyncio.create_task(read(*each)) for each in zip(streams, prompts, strict=True)]
+    prompts.clear()
+    await asyncio.sleep(0)
+    inbox.fail_all(Disconnected("lost", field="x"))
+    await asyncio.gather(*readers)
+    readers.clear()
+    assert [(error.message, error.field) for error in kept] == [("lost", "x")]
+    assert [ref() is None for ref in gone] == [False, True, True]
