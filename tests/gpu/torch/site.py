@@ -42,7 +42,8 @@ class Site:
 
 
 def write_gpt_oss_20b_shape(folder: Path, *, full: bool) -> Path:
-    """A config.json alone: gpt-oss-20b's widths, experts and vocabulary in 4 layers of its 24. Not `full`: narrow layers."""
+    """A config.json alone: gpt-oss-20b's widths, experts and vocabulary in 4 layers of its 24. Not `full`: of that the
+    vocabulary alone."""
     config = {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
