@@ -58,8 +58,12 @@ class EtcdDiscovery:
     async def register(self, instance: Instance) -> EtcdRegistration:
         key = instance_key(endpoint_of(instance), instance.id)
         registration = EtcdRegistration(self._store, key, codec.encode(instance), ttl_s=self._lease_ttl_s)
-        await self._at_start(registration.start)
-        self._registrations.append(registration)
+        self._registrations.append(registration)  # first: a cancel may come when the record is there already
+        try:
+            await self._at_start(registration.start)
+        except Unreachable:
+            self._registrations.remove(registration)
+            raise
         return registration
 
     async def _at_start(self, call: Callable[[], Awaitable[T]]) -> T:

@@ -66,12 +66,13 @@ class EtcdRegistration:
 
     async def aclose(self) -> None:
         task, self._task = self._task, None
-        if task is None:
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        lease, self._lease = self._lease, None
+        if lease is None:
             return
-        task.cancel()
-        await asyncio.wait([task])
         with suppress(Unreachable, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._store.delete(self._key)
-                if self._lease is not None:
-                    await self._store.revoke(self._lease)
+                await self._store.revoke(lease)

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import grpc.aio
 import msgspec
@@ -16,6 +17,7 @@ from etcd3aio.kv import KVService
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Down, Event, Synced, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance
@@ -239,7 +241,7 @@ async def test_watch_when_etcd_is_frozen_then_nothing_is_taken_down(own_etcd: Ma
         await follower.until(Up(TWO))
         # Whatever the thawed etcd did with the old lease, the last word on ONE is that it is there.
         async with asyncio.timeout(2 * SOON_S):
-            while len(await etcd_keys(server)) < 2 or follower.last(Up(ONE), Down(1)) != Up(ONE):
+            while len(await etcd_keys(server)) < 2 or follower.last(Up(ONE), Down(1)) != Up(ONE):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
 
@@ -284,6 +286,28 @@ async def test_register_when_etcd_went_away_meanwhile_then_it_is_waited_for_and_
     await asyncio.wait_for(registering, 2 * SOON_S)
     assert len(await etcd_keys(server)) == 1
     await discovery.aclose()
+
+
+async def test_register_when_cancelled_once_its_record_is_there_then_it_is_down_on_close(
+    own_etcd: MakeEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a worker that is stopped the moment it is seen."""
+    server = own_etcd()
+    put = EtcdStore.put
+
+    async def put_and_stay(*what: Any) -> None:
+        await put(*what)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(EtcdStore, "put", put_and_stay)
+    async with joined(server, ttl_s=60) as worker, joined(server) as frontend, following(frontend) as follower:
+        registering = asyncio.create_task(worker.register(ONE))
+        await follower.until(Up(ONE))
+        registering.cancel()
+        await asyncio.wait([registering])
+        await worker.aclose()
+        await follower.until(Down(1))
+        assert await etcd_keys(server) == []
 
 
 async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_it_is_back_within_seconds(
