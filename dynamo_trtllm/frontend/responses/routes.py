@@ -124,7 +124,7 @@ def _page(items: Iterable[dict[str, Any]], request: Request) -> dict[str, Any]:
     order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_LIMIT))
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order must be 'asc' or 'desc', not {order!r}", field="order")
-    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LIMIT:
+    if not (limit.isdecimal() and len(limit) <= len(str(MAX_LIMIT)) and 1 <= int(limit) <= MAX_LIMIT):
         raise InvalidRequest(f"limit must be a number from 1 to {MAX_LIMIT}, not {limit!r}", field="limit")
     listed = list(items)
     if order == "desc":

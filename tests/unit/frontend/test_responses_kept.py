@@ -50,7 +50,8 @@ async def test_input_items_then_paged_as_asked() -> None:
     rest = (await ask(served, "GET", f"{path}?order=asc&after={first['last_id']}")).json()
     assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "3", "4"]
     assert not rest["has_more"]
-    for query, field in (("limit=0", "limit"), ("limit=x", "limit"), ("order=up", "order")):
+    huge = "limit=" + "1" * 5000  # more digits than Python reads
+    for query, field in (("limit=0", "limit"), ("limit=x", "limit"), (huge, "limit"), ("order=up", "order")):
         check_error(await ask(served, "GET", f"{path}?{query}"), 400, "invalid_request", field)
     check_error(await ask(served, "GET", f"{path}?after=nobody"), 404, "response_not_found", "after")
     check_error(await ask(served, "GET", f"{path}?before=x"), 400, "unsupported_parameter", "before")
