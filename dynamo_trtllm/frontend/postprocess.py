@@ -129,11 +129,12 @@ class Output:
         return self._logprob_sum / max(1, self.completion_tokens)
 
     def usage(self, cached_tokens: int) -> Usage:
-        """So far. `cached_tokens`: of the prompt; the engines tell it apart from the tokens."""
+        """So far. `cached_tokens`: as the engine told it, to which an answer that went on elsewhere is a prompt too."""
+        prompt_tokens = len(self._prepared.request.token_ids)
         return Usage(
-            prompt_tokens=len(self._prepared.request.token_ids),
+            prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
-            cached_tokens=cached_tokens,
+            cached_tokens=min(cached_tokens, prompt_tokens),
             reasoning_tokens=self._reasoning_tokens,
         )
 

@@ -160,7 +160,7 @@ class Scripted:
         self.running += 1
         self.begun.set()
         try:
-            trace.prefill_instance, trace.prefill_stats = 0xAB, LegStats(queue_s=0.5, prefill_s=1.0, cached_tokens=3)
+            trace.prefill_instance, trace.prefill_stats = 0xAB, LegStats(queue_s=0.5, prefill_s=1.0, cached_tokens=2)
             trace.decode_instance = 0xCD
             for step in self.script:
                 if isinstance(step, asyncio.Event):

@@ -81,7 +81,7 @@ async def test_n_when_whole_then_a_choice_each_and_the_prompt_counted_once() -> 
         "prompt_tokens": 2,
         "completion_tokens": 5,
         "total_tokens": 7,
-        "prompt_tokens_details": {"cached_tokens": 3},
+        "prompt_tokens_details": {"cached_tokens": 2},
         "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert [request.sampling.seed for request in served.pipeline.requests] == [7, 8]

@@ -66,7 +66,7 @@ async def test_chat_whole_then_reasoning_content_usage_and_headers() -> None:
         "prompt_tokens": 2,
         "completion_tokens": 11,
         "total_tokens": 13,
-        "prompt_tokens_details": {"cached_tokens": 3},
+        "prompt_tokens_details": {"cached_tokens": 2},
         "completion_tokens_details": {"reasoning_tokens": 3},
     }
     assert response.headers["x-prefill-instance"] == "ab"
@@ -366,7 +366,7 @@ async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixtu
     caplog.set_level("INFO", logger="dynamo_trtllm")
     await post(front(chunk("a"), stop()), CHAT, chat())
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
-    assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=3" in line
+    assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=2" in line
     assert line.endswith("finish=stop")
 
 

@@ -1,10 +1,12 @@
-"""Stop strings, however the text is cut."""
+"""Stop strings, however the text is cut; what is counted."""
 
 from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.frontend.postprocess import StopStrings
+from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.postprocess import Output, StopStrings
+from tests.unit.frontend.planning import chat
 
 
 def shown(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:
@@ -36,3 +38,11 @@ def test_text_in_any_cut_then_the_same_answer(stops: tuple[str, ...], text: str,
 
 def test_text_that_can_be_no_stop_then_it_is_not_held_back() -> None:
     assert StopStrings(("STOP",)).push("hello S") == ("hello ", False)
+
+
+def test_usage_when_the_answer_was_cached_too_where_the_request_went_on_then_only_the_prompt_counts(
+    harmony: ServedModel,
+) -> None:
+    (choice,) = chat(harmony).choices
+    usage = Output(choice).usage(cached_tokens=len(choice.request.token_ids) + 7)
+    assert usage.cached_tokens == usage.prompt_tokens
