@@ -53,7 +53,7 @@ class Generation(Generic[B]):
             check_json(scope)
             config = self._edge.config
             raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s)
-            await until_gone(run.serve(raw, engine_id), receive)
+            await until_gone(run.serve(raw, engine_id), receive, run.is_answered)
         except ClientGone:
             return "cancelled"
         except DynamoError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import orjson
@@ -68,12 +68,15 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the request body is larger than {max_bytes} bytes, the most this server takes")
 
 
-async def until_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Runs `work`. When the client leaves first, cancels it once, waits for its end and raises ClientGone."""
+async def until_gone(work: Coroutine[Any, Any, None], receive: Receive, is_answered: Callable[[], bool]) -> None:
+    """Runs `work`. When the client leaves first, cancels it once, waits for its end and raises ClientGone.
+
+    A server tells the same of a client that has its whole answer; what `work` does after that is waited for.
+    """
     tasks = (asyncio.create_task(work), asyncio.create_task(_gone(receive)))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
+        if not (tasks[0].done() or is_answered()):
             raise ClientGone
         await tasks[0]
     finally:
@@ -100,12 +103,14 @@ class Reply:
         self._send = send
         self.writer = writer
         self.started = False
+        self.ended = False
         self.deadline = 0.0  # seconds since the epoch; until then the client may take its time
 
     async def json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
         body = orjson.dumps(value)
         await self._start(status, {"Content-Type": "application/json", "Content-Length": str(len(body))}, headers)
         await self._pass({"type": "http.response.body", "body": body})
+        self.ended = True
 
     async def start_events(self, headers: Mapping[str, str]) -> None:
         await self._start(
@@ -117,6 +122,7 @@ class Reply:
         if self.writer is not None:
             self.writer.flush()
         await self._pass({"type": "http.response.body", "body": data, "more_body": not last})
+        self.ended = last
 
     async def fail(self, error: DynamoError, retry_after_s: int) -> None:
         """A proper status, while there is none yet."""

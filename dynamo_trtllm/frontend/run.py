@@ -68,6 +68,10 @@ class Run(Generic[B]):
                 else:
                     await self._folded(job, stream)
 
+    def is_answered(self) -> bool:
+        """All was sent."""
+        return self._reply.ended
+
     async def fail(self, error: DynamoError) -> None:
         """A proper status while there is none yet; else an event that ends the stream; nothing when nobody is there."""
         with suppress(ClientGone):

@@ -307,6 +307,21 @@ async def test_client_when_it_has_sent_a_second_request_and_leaves_then_the_firs
         assert "dynamo_trtllm_inflight 0.0" in served.front.metrics.render().decode()
 
 
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_when_its_last_byte_was_sent_then_the_request_counts_as_answered(
+    stream: bool, choices: int
+) -> None:
+    async with serving() as served:
+        served.front.pipeline.script = [chunk("one"), stop("ok")]
+        client = await served.connect()
+        body = json.dumps({**json.loads(BODY), "stream": stream, "n": choices}).encode()
+        client.writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await asyncio.wait_for(client.reader.readuntil(b"[DONE]" if stream else b"total_tokens"), 5)
+        await served.until_answered()
+        assert 'code="ok"' in served.front.metrics.render().decode()
+
+
 class Files:
     """Stands for the system's limits: those of this process can't be lowered and raised again everywhere."""
 
