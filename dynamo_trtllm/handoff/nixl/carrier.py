@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -210,8 +211,10 @@ class NixlCarrier:
         self._require_running("fetches")
         slot = self._guards.take()
         ask = Ask(ticket_id, facts, tuple(pieces), slot, deadline, on_piece)
+        # What a GPU copies takes no time of this thread's; meeting a holder does, and so do copies by the CPU.
+        step_now = facts.kind == "VRAM" and self._reader.peers.knows(facts)
         try:
-            await _finished(self._fetching.submit(self._reader.read(ask)))
+            await _finished(self._fetching.submit(self._reader.read(ask), step_now=step_now))
         finally:
             self._guards.give_back(slot)
 
@@ -247,15 +250,13 @@ class NixlCarrier:
 async def _finished(work: Future[None]) -> None:
     """The result of work on a thread; when cancelled, only after it ended: it writes to the caller's memory."""
     future = asyncio.wrap_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as exc:
-            cancelled = exc
-            work.cancel()  # has an effect only before its first step
-    if cancelled is not None:
+    try:
+        await asyncio.shield(future)
+    except asyncio.CancelledError:
+        work.cancel()  # has an effect only before its first step
+        while not future.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([future])
         if not future.cancelled():
             future.exception()  # seen: its caller no longer cares
-        raise cancelled
-    future.result()
+        raise

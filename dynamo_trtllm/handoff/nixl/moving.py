@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 FETCHES_AT_ONCE = 16  # more of them would each come later, and none sooner
 _SPIN_S = 0.0005  # without progress for this long (128 MiB take 0.35 ms over NVLink): sleep a share of the time waited
@@ -22,9 +23,29 @@ LONGEST_SLEEP_S = 0.001
 Steps: TypeAlias = Iterator[float]
 
 
-class _Fetch(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Fetch:
     steps: Steps
-    result: Future[None]
+    result: Future[None] = field(default_factory=Future)
+    has_begun: bool = False
+    waited_s: float = 0.0  # said by its last step
+
+    def begin(self) -> bool:
+        """Whether it is to be moved: it was not cancelled before."""
+        self.has_begun = self.has_begun or self.result.set_running_or_notify_cancel()
+        return self.has_begun
+
+    def step(self) -> bool:
+        """Takes one; whether there are more."""
+        try:
+            self.waited_s = next(self.steps)
+        except StopIteration:
+            self.result.set_result(None)
+        except BaseException as exc:  # noqa: BLE001  it is raised where the fetch is awaited
+            self.result.set_exception(exc)
+        else:
+            return True
+        return False
 
 
 class Mover:
@@ -34,15 +55,22 @@ class Mover:
         self._coming: SimpleQueue[_Fetch | None] = SimpleQueue()
         self._waiting: deque[_Fetch] = deque()
         self._moving: list[_Fetch] = []
+        self._turn = 0
         self._closing = False
         self._nothing = select.poll()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, steps: Steps) -> Future[None]:
-        """Its steps are taken to the end, unless the future is cancelled before the first."""
-        fetch = _Fetch(steps, Future())
-        self._coming.put(fetch)
+    def submit(self, steps: Steps, *, step_now: bool = False) -> Future[None]:
+        """Its steps are taken to the end, unless the future is cancelled before the first.
+
+        `step_now` takes the first here, where no other fetch waits for its turn: what it begins is under way while the
+        thread wakes up.
+        """
+        fetch = _Fetch(steps)
+        is_first = not self._waiting and self._coming.empty() and len(self._moving) < FETCHES_AT_ONCE
+        if not (step_now and is_first and fetch.begin()) or fetch.step():
+            self._coming.put(fetch)
         return fetch.result
 
     def shutdown(self) -> None:
@@ -56,9 +84,9 @@ class Mover:
             self._hear(pause_s)
             while self._waiting and len(self._moving) < FETCHES_AT_ONCE:
                 fetch = self._waiting.popleft()
-                if fetch.result.set_running_or_notify_cancel():
+                if fetch.begin() and fetch.step():
                     self._moving.append(fetch)
-            pause_s = self._step()
+            pause_s = self._step(is_rested=pause_s != 0)
 
     def _hear(self, pause_s: float | None) -> None:
         """Waits so long, or until something comes."""
@@ -68,7 +96,7 @@ class Mover:
                 if coming is None:
                     self._close()
                 else:
-                    self._waiting.append(coming)
+                    (self._moving if coming.has_begun else self._waiting).append(coming)
                 coming = self._coming.get_nowait()
         except Empty:
             if pause_s == 0:
@@ -81,19 +109,23 @@ class Mover:
             fetch.result.cancel()
             fetch.result.set_running_or_notify_cancel()
 
-    def _step(self) -> float | None:
-        """One turn of each; for how long nothing need be done, None: until something comes."""
-        waited_s, still = [], []
-        for fetch in self._moving:
-            try:
-                waited_s.append(next(fetch.steps))
-                still.append(fetch)
-            except StopIteration:
-                fetch.result.set_result(None)
-            except BaseException as exc:  # noqa: BLE001  it is raised where the fetch is awaited
-                fetch.result.set_exception(exc)
-        self._moving = still
-        if not waited_s:
+    def _step(self, *, is_rested: bool) -> float | None:
+        """A turn; for how long nothing need be done, None: until something comes.
+
+        Without a pause between turns only the oldest fetch and one other are asked: each question has its price, and
+        what was posted first mostly ends first.
+        """
+        asked = self._moving if is_rested else self._oldest_and_next()
+        ended = [fetch for fetch in asked if not fetch.step()]
+        if ended:
+            self._moving = [fetch for fetch in self._moving if fetch not in ended]
+        if not self._moving:
             return 0 if self._waiting or self._closing else None
-        shortest_s = min(waited_s)
+        shortest_s = min(fetch.waited_s for fetch in self._moving)
         return 0 if shortest_s < _SPIN_S else min(shortest_s * _SLEEP_SHARE, LONGEST_SLEEP_S)
+
+    def _oldest_and_next(self) -> list[_Fetch]:
+        if len(self._moving) < 2:
+            return self._moving
+        self._turn = self._turn % (len(self._moving) - 1) + 1
+        return [self._moving[0], self._moving[self._turn]]

@@ -31,6 +31,11 @@ class Peers:
     def __len__(self) -> int:
         return len(self._met)
 
+    def knows(self, offer: Offer) -> bool:
+        """Whether it is met at once."""
+        peer = self._met.get(offer.agent)
+        return peer is not None and (not offer.memory or offer.memory in peer.known)
+
     @contextlib.contextmanager
     def met(self, offer: Offer) -> Iterator[Peer]:
         """The offer's holder, connected, and the offer's memory made known."""

@@ -71,3 +71,53 @@ def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_canc
         each.result(WAIT_S)
     closing.join(WAIT_S)
     assert not closing.is_alive()
+
+
+def test_submit_when_stepped_now_then_first_step_is_taken_here_and_others_on_its_thread() -> None:
+    mover, threads = Mover("test"), list[int]()
+
+    def noting() -> Iterator[float]:
+        for _ in range(3):
+            threads.append(threading.get_ident())
+            yield 0.0
+
+    mover.submit(noting(), step_now=True).result(WAIT_S)
+    assert threads[0] == threading.get_ident()
+    assert threading.get_ident() not in threads[1:]
+    mover.shutdown()
+
+
+def test_submit_when_stepped_now_and_over_or_failed_then_result_is_there() -> None:
+    mover = Mover("test")
+    assert mover.submit(iter([]), step_now=True).done()
+
+    def fails() -> Iterator[float]:
+        raise ZeroDivisionError
+        yield 0.0
+
+    with pytest.raises(ZeroDivisionError):
+        mover.submit(fails(), step_now=True).result(0)
+    mover.shutdown()
+
+
+def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> None:
+    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    first = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
+    late = [mover.submit(steps(name, seen, 1), step_now=True) for name in "abc"]
+    assert not seen
+    gate.set()
+    for each in (*first, *late):
+        each.result(WAIT_S)
+    assert seen == ["a", "b", "c"]
+    mover.shutdown()
+
+
+def test_mover_when_oldest_waits_for_long_then_all_others_are_moved() -> None:
+    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    gated = mover.submit(until(gate))
+    for each in [mover.submit(steps(name, seen, 50)) for name in "abcdef"]:
+        each.result(WAIT_S)
+    assert sorted(seen) == sorted("abcdef" * 50)
+    gate.set()
+    gated.result(WAIT_S)
+    mover.shutdown()
