@@ -37,7 +37,7 @@ class InprocLink:
         if self._closed:
             raise Disconnected("the request plane is closed")
         if subject not in self._listeners:
-            raise Unreachable(f"nobody listens at {subject}")
+            raise Unreachable(f"nobody listens at {subject}: its worker has ended; retry")
         inbox = self.new_inbox()
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._listeners[inbox] = lambda data, _: None if reply.done() else reply.set_result(data)
@@ -46,7 +46,9 @@ class InprocLink:
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError as exc:
-            raise Unreachable(f"no answer from {subject} within {timeout_s:.1f} s") from exc
+            raise Unreachable(
+                f"no answer from {subject} within {timeout_s:.1f} s: its worker is stuck or gone; retry"
+            ) from exc
         finally:
             del self._listeners[inbox]
 

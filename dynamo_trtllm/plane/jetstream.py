@@ -116,7 +116,7 @@ class JetStreamStore:
         except (js_errors.APIError, js_errors.NoStreamResponseError) as exc:
             raise Unreachable(f"JetStream could not {what} a response: {exc}") from exc
         except (nats_errors.Error, OSError, TimeoutError) as exc:
-            raise Disconnected(f"JetStream could not {what} a response: {exc or type(exc).__name__}") from exc
+            raise Disconnected(f"JetStream could not {what} a response: {str(exc) or type(exc).__name__}") from exc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +173,7 @@ def _reached(url: str, cure: str) -> Iterator[None]:
     try:
         yield
     except (nats_errors.Error, OSError, TimeoutError) as exc:
-        said = f"JetStream at {url.rpartition('@')[2]} can't be used ({exc or type(exc).__name__})"
+        said = f"JetStream at {url.rpartition('@')[2]} can't be used ({str(exc) or type(exc).__name__})"
         raise Unreachable(f"{said}; {cure}") from exc
 
 

@@ -170,11 +170,13 @@ class NatsLink:
         try:
             reply: bytes = (await self._client.request(subject, data, timeout=timeout_s)).data
         except nats_errors.NoRespondersError as exc:
-            raise Unreachable(f"nobody listens at {subject}") from exc
+            raise Unreachable(f"nobody listens at {subject}: its worker has ended; retry") from exc
         except nats_errors.TimeoutError as exc:
             if not self._client.is_connected:
                 raise Disconnected(f"no connection to NATS at {self._address}") from exc
-            raise Unreachable(f"no answer from {subject} within {timeout_s:.1f} s") from exc
+            raise Unreachable(
+                f"no answer from {subject} within {timeout_s:.1f} s: its worker is stuck or gone; retry"
+            ) from exc
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't send to NATS at {self._address}: {exc!r}") from exc
         if caller.cancelling() > cancels:  # the `wait_for` in there, up to Python 3.11, drops a cancel beside the reply
@@ -233,7 +235,7 @@ class NatsLink:
             self._tell_lost(StreamIncomplete(f"messages to {error.subject} were dropped: this process is too slow"))
         elif self._writer is None and not self._waiting_told:
             self._waiting_told = True
-            logger.warning("waiting for NATS at %s: %s", self._address, error or type(error).__name__)
+            logger.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)
         else:
             logger.debug("NATS at %s: %r", self._address, error)
 
