@@ -63,6 +63,7 @@ class Permits:
         self._clock = clock
         self._queue: deque[_Waiting] = deque()
         self._finished = Rate(_RATE_WINDOW_S)
+        self._idle_since_s = clock()  # on the clock; while none is taken
 
     @property
     def queued(self) -> int:
@@ -77,6 +78,8 @@ class Permits:
     async def take(self, count: int, within_s: float) -> None:
         """Returns when it is this request's turn. Raises Overloaded, or DeadlineExceeded after `within_s`."""
         if not self._queue and self.taken + count <= self.limit:
+            if not self.taken and self._clock() - self._idle_since_s > _RATE_WINDOW_S:
+                self._finished = Rate(_RATE_WINDOW_S)  # that nothing ended was for want of requests
             self.taken += count
             return
         if len(self._queue) >= self._max_queued:
@@ -110,6 +113,8 @@ class Permits:
 
     def _free(self, count: int) -> None:
         self.taken -= count
+        if not self.taken:
+            self._idle_since_s = self._clock()
         while self._queue and self.taken + self._queue[0].count <= self.limit:
             first = self._queue.popleft()
             if not first.turn.cancelled():  # else it is about to leave

@@ -172,3 +172,19 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
 
 def test_retry_after_when_nothing_has_ended_yet_then_a_second() -> None:
     assert Permits(1).retry_after_s() == 1
+
+
+async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does_not_count() -> None:
+    now = 0.0
+    permits = Permits(1, clock=lambda: now)
+    for _ in range(20):
+        await permits.take(1, 30.0)
+        now += 1.0
+        permits.give_back(1)
+    now += 600.0
+    await permits.take(1, 30.0)
+    assert permits.retry_after_s() == 1  # not a minute, as if one answer took that long
+    now += 2.0
+    permits.give_back(1)
+    await permits.take(1, 30.0)
+    assert permits.retry_after_s() <= 2
