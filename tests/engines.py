@@ -26,6 +26,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
+from tests.waiting import SOON_S
 
 
 def make(kind: str, folder: Path, role: Role, *, carrier: str = "loopback", ttl_s: float = 60.0, **args: Any) -> Engine:
@@ -159,7 +160,7 @@ def release(engine: Engine, ticket: HandoffTicket, outcome: ReleaseOutcome = Rel
 
 async def check_stats(engine: Engine, **expected: int) -> None:
     """Soon: an engine that is asked on a thread knows a moment later."""
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + SOON_S
     while True:
         now = {name: getattr(stats(engine), name) for name in expected}
         if now == expected or time.monotonic() > deadline:
@@ -169,6 +170,6 @@ async def check_stats(engine: Engine, **expected: int) -> None:
 
 
 async def check_nothing_left(engine: Engine) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         await engine.drain()
     await check_stats(engine, running=0, waiting=0, kv_blocks_used=0, tickets_held=0)

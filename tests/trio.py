@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from dynamo_trtllm.engine.base import Engine
 from dynamo_trtllm.messages import Role
 from tests.engines import make, started
+from tests.waiting import SOON_S
 
 
 class Engines(NamedTuple):
@@ -36,7 +37,7 @@ async def three(package: Any, folder: Path, **args: Any) -> AsyncIterator[Engine
 
 async def check_vendor_empty(package: Any) -> None:
     """Asked behind the adapter's back: nothing runs, and no KV block is used, in any engine of the stand-in."""
-    deadline = time.monotonic() + 6
+    deadline = time.monotonic() + SOON_S
     while True:
         left = [(each.running, each.waiting, each.kv_blocks_used) for each in package.standin.core.live_stats()]
         if left == [(0, 0, 0)] * 3 or time.monotonic() > deadline:

@@ -12,6 +12,7 @@ import pytest
 
 from dynamo_trtllm.handoff.base import Carrier
 from dynamo_trtllm.handoff.select import select_carrier
+from tests.waiting import SOON_S
 
 KINDS = ("loopback", "tcp", "nixl")
 
@@ -31,7 +32,7 @@ class Side:
         self._heard.set()
 
     async def told(self, count: int) -> list[str]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             while len(self.fetched) < count:
                 self._heard.clear()
                 await self._heard.wait()

@@ -12,6 +12,7 @@ import pytest
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.nixl import NixlCarrier, moving, peers
 from tests.contract.handoff_holder import content, split
+from tests.waiting import SOON_S
 
 SIZE = 100_001
 
@@ -115,20 +116,20 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
 
     others = [reader._fetching.submit(slow()) for _ in range(moving.FETCHES_AT_ONCE)]
     late = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=0.1))
-    gone = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=5))
+    gone = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=30))
     await asyncio.sleep(0.05)
     gone.cancel()
     began = time.monotonic()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    assert time.monotonic() - began < 5  # it had nothing to wait for
+    assert time.monotonic() - began < SOON_S  # it had nothing to wait for
     await asyncio.sleep(0.1)
     freed.set()
     with pytest.raises(HandoffTimeout, match="too many others"):
         await late
     assert target == bytes(SIZE)
     assert len(reader._guards.free) == slots
-    assert all(other.result(timeout=5) is None for other in others)
+    assert all(other.result(timeout=SOON_S) is None for other in others)
 
 
 async def test_listen_when_no_offers_are_out_then_no_processor_time_is_used(
@@ -141,4 +142,4 @@ async def test_listen_when_no_offers_are_out_then_no_processor_time_is_used(
     await asyncio.sleep(0.1)
     before = time.process_time()
     await asyncio.sleep(0.5)
-    assert time.process_time() - before < 0.1  # NIXL's own progress threads would use 1.0 here
+    assert time.process_time() - before < 0.25  # NIXL's own progress threads would use 1.0 here

@@ -12,6 +12,7 @@ from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import Piece
 from dynamo_trtllm.handoff.tcp import _ASK, _MAGIC, _REPLY, TcpCarrier
 from tests.contract.handoff_holder import content, split
+from tests.waiting import SOON_S
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpC
     source = content("a", 1000)
     offer = await holder.offer("t", split(source, [1000]))
     reader, writer = await ask(offer, _ASK.pack(_MAGIC, bytes(32), 1) + b"t")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         assert await reader.read() == _REPLY.pack(_MAGIC, False, 0)
     writer.close()
     assert fetched == []
@@ -51,7 +52,7 @@ async def test_serve_when_a_stranger_calls_then_offers_stay_good(
     source, target = content("a", 1000), bytearray(1000)
     offer = await holder.offer("t", split(source, [1000]))
     _, writer = await ask(offer, noise)
-    await holder.fetch("t", offer, split(target, [1000]), timeout_s=5)
+    await holder.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
     assert target == source
     writer.close()
 
@@ -63,7 +64,7 @@ async def test_withdraw_when_a_reader_stopped_reading_then_its_connection_ends(
     offer = await holder.offer("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
     reader, writer = await ask(offer, _ASK.pack(_MAGIC, token, 1) + b"t")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         assert await reader.readexactly(_REPLY.size) == _REPLY.pack(_MAGIC, True, len(source))
         await holder.withdraw("t")
         assert holder._offers == {}
@@ -84,7 +85,7 @@ async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: T
     async with await asyncio.start_server(short, "127.0.0.1", 0) as server:
         offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
         with pytest.raises(TransferFailed, match="broke off"):
-            await holder.fetch("t", offer, split(target, [1000]), timeout_s=5)
+            await holder.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
     async with await asyncio.start_server(wrong, "127.0.0.1", 0) as server:
         offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
         with pytest.raises(TransferFailed, match=message):
-            await holder.fetch("t", offer, split(target, [1000]), timeout_s=5)
+            await holder.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
     assert target == bytes(1000)
 
 

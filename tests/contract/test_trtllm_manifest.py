@@ -23,6 +23,7 @@ from tests.engines import answer, ask, check_stats, collect, make, prompt_of, st
 from tests.not_read import RESULTS
 from tests.recording import Uses, recorded
 from tests.standin import RELEASES, hurry, playing
+from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(60)  # the first test records all releases: twelve engines
 
@@ -68,7 +69,9 @@ async def record(version: str, folder: Path) -> Uses:
             await whole.check()
             stats(whole)
             await check_stats(whole, running=0)
-            await asyncio.sleep(0.1)  # a poll of the statistics
+            async with asyncio.timeout(SOON_S):
+                while ("LLM", "get_stats") not in uses:  # noqa: ASYNC110  # a poll of the statistics, on a thread
+                    await asyncio.sleep(0.01)
     return uses
 
 

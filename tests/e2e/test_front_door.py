@@ -19,7 +19,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 def start(module: str, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT_ENGINES, module, *words], capture_output=True, text=True, check=False, timeout=15
+        [sys.executable, "-c", WITHOUT_ENGINES, module, *words], capture_output=True, text=True, check=False, timeout=50
     )
 
 

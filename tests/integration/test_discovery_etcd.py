@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -116,17 +117,22 @@ async def test_watch_when_etcd_restarts_then_goes_on_with_no_false_down(own_etcd
         assert len(await etcd_keys(server)) == 2
 
 
-async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_key_once(own_etcd: MakeEtcd) -> None:
+async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_key_once(
+    own_etcd: MakeEtcd, caplog: pytest.LogCaptureFixture
+) -> None:
     server = own_etcd()
     # etcd that is back gives a lease its whole time again; a worker looks every 2 s at worst
-    async with joined(server, ttl_s=3) as worker, joined(server) as frontend, following(frontend) as follower:
+    caplog.set_level(logging.INFO)
+    async with joined(server, ttl_s=4) as worker, joined(server) as frontend, following(frontend) as follower:
         registration = await worker.register(ONE)
         await follower.until(Up(ONE))
         await stop(server)
-        await asyncio.sleep(3.3)
+        await asyncio.sleep(4.3)
         assert follower.told == [Synced(), Up(ONE)]
         server.start()
-        await asyncio.sleep(3.3)
+        async with asyncio.timeout(SOON_S):
+            while not re.search(r"registration \S+ is renewed", caplog.text):  # noqa: ASYNC110  # a log tells nobody
+                await asyncio.sleep(0.02)
         assert [key for key, _ in await etcd_keys(server)] == [instance_key(endpoint_of(ONE), 1)]
         assert Down(1) not in follower.told
         await registration.aclose()
@@ -159,7 +165,7 @@ async def test_watch_when_etcd_lost_its_data_and_was_written_past_it_then_only_w
     frontend = EtcdDiscovery(relay.address, lease_ttl_s=3)
     for instance in (ONE, TWO):
         await put_without_lease(server, instance)
-    async with joined(server) as worker, following(frontend) as follower:
+    async with joined(server, ttl_s=30) as worker, following(frontend) as follower:
         await relay.cut()
         known = await revision(server)
         await stop(server)

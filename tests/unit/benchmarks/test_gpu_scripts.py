@@ -25,7 +25,7 @@ def install_missing() -> ModuleType:
 
 
 def ended(*argv: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(SCRIPTS / argv[0]), *argv[1:]], capture_output=True, text=True, timeout=15, check=False)
+    return subprocess.run([str(SCRIPTS / argv[0]), *argv[1:]], capture_output=True, text=True, timeout=50, check=False)
 
 
 def test_list_when_read_then_every_line_is_one_pinned_version_and_no_name_comes_twice() -> None:

@@ -11,6 +11,7 @@ import psutil
 
 from dynamo_trtllm.children.child import Child
 from dynamo_trtllm.children.spawn import spawn
+from tests.waiting import SOON_S
 
 LEAVES_ONE_BEHIND = """
 import subprocess, sys, time
@@ -29,7 +30,7 @@ def started(seconds: float) -> tuple[subprocess.Popen[bytes], psutil.Process]:
 async def test_child_when_it_ends_then_what_it_left_behind_is_gone() -> None:
     process, grandchild = started(0.0)
     assert await Child(process, 5).ended() == 0
-    await asyncio.to_thread(psutil.wait_procs, [grandchild], 5)
+    await asyncio.to_thread(psutil.wait_procs, [grandchild], SOON_S)
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
 
 
@@ -38,5 +39,5 @@ async def test_child_when_it_is_killed_then_what_it_left_behind_is_gone() -> Non
     child = Child(process, 5)
     process.send_signal(signal.SIGKILL)
     assert await child.ended() == -signal.SIGKILL
-    await asyncio.to_thread(psutil.wait_procs, [grandchild], 5)
+    await asyncio.to_thread(psutil.wait_procs, [grandchild], SOON_S)
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE

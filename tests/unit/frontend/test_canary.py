@@ -29,6 +29,7 @@ from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance, make_ticket
 from tests.unit.frontend.legs import request
+from tests.waiting import SOON_S
 
 HANDOFF = Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t"))
 
@@ -92,7 +93,7 @@ class Bench:
             await self.plane.aclose()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(SOON_S):
             while not condition():  # noqa: ASYNC110 - it changes on its own
                 await asyncio.sleep(0.005)
 
@@ -130,7 +131,7 @@ async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -
 async def test_run_when_a_canary_does_not_come_through_then_the_pair_fails_and_says_why(
     ending: Chunk | DynamoError | None, code: str, said: str
 ) -> None:
-    bench = Bench(timeout_s=0.2, limits=BreakerLimits(failures=1, open_s=60.0))
+    bench = Bench(timeout_s=0.2 if ending is None else SOON_S, limits=BreakerLimits(failures=1, open_s=60.0))
     async with bench.running():
         await bench.add(1, Role.PREFILL, HANDOFF)
         await bench.add(2, Role.DECODE, ending)

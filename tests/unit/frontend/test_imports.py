@@ -16,7 +16,7 @@ OURS_LATER = {"dynamo_trtllm.openai.chat", "dynamo_trtllm.frontend.pipeline", "d
 def imported(module: str) -> set[str]:
     """What a process has in memory that imports just this module."""
     code = f"import sys, {module}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=15)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50)
     return set(done.stdout.split())
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from dynamo_trtllm.launch.scratch import scratch_folder
+from tests.waiting import SOON_S
 
 _HOLDER = """
 import sys
@@ -33,7 +34,7 @@ def test_folder_when_its_process_is_killed_then_gone() -> None:
     assert (folder / "deep" / "file").exists()
     holder.kill()
     holder.communicate()
-    until = time.monotonic() + 5
+    until = time.monotonic() + SOON_S
     while folder.exists() and time.monotonic() < until:
         time.sleep(0.01)
     assert not folder.exists()

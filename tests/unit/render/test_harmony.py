@@ -189,7 +189,7 @@ def test_render_when_schema_is_too_deep_then_request_is_invalid(renderer: Harmon
         renderer.render(Conversation(messages=(USER,), tools=(Tool(name="deep", parameters=schema),)))
 
 
-@pytest.mark.timeout(5)
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
 def test_render_when_a_word_is_very_long_then_time_stays_small(renderer: HarmonyRenderer, role: str) -> None:
     calls = Message(role="assistant", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),))

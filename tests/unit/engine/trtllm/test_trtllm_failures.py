@@ -76,14 +76,15 @@ async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -
 async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_has_failed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving_module, "_STALL_S", 0.0)
+    monkeypatch.setattr(serving_module, "_STALL_S", 60.0)
     at, llm = make(Role.AGGREGATED, ttl_s=0.01)
     at.poll_stats()
-    await asyncio.sleep(0.05)
+    monkeypatch.setattr(at, "_stall_s", 0.0)
     at.check()  # idle: nothing has to move
+    monkeypatch.undo()
     task, _ = await started(at, llm, ask())
     at.check()
-    await asyncio.sleep(0.05)
+    monkeypatch.setattr(at, "_stall_s", 0.0)
     with pytest.raises(EngineFailed, match="no iteration and no result"):
         at.check()
     with pytest.raises(EngineFailed):
@@ -126,13 +127,15 @@ async def test_close_when_streams_run_then_they_end_and_tickets_are_forgotten() 
 
 async def test_deadline_when_it_passes_while_nobody_waits_then_the_next_wait_ends() -> None:
     at, llm = make(Role.AGGREGATED)
-    stream = at.generate(ask(within_s=0.02))
+    stream = at.generate(ask())
     async with aclosing(stream):
         pull = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         llm.results[0].say(1)
         await pull
-        await asyncio.sleep(0.05)
+        (flight,) = at._flights
+        flight.due_in(0.0)
+        await asyncio.sleep(0.01)
         llm.results[0].say(2)
         with pytest.raises(DeadlineExceeded):
             await anext(stream)
@@ -166,9 +169,9 @@ async def test_deadline_when_it_ends_a_wait_then_the_task_itself_is_not_cancelle
 
 async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[Serving, Llm]) -> None:
     at, llm = decode
-    ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 0.1)
+    ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 1.5)
     task, result = await started(at, llm, ask(Phase.DECODE, ticket=ticket))
     result.say(7)
-    await asyncio.sleep(0.15)
+    await asyncio.sleep(1.6)
     result.say(8, finish="length")
     assert [list(chunk.token_ids) for chunk in await task] == [[7], [8]]

@@ -33,7 +33,7 @@ if __name__ == "__main__":
 def test_die_with_when_the_worker_is_killed_then_engine_process_and_rank_end() -> None:
     # The pipe of stdout is open in all three: it ends when the last of them has.
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=15, check=False
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=50, check=False
     )
     assert run.returncode == -9
     assert len(run.stdout.split()) == 2
