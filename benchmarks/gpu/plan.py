@@ -151,6 +151,8 @@ def server_arguments(plan: Plan, port: int) -> list[str]:
         word = name.replace("_", "-")
         if isinstance(value, bool):
             argv.append(f"--{word}" if value else f"--no-{word}")
+        elif isinstance(value, list):
+            argv += [f"--{word}", *map(str, value)]
         else:
             argv.append(f"--{word}={value}")
     return argv

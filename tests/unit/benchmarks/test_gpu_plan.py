@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,12 @@ def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -
     assert engine_arguments(chosen) == flags["override-engine-args"]
     assert "--enable-expert-parallel" not in argv
     assert "--enable-expert-parallel" in server_arguments(plan(4), port=1)
+
+
+def test_their_server_when_an_argument_is_a_list_then_its_values_follow_as_words() -> None:
+    argv = server_arguments(replace(plan(2), extra={"cudagraph_capture_sizes": [1, 8]}), port=1)
+    at = argv.index("--cudagraph-capture-sizes")
+    assert argv[at + 1 : at + 3] == ["1", "8"]
 
 
 @pytest.mark.parametrize("gpus", [2, 8])
