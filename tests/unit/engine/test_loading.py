@@ -11,6 +11,7 @@ import pytest
 from dynamo_trtllm.engine import loading
 from dynamo_trtllm.engine.loading import Loading, on_thread
 from dynamo_trtllm.errors import EngineFailed
+from tests.waiting import SOON_S
 
 GIB = 1 << 30
 
@@ -58,7 +59,7 @@ async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_di
         await task
     assert thrown == []
     go_on.set()
-    await asyncio.wait_for(gone.wait(), 5)
+    await asyncio.wait_for(gone.wait(), SOON_S)
     assert thrown == ["llm"]
 
 

@@ -21,6 +21,7 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, Reserve, Role, Unreserve, token_ids
 from tests.unit.frontend.legs import FINISHED, HANG, Cluster, Scripted, Step, handoff, request
+from tests.waiting import SOON_S
 
 FIRST = "decode_first"
 
@@ -42,7 +43,7 @@ async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its
     prefill, decode = await pair(cluster, [gate, handoff("t1")], FINISHED)
     trace = Trace()
     asking = asyncio.create_task(cluster.tokens(trace))
-    await asyncio.wait_for(prefill.hanging.wait(), 2)
+    await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
     (kept,) = decode.reservations
     assert isinstance(kept, Reserve)
     assert time.time() < kept.expires_at <= time.time() + 10  # the request's deadline
@@ -139,19 +140,19 @@ async def test_slot_when_prefill_finishes_the_request_then_it_is_given_back(clus
 async def test_slot_when_the_client_leaves_while_it_prefills_then_it_is_given_back(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster, [HANG])
     asking = asyncio.create_task(cluster.tokens())
-    await asyncio.wait_for(prefill.hanging.wait(), 2)
+    await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await cluster.pipeline.aclose()
     check_given_back(decode)
-    await asyncio.wait_for(prefill.closed.wait(), 2)
+    await asyncio.wait_for(prefill.closed.wait(), SOON_S)
 
 
 async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_given_back(cluster: Cluster) -> None:
     prefill, decode = await pair(cluster, [HANG])
     decode.stalls = asyncio.Event()
     asking = asyncio.create_task(cluster.tokens())
-    await asyncio.wait_for(decode.asked.wait(), 2)
+    await asyncio.wait_for(decode.asked.wait(), SOON_S)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     decode.stalls.set()

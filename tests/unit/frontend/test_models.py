@@ -42,6 +42,7 @@ from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
 from tests.instances import CARD, make_instance
+from tests.waiting import SOON_S
 
 HARMONY = ModelCard(name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony")
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -150,7 +151,7 @@ def by_hash(files: Mapping[str, Path]) -> dict[str, Path]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         while not condition():  # noqa: ASYNC110 - what is awaited is a result, which has no event
             await asyncio.sleep(0.002)
 
@@ -174,7 +175,7 @@ async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(fronte
 
 
 async def test_watch_when_discovery_has_told_all_then_synced_is_set(frontend: Frontend) -> None:
-    await asyncio.wait_for(frontend.models.synced.wait(), 2)
+    await asyncio.wait_for(frontend.models.synced.wait(), SOON_S)
 
 
 async def test_settled_when_workers_were_there_at_the_start_then_their_models_are_served() -> None:
@@ -183,7 +184,7 @@ async def test_settled_when_workers_were_there_at_the_start_then_their_models_ar
     await discovery.register(instance)
     models = Models(ClusterView(), discovery, plane, "dynamo")
     watching = asyncio.create_task(models.watch())
-    await asyncio.wait_for(models.settled(), 5)
+    await asyncio.wait_for(models.settled(), SOON_S)
     assert models.names() == ["oss"]
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
@@ -193,7 +194,7 @@ async def test_settled_when_workers_were_there_at_the_start_then_their_models_ar
 
 
 async def test_settled_when_no_worker_was_there_then_at_once(frontend: Frontend) -> None:
-    await asyncio.wait_for(frontend.models.settled(), 2)
+    await asyncio.wait_for(frontend.models.settled(), SOON_S)
     assert frontend.models.names() == []
 
 
@@ -314,7 +315,7 @@ async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and
     frontend: Frontend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await frontend.add(1, CARD)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(SOON_S):
         while not frontend.models.instances():  # noqa: ASYNC110 - the watch puts it there
             await asyncio.sleep(0.005)
     assert frontend.models.lacking(CARD.name) is None

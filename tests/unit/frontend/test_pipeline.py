@@ -34,6 +34,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
 from tests.unit.frontend.legs import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, handoff, request
+from tests.waiting import SOON_S
 
 
 async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is_filled(cluster: Cluster) -> None:
@@ -141,7 +142,7 @@ async def test_generate_when_the_handoff_fails_and_there_is_another_prefill_then
     other = await cluster.add(3, Role.PREFILL, [handoff("b1")], [handoff("b2")])
     decode = await cluster.add(2, Role.DECODE, [gate, TransferFailed("gone")], FINISHED, FINISHED)
     failing = asyncio.create_task(cluster.tokens())
-    await asyncio.wait_for(decode.hanging.wait(), 2)
+    await asyncio.wait_for(decode.hanging.wait(), SOON_S)
     await cluster.tokens()
     gate.set()
     assert await failing == [10, 11, 12, 13]
@@ -250,7 +251,7 @@ async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0)
     await cluster.add(2, Role.DECODE, FINISHED)
-    assert await asyncio.wait_for(held, 2) == [10, 11, 12, 13]
+    assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
 async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_for(cluster: Cluster) -> None:
@@ -258,11 +259,11 @@ async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_f
     death = asyncio.Event()
     first = await cluster.add(1, Role.AGGREGATED, [FINISHED[0], death, Disconnected("gone")])
     tokens = asyncio.create_task(cluster.tokens())
-    await asyncio.wait_for(first.hanging.wait(), 2)
+    await asyncio.wait_for(first.hanging.wait(), SOON_S)
     death.set()
     await asyncio.sleep(0.05)  # so that it has failed, and is held
     await cluster.add(2, Role.AGGREGATED, FINISHED[1:])
-    assert await asyncio.wait_for(tokens, 2) == [10, 11, 12, 13]
+    assert await asyncio.wait_for(tokens, SOON_S) == [10, 11, 12, 13]
 
 
 async def test_generate_when_no_prefill_worker_is_there_then_decode_may_do_it_all(cluster: Cluster) -> None:
@@ -276,7 +277,7 @@ async def test_close_when_prefill_runs_then_its_leg_is_closed_and_nothing_is_rel
     prefill = await cluster.add(1, Role.PREFILL, [HANG])
     decode = await cluster.add(2, Role.DECODE)
     await _cancel_when(prefill.hanging, cluster)
-    await asyncio.wait_for(prefill.closed.wait(), 2)
+    await asyncio.wait_for(prefill.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
     assert prefill.releases == []
     assert decode.requests == []
@@ -286,7 +287,7 @@ async def test_close_when_no_decode_chunk_came_then_its_leg_is_closed_and_the_ti
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
     decode = await cluster.add(2, Role.DECODE, [HANG])
     await _cancel_when(decode.hanging, cluster)
-    await asyncio.wait_for(decode.closed.wait(), 2)
+    await asyncio.wait_for(decode.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
     assert prefill.releases == [Release("t1", ReleaseOutcome.REFUSED)]
 
@@ -296,7 +297,7 @@ async def test_close_when_decode_is_midway_then_its_leg_is_closed_and_the_ticket
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
     async with aclosing(cluster.pipeline.generate(request(), Trace())) as stream:
         await anext(stream)
-    await asyncio.wait_for(decode.closed.wait(), 2)
+    await asyncio.wait_for(decode.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
     assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)]
 
@@ -305,13 +306,13 @@ async def test_close_when_an_aggregated_worker_is_midway_then_its_leg_is_closed(
     worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
     async with aclosing(cluster.pipeline.generate(request(), Trace())) as stream:
         await anext(stream)
-    await asyncio.wait_for(worker.closed.wait(), 2)
+    await asyncio.wait_for(worker.closed.wait(), SOON_S)
 
 
 async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
     """A caller that goes away while it waits for its next chunk."""
     caller = asyncio.create_task(cluster.tokens())
-    await asyncio.wait_for(reached.wait(), 2)
+    await asyncio.wait_for(reached.wait(), SOON_S)
     caller.cancel()
     with pytest.raises(asyncio.CancelledError):
         await caller
@@ -344,7 +345,7 @@ async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_t
     await asyncio.sleep(0.05)
     assert not held.done()
     cluster.pipeline.note_passed((1, 2))  # by a canary
-    assert await asyncio.wait_for(held, 2) == [10, 11, 12, 13]
+    assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
 @pytest.mark.parametrize("ending", [Disconnected("the worker is gone"), Draining("leaves")])

@@ -15,6 +15,7 @@ from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Sampling, to
 from dynamo_trtllm.plane.inproc import InprocLink
 from dynamo_trtllm.plane.linked import LinkPlane, PlaneLimits
 from dynamo_trtllm.plane.stream import Envelope, Open
+from tests.waiting import SOON_S
 
 SUBJECT = "ns_prefill.generate-1"
 
@@ -52,7 +53,7 @@ async def test_inbox_when_a_message_cannot_be_read_then_running_streams_end_so_t
         await anext(chunks)
         link.post(link.inbox, b"\xc1 no message")
         with pytest.raises(StreamIncomplete, match="can't be read") as caught:
-            await asyncio.wait_for(anext(chunks), 2)
+            await asyncio.wait_for(anext(chunks), SOON_S)
     assert caught.value.retryable
     await plane.aclose()
 
@@ -79,5 +80,5 @@ async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_bla
         await anext(chunks)
         link.cut = True
         with pytest.raises(Disconnected, match=r"^no connection here$"):
-            await asyncio.wait_for(anext(chunks), 2)
+            await asyncio.wait_for(anext(chunks), SOON_S)
     await plane.aclose()

@@ -16,6 +16,7 @@ from dynamo_trtllm.messages import Instance, Limits, Role
 from dynamo_trtllm.worker import loading
 from dynamo_trtllm.worker.health import Health
 from tests.instances import LAYOUT, make_instance
+from tests.waiting import SOON_S
 
 INFO = EngineInfo(
     engine="mock",
@@ -149,7 +150,7 @@ async def test_start_when_a_stage_lasts_then_it_is_said_again(
     engine: Any = Judging()
     engine.stage = "weights"
     starting = asyncio.create_task(loading.start(engine, Health()))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         while caplog.text.count("weights") < 3:  # noqa: ASYNC110  # a log tells nobody
             await asyncio.sleep(0.005)
     engine.ready.set()
@@ -177,6 +178,6 @@ async def test_start_when_cancelled_then_the_engines_start_ends_too() -> None:
 
 
 async def until(health: Health, reason: str) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         while health.reason != reason:  # noqa: ASYNC110  # health tells nobody when it changes
             await asyncio.sleep(0.002)

@@ -20,6 +20,7 @@ from dynamo_trtllm.handoff.base import Piece
 from dynamo_trtllm.handoff.loopback import LoopbackCarrier
 from dynamo_trtllm.messages import HandoffTicket, Phase, ReleaseOutcome, Role
 from tests.engines import answer, ask, check_nothing_left, collect, prompt_of, started, ticket_from, tokens
+from tests.waiting import SOON_S
 
 PROMPT = prompt_of(100)  # four blocks
 
@@ -82,7 +83,7 @@ async def decode(engine: MockEngine, ticket: HandoffTicket, prompt: array[int] =
 
 
 async def check_each_failed(streams: Sequence[asyncio.Task[list[int]]]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         results = await asyncio.gather(*streams, return_exceptions=True)
     assert [type(result) for result in results] == [EngineFailed] * len(streams)
 
@@ -179,7 +180,7 @@ async def test_drain_when_a_peer_redeems_the_ticket_then_it_returns_after_the_wi
         assert not drain.done()  # the carrier may still read the memory
         assert prefill.stats().kv_blocks_used == 4
         carrier.opened.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(SOON_S):
             await drain
         await check_nothing_left(prefill)
 

@@ -23,6 +23,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
+from tests.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="fp8", block_tokens=32, num_layers=1, num_kv_heads=1, head_dim=8)
 PARAMS = {"first_gen_tokens": [7], "ctx_request_id": 3, "opaque_state": b"s", "draft_tokens": None}
@@ -154,5 +155,5 @@ async def a_ticket() -> HandoffTicket:
 
 
 async def check_idle(at: Serving) -> None:
-    await asyncio.wait_for(at.drain(), 2)
+    await asyncio.wait_for(at.drain(), SOON_S)
     assert at.stats().running == 0

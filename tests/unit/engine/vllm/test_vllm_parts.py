@@ -35,6 +35,7 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
+from tests.waiting import SOON_S
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
 ANSWERED = {
@@ -284,7 +285,7 @@ async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(monkey
     reclaimer = Reclaimer(release)
     reclaimer.post("a")
     reclaimer.post("b")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         await done.wait()
     assert asked == [["a", "b"], ["b"]]
     await reclaimer.aclose()
@@ -299,7 +300,7 @@ async def test_reclaimer_when_the_engine_can_not_do_it_then_it_goes_on_serving()
         raise RuntimeError("the worker has no such method")
 
     reclaimer = Reclaimer(release)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         for name in ("a", "b"):
             reclaimer.post(name)
             assert await tried.get() == [name]
@@ -327,7 +328,7 @@ async def test_flight_when_it_is_late_then_ended_once_with_the_first_reason() ->
     )
     flight = Flight(request, "c", end)
     flight.due_in(0.0, lambda: DeadlineExceeded("first"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(SOON_S):
         await over.wait()
     flight.give_up(lambda: DeadlineExceeded("second"))
     assert ended == ["c"]
