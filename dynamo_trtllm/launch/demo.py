@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 import urllib.parse
 from collections.abc import Mapping
@@ -27,10 +28,11 @@ def body(model: str) -> dict[str, Any]:
     return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS}
 
 
-def ask(frontend: str, model: str) -> dict[str, Any]:
-    """The answer's JSON, with the frontend's own account of it. `frontend` is HOST:PORT. Blocks. Raises DemoFailed."""
+def ask(frontend: str, model: str, given_up: threading.Event) -> dict[str, Any]:
+    """The answer's JSON, with the frontend's own account of it. `frontend` is HOST:PORT. Blocks; waits for the model
+    until `given_up` is set at the longest. Raises DemoFailed."""
     try:
-        _await_model(frontend, model)
+        _await_model(frontend, model, given_up)
         status, text = _request(frontend, "POST", _PATH, json.dumps(body(model)).encode())
     except (OSError, http.client.HTTPException) as exc:
         raise DemoFailed(f"the demo's request failed: {exc}") from exc
@@ -40,7 +42,7 @@ def ask(frontend: str, model: str) -> dict[str, Any]:
     return answer
 
 
-def _await_model(frontend: str, model: str) -> None:
+def _await_model(frontend: str, model: str, given_up: threading.Event) -> None:
     """The frontend takes connections, and has fetched the model's files, some time after the workers are up."""
     deadline, wait_s = time.monotonic() + _KNOWN_WITHIN_S, _FIRST_WAIT_S
     while True:
@@ -52,7 +54,8 @@ def _await_model(frontend: str, model: str) -> None:
             return
         if time.monotonic() >= deadline:
             raise DemoFailed(f"model {model} was not ready within {_KNOWN_WITHIN_S:g} s: {text.strip()}")
-        time.sleep(wait_s)
+        if given_up.wait(wait_s):
+            raise DemoFailed("stopped before the demo's question")
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 

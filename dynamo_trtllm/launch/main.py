@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
@@ -60,8 +61,11 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
 
 
 async def _demonstrate(frontend: str, model: str, names: Mapping[str, str]) -> str:
+    given_up = threading.Event()
     try:
-        answer = await asyncio.to_thread(demo.ask, frontend, model)
+        answer = await asyncio.to_thread(demo.ask, frontend, model, given_up)
     except demo.DemoFailed as exc:
         raise GivenUp(str(exc)) from exc
+    finally:
+        given_up.set()  # stopped: this process waits for the thread
     return demo.report(answer, names) + "\n" + demo.next_step(frontend, model)

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
+import threading
+import time
 
-from dynamo_trtllm.launch import demo
+import pytest
+
+from dynamo_trtllm.launch import demo, main
 
 STATS = {
     "prefill_instance": "a1",
@@ -43,3 +48,24 @@ def test_next_step_when_pasted_then_it_is_the_request_of_the_guides_streaming():
     sent = json.loads(words[-1])
     assert sent == demo.body("tiny-gpt-oss") | {"stream": True}
     assert sent["max_tokens"] == 200
+
+
+def test_ask_when_given_up_while_nothing_is_ready_yet_then_it_ends_at_once():
+    """A launcher that was told to stop waits for this thread."""
+    given_up = threading.Event()
+    threading.Timer(0.2, given_up.set).start()
+    begun_s = time.monotonic()
+    with pytest.raises(demo.DemoFailed, match="stopped"):
+        demo.ask("127.0.0.1:1", "m", given_up)
+    assert time.monotonic() - begun_s < 10
+
+
+def test_demonstrate_when_the_launcher_is_stopped_then_its_thread_keeps_nobody_waiting():
+    async def stopped() -> None:
+        async with asyncio.timeout(0.2):
+            await main._demonstrate("127.0.0.1:1", "m", {})
+
+    begun_s = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(stopped())  # waits for its threads
+    assert time.monotonic() - begun_s < 10
