@@ -23,7 +23,8 @@ _DESCRIPTION = "Starts etcd, NATS, a frontend and workers on this machine from a
 
 
 def main() -> None:
-    """Exit status: 0 when asked to stop, 2 for a bad configuration, 1 when the deployment was given up."""
+    """Exit status: 0 when asked to stop, 2 for a bad configuration, 1 when the deployment was given up, or was stopped
+    before `--once` was done."""
     try:
         config = load(LaunchConfig, prog=PROG, description=_DESCRIPTION).config
         observe_logging.setup(config.log_level, "launch")
@@ -50,14 +51,20 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
 
+    is_done = False
+
     async def on_ready(serving: Serving) -> bool:
+        nonlocal is_done
         where = "" if serving.frontend is None else f" at http://{serving.frontend}"
         console.say(f"all processes serve{where}; Ctrl-C stops them")
         if config.demo and serving.frontend is not None:
             console.say(await _demonstrate(serving.frontend, model_names(deployment)[0], serving.names))
+        is_done = True
         return config.once
 
     await supervisor.run(on_ready)
+    if config.once and not is_done:
+        raise GivenUp("stopped before all served and the demo was done")
 
 
 async def _demonstrate(frontend: str, model: str, names: Mapping[str, str]) -> str:

@@ -5,10 +5,14 @@ import json
 import shlex
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 
+from dynamo_trtllm.config.deployment import load_deployment
+from dynamo_trtllm.config.models import LaunchConfig
 from dynamo_trtllm.launch import demo, main
+from dynamo_trtllm.launch.supervisor import GivenUp, Serving
 
 STATS = {
     "prefill_instance": "a1",
@@ -69,3 +73,30 @@ def test_demonstrate_when_the_launcher_is_stopped_then_its_thread_keeps_nobody_w
     with pytest.raises(TimeoutError):
         asyncio.run(stopped())  # waits for its threads
     assert time.monotonic() - begun_s < 10
+
+
+class Supervised:
+    """A deployment that serves, or is stopped before it does."""
+
+    serves = True
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    async def run(self, on_ready) -> None:
+        if self.serves:
+            await on_ready(Serving(frontend=None, names={}))
+
+
+@pytest.mark.parametrize("once", [True, False])
+async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do_something_once(monkeypatch, once):
+    monkeypatch.setattr(main, "Supervisor", Supervised)
+    config = LaunchConfig(deployment="deploy/local/demo.yaml", once=once)
+    deployment = load_deployment(config.deployment, {})
+    await main._run(config, deployment)
+    monkeypatch.setattr(Supervised, "serves", False)
+    with pytest.raises(GivenUp, match="stopped before") if once else nullcontext():
+        await main._run(config, deployment)
