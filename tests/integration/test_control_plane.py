@@ -12,10 +12,12 @@ import grpc.aio
 import pytest
 from etcd3aio.kv import KVService
 
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
 from dynamo_trtllm.frontend.pipeline import PipelineOptions
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.plane.linked import PlaneLimits
+from dynamo_trtllm.plane.nats import NatsPlane
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, pairs, until
 from tests.servers import TestServer
@@ -100,13 +102,18 @@ async def test_etcd_in_trouble_then_all_is_served_and_the_same_instances_are_reg
 
 
 async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_so(
-    own_etcd: Make, nats_server: str, living: Living, caplog: pytest.LogCaptureFixture
+    own_etcd: Make,
+    nats_server: str,
+    living: Living,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(EtcdDiscovery.__init__.__kwdefaults__, "start_timeout_s", 30.0)  # it may start slowly
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0)
     await asyncio.to_thread(etcd.stop)
     living.start(chosen)
-    await until(lambda: re.search(r"waiting for etcd since \d s, up to 5 s", caplog.text) is not None, SOON_S)
+    await until(lambda: re.search(r"waiting for etcd since \d s, up to 30 s", caplog.text) is not None, SOON_S)
     etcd.start()
     async with frontend_side(chosen) as side:
         await side.until_instances(1)
@@ -114,8 +121,13 @@ async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_s
 
 
 async def test_worker_started_while_nats_is_away_then_it_waits_for_it_and_says_so(
-    etcd_server: str, own_nats: Make, living: Living, caplog: pytest.LogCaptureFixture
+    etcd_server: str,
+    own_nats: Make,
+    living: Living,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(NatsPlane.connect.__func__.__kwdefaults__, "connect_timeout_s", 30.0)  # it may start slowly
     nats = own_nats()
     chosen = config(etcd_server, nats.address)
     await asyncio.to_thread(nats.stop)
