@@ -1,6 +1,9 @@
 """`python -m dynamo_trtllm` starts a worker."""
 
-from dynamo_trtllm.worker.main import main
-
 if __name__ == "__main__":
-    main()
+    try:
+        from dynamo_trtllm.worker.main import main
+
+        main()
+    except KeyboardInterrupt:  # while it loads: later it ends in its own way
+        raise SystemExit(130) from None

@@ -1,6 +1,9 @@
 """`python -m dynamo_trtllm.clear_namespace` removes what a deployment left in etcd and JetStream."""
 
-from dynamo_trtllm.cli.clear_namespace import main
-
 if __name__ == "__main__":
-    main()
+    try:
+        from dynamo_trtllm.cli.clear_namespace import main
+
+        main()
+    except KeyboardInterrupt:  # while it loads: later it ends in its own way
+        raise SystemExit(130) from None

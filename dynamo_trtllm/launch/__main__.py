@@ -1,6 +1,9 @@
 """`python -m dynamo_trtllm.launch` starts a deployment."""
 
-from dynamo_trtllm.launch.main import main
-
 if __name__ == "__main__":
-    main()
+    try:
+        from dynamo_trtllm.launch.main import main
+
+        main()
+    except KeyboardInterrupt:  # while it loads: later it ends in its own way
+        raise SystemExit(130) from None
