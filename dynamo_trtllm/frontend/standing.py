@@ -43,7 +43,7 @@ def lacking(view: ModelView, name: str, book: PairBook | None) -> str | None:
     each = "; ".join(
         f"{spelled(pair)} is {record.state}" + (f" ({record.reason})" if record.reason else "") for pair, record in told
     )
-    return f"model {name}: no pair has handed KV over: {each}"
+    return f"model {name}: no pair hands KV over now: {each}"
 
 
 def mismatches(view: ModelView) -> list[str]:

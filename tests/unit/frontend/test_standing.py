@@ -26,10 +26,10 @@ def test_lacking_when_nothing_tries_pairs_then_the_roles_suffice() -> None:
 
 def test_lacking_when_no_pair_has_worked_then_says_of_each_what_is_known() -> None:
     book = PairBook(BreakerLimits(failures=1))
-    assert lacking(PAIR, "m", book) == "model m: no pair has handed KV over: pair a -> b is untried"
+    assert lacking(PAIR, "m", book) == "model m: no pair hands KV over now: pair a -> b is untried"
     book.failed((0xA, 0xB), "transfer: no route", 1.0)
     assert lacking(PAIR, "m", book) == (
-        "model m: no pair has handed KV over: pair a -> b is quarantined (transfer: no route)"
+        "model m: no pair hands KV over now: pair a -> b is quarantined (transfer: no route)"
     )
     book.passed((0xA, 0xB), 2.0)
     assert lacking(PAIR, "m", book) is None
