@@ -142,7 +142,7 @@ async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_ke
 
 async def test_registration_when_etcd_lost_its_data_then_registered_again(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
-    async with joined(server) as worker, joined(server, ttl_s=3) as frontend, following(frontend) as follower:
+    async with joined(server, ttl_s=3) as worker, joined(server, ttl_s=4) as frontend, following(frontend) as follower:
         await worker.register(ONE)
         gone = await worker.register(TWO)
         await follower.until(Up(ONE), Up(TWO))
@@ -338,7 +338,7 @@ async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_i
 async def test_watch_when_a_worker_moved_then_its_new_address_is_told(own_etcd: MakeEtcd) -> None:
     server = own_etcd()
     moved = msgspec.structs.replace(ONE, subject="dynamo_tensorrt_llm.generate-elsewhere")
-    async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
+    async with joined(server, ttl_s=30) as worker, joined(server) as frontend, following(frontend) as follower:
         await worker.register(ONE)
         await follower.until(Up(ONE))
         await worker.register(moved)
