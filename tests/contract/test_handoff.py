@@ -24,7 +24,6 @@ from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
 
 REMOTE = ("tcp", "nixl")
-pytestmark = pytest.mark.timeout(60)  # some start a process
 ODD = [1, 4097, 0, 65_537, 3, 1_000_003]
 
 

@@ -25,8 +25,6 @@ from tests.recording import Uses, recorded
 from tests.standin import RELEASES, hurry, playing
 from tests.waiting import SOON_S
 
-pytestmark = pytest.mark.timeout(60)  # the first test records all releases: twelve engines
-
 PROMPT = prompt_of(40)
 # Each request uses what the others don't; one that the played release refuses is refused before it touches a name.
 SAMPLINGS = [

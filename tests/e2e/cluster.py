@@ -23,7 +23,7 @@ import httpx
 from dynamo_trtllm.children.spawn import spawn
 
 TINY = "tiny-gpt-oss"
-START_TIMEOUT_S = 60.0  # processes that import much, several at once, beside other busy ones
+START_TIMEOUT_S = 100.0  # processes that import much, several at once, beside other busy ones
 STOP_TIMEOUT_S = 10.0
 
 

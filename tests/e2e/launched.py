@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-WAIT_S = 60.0
+WAIT_S = 100.0
 LAUNCHER = (sys.executable, "-m", "dynamo_trtllm.launch")
 MARK = "LAUNCH_TEST_MARK"
 
