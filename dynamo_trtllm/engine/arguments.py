@@ -93,6 +93,8 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
     names = [name for name, value in given.items() if name in schema.model_fields or not _is_one(name, value)]
     for name in names:
         _refuse_foreign(config, name, schema, engine)
+    if config.kernels_profile is not None:
+        _refuse_foreign(config, "kernels_profile", schema, engine)
     yaml, override = file_layer(config), override_layer(config)
     layers.check_keys(yaml.values, schema.model_fields, yaml.source)
     layers.check_keys(override.values, schema.model_fields, override.source)

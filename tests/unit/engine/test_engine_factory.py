@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.described import described
 from dynamo_trtllm.engine.factory import create_engine
 from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError
@@ -68,3 +69,10 @@ def test_create_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pyt
 def test_create_when_the_engine_makes_no_weights_up_then_load_format_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--load-format: the mock engine has no such setting"):
         create_engine(WorkerConfig(model_path="/m", engine="mock", load_format="dummy"), instance_id=1)
+
+
+@pytest.mark.parametrize("engine", ["torch", "mock"])
+def test_arguments_when_a_kernel_profile_is_given_to_an_engine_that_has_none_then_it_is_refused(engine: str) -> None:
+    config = WorkerConfig(model_path="m", engine=engine, kernels_profile="blackwell")
+    with pytest.raises(ConfigError, match=f"--kernels-profile: the {engine} engine has no such setting; leave it out"):
+        described(config)
