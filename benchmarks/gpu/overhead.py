@@ -100,10 +100,15 @@ async def _start(
 
 
 async def _warm(urls: dict[str, str], sizes: Sizes) -> None:
-    given = tokens.prompts(sizes.overhead_concurrency, sizes.overhead_isl, seed=sizes.seed + 5)
-    for url in urls.values():
-        await tokens.send(url, given[:4], osl=16, concurrency=1, extra=tokens.SAMPLED)
-        await tokens.send(url, given, osl=16, concurrency=sizes.overhead_concurrency, extra=tokens.SAMPLED)
+    """A whole round that is not counted, on all at once: kernels are compiled when a batch of their size first comes."""
+    given = tokens.prompts(sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 5)
+    asked: dict[str, Any] = {"osl": sizes.overhead_osl, "extra": tokens.SAMPLED}
+
+    async def warm(url: str) -> None:
+        await tokens.send(url, given[:4], concurrency=1, **asked)
+        await tokens.send(url, given, concurrency=sizes.overhead_concurrency, **asked)
+
+    await asyncio.gather(*map(warm, urls.values()))
 
 
 async def _alone(urls: dict[str, str], sizes: Sizes, found: dict[str, Measured], *, seed: int) -> None:
@@ -130,7 +135,7 @@ async def _loaded(url: str, sizes: Sizes, found: Measured, *, seed: int) -> None
 
 
 def rows(found: dict[str, Measured]) -> list[Row]:
-    """The ratio of the medians, and what is added to a first token."""
+    """The ratio of the rounds, and what is added to a first token."""
     ours, theirs = found[OURS], found[THEIRS]
     made = [_throughput(ours.tokens_per_s, theirs.tokens_per_s)]
     common = sorted(set(ours.ttft_ms) & set(theirs.ttft_ms), reverse=True)
@@ -141,16 +146,17 @@ def rows(found: dict[str, Measured]) -> list[Row]:
 
 
 def _throughput(ours: Sequence[float], theirs: Sequence[float]) -> Row:
-    what = "output tokens/s under load, ours / vLLM's own server"
+    what = "output tokens/s under load, ours / vLLM's own server, median of the rounds' ratios"
     if not ours or not theirs or not statistics.median(theirs):
         return Row(what=what, value="not measured", bar=f">= {_THROUGHPUT_BAR}", met=False)
-    mine, other = statistics.median(ours), statistics.median(theirs)
-    spread = f"{len(ours)} rounds each, {min(ours):.0f}-{max(ours):.0f} and {min(theirs):.0f}-{max(theirs):.0f}"
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=False)]
+    ratio = statistics.median(ratios)
+    spread = f"{min(ratios):.3f}-{max(ratios):.3f}, {min(ours):.0f}-{max(ours):.0f} / {min(theirs):.0f}-{max(theirs):.0f}"
     return Row(
         what=what,
-        value=f"{mine:.0f} / {other:.0f} = {mine / other:.3f} ({spread})",
+        value=f"{ratio:.3f} ({len(ratios)} rounds: {spread})",
         bar=f">= {_THROUGHPUT_BAR}",
-        met=mine / other >= _THROUGHPUT_BAR,
+        met=ratio >= _THROUGHPUT_BAR,
     )
 
 

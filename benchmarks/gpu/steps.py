@@ -46,7 +46,7 @@ class Sizes:
     overhead_osl: int = 256
     overhead_concurrency: int = 64
     overhead_requests: int = 128
-    overhead_rounds: int = 2
+    overhead_rounds: int = 3
     alone_requests: int = 24
     seed: int = 7
 
