@@ -17,15 +17,31 @@ class Child:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
         self._ended = end_of(process)
+        self._is_asked = False
         self.pid = process.pid
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether its end, if it comes, is what was asked of it here."""
+        return self._is_asked
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
 
     async def ended(self) -> int:
         """Its exit status. May be awaited by several."""
         return await asyncio.shield(self._ended)
 
+    def ask(self) -> None:
+        """SIGTERM, once: a second one would end a drain at once."""
+        if not self._is_asked and not self.has_ended:
+            self._is_asked = True
+            self._process.terminate()
+
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after the time it was given. Returns when it is gone. Idempotent."""
-        self._process.terminate()
+        self.ask()
         try:
             async with asyncio.timeout(self._stop_timeout_s):
                 await self.ended()

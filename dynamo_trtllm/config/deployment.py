@@ -49,6 +49,11 @@ class RestartConfig(Config):
         description="seconds before the second restart within the window, doubled with each further one; the first is "
         "at once",
     )
+    readers_too: bool = Field(
+        default=True,
+        description="when a prefill worker of the vllm engine on GPUs dies, its decode workers on GPUs, which keep its "
+        "memory taken, are drained and started again with it; such a restart does not count",
+    )
 
 
 class WorkerSpec(Config):

@@ -27,6 +27,11 @@ def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
     return _asked(_gpu, environment)
 
 
+def memory_free_bytes() -> list[tuple[int, int]]:
+    """Of each visible GPU what nobody uses, and all it has; [] without a driver or NVML. From any thread."""
+    return _asked(_free_of_all, None)
+
+
 def memory_used_bytes() -> int | None:
     """In use on the first visible GPU, by everybody; None without a driver or NVML. From any thread."""
     used = _asked(lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used), None)
@@ -80,6 +85,11 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         sm=major * 10 + minor,
         memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
     )
+
+
+def _free_of_all(nvml: Any, handle: Any) -> tuple[int, int]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return int(memory.free), int(memory.total)
 
 
 def _text(value: str | bytes) -> str:

@@ -12,6 +12,7 @@ from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engine.arguments import ENGINE_FLAGS
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Role
 
 FRONTEND = "frontend"
 _ANY_HOST = ("0.0.0.0", "::", "127.0.0.1")
@@ -31,6 +32,9 @@ class ProcessSpec:
     env: Mapping[str, str]  # added to the launcher's own
     ready_sign: str  # regular expression; the line that says that it serves; group 1 is where, or who it is
     stop_timeout_s: float  # from SIGTERM to SIGKILL
+    role: Role | None = None  # of a worker, as what follows
+    engine: str = ""
+    model: str = ""  # what clients send
 
     @property
     def is_frontend(self) -> bool:
@@ -114,7 +118,7 @@ def _frontend(flags: Mapping[str, Any], env: Mapping[str, str]) -> ProcessSpec:
 def _workers(worker: WorkerSpec, flags: Mapping[str, Any], env: Mapping[str, str]) -> list[ProcessSpec]:
     _check_log_level(flags, worker.name)
     values = {**flags, "disaggregation_mode": worker.disaggregation_mode}
-    drain_s = WorkerConfig.model_validate(values).drain_timeout_s
+    config = WorkerConfig.model_validate(values)
     return [
         ProcessSpec(
             name=worker.name if worker.count == 1 else f"{worker.name}-{number + 1}",
@@ -122,7 +126,10 @@ def _workers(worker: WorkerSpec, flags: Mapping[str, Any], env: Mapping[str, str
             argv=tuple(to_argv(WorkerConfig, values)),
             env={**env, "CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env},
             ready_sign=r"serving as instance ([0-9a-f]+)",
-            stop_timeout_s=drain_s + _STOP_MARGIN_S,
+            stop_timeout_s=config.drain_timeout_s + _STOP_MARGIN_S,
+            role=worker.disaggregation_mode,
+            engine=config.engine or "",
+            model=_model_name(flags),
         )
         for number in range(worker.count)
     ]

@@ -24,6 +24,7 @@ class Running(Child):
         process = spawn(argv, env={**environ, **spec.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
+        self.is_ready = False  # has said that it serves; whoever reads its lines knows
         self._lines = asyncio.create_task(self._pump(on_line), name=f"lines of {spec.name}")
 
     async def _pump(self, on_line: Callable[[str], None]) -> None:

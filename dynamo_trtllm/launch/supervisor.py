@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dynamo_trtllm.children.child import end_of
-from dynamo_trtllm.children.restart import decide
+from dynamo_trtllm.children.restart import decide, describe
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
+from dynamo_trtllm.launch.readers import Release
 from dynamo_trtllm.launch.running import Running
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
@@ -104,11 +105,12 @@ class Supervisor:
 
     async def _keep_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
         self._not_ready = {spec.name for spec in specs}
+        release = Release(specs, self._running, self._console.say)
         async with asyncio.TaskGroup() as group:
             for at in range(len(self._servers)):
                 group.create_task(self._keep_server(at))
             for spec in specs:
-                group.create_task(self._keep(spec))
+                group.create_task(self._keep(spec, release))
             group.create_task(self._when_ready(on_ready))
             await self._stopping.wait()
             await self._stop_processes()
@@ -137,17 +139,24 @@ class Supervisor:
             self._servers[at] = server.again()  # blocks, see `_start_server`
             self._say_ready(name, began, f"at {server.address}")
 
-    async def _keep(self, spec: ProcessSpec) -> None:
+    async def _keep(self, spec: ProcessSpec, release: Release) -> None:
         restarts: list[float] = []
         while not self._stopping.is_set():
-            status, last_line = await self._run_once(spec)
+            status, last_line = await self._run_once(spec, release)
+            life = self._running[spec.name]
             if self._stopping.is_set():
                 return
+            if life.is_asked:  # by `release`
+                self._console.say(f"{spec.name} {describe(status)}, as it was to end; starting it again")
+                continue
             verdict = decide(self._deployment.restart, status, restarts, time.monotonic())
             if not verdict.is_restart:
                 raise GivenUp(f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status)
             self._console.say(f"{spec.name} {verdict.text}")
             restarts.append(time.monotonic())
+            # one that never served has nothing that others have read; one that ended with 0 has given it back
+            if self._deployment.restart.readers_too and life.is_ready and status != 0:
+                await release.wanted_by(spec)
             if await self._stopped_within(verdict.pause_s):
                 return
 
@@ -158,7 +167,7 @@ class Supervisor:
                 await self._stopping.wait()
         return self._stopping.is_set()
 
-    async def _run_once(self, spec: ProcessSpec) -> tuple[int, str]:
+    async def _run_once(self, spec: ProcessSpec, release: Release) -> tuple[int, str]:
         """One life of a process: its exit status and the last thing it said."""
         began = time.monotonic()
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -170,6 +179,8 @@ class Supervisor:
             self._console.line(spec.name, line)
             if not ready.done() and (found := re.search(spec.ready_sign, line)):
                 ready.set_result(found[1])
+                running.is_ready = True
+                release.tell()
 
         running = Running(spec, self._environ, on_line)
         self._running[spec.name] = running
@@ -177,6 +188,7 @@ class Supervisor:
             waiting = group.create_task(self._await_ready(spec, began, ready))
             status = await running.ended()
             waiting.cancel()
+        release.tell()
         return status, last_line
 
     async def _await_ready(self, spec: ProcessSpec, began: float, ready: asyncio.Future[str]) -> None:

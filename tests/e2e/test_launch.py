@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,3 +201,54 @@ def test_launch_when_demo_once_then_it_says_who_did_what_and_exits_0(launch: Lau
     launched.wait_line(r"TTFT: +\d+ ms")
     launched.wait_line(r"curl -N localhost:\d+/v1/chat/completions")
     launched.wait_gone(SOON_S)
+
+
+# As if mock workers read KV over CUDA IPC: the launcher's own table, with one engine more.
+MOCK_KEEPS_MAPPED = """
+from dynamo_trtllm.launch import readers
+readers.KEEP_MAPPED |= {"mock"}
+from dynamo_trtllm.launch.main import main
+main()
+"""
+
+
+def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_are_drained_first_and_all_serve_again(
+    temporary: Path, deployment: Path, port: int
+) -> None:
+    text = deployment.read_text()
+    for number, role in enumerate(("prefill", "decode")):
+        text = text.replace(f"name: {role},", f"name: {role}, devices: [{number}],")
+    deployment.write_text(text)
+    launched = Launched(temporary, str(deployment), command=[sys.executable, "-c", MOCK_KEEPS_MAPPED])
+    try:
+        launched.wait_line("all processes serve")
+        ask_until_answered(port)
+        before = set(launched.pids())
+        roles = [launched.pid_of(f"--disaggregation-mode={role}") for role in ("prefill", "decode")]
+        seen = len(launched.lines)
+        os.kill(roles[0], signal.SIGKILL)
+        for role in ("prefill", "decode"):
+            launched.wait_line(rf"launch +\| {role} is ready after", seen)
+        order = [
+            next(i for i, line in enumerate(launched.lines) if i >= seen and re.search(pattern, line))
+            for pattern in (
+                r"launch +\| prefill was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)",
+                r"launch +\| decode: to be drained and started again, too",
+                r"^decode .*drained",
+                r"launch +\| decode ended: GPU memory of prefill is free",
+                r"launch +\| prefill is ready after",
+            )
+        ]
+        assert order == sorted(order)
+        ask_until_answered(port)
+        after = set(launched.pids())
+        assert before - after == set(roles)  # nobody else has ended
+        assert len(after) == len(before)
+        seen = len(launched.lines)
+        os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGKILL)  # its first own death, of 1 allowed
+        launched.wait_line(r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
+        launched.process.terminate()
+        assert launched.end() == (0, "")
+        launched.wait_gone(SOON_S)
+    finally:
+        launched.close()

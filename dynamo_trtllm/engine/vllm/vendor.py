@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engine.vllm import manifest
+from dynamo_trtllm.engine import gpu
+from dynamo_trtllm.engine.vllm import manifest, memory
 from dynamo_trtllm.engine.vllm.requests import Call
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 
@@ -51,11 +52,16 @@ class Vendor:
             config = self.engine_args(**self._typed(values)).create_engine_config()
         except VENDOR_ERRORS as exc:
             raise ConfigError(f"vLLM {self.version} refuses the engine arguments: {_short(exc)}") from exc
+        before = gpu.memory_free_bytes()
         try:
             return self.async_llm.from_vllm_config(
                 config, stat_loggers=[self._logger(on_stats)], disable_log_stats=True, enable_log_requests=False
             )
         except VENDOR_ERRORS as exc:
+            # vLLM says it in another process, which logs it and dies: here it is "initialization failed"
+            lack = memory.lack(values, before, gpu.memory_free_bytes())
+            if lack is not None:
+                raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc
 
     def silence(self, llm: Any) -> None:

@@ -41,3 +41,44 @@ async def test_child_when_it_is_killed_then_what_it_left_behind_is_gone() -> Non
     assert await child.ended() == -signal.SIGKILL
     await asyncio.to_thread(psutil.wait_procs, [grandchild], SOON_S)
     assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+
+
+SECOND_SIGNAL_IS_CRUEL = """
+import signal, sys, threading
+told = threading.Event()
+
+def first(number, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    told.set()
+
+signal.signal(signal.SIGTERM, first)
+print("ready", flush=True)
+told.wait()
+sys.stdin.buffer.read(1)
+"""
+
+
+async def test_child_when_it_is_stopped_by_several_then_it_gets_one_signal_and_drains_in_peace() -> None:
+    script = [sys.executable, "-c", SECOND_SIGNAL_IS_CRUEL]
+    process = spawn(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout:
+        assert process.stdout.readline() == b"ready\n"
+        child = Child(process, SOON_S)
+        assert (child.is_asked, child.has_ended) == (False, False)
+        stops = asyncio.gather(child.stop(), child.stop())
+        await asyncio.sleep(0)
+        child.ask()
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        await stops
+    assert await child.ended() == 0
+    assert (child.is_asked, child.has_ended) == (True, True)
+
+
+async def test_child_when_it_has_ended_then_it_is_asked_nothing() -> None:
+    child = Child(spawn([sys.executable, "-c", ""]), SOON_S)
+    await child.ended()
+    await child.stop()
+    assert not child.is_asked

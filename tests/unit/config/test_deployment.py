@@ -48,7 +48,7 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
     )
     assert (deployment.services.etcd, deployment.services.nats) == ("start", "start")
     assert deployment.frontend == {}
-    assert deployment.restart.max_restarts == 3
+    assert (deployment.restart.max_restarts, deployment.restart.readers_too) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,8 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
         ("[0, 1]", "gpu", "workers[1].devices: expected cpu or a list of GPU numbers"),
         ("[0, 1]", "[0, a]", "workers[1].devices[1] is 'a'"),
         ("{max_restarts: 1}", "{max_restarts: -1}", "restart.max_restarts is -1"),
+        ("{max_restarts: 1}", "{readers_too: 2}", "restart.readers_too is 2"),
+        ("{max_restarts: 1}", "{reader_too: false}", "restart: unknown key 'reader_too'; did you mean 'readers_too'?"),
         ("disaggregation_mode: decode", "disaggregation_mode: d", "workers[1].disaggregation_mode is 'd'"),
         ('"1"}', "1}", "workers[1].env.OMP_NUM_THREADS is 1: should be a valid string"),
     ],

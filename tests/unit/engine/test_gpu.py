@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dynamo_trtllm.engine.gpu import Gpu, visible_gpus
+from dynamo_trtllm.engine.gpu import Gpu, memory_free_bytes, visible_gpus
 
 H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "GPU-aaaa-1")
 B200 = (b"NVIDIA B200", (10, 0), 180 << 30, b"GPU-bbbb-2")  # older bindings answer in bytes
@@ -27,7 +27,9 @@ def driver(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple], *, fails: str
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetName": lambda handle: gpus[handle][0],
         "nvmlDeviceGetCudaComputeCapability": lambda handle: gpus[handle][1],
-        "nvmlDeviceGetMemoryInfo": lambda handle: types.SimpleNamespace(total=gpus[handle][2]),
+        "nvmlDeviceGetMemoryInfo": lambda handle: types.SimpleNamespace(
+            total=gpus[handle][2], free=gpus[handle][2] // 4
+        ),
         "nvmlDeviceGetUUID": lambda handle: gpus[handle][3],
     }
     module = types.ModuleType("pynvml")
@@ -94,3 +96,9 @@ def test_visible_gpus_when_the_driver_fails_then_none_and_no_error(monkeypatch, 
 def test_visible_gpus_when_there_is_no_nvml_then_none(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert visible_gpus({}) == []
+
+
+def test_memory_free_when_asked_then_of_each_visible_gpu_what_is_free_and_all(monkeypatch):
+    driver(monkeypatch, [H100, B200, RTX])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert memory_free_bytes() == [(24 << 30, 96 << 30), (20 << 30, 80 << 30)]
