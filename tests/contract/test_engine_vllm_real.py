@@ -86,7 +86,7 @@ def _model(folder: Path) -> Path:
     return folder
 
 
-def _engine(folder: Path, role: Role) -> Engine:
+def _engine(folder: Path, role: Role, **more: str) -> Engine:
     from dynamo_trtllm.engine.vllm.engine import VllmEngine
 
     shares = {"gpu_memory_utilization": 0.3} if _gpus() else {"dtype": "float32"}
@@ -94,7 +94,7 @@ def _engine(folder: Path, role: Role) -> Engine:
         model_path=str(folder),
         served_model_name="tiny",
         disaggregation_mode=role,
-        override_engine_args=ARGUMENTS | shares,
+        override_engine_args=ARGUMENTS | shares | more,
     )
     return VllmEngine(config, instance_id=list(Role).index(role) + 1)
 
@@ -262,3 +262,34 @@ async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_doe
             await collect_rest(stream)
     with pytest.raises(EngineFailed):
         await pair.decode.check()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def made_up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """From config.json alone."""
+    folder = _model(tmp_path_factory.mktemp("models") / "shape")
+    (folder / "model.safetensors").unlink()
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(ROOT / "tests" / "vllm_on_cpu"), prepend=os.pathsep)
+    if not _gpus():
+        for name, value in CPU.items():
+            patch.setenv(name, value)
+    engines = Pair(*(_engine(folder, role, load_format="dummy") for role in (Role.PREFILL, Role.DECODE)))
+    try:
+        for engine in engines:
+            await engine.start()
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.aclose()
+        patch.undo()
+
+
+async def test_made_up_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(
+    made_up: Pair,
+) -> None:
+    prompts = [[*prompt_of(300, seed), *prompt_of(10, 3)] for seed in range(10, 16)]
+    whole = [await answer(made_up.decode, prompt, max_tokens=16) for prompt in prompts]
+    assert len(set(map(tuple, whole))) == len(prompts)
+    for prompt, wanted in zip(prompts, whole, strict=True):
+        assert tokens(await two_legs(made_up.prefill, made_up.decode, prompt, max_tokens=16)) == wanted

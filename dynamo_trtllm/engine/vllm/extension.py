@@ -1,5 +1,5 @@
-"""What this project adds to vLLM's worker processes: freeing the KV of a ticket that nobody will redeem, and an end of
-vLLM's processes when the worker they belong to was killed.
+"""What this project adds to vLLM's worker processes: freeing the KV of a ticket that nobody will redeem, an end of
+vLLM's processes when the worker they belong to was killed, and made-up weights for measuring.
 
 Loaded there by name (`worker_extension_cls`) and called over `collective_rpc`. vLLM itself frees such KV only when its
 lease is over; this ends the lease now, on the connector's own path for expired requests.
@@ -11,8 +11,11 @@ import multiprocessing
 import os
 import select
 import signal
+import sys
 import threading
 from typing import Any
+
+from dynamo_trtllm.engine.vllm import made_up
 
 
 class WorkerExtension:
@@ -60,3 +63,7 @@ def _connector_worker() -> Any:
     from dynamo_trtllm.engine.vllm.vendor import kv_transfer_group
 
     return getattr(kv_transfer_group(), "connector_worker", None)
+
+
+if "vllm.v1.worker.worker_base" in sys.modules:  # one of vLLM's workers, which loads this module before any weight
+    made_up.install()
