@@ -100,7 +100,7 @@ async def _start(
 
 
 async def _warm(urls: dict[str, str], sizes: Sizes) -> None:
-    """A whole round that is not counted, on all at once: kernels are compiled when a batch of their size first comes."""
+    """A whole round that is not counted, on both at once: kernels are compiled when a batch of a size first comes."""
     given = tokens.prompts(sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 5)
     asked: dict[str, Any] = {"osl": sizes.overhead_osl, "extra": tokens.SAMPLED}
 
@@ -151,10 +151,10 @@ def _throughput(ours: Sequence[float], theirs: Sequence[float]) -> Row:
         return Row(what=what, value="not measured", bar=f">= {_THROUGHPUT_BAR}", met=False)
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=False)]
     ratio = statistics.median(ratios)
-    spread = f"{min(ratios):.3f}-{max(ratios):.3f}, {min(ours):.0f}-{max(ours):.0f} / {min(theirs):.0f}-{max(theirs):.0f}"
+    speeds = f"{min(ours):.0f}-{max(ours):.0f} / {min(theirs):.0f}-{max(theirs):.0f}"
     return Row(
         what=what,
-        value=f"{ratio:.3f} ({len(ratios)} rounds: {spread})",
+        value=f"{ratio:.3f} ({len(ratios)} rounds: {min(ratios):.3f}-{max(ratios):.3f}, {speeds})",
         bar=f">= {_THROUGHPUT_BAR}",
         met=ratio >= _THROUGHPUT_BAR,
     )
