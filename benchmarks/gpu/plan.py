@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dynamo_trtllm.engine.vllm.args import EXTENSION
+
 Engine = Literal["vllm", "torch", "mock"]
 MODEL_NAME = "bench"
 AGGREGATED = "prefill_and_decode"
@@ -144,6 +146,7 @@ def server_arguments(plan: Plan, port: int) -> list[str]:
         f"--max-num-batched-tokens={plan.max_num_tokens}",
         f"--max-num-seqs={plan.max_batch_size}",
         f"--tensor-parallel-size={plan.width}",
+        f"--worker-extension-cls={EXTENSION}",  # it makes up the same weights as ours
     ]
     if plan.width > 1:
         argv.append("--enable-expert-parallel")

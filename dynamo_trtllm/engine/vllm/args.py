@@ -77,7 +77,7 @@ _NOT_DRIVEN = (
     "enable_lora",
 )
 _ADAPTER = "the vllm engine"  # as a source
-_EXTENSION = "dynamo_trtllm.engine.vllm.extension.WorkerExtension"
+EXTENSION = "dynamo_trtllm.engine.vllm.extension.WorkerExtension"
 _LEASE_SPARE_S = 5  # vLLM's lease outlives the ticket: what frees KV in time is the engine, see `reclaim`
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     "tensor_parallel_size": (1, None),
@@ -143,7 +143,7 @@ def described(config: WorkerConfig) -> Described:
 
 def _own(config: WorkerConfig) -> Layer:
     """What the adapter wants; of these only what is not in _OURS may be said otherwise."""
-    values: dict[str, Any] = {"enable_prefix_caching": True, "worker_extension_cls": _EXTENSION}
+    values: dict[str, Any] = {"enable_prefix_caching": True, "worker_extension_cls": EXTENSION}
     if config.disaggregation_mode is not Role.AGGREGATED:
         values["kv_transfer_config"] = {
             "kv_connector": "NixlConnector",

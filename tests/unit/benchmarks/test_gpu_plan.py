@@ -13,6 +13,7 @@ from benchmarks.gpu.model import gpt_oss_config, write_model
 from benchmarks.gpu.plan import ENVIRONMENT, Plan, disaggregated, engine_arguments, replicas, server_arguments, single
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.engine.checkpoint import read_checkpoint
+from dynamo_trtllm.engine.vllm.args import EXTENSION
 
 LAUNCHER_FILES = Path(__file__).parents[3] / "deploy" / "local"
 
@@ -74,6 +75,7 @@ def test_their_server_when_compared_then_it_gets_the_arguments_of_our_engine() -
     assert f"--load-format={flags['load-format']}" in argv
     assert {"--enforce-eager", "--no-enable-prefix-caching", "--block-size=32", "--port=1234"} <= set(argv)
     assert engine_arguments(chosen) == flags["override-engine-args"]
+    assert f"--worker-extension-cls={EXTENSION}" in argv  # or its made-up weights were others
     assert "--enable-expert-parallel" not in argv
     assert "--enable-expert-parallel" in server_arguments(plan(4), port=1)
 
