@@ -69,7 +69,7 @@ class LinkPlane:
         )
         ended = False
         try:
-            await self._open(subject, Open(stream, self._inbox_subject, request))
+            await self._open(subject, stream, request)
             chunk = await arrivals.get()
             while True:
                 ended = chunk.finish_reason is not None
@@ -107,15 +107,15 @@ class LinkPlane:
             if self._listening is None:
                 self._listening = await self._link.listen(self._inbox_subject, self._take)
 
-    async def _open(self, subject: str, opening: Open) -> None:
-        left_s = opening.request.deadline - time.time()
+    async def _open(self, subject: str, stream: int, request: GenerateRequest) -> None:
+        left_s = request.deadline - time.time()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline had passed before it was sent")
-        data = self._fitting(Envelope(opening))
+        data = self._fitting(Envelope(Open(stream, self._inbox_subject, request, left_s)))
         try:
             reply = await self._link.ask(subject, data, timeout_s=min(left_s, self._limits.ack_timeout_s))
         except Unreachable as exc:
-            if time.time() >= opening.request.deadline:
+            if time.time() >= request.deadline:
                 raise DeadlineExceeded("the request's deadline passed before a worker took it") from exc
             raise
         _answered(reply)

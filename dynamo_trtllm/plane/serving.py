@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
+
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
@@ -142,14 +144,15 @@ class LinkServing:
         self._legs[leg.key] = leg
         self._idle.clear()
         self._peers.add(opening.inbox)
-        leg.task = asyncio.create_task(self._run(leg, opening), name=f"plane-leg-{opening.request.request_id}")
+        request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
+        leg.task = asyncio.create_task(self._run(leg, request), name=f"plane-leg-{request.request_id}")
         self._keep(leg.task)
         leg.task.add_done_callback(lambda _: self._close(leg))
 
-    async def _run(self, leg: Leg, opening: Open) -> None:
+    async def _run(self, leg: Leg, request: GenerateRequest) -> None:
         try:
-            async with asyncio.timeout(opening.request.deadline - time.time()) as deadline:
-                async with aclosing(self._stream(leg, opening.request)) as chunks:
+            async with asyncio.timeout(request.deadline - time.time()) as deadline:
+                async with aclosing(self._stream(leg, request)) as chunks:
                     async for chunk in chunks:
                         self._send(leg, Frame(leg.key.stream, leg.number, chunk))
                         if chunk.ticket is not None:

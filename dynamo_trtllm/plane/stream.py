@@ -41,6 +41,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     stream: int
     inbox: str
     request: GenerateRequest
+    left_s: float  # until the request's deadline, when this was sent: another machine's clock may say another time
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.codec import encode
@@ -98,7 +100,7 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
     async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
         await anext(chunks)
         link = bench.caller._link  # type: ignore[attr-defined]
-        nobody = encode(Envelope(Open(1, "no subject", make_request(name="x"))))
+        nobody = encode(Envelope(Open(1, "no subject", make_request(name="x"), 60.0)))
         for data in (PING, b"garbage", nobody):
             link.post(SUBJECT, data)
             link.post(control_subject(SUBJECT), data)
@@ -107,3 +109,24 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
         gate.set()
         assert [chunk.finish_reason async for chunk in chunks] == [FinishReason.STOP]
     await until(lambda: service.open == 0)
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+async def test_request_when_clocks_of_two_machines_differ_then_it_has_the_time_that_was_left(
+    bench: Bench, ahead_s: float
+) -> None:
+    seen: list[float] = []
+
+    async def noting(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        seen.append(request.deadline - time.time())
+        yield Chunk(finish_reason=FinishReason.STOP)
+
+    service = ScriptedService(noting)
+    await bench.worker.serve(SUBJECT, service)
+    caller = bench.caller
+    await caller._listen()  # type: ignore[attr-defined]
+    request = msgspec.structs.replace(make_request(), deadline=time.time() + ahead_s + 60)  # by the caller's clock
+    opening = Open(7, caller._inbox_subject, request, 60.0)  # type: ignore[attr-defined]
+    caller._link.post(SUBJECT, encode(Envelope(opening)))  # type: ignore[attr-defined]
+    await until(lambda: bool(seen))
+    assert seen[0] == pytest.approx(60, abs=SOON_S)

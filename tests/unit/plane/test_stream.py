@@ -53,7 +53,7 @@ REQUEST = GenerateRequest(
 @pytest.mark.parametrize(
     "value",
     [
-        Envelope(Open(3, "_INBOX.x", REQUEST)),
+        Envelope(Open(3, "_INBOX.x", REQUEST, 2.5)),
         Envelope(Cancel(3, "_INBOX.x")),
         Verb(FileRequest("abc", 7)),
         Answer(Failure("overloaded", "full")),
