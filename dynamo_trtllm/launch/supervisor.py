@@ -141,6 +141,7 @@ class Supervisor:
 
     async def _keep(self, spec: ProcessSpec, release: Release) -> None:
         restarts: list[float] = []
+        may_be_read = False  # memory of an earlier life may be mapped by others
         while not self._stopping.is_set():
             status, last_line = await self._run_once(spec, release)
             life = self._running[spec.name]
@@ -154,9 +155,11 @@ class Supervisor:
                 raise GivenUp(f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status)
             self._console.say(f"{spec.name} {verdict.text}")
             restarts.append(time.monotonic())
-            # one that never served has nothing that others have read; one that ended with 0 has given it back
-            if self._deployment.restart.readers_too and life.is_ready and status != 0:
+            may_be_read = may_be_read or life.is_ready
+            # one that ended with 0 should have given it back: if it did not, its successor fails to start
+            if self._deployment.restart.readers_too and may_be_read and status != 0:
                 await release.wanted_by(spec)
+                may_be_read = False
             if await self._stopped_within(verdict.pause_s):
                 return
 

@@ -197,9 +197,11 @@ async def world(*workers: dict[str, Any], **restart: Any) -> AsyncIterator[World
     for child in ALL:
         child.serve()
     await settle()
-    yield made
-    if not made.running.done():
-        await made.end()
+    try:
+        yield made
+    finally:
+        if not made.running.done():
+            await made.end()
 
 
 async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:
@@ -239,24 +241,42 @@ async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_
 
 
 @pytest.mark.parametrize(
-    ("who", "status", "is_serving", "settings"),
+    ("who", "status", "settings"),
     [
-        ("prefill", 0, True, {}),  # it ended in order, and gave its memory back
-        ("prefill", 1, False, {}),  # it never served: nobody has read from it
-        ("decode", KILLED, True, {}),
-        ("prefill", KILLED, True, {"readers_too": False}),
+        ("prefill", 0, {}),  # it ended in order, and gave its memory back
+        ("decode", KILLED, {}),
+        ("prefill", KILLED, {"readers_too": False}),
     ],
 )
 async def test_supervisor_when_no_memory_can_be_kept_then_the_dead_one_alone_is_started_again(
-    who: str, status: int, is_serving: bool, settings: dict[str, Any]
+    who: str, status: int, settings: dict[str, Any]
 ) -> None:
     async with world(PREFILL, DECODE, **settings):
-        if not is_serving:
-            now(who).die(0)
-            await lives_reach(who, 2)
         now(who).die(status)
-        await lives_reach(who, 2 if is_serving else 3)
+        await lives_reach(who, 2)
         assert [child for child in ALL if child.is_asked] == []
+
+
+async def test_supervisor_when_it_dies_before_it_has_ever_served_then_no_reader_is_drained() -> None:
+    made = World(deployment(PREFILL, DECODE))
+    await until(lambda: len(ALL) == 3)
+    now("decode").serve()
+    now("prefill").die(1)
+    await lives_reach("prefill", 2)
+    assert not now("decode").is_asked
+    await made.end()
+
+
+async def test_supervisor_when_the_successor_of_one_that_ended_in_order_fails_then_readers_are_drained_once() -> None:
+    async with world(PREFILL, DECODE):
+        now("prefill").die(0)
+        (await lives_reach("prefill", 2)).die(1)
+        await until(lambda: now("decode").is_asked)
+        now("decode").die(0)
+        (await lives_reach("decode", 2)).serve()
+        (await lives_reach("prefill", 3)).die(1)  # and that is not for memory of the first
+        await lives_reach("prefill", 4)
+        assert not now("decode").is_asked
 
 
 async def test_supervisor_when_the_reader_does_not_serve_yet_then_it_is_left_alone() -> None:
