@@ -306,6 +306,26 @@ async def test_supervisor_when_another_prefill_worker_serves_then_readers_go_one
         assert len(lives("decode-1")) == 2
 
 
+async def test_supervisor_when_a_second_one_of_three_dies_while_a_reader_drains_then_the_other_reader_goes_on() -> None:
+    three = worker("prefill", "prefill", [0, 1, 4], count=3)
+    async with world(three, TWO_EACH[1]):
+        now("prefill-1").die(KILLED)
+        await until(lambda: now("decode-1").is_asked)
+        now("decode-1").die(0)
+        (await lives_reach("decode-1", 2)).serve()
+        await until(lambda: now("decode-2").is_asked)
+        now("prefill-2").die(KILLED)  # both readers may have read from it
+        await settle()
+        assert not now("decode-1").is_asked
+        now("decode-2").die(0)
+        (await lives_reach("decode-2", 2)).serve()
+        await until(lambda: now("decode-1").is_asked)
+        await lives_reach("prefill-1", 2)
+        now("decode-1").die(0)
+        await lives_reach("prefill-2", 2)
+        assert not now("decode-2").is_asked  # it began after both deaths
+
+
 async def test_supervisor_when_both_prefill_workers_die_then_all_readers_end_once_and_at_once() -> None:
     async with world(*TWO_EACH):
         now("prefill-1").die(KILLED)
