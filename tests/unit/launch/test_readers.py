@@ -179,11 +179,14 @@ class World:
         """Asked to stop: every child obeys, and nobody is started any more."""
         number = len(ALL)
         self.supervisor.stop()
-        while not self.running.done():
+
+        def is_over() -> bool:
             for child in ALL:
                 if child.is_asked and not child.has_ended:
                     child.die(0)
-            await asyncio.sleep(0)
+            return self.running.done()
+
+        await until(is_over)
         await self.running
         assert len(ALL) == number
         assert all(child.has_ended for child in ALL)
