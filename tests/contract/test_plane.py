@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.errors import (
@@ -63,7 +64,9 @@ async def test_generate_when_request_is_large_then_it_arrives_whole(bench: Bench
     await bench.worker.serve(SUBJECT, ScriptedService(script))
     request = make_request(prompt=131_072)
     await collect(bench.caller, request)
-    assert seen == [request]
+    (arrived,) = seen
+    assert arrived.deadline == pytest.approx(request.deadline, abs=SOON_S)  # by the worker's clock
+    assert msgspec.structs.replace(arrived, deadline=request.deadline) == request
 
 
 async def test_generate_when_request_exceeds_the_plane_then_payload_too_large(bench: Bench) -> None:
