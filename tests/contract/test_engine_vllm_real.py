@@ -12,7 +12,7 @@ import runpy
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,15 +99,14 @@ def _engine(folder: Path, role: Role, **more: str) -> Engine:
     return VllmEngine(config, instance_id=list(Role).index(role) + 1)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    folder = _model(tmp_path_factory.mktemp("models") / "llama")
+@asynccontextmanager
+async def _started(folder: Path, **more: str) -> AsyncIterator[Pair]:
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", str(ROOT / "tests" / "vllm_on_cpu"), prepend=os.pathsep)
     if not _gpus():
         for name, value in CPU.items():
             patch.setenv(name, value)
-    engines = Pair(_engine(folder, Role.PREFILL), _engine(folder, Role.DECODE))
+    engines = Pair(*(_engine(folder, role, **more) for role in (Role.PREFILL, Role.DECODE)))
     try:
         for engine in engines:
             await engine.start()
@@ -116,6 +115,12 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
         for engine in engines:
             await engine.aclose()
         patch.undo()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    async with _started(_model(tmp_path_factory.mktemp("models") / "llama")) as engines:
+        yield engines
 
 
 @pytest.mark.parametrize("length", [5, 100, 128, 200, 256, 700])
@@ -269,20 +274,8 @@ async def made_up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pai
     """From config.json alone."""
     folder = _model(tmp_path_factory.mktemp("models") / "shape")
     (folder / "model.safetensors").unlink()
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(ROOT / "tests" / "vllm_on_cpu"), prepend=os.pathsep)
-    if not _gpus():
-        for name, value in CPU.items():
-            patch.setenv(name, value)
-    engines = Pair(*(_engine(folder, role, load_format="dummy") for role in (Role.PREFILL, Role.DECODE)))
-    try:
-        for engine in engines:
-            await engine.start()
+    async with _started(folder, load_format="dummy") as engines:
         yield engines
-    finally:
-        for engine in engines:
-            await engine.aclose()
-        patch.undo()
 
 
 async def test_made_up_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(
