@@ -10,18 +10,20 @@ import logging
 import resource
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, Overloaded, RequestTimeout
 from dynamo_trtllm.frontend.errors import answer
 from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, HeldHead, Turn
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 _log = logging.getLogger(__name__)
 
