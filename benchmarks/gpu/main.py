@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import overhead, proxy, steps
+from benchmarks.gpu import overhead, parity, proxy, steps
 from benchmarks.gpu.deployed import Deployed, phases
 from benchmarks.gpu.machine import gpu_names
 from benchmarks.gpu.model import FULL_LAYERS, write_model
@@ -70,7 +70,7 @@ class Run:
 
     async def all(self) -> None:
         """What a step raises is its row; the next ones run."""
-        wanted = steps.Answers()
+        wanted: parity.Reference | None = None
         if self._only & set(_WHOLE):
             wanted = await self._aggregated()
         if self._only & set(_PAIR):
@@ -82,15 +82,16 @@ class Run:
         if "proxy" in self._only:
             await self._step("shapes-proxy", proxy.run(self._plan, self._sizes, self._out / "logs"))
 
-    async def _aggregated(self) -> steps.Answers:
+    async def _aggregated(self) -> parity.Reference | None:
+        """What it answered to the prompts of parity."""
         deployed = Deployed(self._plan, replicas(self._plan), self._out / "logs" / "aggregated.log")
-        wanted = steps.Answers()
+        wanted: parity.Reference | None = None
         try:
             if not await self._up("aggregated", deployed):
                 return wanted
             if "parity" in self._only:
                 async with asyncio.timeout(max(1.0, self.left_s())):
-                    wanted = await steps.reference(deployed.url, self._sizes)
+                    wanted = await parity.reference(deployed.url, self._sizes)
             if "shapes" in self._only:
                 await self._step("shapes-aggregated", self._shapes(deployed, "aggregated"))
         except (NotServing, OSError, TimeoutError) as exc:
@@ -99,13 +100,13 @@ class Run:
             deployed.stop()
         return wanted
 
-    async def _disaggregated(self, wanted: steps.Answers) -> None:
+    async def _disaggregated(self, wanted: parity.Reference | None) -> None:
         deployed = Deployed(self._plan, disaggregated(self._plan), self._out / "logs" / "disaggregated.log")
         try:
             if not await self._up("disaggregated", deployed):
                 return
-            if "parity" in self._only and wanted.alone:
-                await self._step("parity", steps.parity(deployed.url, wanted, self._sizes))
+            if wanted is not None:
+                await self._step("parity", parity.parity(deployed.url, wanted, self._sizes))
             if "cancels" in self._only:
                 await self._step("cancels", steps.cancels(deployed, self._sizes))
             if "shapes" in self._only:

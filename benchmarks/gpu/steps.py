@@ -1,4 +1,4 @@
-"""The steps of a run on deployments that serve: parity, cancellations, shapes, a killed worker. Each gives its rows.
+"""The steps of a run on deployments that serve: cancellations, shapes, a killed worker. Each gives its rows.
 
 A step measures and compares; it starts and stops nothing but load.
 """
@@ -12,10 +12,9 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.figures import Figures
 from benchmarks.gpu import tokens
 from benchmarks.gpu.deployed import Deployed
 from benchmarks.gpu.result import Row
@@ -49,78 +48,6 @@ class Sizes:
     overhead_rounds: int = 3
     alone_requests: int = 24
     seed: int = 7
-
-
-@dataclass(slots=True)
-class Answers:
-    """What the aggregated deployment has answered to the parity prompts."""
-
-    alone: dict[int, str | None] = field(default_factory=dict)
-    under_load: dict[int, str | None] = field(default_factory=dict)
-    again_under_load: dict[int, str | None] = field(default_factory=dict)
-    shapes: dict[str, Figures] = field(default_factory=dict)
-
-
-def _given(sizes: Sizes) -> list[tokens.Prompt]:
-    return tokens.prompts_between(sizes.parity_prompts, sizes.shortest, sizes.longest, sizes.seed)
-
-
-async def _answers(url: str, sizes: Sizes, concurrency: int) -> dict[int, str | None]:
-    asked: dict[str, Any] = {
-        "osl": sizes.parity_osl,
-        "concurrency": concurrency,
-        "extra": tokens.GREEDY,
-        "keep_text": True,
-    }
-    return tokens.texts(await tokens.send(url, _given(sizes), **asked))
-
-
-async def reference(url: str, sizes: Sizes) -> Answers:
-    """Of the aggregated deployment: one at a time, and under load twice."""
-    return Answers(
-        alone=await _answers(url, sizes, 1),
-        under_load=await _answers(url, sizes, sizes.parity_concurrency),
-        again_under_load=await _answers(url, sizes, sizes.parity_concurrency),
-    )
-
-
-async def parity(url: str, wanted: Answers, sizes: Sizes) -> Found:
-    """The disaggregated deployment's answers beside the aggregated one's."""
-    alone = await _answers(url, sizes, 1)
-    loaded = await _answers(url, sizes, sizes.parity_concurrency)
-    count = len(wanted.alone)
-    same = equal(alone, wanted.alone)
-    itself = equal(wanted.again_under_load, wanted.under_load)
-    other = equal(loaded, wanted.under_load)
-    kinds = len({text for text in wanted.alone.values() if text})
-    rows = [
-        Row(
-            what="greedy answers, one at a time: disaggregated equals aggregated",
-            value=f"{same} of {count} ({kinds} different answers)",
-            bar="all",
-            met=same == count,
-        ),
-        Row(
-            what=f"the same at {sizes.parity_concurrency} at once: disaggregated equals aggregated",
-            value=f"{other} of {count}",
-            bar="not below aggregated against itself",
-            met=other >= itself,
-        ),
-        Row(what=f"at {sizes.parity_concurrency} at once: aggregated equals itself", value=f"{itself} of {count}"),
-    ]
-    detail = {
-        "same_alone": same,
-        "same_under_load": other,
-        "aggregated_same_under_load": itself,
-        "different_answers": kinds,
-        "differ": sorted(n for n in wanted.alone if wanted.alone[n] is None or alone.get(n) != wanted.alone[n]),
-    }
-    return rows, detail
-
-
-def equal(found: Mapping[int, str | None], wanted: Mapping[int, str | None]) -> int:
-    """Answers that are the same; an error equals nothing."""
-    return sum(text is not None and found.get(number) == text for number, text in wanted.items())
 
 
 # --- shapes --------------------------------------------------------------------------------------------

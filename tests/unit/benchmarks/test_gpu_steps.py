@@ -11,12 +11,41 @@ from benchmarks.client import Load
 from benchmarks.gpu import eight, main, overhead, tokens
 from benchmarks.gpu.deployed import phases
 from benchmarks.gpu.overhead import OURS, THEIRS, Measured
+from benchmarks.gpu.parity import Answers, Reference, common, equal, parted
+from benchmarks.gpu.parity import rows as parity_rows
 from benchmarks.gpu.scraped import parse
-from benchmarks.gpu.steps import equal, shape_rows
+from benchmarks.gpu.steps import shape_rows
 
 
 def test_equal_when_one_is_an_error_then_it_equals_nothing() -> None:
     assert equal({1: "a", 2: "b", 3: None}, {1: "a", 2: "c", 3: None, 4: "d"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "share"),
+    [("ab", "ab", 1.0), ("abcd", "abxd", 0.5), ("", "", 1.0), ("ab", None, 0.0), ("a", "ab", 0.5)],
+)
+def test_common_when_texts_part_then_it_is_the_share_before(one: str, other: str | None, share: float) -> None:
+    assert common(one, other) == common(other, one) == share
+
+
+@pytest.mark.parametrize(
+    ("alone", "loaded", "met"),
+    [("ab", "ab", [True, True]), ("xb", "ab", [False, True]), ("ab", None, [True, False])],
+)
+def test_parity_when_answers_part_then_its_bar_is_missed(alone: str, loaded: str | None, met: list[bool]) -> None:
+    wanted = Answers({1: "ab", 2: "c"}, {1: "ab", 2: "c"})
+    again = Answers({1: "ab", 2: "c"}, {1: "ab", 2: "d"})
+    found = Answers({1: alone, 2: "c"}, {1: loaded, 2: "x"})
+    rows = parity_rows(Reference(wanted, again), found, 32)
+    assert [row.met for row in rows] == [met[0], None, met[1], None]
+    assert "2 different answers" in rows[0].value
+    assert rows[3].value.startswith("1 of 2; 50% of a text")
+
+
+def test_parted_when_answers_differ_then_the_prompts_length_is_told() -> None:
+    found = parted({1: "ab", 2: "ax"}, {1: "ab", 2: "ab"}, [100, 200])
+    assert found == [{"prompt_tokens": 200, "common": 0.5}]
 
 
 def test_prompts_when_made_then_they_differ_and_come_again_with_the_seed() -> None:
