@@ -68,6 +68,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in set(left_out)]
         counts = {gate: sum(1 for item in left_out if item.get_closest_marker(gate)) for gate in sorted(closed)}
         config.stash[_COUNTS] = {gate: count for gate, count in counts.items() if count}
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist, which begins files in the order they are found
+        from tests.spreading import rank
+
+        items.sort(key=lambda item: rank(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.spreading import Spreading
+
+    config.option.loadscopereorder = False
+    return Spreading(config, log)
 
 
 _COUNTS = pytest.StashKey[dict[str, int]]()

@@ -1,82 +1,13 @@
-"""Clusters that the tests of a session share: one without weights, one with the demo model."""
+"""Clusters that tests share: one without weights. The demo model's is in its folder."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
-import httpx
-import openai
-import psutil
 import pytest
 
-from tests.e2e.cluster import TINY, Cluster, Process
-
-AGGREGATED = f"{TINY}-aggregated"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchCluster:
-    cluster: Cluster
-    prefill: Process
-    decode: Process
-    aggregated: Process
-    resident_bytes: dict[str, int] = field(default_factory=dict)  # by role, once each had served a chat
-
-
-@pytest.fixture(scope="session")
-def torch_cluster(etcd_server: str, nats_server: str) -> Iterator[TorchCluster]:
-    """The demo model twice: by a prefill and a decode worker, and by one worker under another name."""
-    cluster = Cluster(etcd_server, nats_server, f"torch-{secrets.token_hex(4)}")
-    try:
-        workers = TorchCluster(
-            cluster=cluster,
-            prefill=cluster.torch("prefill"),
-            decode=cluster.torch("decode"),
-            aggregated=cluster.torch("prefill_and_decode", AGGREGATED),
-        )
-        cluster.until_ready(TINY, AGGREGATED)
-        _measure(workers)
-        yield workers
-    finally:
-        cluster.stop()
-
-
-def _measure(torch: TorchCluster) -> None:
-    """Before the tests: they may use what takes more, such as guided decoding, which keeps a tokenizer of 80 MB."""
-    with torch.cluster.client() as client:
-        for name in (TINY, AGGREGATED):
-            body = {"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20}
-            assert client.post("/v1/chat/completions", json=body).status_code == 200
-    processes = {"prefill": torch.prefill, "decode": torch.decode, "whole": torch.aggregated}
-    processes["frontend"] = torch.cluster.frontend
-    torch.resident_bytes.update({role: psutil.Process(p.pid).memory_info().rss for role, p in processes.items()})
-
-
-@pytest.fixture
-def tiny(torch_cluster: TorchCluster) -> Iterator[httpx.Client]:
-    """A client of the frontend that serves the demo model."""
-    with torch_cluster.cluster.client() as client:
-        yield client
-
-
-@pytest.fixture
-def sdk(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
-    """The same, by OpenAI's SDK."""
-    with openai.DefaultHttpxClient(trust_env=False) as http:
-        yield openai.OpenAI(**_of(torch_cluster), http_client=http)
-
-
-@pytest.fixture
-async def async_sdk(torch_cluster: TorchCluster) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
-        yield openai.AsyncOpenAI(**_of(torch_cluster), http_client=http)
-
-
-def _of(torch: TorchCluster) -> dict[str, Any]:
-    return {"base_url": f"{torch.cluster.frontend.url()}/v1", "api_key": "none", "max_retries": 0}
+from tests.e2e.cluster import Cluster
 
 
 @pytest.fixture(scope="session")

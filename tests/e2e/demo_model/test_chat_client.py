@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.cluster import TINY, Cluster, command
-from tests.e2e.conftest import TorchCluster
+from tests.e2e.demo_model.conftest import TorchCluster
 
 MODULE = "dynamo_trtllm.chat"
 TIMEOUT_S = 60.0

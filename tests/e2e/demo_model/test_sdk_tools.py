@@ -10,8 +10,8 @@ import pydantic
 import pytest
 
 from tests.e2e.cluster import TINY
-from tests.e2e.guides import FIRST, REQUESTS
-from tests.e2e.sdk_answers import checked, streamed, whole
+from tests.e2e.demo_model.guides import FIRST, REQUESTS
+from tests.e2e.demo_model.sdk_answers import checked, streamed, whole
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

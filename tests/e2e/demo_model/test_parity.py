@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import TINY
-from tests.e2e.conftest import AGGREGATED
+from tests.e2e.demo_model.conftest import AGGREGATED
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

@@ -12,7 +12,7 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 
 from tests.e2e.cluster import TINY, Process, gauges, until
-from tests.e2e.conftest import TorchCluster
+from tests.e2e.demo_model.conftest import TorchCluster
 from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster

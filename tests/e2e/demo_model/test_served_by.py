@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tests.e2e.cluster import TINY, events
-from tests.e2e.conftest import TorchCluster
+from tests.e2e.demo_model.conftest import TorchCluster
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

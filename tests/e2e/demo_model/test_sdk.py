@@ -14,9 +14,9 @@ import pytest
 from openai.types import Completion
 
 from tests.e2e.cluster import TINY
-from tests.e2e.conftest import AGGREGATED
-from tests.e2e.guides import FIRST, REQUESTS
-from tests.e2e.sdk_answers import checked, content, streamed, whole
+from tests.e2e.demo_model.conftest import AGGREGATED
+from tests.e2e.demo_model.guides import FIRST, REQUESTS
+from tests.e2e.demo_model.sdk_answers import checked, content, streamed, whole
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 

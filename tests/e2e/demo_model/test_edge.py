@@ -11,7 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletionChunk
 
 from tests.e2e.cluster import TINY, events
-from tests.e2e.conftest import TorchCluster
+from tests.e2e.demo_model.conftest import TorchCluster
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.e2e.cluster import TINY, Process, gauges, until
-from tests.e2e.conftest import TorchCluster
+from tests.e2e.demo_model.conftest import TorchCluster
 from tests.waiting import SOON_S
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
