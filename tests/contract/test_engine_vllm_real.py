@@ -86,7 +86,7 @@ def _model(folder: Path) -> Path:
     return folder
 
 
-def _engine(folder: Path, role: Role, **more: str) -> Engine:
+def _engine(folder: Path, role: Role, **more: Any) -> Engine:
     from dynamo_trtllm.engine.vllm.engine import VllmEngine
 
     shares = {"gpu_memory_utilization": 0.3} if _gpus() else {"dtype": "float32"}
@@ -100,7 +100,7 @@ def _engine(folder: Path, role: Role, **more: str) -> Engine:
 
 
 @asynccontextmanager
-async def _started(folder: Path, **more: str) -> AsyncIterator[Pair]:
+async def _started(folder: Path, **more: Any) -> AsyncIterator[Pair]:
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", str(ROOT / "tests" / "vllm_on_cpu"), prepend=os.pathsep)
     if not _gpus():
@@ -190,6 +190,32 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held
     (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL, stop_token_ids=(stop,)))
     assert (last.finish_reason, last.ticket) == (FinishReason.STOP, None)
     await check_nothing_left(pair.prefill)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """Every other layer sees a window only, as in gpt-oss: vLLM lets go of KV blocks behind it."""
+    folder = _model(tmp_path_factory.mktemp("models") / "windowed")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+    (folder / "config.json").write_text(json.dumps(config))
+    async with _started(folder, block_size=32, enable_prefix_caching=False) as engines:
+        yield engines
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seed"])
+async def test_two_legs_when_layers_see_a_window_then_no_prompt_length_loses_a_key(
+    windowed: Pair, sampling: dict[str, Any]
+) -> None:
+    """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones, are the edges."""
+    parted = []
+    for length in (*range(206, 225), *range(14, 800, 32), *range(15, 800, 32)):
+        prompt = prompt_of(length, length)
+        legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=12, **sampling)
+        whole = await collect(windowed.prefill, ask(prompt, max_tokens=12, **sampling))
+        if tokens(legs) != tokens(whole):
+            parted.append(length)
+    assert parted == []
 
 
 async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(pair: Pair) -> None:

@@ -55,6 +55,7 @@ _OURS = {
     "worker_extension_cls": "it is dynamo_trtllm's",
     "kv_events_config": "no engine of this version publishes KV events",
     "kv_transfer_config.kv_connector": "hand-offs are NixlConnector's",
+    "kv_transfer_config.kv_connector_module_path": "hand-offs are NixlConnector's",
     "kv_transfer_config.kv_role": "it is kv_both in every role",
     "kv_transfer_config.engine_id": "it is made anew at every start",
     "kv_transfer_config.kv_load_failure_policy": "a hand-off that failed is tried again by the frontend",
@@ -78,6 +79,7 @@ _NOT_DRIVEN = (
 )
 _ADAPTER = "the vllm engine"  # as a source
 EXTENSION = "dynamo_trtllm.engine.vllm.extension.WorkerExtension"
+CONNECTOR = "dynamo_trtllm.engine.vllm.connector"
 _LEASE_SPARE_S = 5  # vLLM's lease outlives the ticket: what frees KV in time is the engine, see `reclaim`
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     "tensor_parallel_size": (1, None),
@@ -147,6 +149,7 @@ def _own(config: WorkerConfig) -> Layer:
     if config.disaggregation_mode is not Role.AGGREGATED:
         values["kv_transfer_config"] = {
             "kv_connector": "NixlConnector",
+            "kv_connector_module_path": CONNECTOR,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S},

@@ -33,7 +33,6 @@ class Rules:
     context_length: int  # prompt and output
     vocab_size: int
     end_ids: tuple[int, ...]  # the model's own stop tokens
-    block_tokens: int
     max_logprobs: int  # -1: no limit
     refuses: tuple[str, ...]  # fields of Sampling, and "cache_salt"
 
@@ -75,14 +74,14 @@ def make_call(request: GenerateRequest, rules: Rules, redeemed: Redeemed | None 
     min_tokens = sampling.min_tokens
     if hands_over:
         transfer = _TO_DECODE
-        if seed is None and sampling.temperature > 0 and samples_again(request, rules.block_tokens):
+        if seed is None and sampling.temperature > 0 and samples_again(request):
             seed = secrets.randbits(_SEED_BITS)
         max_tokens = 1
     elif redeemed is not None:
         transfer, seed = redeemed.kv_transfer_params, redeemed.seed if seed is None else seed
         if max_tokens <= 1:
             raise EngineRefused("the ticket holds all tokens asked for; nothing is left to decode", field="max_tokens")
-        if not samples_again(request, rules.block_tokens):
+        if not samples_again(request):
             prompt.append(redeemed.first_token)
             first = (redeemed.first_token,)
             max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
@@ -102,17 +101,28 @@ def make_call(request: GenerateRequest, rules: Rules, redeemed: Redeemed | None 
     )
 
 
-def samples_again(request: GenerateRequest, block_tokens: int) -> bool:
+def samples_again(request: GenerateRequest) -> bool:
     """Whether the decode engine makes the first token once more instead of finding it in its prompt.
 
     In its prompt it costs no step, and goes wherever sampling does not care which side of the prompt's end a token is
-    on: penalties of the answer's tokens, forms and a seed's sequence do. A prompt that fills its last KV block must do
-    without too: one token more would need a block that the prefill engine does not have.
+    on: penalties of the answer's tokens, forms and a seed's sequence do.
     """
     sampling = request.sampling
     counted = sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
     seeded = sampling.seed is not None and sampling.temperature > 0
-    return counted or seeded or sampling.guided is not None or len(request.token_ids) % block_tokens == 0
+    return counted or seeded or sampling.guided is not None
+
+
+def tokens_to_read(prompt_tokens: int, held_tokens: int, block_tokens: int) -> int:
+    """Of a decode engine's prompt: how many tokens' KV to take over from the prefill engine, which holds `held_tokens`.
+
+    All but the last token, which is computed: that one may lie in a block of its own, which nobody holds. But as many
+    blocks as are held: the connector pairs them from the end.
+    """
+    wanted = min(prompt_tokens - 1, held_tokens)
+    if -(-wanted // block_tokens) == -(-held_tokens // block_tokens):
+        return wanted
+    return min(prompt_tokens, held_tokens)
 
 
 def _check(request: GenerateRequest, rules: Rules) -> None:

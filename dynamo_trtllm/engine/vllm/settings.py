@@ -59,7 +59,6 @@ def rules(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: boo
         context_length=int(config.model_config.max_model_len),
         vocab_size=checkpoint.vocab_size,
         end_ids=end_ids(checkpoint),
-        block_tokens=int(config.cache_config.block_size),
         max_logprobs=int(config.model_config.max_logprobs),
         refuses=refused,
     )

@@ -159,6 +159,16 @@ def load_vendor() -> Vendor:
     )
 
 
+def nixl_connector() -> Any:
+    """The class of vLLM's connector that reads."""
+    return _find("vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector", "NixlPullConnector")
+
+
+def sliding_window_manager() -> Any:
+    """The class that holds the KV blocks of layers with a sliding window."""
+    return _find("vllm.v1.core.single_type_kv_cache_manager", "SlidingWindowManager")
+
+
 def kv_transfer_group() -> Any:
     """In a worker process of vLLM: its KV connector; None where it has none."""
     module = _import("vllm.distributed.kv_transfer")

@@ -56,14 +56,15 @@ async def test_two_legs_at_every_boundary_when_kv_goes_through_host_memory_then_
 async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_all_are_answered(
     site: Site, tiny: Path
 ) -> None:
-    small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.0006}  # 0.64 MB; 900 tokens move 0.56
-    whole = make_on(site, tiny, Role.AGGREGATED)
+    exact = {"dtype": "float32"}  # or sums would depend on what else is in a batch
+    small: dict[str, Any] = {"max_seq_len": 1024, "kv_staging_gib": 0.0012, **exact}  # 1.3 MB; 900 tokens move 1.1
+    whole = make_on(site, tiny, Role.AGGREGATED, **exact)
     prefill, decode = make_on(site, tiny, Role.PREFILL, **small), make_on(site, tiny, Role.DECODE, 1, **small)
     prompts = [prompt_of(900, seed) for seed in range(12)]
     async with started(whole, prefill, decode):
         alone = [await answer(whole, prompt) for prompt in prompts]
         legs = await asyncio.gather(*(two_legs(prefill, decode, prompt) for prompt in prompts))
-        assert sum(tokens(leg) == expected for leg, expected in zip(legs, alone, strict=True)) >= 10  # bf16, batched
+        assert [tokens(leg) for leg in legs] == alone
         for engine in (prefill, decode):
             await check_nothing_left(engine)
             await check_nothing_staged(engine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import time
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Core:
         self.running: list[Job] = []
         self.leases: dict[str, int] = {}  # finished prefills -> blocks
         self.connector_worker = SimpleNamespace(_reqs_to_send={})
+        self.connector = _connector(config)
         self.dead = False
         self.stuck = False  # no KV ever comes
         self.task = asyncio.get_running_loop().create_task(self._run(), name="standin-core")
@@ -111,7 +113,9 @@ class Core:
         other = engines.get(job.transfer["remote_engine_id"])
         size = self.config.cache_config.block_size
         theirs = len(job.transfer["remote_block_ids"][0])
-        assert -(-len(job.prompt) // size) <= theirs, "the prefill engine has fewer blocks than the prompt fills"
+        request = SimpleNamespace(kv_transfer_params=job.transfer, prompt_token_ids=job.prompt)
+        count, _ = self.connector.get_num_new_matched_tokens(request, 0)
+        assert -(-count // size) == theirs, "blocks of both sides are paired from the end"
         if other is None:
             self._end(job, "error")
             return False
@@ -178,3 +182,12 @@ class Core:
             job.queue.put_nowait(EngineDeadError())
         self.waiting.clear()
         self.running.clear()
+
+
+def _connector(config: Any) -> Any:
+    """As vLLM finds it: by its name in a module. None: whole requests only."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return None
+    found = getattr(importlib.import_module(transfer.kv_connector_module_path), transfer.kv_connector)
+    return found(config, "scheduler", None)

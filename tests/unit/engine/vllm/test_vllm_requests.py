@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engine.vllm.requests import Redeemed, Rules, make_call, samples_again
+from dynamo_trtllm.engine.vllm.requests import Redeemed, Rules, make_call, samples_again, tokens_to_read
 from dynamo_trtllm.errors import ContextTooLong, EngineRefused
 from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling, token_ids
 
@@ -19,7 +19,6 @@ RULES = Rules(
     context_length=100,
     vocab_size=1000,
     end_ids=(1, 2),
-    block_tokens=16,
     max_logprobs=20,
     refuses=(),
 )
@@ -121,7 +120,7 @@ def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(changes: 
         (20, {"temperature": 1.0}, False),
         (20, {"seed": 4}, False),  # greedy: a seed changes nothing
         (20, {"repetition_penalty": 1.3, "min_tokens": 4, "logit_bias": ((5, 1.0),)}, False),
-        (32, {}, True),
+        (32, {}, False),
         (20, {"temperature": 1.0, "seed": 4}, True),
         (20, {"frequency_penalty": 0.5}, True),
         (20, {"presence_penalty": 0.5}, True),
@@ -132,7 +131,7 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
     length: int, sampling: dict[str, Any], wanted: bool
 ) -> None:
     asked = request(length, Phase.DECODE, **sampling)
-    assert samples_again(asked, 16) is wanted
+    assert samples_again(asked) is wanted
     call = make_call(asked, RULES, TICKET)
     own = [] if wanted else [77]
     assert call.prompt == [*asked.token_ids, *own]
@@ -143,7 +142,7 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
 
 
 def test_seed_when_both_legs_make_a_random_first_token_then_decode_uses_prefills() -> None:
-    asked = request(32, Phase.PREFILL, temperature=1.0)
+    asked = request(20, Phase.PREFILL, temperature=1.0, presence_penalty=0.5)
     seed = make_call(asked, RULES).seed
     assert seed is not None
     assert make_call(asked, RULES).seed != seed
@@ -152,10 +151,29 @@ def test_seed_when_both_legs_make_a_random_first_token_then_decode_uses_prefills
     assert make_call(again, RULES, ticket).sampling["seed"] == seed
 
 
-@pytest.mark.parametrize("length", [20, 32])
-def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(length: int) -> None:
-    temperature = 1.0 if length == 20 else 0.0
-    assert make_call(request(length, Phase.PREFILL, temperature=temperature), RULES).sampling["seed"] is None
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0, "presence_penalty": 0.5}])
+def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(sampling: dict[str, Any]) -> None:
+    assert make_call(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "held", "read"),
+    [
+        (21, 20, 20),  # with prefill's first token behind it
+        (33, 32, 32),  # which needs a block that nobody holds
+        (32, 31, 31),
+        (20, 20, 19),  # without: its last token is computed
+        (33, 33, 33),  # but not if that is alone in its block
+        (32, 32, 31),
+        (1, 1, 1),
+        (2, 1, 1),
+        (20, 0, 0),  # nobody said how much is held
+    ],
+)
+def test_read_when_a_prompt_was_prefilled_elsewhere_then_all_but_its_last_token(
+    prompt: int, held: int, read: int
+) -> None:
+    assert tokens_to_read(prompt, held, 16) == read
 
 
 @pytest.mark.parametrize(

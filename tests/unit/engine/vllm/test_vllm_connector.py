@@ -1,0 +1,63 @@
+"""What a decode engine reads, and what layers with a window let go of: over vLLM's stand-in, for any prompt length."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.standin import playing_vllm
+
+WINDOW = 128
+MODULE = "dynamo_trtllm.engine.vllm.connector"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module() -> Iterator[Any]:
+    """Imported as vLLM's processes do, over the stand-in."""
+    with playing_vllm():
+        sys.modules.pop(MODULE, None)
+        yield importlib.import_module(MODULE)
+        del sys.modules[MODULE]
+
+
+def connector(block: int) -> Any:
+    made = sys.modules[MODULE].NixlConnector
+    return made(SimpleNamespace(cache_config=SimpleNamespace(block_size=block)), "scheduler", None)
+
+
+def request(prompt: int, held: int, **params: Any) -> Any:
+    transfer = {"do_remote_prefill": True, "remote_num_tokens": held} | params
+    return SimpleNamespace(kv_transfer_params=transfer, prompt_token_ids=[1] * prompt)
+
+
+@pytest.mark.parametrize("behind", [0, 1])  # tokens behind what the prefill engine computed
+@pytest.mark.parametrize("block", [16, 32, 128])
+def test_read_when_a_prompt_is_of_any_length_then_blocks_pair_and_no_side_lost_what_the_next_token_sees(
+    block: int, behind: int
+) -> None:
+    managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
+    manager, reads = managers.SlidingWindowManager(WINDOW), connector(block)
+    for held in range(1, 700):
+        read, between_steps = reads.get_num_new_matched_tokens(request(held + behind, held), 0)
+        assert between_steps
+        assert -(-read // block) == -(-held // block)
+        computed = min(read, held + behind - 1)  # vLLM steps back where all was read
+        seen_from = max(0, computed - WINDOW + 1)
+        for side in (held, read):
+            assert manager.get_num_skipped_tokens(side) // block * block <= seen_from, (held, side)
+
+
+@pytest.mark.parametrize(("prompt", "held", "cached", "read"), [(101, 100, 64, 36), (97, 96, 64, 32), (97, 96, 96, 1)])
+def test_read_when_some_is_cached_here_then_only_the_rest(prompt: int, held: int, cached: int, read: int) -> None:
+    assert connector(16).get_num_new_matched_tokens(request(prompt, held), cached) == (read, True)
+
+
+def test_read_when_a_request_is_of_no_hand_off_then_nothing() -> None:
+    assert connector(16).get_num_new_matched_tokens(request(50, 0, do_remote_prefill=False), 0) == (0, False)
+    nothing = SimpleNamespace(kv_transfer_params=None, prompt_token_ids=[1])
+    assert connector(16).get_num_new_matched_tokens(nothing, 0) == (0, False)
