@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 from tests.servers import TestServer
+
+# Models here are so small that threads cost more than they bring, above all where processes outnumber cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GATES = ("gpu", "extra", "long")
 # Marker -> the package it needs, and how to get it.
