@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 
 from dynamo_trtllm.engine.torch.args import TorchArgs
 from dynamo_trtllm.engine.torch.kv import most_bytes
-from dynamo_trtllm.engine.torch.load import LoadedModel
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engine.torch.load import LoadedModel  # imports transformers: seconds
 
 _log = logging.getLogger(__name__)
 _CPU_KV_BYTES = 512 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,14 +11,18 @@ import torch
 from dynamo_trtllm.engine.torch import sizing
 from dynamo_trtllm.engine.torch.args import TorchArgs
 from dynamo_trtllm.engine.torch.kv import most_bytes
-from dynamo_trtllm.engine.torch.load import LoadedModel
 from dynamo_trtllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engine.torch.load import LoadedModel
 
 GIB = 1 << 30
 
 
 def model(device: str = "cuda", context_length: int = 131072) -> LoadedModel:
     """gpt-oss-120b's KV."""
+    from dynamo_trtllm.engine.torch.load import LoadedModel  # takes seconds: it imports transformers
+
     return LoadedModel(
         module=torch.nn.Identity(),
         device=torch.device(device, 0) if device == "cuda" else torch.device(device),
