@@ -16,6 +16,8 @@ import pytest
 from tests.e2e.cluster import TINY, Cluster, command
 from tests.e2e.demo_model.conftest import TorchCluster
 
+pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
+
 MODULE = "dynamo_trtllm.chat"
 TIMEOUT_S = 60.0
 
