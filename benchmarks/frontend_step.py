@@ -25,8 +25,9 @@ from dynamo_trtllm.frontend.postprocess import Output
 from dynamo_trtllm.frontend.preprocess import Identity, prepare_chat
 from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.frontend.sse import ChatEvents
+from dynamo_trtllm.frontend.standing import Standing
 from dynamo_trtllm.frontend.writer import WRITER
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelCard, Role, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelCard, token_ids
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.openai.chat import ChatRequest
 from dynamo_trtllm.openai.wire import parse
@@ -119,8 +120,11 @@ class Played:
     def instances(self) -> list[Instance]:
         return []
 
-    def missing_roles(self, name: str) -> list[Role]:
-        return []
+    def lacking(self, name: str) -> str | None:
+        return None
+
+    def standing(self) -> Standing:
+        return Standing(pairs=[], mismatched=[])
 
 
 class Nowhere:

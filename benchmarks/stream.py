@@ -153,10 +153,11 @@ class StreamConnection(asyncio.Protocol):
         match event:
             case {"error": {"code": code}}:
                 record.error = str(code)
-            case {"usage": {"completion_tokens": int(made), "prompt_tokens": int(prompt)} as usage}:
+            case {"usage": {"completion_tokens": int(made), "prompt_tokens": int(prompt), **rest}}:
                 record.output_tokens, record.prompt_tokens = made, prompt
-                details = usage.get("prompt_tokens_details") or {}
-                record.cached_tokens = details.get("cached_tokens", 0)
+                match rest.get("prompt_tokens_details"):
+                    case {"cached_tokens": int(cached)}:
+                        record.cached_tokens = cached
 
     def _take_choices(self, event: dict[str, object], record: Record) -> None:
         match event:

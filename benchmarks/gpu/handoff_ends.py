@@ -146,7 +146,7 @@ class Holder:
         end, loop = self._end, asyncio.get_running_loop()
         every = torch.arange(len(end.pool.all_rows), device=end.device)
         words = end.pool.all_rows.view(torch.int64)
-        for some in every.split(4096):
+        for some in torch.split(every, 4096):
             words[some] = end.content(some)
         await end.start(self._forget)
         loop.add_reader(self._wishes.fileno(), self._hear)
@@ -163,8 +163,12 @@ class Holder:
         if verb == "stop":
             self._over.set()
             return
-        answer = {"prompt": self._prompt, "bytes": self._bytes, "copies": self._copies}[verb](ticket_id, wish)
-        self._keep(answer)
+        answers: dict[str, Callable[[str, Any], Coroutine[Any, Any, None]]] = {
+            "prompt": self._prompt,
+            "bytes": self._bytes,
+            "copies": self._copies,
+        }
+        self._keep(answers[verb](ticket_id, wish))
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -298,7 +302,7 @@ class Reader:
         words[rows] = -1
         await self.prompt(prompt, rows)
         theirs = self.end.rows(prompt.tokens, number=0)
-        for ours, other in zip(rows.split(4096), theirs.split(4096), strict=True):
+        for ours, other in zip(torch.split(rows, 4096), torch.split(theirs, 4096), strict=True):
             assert torch.equal(words[ours], self.end.content(other)), f"{prompt}: other bytes arrived"
 
 
