@@ -199,7 +199,7 @@ async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pa
     config = json.loads((folder / "config.json").read_text())
     config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
     (folder / "config.json").write_text(json.dumps(config))
-    async with _started(folder, block_size=32, enable_prefix_caching=False) as engines:
+    async with _started(folder, block_size=32) as engines:
         yield engines
 
 
@@ -215,6 +215,21 @@ async def test_two_legs_when_layers_see_a_window_then_no_prompt_length_loses_a_k
         whole = await collect(windowed.prefill, ask(prompt, max_tokens=12, **sampling))
         if tokens(legs) != tokens(whole):
             parted.append(length)
+    assert parted == []
+
+
+async def test_two_legs_when_a_conversation_goes_on_then_what_both_sides_have_cached_changes_nothing(
+    windowed: Pair,
+) -> None:
+    parted = []
+    for begin in range(40, 110, 9):
+        prompt = prompt_of(begin, 300 + begin)
+        for turn in range(5):
+            legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=14)
+            cold = msgspec.structs.replace(ask(prompt, max_tokens=14), cache_salt=f"{begin} {turn}")
+            if tokens(legs) != tokens(await collect(windowed.prefill, cold)):
+                parted.append(len(prompt))
+            prompt = [*prompt, *tokens(legs), *prompt_of(turn * 7 + 5, begin * turn + 1)]
     assert parted == []
 
 
