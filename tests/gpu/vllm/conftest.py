@@ -16,8 +16,9 @@ import pytest
 from benchmarks.gpu.deployed import Deployed
 from benchmarks.gpu.machine import gpu_names
 from benchmarks.gpu.model import write_model
+from benchmarks.gpu.parity import Reference, reference
 from benchmarks.gpu.plan import Plan, disaggregated, replicas
-from benchmarks.gpu.steps import Answers, Sizes, reference
+from benchmarks.gpu.steps import Sizes
 
 _LAYERS = 4
 _READY_S = 480.0
@@ -61,7 +62,7 @@ def plan(request: pytest.FixtureRequest, model: str) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """What two aggregated workers answer. They are gone when this returns."""
     deployed = Deployed(plan, replicas(plan), tmp_path_factory.mktemp("log") / "aggregated.log")
     try:
@@ -72,7 +73,7 @@ def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 @pytest.fixture(scope="module")
-def pair(whole: Answers, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+def pair(whole: Reference, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     """A prefill and a decode worker, started when the aggregated ones have left the GPUs."""
     yield from started(plan, tmp_path_factory.mktemp("log") / "disaggregated.log")
 
