@@ -156,4 +156,6 @@ def test_topology_when_nothing_is_said_then_it_is_the_guides_shapes_and_one_kill
     assert args.victims == ["prefill"]
     assert main.sizes_of(args).shapes == eight.SHAPES
     assert str(args.out) == "/o/steps"
+    assert args.budget_s == 1500
+    assert eight.arguments(["--budget-s", "60"]).budget_s == 60
     assert args.gpus == "0,1"
