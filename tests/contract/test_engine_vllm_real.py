@@ -1,6 +1,7 @@
 """The vllm engine over the real vLLM, on a GPU or on this CPU: both legs, parity, cancellation, death, the manifest.
 
-Run with `pytest -m vllm`. Three engines are loaded once: minutes on a small machine.
+Run with `pytest -m vllm`. Two engines are loaded once: minutes on a small machine. Models of other kinds are in
+test_engine_vllm_models_real.py.
 """
 
 from __future__ import annotations
@@ -12,19 +13,17 @@ import runpy
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from contextlib import aclosing
+from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
 
-from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.base import Engine
 from dynamo_trtllm.engine.vllm import manifest
 from dynamo_trtllm.errors import EngineFailed
-from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome, Role
+from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
+from tests.contract.vllm_real import ROOT, Pair, save_model, started
 from tests.engines import (
     answer,
     ask,
@@ -46,80 +45,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # the vendor's
 ]
 
-ROOT = Path(__file__).parents[2]
-ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 2048, "seed": 0}
-CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-
-
-class Pair(NamedTuple):
-    prefill: Engine
-    decode: Engine
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _model(folder: Path) -> Path:
-    """Full attention, wide enough that answers vary, with a head size that vLLM's CPU attention takes."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=2048,
-        initializer_range=0.2,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=[1, 2],
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def _engine(folder: Path, role: Role, **more: Any) -> Engine:
-    from dynamo_trtllm.engine.vllm.engine import VllmEngine
-
-    shares = {"gpu_memory_utilization": 0.3} if _gpus() else {"dtype": "float32"}
-    config = WorkerConfig(
-        model_path=str(folder),
-        served_model_name="tiny",
-        disaggregation_mode=role,
-        override_engine_args=ARGUMENTS | shares | more,
-    )
-    return VllmEngine(config, instance_id=list(Role).index(role) + 1)
-
-
-@asynccontextmanager
-async def _started(folder: Path, **more: Any) -> AsyncIterator[Pair]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(ROOT / "tests" / "vllm_on_cpu"), prepend=os.pathsep)
-    if not _gpus():
-        for name, value in CPU.items():
-            patch.setenv(name, value)
-    engines = Pair(*(_engine(folder, role, **more) for role in (Role.PREFILL, Role.DECODE)))
-    try:
-        for engine in engines:
-            await engine.start()
-        yield engines
-    finally:
-        for engine in engines:
-            await engine.aclose()
-        patch.undo()
-
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    async with _started(_model(tmp_path_factory.mktemp("models") / "llama")) as engines:
+    async with started(save_model(tmp_path_factory.mktemp("models") / "llama")) as engines:
         yield engines
 
 
@@ -190,47 +119,6 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held
     (last,) = await collect(pair.prefill, ask(prompt, phase=Phase.PREFILL, stop_token_ids=(stop,)))
     assert (last.finish_reason, last.ticket) == (FinishReason.STOP, None)
     await check_nothing_left(pair.prefill)
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    """Every other layer sees a window only, as in gpt-oss: vLLM lets go of KV blocks behind it."""
-    folder = _model(tmp_path_factory.mktemp("models") / "windowed")
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
-    (folder / "config.json").write_text(json.dumps(config))
-    async with _started(folder, block_size=32) as engines:
-        yield engines
-
-
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seed"])
-async def test_two_legs_when_layers_see_a_window_then_no_prompt_length_loses_a_key(
-    windowed: Pair, sampling: dict[str, Any]
-) -> None:
-    """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones, are the edges."""
-    parted = []
-    for length in (*range(206, 225), *range(14, 800, 32), *range(15, 800, 32)):
-        prompt = prompt_of(length, length)
-        legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=12, **sampling)
-        whole = await collect(windowed.prefill, ask(prompt, max_tokens=12, **sampling))
-        if tokens(legs) != tokens(whole):
-            parted.append(length)
-    assert parted == []
-
-
-async def test_two_legs_when_a_conversation_goes_on_then_what_both_sides_have_cached_changes_nothing(
-    windowed: Pair,
-) -> None:
-    parted = []
-    for begin in range(40, 110, 9):
-        prompt = prompt_of(begin, 300 + begin)
-        for turn in range(5):
-            legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=14)
-            cold = msgspec.structs.replace(ask(prompt, max_tokens=14), cache_salt=f"{begin} {turn}")
-            if tokens(legs) != tokens(await collect(windowed.prefill, cold)):
-                parted.append(len(prompt))
-            prompt = [*prompt, *tokens(legs), *prompt_of(turn * 7 + 5, begin * turn + 1)]
-    assert parted == []
 
 
 async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(pair: Pair) -> None:
@@ -308,22 +196,3 @@ async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_doe
             await collect_rest(stream)
     with pytest.raises(EngineFailed):
         await pair.decode.check()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def made_up(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    """From config.json alone."""
-    folder = _model(tmp_path_factory.mktemp("models") / "shape")
-    (folder / "model.safetensors").unlink()
-    async with _started(folder, load_format="dummy") as engines:
-        yield engines
-
-
-async def test_made_up_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(
-    made_up: Pair,
-) -> None:
-    prompts = [[*prompt_of(300, seed), *prompt_of(10, 3)] for seed in range(10, 16)]
-    whole = [await answer(made_up.decode, prompt, max_tokens=16) for prompt in prompts]
-    assert len(set(map(tuple, whole))) == len(prompts)
-    for prompt, wanted in zip(prompts, whole, strict=True):
-        assert tokens(await two_legs(made_up.prefill, made_up.decode, prompt, max_tokens=16)) == wanted

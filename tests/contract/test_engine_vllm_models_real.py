@@ -1,0 +1,78 @@
+"""The vllm engine over the real vLLM with models of other kinds: layers that see a window, made-up weights.
+
+Run with `pytest -m vllm`. Each pair of engines is gone before the next one comes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+from tests.contract.vllm_real import Pair, save_model, started
+from tests.engines import answer, ask, collect, prompt_of, tokens, two_legs
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # the vendor's
+]
+
+
+async def test_made_up_weights_when_prompts_end_alike_then_answers_differ_and_kv_carries_that(tmp_path: Path) -> None:
+    """From config.json alone."""
+    folder = save_model(tmp_path / "shape")
+    (folder / "model.safetensors").unlink()
+    prompts = [[*prompt_of(300, seed), *prompt_of(10, 3)] for seed in range(10, 16)]
+    async with started(folder, load_format="dummy") as pair:
+        whole = [await answer(pair.decode, prompt, max_tokens=16) for prompt in prompts]
+        assert len(set(map(tuple, whole))) == len(prompts)
+        for prompt, wanted in zip(prompts, whole, strict=True):
+            assert tokens(await two_legs(pair.prefill, pair.decode, prompt, max_tokens=16)) == wanted
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+    """Every other layer sees a window only, as in gpt-oss: vLLM lets go of KV blocks behind it."""
+    folder = save_model(tmp_path_factory.mktemp("models") / "windowed")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
+    (folder / "config.json").write_text(json.dumps(config))
+    async with started(folder, block_size=32) as engines:
+        yield engines
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seed"])
+async def test_two_legs_when_layers_see_a_window_then_no_prompt_length_loses_a_key(
+    windowed: Pair, sampling: dict[str, Any]
+) -> None:
+    """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones, are the edges."""
+    parted = []
+    for length in (*range(206, 225), *range(14, 800, 32), *range(15, 800, 32)):
+        prompt = prompt_of(length, length)
+        legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=12, **sampling)
+        whole = await collect(windowed.prefill, ask(prompt, max_tokens=12, **sampling))
+        if tokens(legs) != tokens(whole):
+            parted.append(length)
+    assert parted == []
+
+
+async def test_two_legs_when_a_conversation_goes_on_then_what_both_sides_have_cached_changes_nothing(
+    windowed: Pair,
+) -> None:
+    parted = []
+    for begin in range(40, 110, 9):
+        prompt = prompt_of(begin, 300 + begin)
+        for turn in range(5):
+            legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=14)
+            cold = msgspec.structs.replace(ask(prompt, max_tokens=14), cache_salt=f"{begin} {turn}")
+            if tokens(legs) != tokens(await collect(windowed.prefill, cold)):
+                parted.append(len(prompt))
+            prompt = [*prompt, *tokens(legs), *prompt_of(turn * 7 + 5, begin * turn + 1)]
+    assert parted == []
