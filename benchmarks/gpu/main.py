@@ -25,8 +25,8 @@ from benchmarks.gpu.result import Result, Row, result, write
 from benchmarks.launched import NotServing
 
 STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead", "proxy")
-_DEFAULT = tuple(step for step in STEPS if step != "proxy")  # it takes another start of both engines
-_PAIR = ("startup", "parity", "shapes", "cancels", "kill")
+_DEFAULT = tuple(step for step in STEPS if step != "proxy")  # it runs the pair's shapes on engines of its own
+_PAIR = ("startup", "parity", "shapes", "cancels", "kill", "proxy")
 _WHOLE = ("startup", "parity", "shapes")
 _LEAST_S = 30.0  # no engine comes up in less
 _ROUND_S = 60.0  # of the overhead, both arms
@@ -73,14 +73,15 @@ class Run:
         wanted: parity.Reference | None = None
         if self._only & set(_WHOLE):
             wanted = await self._aggregated()
+        pair: steps.Shapes = {}
         if self._only & set(_PAIR):
-            await self._disaggregated(wanted)
+            pair = await self._disaggregated(wanted)
         if "overhead" in self._only:
             until_s = self._until_s - _ROUND_S
             work = overhead.run(self._plan, self._sizes, self._out / "logs", places=self._places, until_s=until_s)
             await self._step("overhead", work)
         if "proxy" in self._only:
-            await self._step("shapes-proxy", proxy.run(self._plan, self._sizes, self._out / "logs"))
+            await self._step("shapes-proxy", proxy.run(self._plan, self._sizes, self._out / "logs", pair))
 
     async def _aggregated(self) -> parity.Reference | None:
         """What it answered to the prompts of parity."""
@@ -100,21 +101,24 @@ class Run:
             deployed.stop()
         return wanted
 
-    async def _disaggregated(self, wanted: parity.Reference | None) -> None:
+    async def _disaggregated(self, wanted: parity.Reference | None) -> steps.Shapes:
+        """The figures of its shapes."""
+        found: steps.Shapes = {}
         deployed = Deployed(self._plan, disaggregated(self._plan), self._out / "logs" / "disaggregated.log")
         try:
             if not await self._up("disaggregated", deployed):
-                return
+                return found
             if wanted is not None:
                 await self._step("parity", parity.parity(deployed.url, wanted, self._sizes))
             if "cancels" in self._only:
                 await self._step("cancels", steps.cancels(deployed, self._sizes))
-            if "shapes" in self._only:
-                await self._step("shapes-disaggregated", self._shapes(deployed, "disaggregated"))
+            if self._only & {"shapes", "proxy"}:
+                found = await self._step("shapes-disaggregated", self._shapes(deployed, "disaggregated"))
             for victim in self._victims if "kill" in self._only else ():
                 await self._step(f"kill-{victim}", steps.kill(deployed, victim, self._sizes))
         finally:
             deployed.stop()
+        return found
 
     async def _shapes(self, deployed: Deployed, arm: str) -> steps.Found:
         found = await steps.shapes(deployed.url, self._sizes)
@@ -137,7 +141,8 @@ class Run:
         self._note(f"startup-{name}", rows, dict(told), deployed.started_s)
         return True
 
-    async def _step(self, name: str, work: Awaitable[steps.Found]) -> None:
+    async def _step(self, name: str, work: Awaitable[steps.Found]) -> dict[str, Any]:
+        """Its figures; none if it failed."""
         begun_s = time.monotonic()
         say(f"{name}: begins, {self.left_s():.0f} s left")
         try:
@@ -148,6 +153,7 @@ class Run:
         except (NotServing, OSError) as exc:
             rows, detail = [_failed(name, exc)], {}
         self._note(name, rows, detail, time.monotonic() - begun_s)
+        return detail
 
     def _note(self, step: str, rows: list[Row], detail: dict[str, Any], seconds: float) -> None:
         found = result(step, setup=self._plan.setup(), seconds=seconds, rows=rows, detail=detail)
@@ -175,7 +181,11 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=FULL_LAYERS, help="of the made-up model; default all 36")
     add("--eager", action="store_true", help="no CUDA graphs: ready sooner, slower tokens")
     add("--gpus", help="comma-separated numbers; default all that nvidia-smi lists")
-    add("--only", default=",".join(_DEFAULT), help=f"comma-separated, of {', '.join(STEPS)}")
+    add(
+        "--only",
+        default=",".join(_DEFAULT),
+        help=f"comma-separated, of {', '.join(STEPS)}; proxy: shapes, beside vLLM's own pair",
+    )
     add("--victims", default="decode,prefill", help="of the step kill, one after the other")
     add("--shapes", help="ISL/OSL/CONCURRENCY, comma-separated, instead of the guides'")
     add("--places", type=int, choices=(1, 2), default=2, help="overhead: 2 lets the servers change places")

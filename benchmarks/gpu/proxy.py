@@ -23,8 +23,9 @@ from starlette.routing import Route
 
 from benchmarks.chaos.servers import free_port
 from benchmarks.gpu.plan import Plan
+from benchmarks.gpu.result import Row
 from benchmarks.gpu.server import Command, Server, vllm_server
-from benchmarks.gpu.steps import Found, Sizes, shape_rows, shapes
+from benchmarks.gpu.steps import Found, Shapes, Sizes, shape_rows, shapes
 
 ARM = "vLLM's servers and a proxy"
 _CONNECTOR = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
@@ -68,8 +69,23 @@ def application(client: httpx.AsyncClient, prefill: str, decode: str) -> Starlet
     return Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health)])
 
 
-async def run(plan: Plan, sizes: Sizes, logs: Path) -> Found:
-    """The shapes through it. Raises NotServing when a server does not come up."""
+def beside(pair: Shapes, found: Shapes) -> list[Row]:
+    """Our pair's figures as ratios of these, for the shapes that both have served whole."""
+    rows = []
+    for name in found.keys() & pair.keys():
+        ours, theirs = pair[name], found[name]
+        if ours["ok"] == theirs["ok"] > 0:
+            tokens = ours["tokens_per_s"] / theirs["tokens_per_s"]
+            first = ours["ttft_ms"]["p50"] / theirs["ttft_ms"]["p50"]
+            rows.append(Row(what=f"{name}, our pair of {ARM}", value=f"tokens/s {tokens:.3f}, TTFT p50 {first:.3f}"))
+    return sorted(rows, key=lambda row: row.what)
+
+
+async def run(plan: Plan, sizes: Sizes, logs: Path, pair: Shapes) -> Found:
+    """The shapes through it, beside what our pair made of them in the same run.
+
+    Raises NotServing when a server does not come up.
+    """
     with ExitStack() as stack:
         servers = []
         for half, role in enumerate(("prefill", "decode")):
@@ -87,7 +103,7 @@ async def run(plan: Plan, sizes: Sizes, logs: Path) -> Found:
         proxy.begin()
         await asyncio.to_thread(proxy.wait)
         found = await shapes(proxy.url, sizes)
-    return shape_rows(ARM, found, len(plan.gpus)), dict(found)
+    return [*shape_rows(ARM, found, len(plan.gpus)), *beside(pair, found)], dict(found)
 
 
 def main() -> None:

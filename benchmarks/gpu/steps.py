@@ -23,6 +23,7 @@ from benchmarks.launched import NotServing
 from benchmarks.stream import Record
 
 Found = tuple[list[Row], dict[str, Any]]
+Shapes = dict[str, dict[str, Any]]  # figures by `ISL/OSL at CONCURRENCY`
 _IDLE_S = 60.0
 
 
@@ -71,8 +72,8 @@ def _mean(after: tuple[float, float], before: tuple[float, float]) -> float:
     return round((after[0] - before[0]) / count * 1e3, 2) if count else 0.0
 
 
-async def shapes(url: str, sizes: Sizes) -> dict[str, dict[str, Any]]:
-    """All shapes, by `ISL/OSL at CONCURRENCY`."""
+async def shapes(url: str, sizes: Sizes) -> Shapes:
+    """All of them, one after the other."""
     return {
         f"{isl}/{osl} at {concurrency}": await shape(url, sizes, isl, osl, concurrency)
         for isl, osl, concurrency in sizes.shapes

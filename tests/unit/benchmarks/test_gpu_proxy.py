@@ -8,7 +8,7 @@ import httpx
 import orjson
 import pytest
 
-from benchmarks.gpu.proxy import application
+from benchmarks.gpu.proxy import application, beside
 
 ASKED = {"model": "m", "prompt": [1, 2], "max_tokens": 9, "stream": True, "stream_options": {"include_usage": True}}
 ANSWER = b"data: x\n\ndata: [DONE]\n\n"
@@ -45,3 +45,15 @@ async def test_request_when_prefill_refuses_then_decode_is_not_asked(status: int
     answer, asked = await answered(httpx.Response(status, json={"error": {"message": "no"}}))
     assert (answer.status_code, answer.json()) == (status, {"error": {"message": "no"}})
     assert [host for host, _ in asked] == ["prefill"]
+
+
+def test_beside_when_one_served_less_then_no_ratio_of_it() -> None:
+    ours = {"a": figures(64, 90.0, 20.0), "b": figures(60, 90.0, 20.0), "c": figures(0, 0.0, 0.0)}
+    theirs = {"a": figures(64, 100.0, 10.0), "b": figures(64, 100.0, 10.0), "c": figures(0, 0.0, 0.0)}
+    (row,) = beside(ours, theirs)
+    assert row.what.startswith("a, ")
+    assert (row.value, row.met) == ("tokens/s 0.900, TTFT p50 2.000", None)
+
+
+def figures(ok: int, tokens_per_s: float, ttft_ms: float) -> dict[str, Any]:
+    return {"ok": ok, "tokens_per_s": tokens_per_s, "ttft_ms": {"p50": ttft_ms}}
