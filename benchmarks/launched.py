@@ -23,7 +23,8 @@ import orjson
 import psutil
 
 from benchmarks.chaos.scrape import fetch, gauges, total
-from benchmarks.chaos.servers import Server, free_port
+from benchmarks.chaos.servers import Server
+from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.launch.scratch import scratch_folder
 
@@ -52,7 +53,7 @@ class Launched(ABC):
         self.workers = tuple(workers)
         self.model = model
         self.namespace = f"bench-{secrets.token_hex(4)}"
-        self.url = f"http://127.0.0.1:{free_port()}"
+        self.url = f"http://127.0.0.1:{free_ports()}"
         self.servers: dict[str, Server] = {}
         self.lines: list[str] = []  # all that the launcher wrote
         self._ready_s = ready_s

@@ -21,11 +21,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from benchmarks.chaos.servers import free_port
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.server import Command, Server, vllm_server
 from benchmarks.gpu.steps import Found, Shapes, Sizes, shape_rows, shapes
+from dynamo_trtllm.children.ports import free_ports
 
 ARM = "vLLM's servers and a proxy"
 _CONNECTOR = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
@@ -89,14 +89,14 @@ async def run(plan: Plan, sizes: Sizes, logs: Path, pair: Shapes) -> Found:
     with ExitStack() as stack:
         servers = []
         for half, role in enumerate(("prefill", "decode")):
-            env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            env = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports())}
             more = ["--kv-transfer-config", _CONNECTOR]
             servers.append(vllm_server(plan, half, logs / f"proxied-{role}.log", more, env))
             stack.callback(servers[-1].stop)
             servers[-1].begin()
         for server in servers:
             await asyncio.to_thread(server.wait)
-        port = free_port()
+        port = free_ports()
         argv = [f"--prefill={servers[0].url}", f"--decode={servers[1].url}", f"--port={port}"]
         proxy = Server(Command(module="benchmarks.gpu.proxy", argv=argv, port=port), logs / "proxy.log")
         stack.callback(proxy.stop)

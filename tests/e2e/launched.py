@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -18,12 +17,6 @@ import psutil
 WAIT_S = 100.0
 LAUNCHER = (sys.executable, "-m", "dynamo_trtllm.launch")
 MARK = "LAUNCH_TEST_MARK"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def ask_until_answered(port: int, model: str = "tiny-gpt-oss") -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launched import WAIT_S, Launched, ask_until_answered, free_port
+from dynamo_trtllm.children.ports import free_ports
+from tests.e2e.launched import WAIT_S, Launched, ask_until_answered
 from tests.waiting import SOON_S
 
 FILE = """\
@@ -33,7 +34,7 @@ Launch = Callable[..., Launched]
 
 @pytest.fixture
 def port() -> int:
-    return free_port()
+    return free_ports()
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launched import Launched, ask_until_answered, free_port
+from dynamo_trtllm.children.ports import free_ports
+from tests.e2e.launched import Launched, ask_until_answered
 from tests.waiting import SOON_S
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def environment(port: int) -> dict[str, str]:
 def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing_is_left(
     script: Path, tmp_path: Path
 ) -> None:
-    port = free_port()
+    port = free_ports()
     command = [*SIGINT_IGNORED, str(script)]
     launched = Launched(tmp_path, "--engine", "mock", command=command, env=environment(port))
     try:

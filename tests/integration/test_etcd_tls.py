@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import aclosing
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.discovery.base import Synced, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import TlsFiles
@@ -28,20 +28,12 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "compose" / "secrets"
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
-
-
 @pytest.fixture(scope="module")
 def address(secrets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """127.0.0.1:PORT of an etcd with the flags of docker-compose.yml, on free ports and in folders of this test."""
     folder = tmp_path_factory.mktemp("etcd")
-    client, peer, metrics = _free_ports(3)
+    client = free_ports(3)
+    peer, metrics = client + 1, client + 2
     flags = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["etcd"]["command"][1:]
     for old, new in {
         "/tls": str(secrets),

@@ -61,6 +61,8 @@ _OURS = {
     "kv_transfer_config.kv_load_failure_policy": "a hand-off that failed is tried again by the frontend",
     "kv_transfer_config.kv_connector_extra_config.kv_lease_duration": "give --ticket-ttl-s",
     "kv_transfer_config.kv_connector_extra_config.bidirectional_kv_xfer": "KV goes from prefill to decode",
+    "kv_transfer_config.kv_connector_extra_config.side_channel_host": "export VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "kv_transfer_config.kv_connector_extra_config.side_channel_port": "export VLLM_NIXL_SIDE_CHANNEL_PORT",
 }
 # What changes how many engines there are, or who talks to them.
 _NOT_DRIVEN = (

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamo_trtllm.engine.vllm import vendor
+from dynamo_trtllm.engine.vllm import side_channel, vendor
 from dynamo_trtllm.engine.vllm.requests import tokens_to_read
 
 _Base: Any = vendor.nixl_connector()
@@ -20,6 +20,11 @@ _Base: Any = vendor.nixl_connector()
 
 class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typed here
     """Under the name that vLLM's own has, so that what says which connector is used stays true."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_scheduler is not None:
+            side_channel.listen_there(self.connector_scheduler, vllm_config)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond those computed here are read, and whether that happens between steps."""

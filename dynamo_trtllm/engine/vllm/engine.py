@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import environ
+from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine import gpu
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Finding
@@ -87,11 +88,13 @@ class VllmEngine(LibraryEngine[Serving]):
         """On a thread. The environment is set before the vendor is imported, which reads it."""
         for name, value in _ENVIRONMENT.items():
             environ.export(name, value, wanted_by=_WANTED_BY)
+        channel = None
         if self._role is not Role.AGGREGATED:
-            channel = side_channel.export(self._control_plane, self._args.count("data_parallel_size"))
+            ranks = self._args.count("data_parallel_size")
+            channel = side_channel.choose(self._control_plane, ranks, process_environment())
             _log.info("NixlConnector listens for handshakes at %s port %d", channel.host, channel.port)
         vendor = load_vendor()
-        values = settings.engine_values(self._args, self._checkpoint.folder, has_tokenizer=self._has_tokenizer)
+        values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)
         return vendor, vendor.build(values, self._steps.record)
 
     def _serve(self, vendor: Vendor) -> EngineInfo:

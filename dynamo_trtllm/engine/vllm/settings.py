@@ -13,14 +13,21 @@ from dynamo_trtllm.engine.asking import HARMONY_STOP_IDS
 from dynamo_trtllm.engine.checkpoint import Checkpoint
 from dynamo_trtllm.engine.vllm.args import VllmArgs
 from dynamo_trtllm.engine.vllm.requests import Rules
+from dynamo_trtllm.engine.vllm.side_channel import SideChannel, extra_config
 from dynamo_trtllm.messages import KvLayout, Limits, Role
 
 _log = logging.getLogger(__name__)
 
 
-def engine_values(args: VllmArgs, folder: Path, *, has_tokenizer: bool) -> dict[str, Any]:
-    """The keywords of AsyncEngineArgs. Only forms need the tokenizer: nothing is detokenized here."""
-    return {**args.values, "model": str(folder), "skip_tokenizer_init": not has_tokenizer, "disable_log_stats": True}
+def engine_values(args: VllmArgs, folder: Path, channel: SideChannel | None, *, has_tokenizer: bool) -> dict[str, Any]:
+    """The keywords of AsyncEngineArgs; `channel`: of engines that hand over or take. Only forms need the tokenizer:
+    nothing is detokenized here."""
+    values = {**args.values, "model": str(folder), "skip_tokenizer_init": not has_tokenizer, "disable_log_stats": True}
+    if channel is not None:
+        transfer = values["kv_transfer_config"]
+        extra = transfer["kv_connector_extra_config"] | extra_config(channel)
+        values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
+    return values
 
 
 def layout(checkpoint: Checkpoint, config: Any) -> KvLayout:

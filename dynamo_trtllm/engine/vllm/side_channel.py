@@ -1,23 +1,23 @@
 """Where NixlConnector listens for the handshake of decode engines: an address others can reach, ports nobody uses.
 
-vLLM takes both from the environment only. Opens no lasting socket.
+vLLM 0.24.0 takes both from its environment, and counts the port among what compiled code depends on
+(`envs.compile_factors`): one chosen anew at each start would have everything compiled anew. So both go to our connector
+as configuration (`connector.py`), and the environment is only read. Opens no lasting socket.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
 import socket
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dynamo_trtllm.config import environ
-from dynamo_trtllm.errors import EngineFailed
+from dynamo_trtllm.children.ports import free_ports
+from dynamo_trtllm.errors import ConfigError
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
-_LOWEST, _HIGHEST = 20000, 32000  # below what systems deal out of their own accord
-_TRIES = 200
+_KEYS = ("side_channel_host", "side_channel_port")
 
 
 class SideChannel(NamedTuple):
@@ -25,11 +25,31 @@ class SideChannel(NamedTuple):
     port: int  # the first; every further data-parallel rank has the next
 
 
-def export(control_plane: str, ranks: int) -> SideChannel:
-    """Chooses and exports both, but for what the user has exported. `control_plane`: an address all workers reach."""
-    host = environ.replace(HOST, address_towards(control_plane), wanted_by="the vllm engine")
-    port = environ.replace(PORT, str(free_ports(host, ranks)), wanted_by="the vllm engine")
+def choose(control_plane: str, ranks: int, environment: Mapping[str, str]) -> SideChannel:
+    """As the environment has it; else free ports at the address towards `control_plane`, which all workers reach.
+
+    Raises ConfigError for a port that is none, and when no ports are free.
+    """
+    host = environment.get(HOST) or address_towards(control_plane)
+    port = environment.get(PORT)
+    if port is None:
+        return SideChannel(host, free_ports(ranks, host))
+    if not (port.isdecimal() and 0 < int(port) <= 65_536 - ranks):
+        raise ConfigError(f"{PORT} is {port!r}: give a port with room for {ranks} of them up to 65535, or none")
     return SideChannel(host, int(port))
+
+
+def extra_config(channel: SideChannel) -> dict[str, Any]:
+    """What carries it, in `kv_connector_extra_config`."""
+    return dict(zip(_KEYS, channel, strict=True))
+
+
+def listen_there(scheduler: Any, config: Any) -> None:
+    """Tells the connector's scheduler, which opens its socket once KV caches are registered. `config`: a VllmConfig."""
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    host, port = (extra[key] for key in _KEYS)
+    scheduler.side_channel_host = host
+    scheduler.side_channel_port = port + config.parallel_config.data_parallel_index
 
 
 def address_towards(url: str) -> str:
@@ -43,22 +63,3 @@ def address_towards(url: str) -> str:
     except OSError:
         return "127.0.0.1"
     return address if address != "::1" else "127.0.0.1"
-
-
-def free_ports(host: str, count: int) -> int:
-    """The first of `count` neighboring ports that are free. Raises EngineFailed when there are none."""
-    for _ in range(_TRIES):
-        first = random.randrange(_LOWEST, _HIGHEST - count)
-        if all(_is_free(host, first + n) for n in range(count)):
-            return first
-    raise EngineFailed(f"no {count} free neighboring ports from {_LOWEST} to {_HIGHEST} at {host}; set {PORT}")
-
-
-def _is_free(host: str, port: int) -> bool:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True

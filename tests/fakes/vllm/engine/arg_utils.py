@@ -34,7 +34,9 @@ class AsyncEngineArgs:
                 num_gpu_blocks=get("num_gpu_blocks_override") or 1001,
                 cache_dtype=get("kv_cache_dtype") or "auto",
             ),
-            parallel_config=SimpleNamespace(tensor_parallel_size=get("tensor_parallel_size") or 1),
+            parallel_config=SimpleNamespace(
+                tensor_parallel_size=get("tensor_parallel_size") or 1, data_parallel_index=0
+            ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=get("max_num_seqs") or 256,
                 max_num_batched_tokens=get("max_num_batched_tokens") or 2048,

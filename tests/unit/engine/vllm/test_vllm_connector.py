@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.engine.vllm.side_channel import SideChannel, extra_config
 from tests.standin import playing_vllm
 
 WINDOW = 128
@@ -25,9 +26,15 @@ def module() -> Iterator[Any]:
         del sys.modules[MODULE]
 
 
-def connector(block: int) -> Any:
+def connector(block: int, rank: int = 0) -> Any:
     made = sys.modules[MODULE].NixlConnector
-    return made(SimpleNamespace(cache_config=SimpleNamespace(block_size=block)), "scheduler", None)
+    extra = extra_config(SideChannel("10.1.2.3", 20_500))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=block),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        parallel_config=SimpleNamespace(data_parallel_index=rank),
+    )
+    return made(config, "scheduler", None)
 
 
 def request(prompt: int, held: int, **params: Any) -> Any:
@@ -61,3 +68,9 @@ def test_read_when_a_request_is_of_no_hand_off_then_nothing() -> None:
     assert connector(16).get_num_new_matched_tokens(request(50, 0, do_remote_prefill=False), 0) == (0, False)
     nothing = SimpleNamespace(kv_transfer_params=None, prompt_token_ids=[1])
     assert connector(16).get_num_new_matched_tokens(nothing, 0) == (0, False)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_handshakes_when_a_channel_was_chosen_then_waited_for_there_by_each_rank(rank: int) -> None:
+    scheduler = connector(16, rank).connector_scheduler
+    assert (scheduler.side_channel_host, scheduler.side_channel_port) == ("10.1.2.3", 20_500 + rank)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.checkpoint import Checkpoint
 from dynamo_trtllm.engine.gpu import Gpu
@@ -137,28 +136,24 @@ def test_ticket_when_it_is_not_ours_then_mismatch(opaque: bytes) -> None:
 # --- side channel ------------------------------------------------------------------------------------------
 
 
-def test_ports_when_one_in_between_is_taken_then_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        choices = iter([port - 1, port, free := side_channel.free_ports("127.0.0.1", 2)])
-        monkeypatch.setattr(side_channel.random, "randrange", lambda *_: next(choices))
-        assert side_channel.free_ports("127.0.0.1", 2) == free
-
-
 @pytest.mark.parametrize("url", ["nats://localhost:4222", "127.0.0.1:4222", "nats://no-such-host.invalid:1"])
 def test_address_when_the_control_plane_is_here_then_loopback(url: str) -> None:
     assert side_channel.address_towards(url) == "127.0.0.1"
 
 
-def test_export_when_started_again_then_new_ports_but_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environ, "_wanted_by", {})
-    monkeypatch.setenv(side_channel.HOST, "10.1.2.3")  # the user's
-    monkeypatch.delenv(side_channel.PORT, raising=False)
-    monkeypatch.setattr(side_channel, "free_ports", lambda host, count: ports.pop())
-    ports = [30002, 30001]
-    assert side_channel.export("nats://localhost:4222", 1) == ("10.1.2.3", 30001)
-    assert side_channel.export("nats://localhost:4222", 1) == ("10.1.2.3", 30002)
-    monkeypatch.delenv(side_channel.PORT)
+def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
+    host, port = side_channel.choose("nats://localhost:4222", 2, {})
+    assert host == "127.0.0.1"
+    for each in (port, port + 1):
+        socket.create_server((host, each)).close()
+    theirs = {side_channel.HOST: "10.1.2.3", side_channel.PORT: "65534"}
+    assert side_channel.choose("nats://localhost:4222", 2, theirs) == ("10.1.2.3", 65534)
+
+
+@pytest.mark.parametrize("port", ["", "x", "0", "-1", "65535", "70000"])
+def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> None:
+    with pytest.raises(ConfigError, match=side_channel.PORT):
+        side_channel.choose("nats://localhost:4222", 2, {side_channel.PORT: port})
 
 
 # --- statistics --------------------------------------------------------------------------------------------

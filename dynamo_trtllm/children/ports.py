@@ -1,0 +1,34 @@
+"""Ports that nobody uses, for what must be told its port before it starts.
+
+They lie below those that Linux gives to connections of its own accord (`net.ipv4.ip_local_port_range`, from 32768 on):
+such a port would be gone before its server listens, or before the server's successor does. Reserves nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from dynamo_trtllm.errors import ConfigError
+
+_PORTS = range(20_000, 32_000)
+_TRIES = 200
+
+
+def free_ports(count: int = 1, host: str = "127.0.0.1") -> int:
+    """The first of `count` neighboring ports of `host` that are free. Raises ConfigError when there are none."""
+    for _ in range(_TRIES):
+        first = random.choice(_PORTS[: len(_PORTS) - count + 1])
+        if all(_is_free(host, first + n) for n in range(count)):
+            return first
+    raise ConfigError(f"no {count} neighboring ports from {_PORTS[0]} to {_PORTS[-1]} are free at {host}; free some")
+
+
+def _is_free(host: str, port: int) -> bool:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
