@@ -6,18 +6,15 @@ Pure: no socket, no task, no clock. `Outbox` collects what goes to one caller, `
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
 
 from dynamo_trtllm.codec import encode
-from dynamo_trtllm.errors import DynamoError, InternalError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
+from dynamo_trtllm.errors import DynamoError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
 from dynamo_trtllm.plane.base import Sink
-
-logger = logging.getLogger(__name__)
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
@@ -131,7 +128,7 @@ class Arrivals:
     _pending_tokens: int = 0
     _next_number: int = 0
     _ended: bool = False  # the terminal chunk is in `_chunks` or taken
-    _error: DynamoError | None = None
+    _error: Exception | None = None
     _sink: Sink | None = None  # set while a reader that has one waits, and nothing else is to come before
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -148,9 +145,8 @@ class Arrivals:
             self._next_number += 1
             try:
                 sunk = self._sink is not None and frame.chunk.finish_reason is None and self._sink(frame.chunk)
-            except Exception:  # ends this stream, and not those whose frames came in the same message
-                logger.exception("a chunk could not be passed on")
-                self.fail(InternalError("the answer could not be passed on; see the frontend's log"))
+            except Exception as exc:  # noqa: BLE001 - the reader's own, which gets it; others' frames follow in this message
+                self.fail(exc)
                 return
             if not sunk:
                 self._keep(frame.chunk)
@@ -165,19 +161,21 @@ class Arrivals:
         self._chunks.append(chunk)
         self._arrived.set()
 
-    def fail(self, error: DynamoError) -> None:
+    def fail(self, error: Exception) -> None:
         """End in `error`, after what has arrived. The first end counts."""
         if not self._ended and self._error is None:
             self._error = error
             self._arrived.set()
 
     async def get(self, sink: Sink | None = None) -> Chunk:
-        """The next chunk that `sink` does not take. Raises the error that ended the stream; not to be called after the
-        terminal chunk."""
+        """The next chunk that `sink` does not take. Raises what ended the stream: its error, or what `sink` raised. Not
+        to be called after the terminal chunk."""
         while not self._chunks:
-            if self._error is not None:
+            if isinstance(self._error, DynamoError):
                 # one of its own: the error may be that of all streams, and would keep what each has in its frames
                 raise type(self._error)(self._error.message, field=self._error.field)
+            if self._error is not None:  # what the sink raised
+                raise self._error
             self._arrived.clear()
             self._sink = sink
             try:
