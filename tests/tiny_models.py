@@ -32,24 +32,22 @@ def save_tiny_gpt_oss(folder: Path) -> Path:
     return _save(GptOssForCausalLM(config), folder)
 
 
-def save_tiny_llama(folder: Path) -> Path:
-    """Full attention only, two ids that end an answer."""
+def save_tiny_llama(folder: Path, **sizes: int) -> Path:
+    """Full attention only, two ids that end an answer. `sizes`: fields of LlamaConfig that are to be others."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    usual = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 2048}
     config = LlamaConfig(
         num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=128,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=512,
         initializer_range=0.2,
-        max_position_embeddings=2048,
         pad_token_id=0,
         eos_token_id=[1, 2],
         bos_token_id=None,
+        **(usual | sizes),
     )
     return _save(LlamaForCausalLM(config), folder)
 

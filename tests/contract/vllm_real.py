@@ -13,6 +13,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import Engine
 from dynamo_trtllm.messages import Role
+from tests.tiny_models import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
 ARGUMENTS = {"enforce_eager": True, "max_num_seqs": 8, "max_model_len": 2048, "seed": 0}
@@ -32,26 +33,8 @@ def _gpus() -> int:
 
 def save_model(folder: Path) -> Path:
     """Full attention, wide enough that answers vary, with a head size that vLLM's CPU attention takes."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=128,
-        intermediate_size=256,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=2048,
-        initializer_range=0.2,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        eos_token_id=[1, 2],
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2048, "max_position_embeddings": 4096}
+    return save_tiny_llama(folder, head_dim=32, **sizes)
 
 
 def _engine(folder: Path, role: Role, **more: Any) -> Engine:
