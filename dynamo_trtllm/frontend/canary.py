@@ -61,7 +61,6 @@ class Canaries:
         while True:
             changed = self._view.changed
             models = self._pairs()
-            self._book.keep_only({instance.id for instance in self._view.instances()})
             due = self._book.due(models, time.monotonic(), self._options.interval_s)
             if due:
                 await self._try_all({pair: models[pair] for pair in due}, metrics)

@@ -45,7 +45,7 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
         stack.push_async_callback(models.aclose)
         pipeline = Pipeline(view, plane, _options(config), book)
         stack.push_async_callback(pipeline.aclose)
-        work = [models.watch(), plane.until_ended()]
+        work = [models.watch(), plane.until_ended(), forget_gone(view, book)]
         if tries_pairs:
             options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
             work.append(Canaries(view, pipeline, book, options).run(plane, metrics))
@@ -59,6 +59,14 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
             colleagues.served()
 
         await _all([asyncio.create_task(each) for each in work], asyncio.create_task(_settled(models)), begin)
+
+
+async def forget_gone(view: ClusterView, book: PairBook) -> None:
+    """Keeps in the book only pairs whose instances are there. Until cancelled."""
+    while True:
+        changed = view.changed
+        book.keep_only({instance.id for instance in view.instances()})
+        await changed.wait()
 
 
 async def _settled(models: Models) -> None:
