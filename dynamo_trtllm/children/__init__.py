@@ -1,1 +1,1 @@
-"""Child processes that end with their parent: starting one, stopping it, and whether to start it again."""
+"""Child processes that end with their parent: starting and stopping one, its port, and whether to start it again."""

@@ -109,7 +109,8 @@ def _at_port(
             return begin(chosen), chosen
         except _PortTaken as taken:
             if port is not None:
-                raise ConfigError(f"{taken}: port {port} is in use; free it") from None
+                which = " or ".join(str(port + n) for n in range(count))
+                raise ConfigError(f"{taken}: port {which} is in use; free it") from None
     raise ConfigError("no free loopback port was found; stop what listens on this machine's ports")
 
 
