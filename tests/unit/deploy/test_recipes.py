@@ -144,6 +144,16 @@ def test_vllm_line_when_merged_with_its_file_then_four_gpus_and_the_files_rest(p
     assert {key: found[key] for key in from_file} == from_file | {"tensor_parallel_size": gpus(pod)}
 
 
+@pytest.mark.parametrize("pod", [each for each in EVERY_WORKER if each.id.startswith("vllm")])
+def test_vllm_pod_when_its_container_starts_again_then_what_was_compiled_is_there(pod: Pod) -> None:
+    image = (ROOT / "deploy/container/Containerfile.vllm").read_text()
+    (home,) = re.findall(r"\bHOME=(\S+)", image)
+    (mount,) = [each for each in pod.container["volumeMounts"] if each["mountPath"] == f"{home}/.cache"]
+    (volume,) = [each for each in pod.spec["volumes"] if each["name"] == mount["name"]]
+    assert "medium" not in volume["emptyDir"]  # on disk, and as old as the pod
+    assert environment(pod)["TRITON_CACHE_DIR"].startswith(mount["mountPath"])
+
+
 def test_quantization_when_the_guide_overrides_it_then_on_the_disaggregated_target_only() -> None:
     for target in TARGETS:
         for pod in workers(deployed(target)):
