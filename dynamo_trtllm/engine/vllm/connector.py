@@ -4,8 +4,9 @@ in the processes of engines that hand over or take.
 A decode engine reads a whole prompt and then steps back by one token, to have one to compute (0.24.0,
 `_update_waiting_for_remote_kv`). By then layers with a sliding window have let go, on both sides, of what that token
 still sees, where a KV block ends just there: prompts of one length in `block_size` lose a key in each such layer, and
-nobody says so. And a token behind the prompt would need a block that the prefill engine does not have, where the prompt
-fills its last one. Knows no requests but by vLLM's own records of them.
+nobody says so. Layers that see by chunks lose a whole one, where it ends with the prompt. And a token behind the prompt
+would need a block that the prefill engine does not have, where the prompt fills its last one. Knows no requests but by
+vLLM's own records of them.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typ
 
 
 def _keep_what_the_last_token_sees(manager: Any) -> None:
-    """Layers with a window let go of a block when the token after the next one no longer sees it."""
+    """Such layers let go of a block when the token after the next one no longer sees it."""
     skipped = manager.get_num_skipped_tokens
     manager.get_num_skipped_tokens = lambda self, num_computed_tokens: skipped(self, max(0, num_computed_tokens - 1))
 
 
-_keep_what_the_last_token_sees(vendor.sliding_window_manager())
+for each in vendor.forgetful_managers():
+    _keep_what_the_last_token_sees(each)

@@ -164,9 +164,10 @@ def nixl_connector() -> Any:
     return _find("vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector", "NixlPullConnector")
 
 
-def sliding_window_manager() -> Any:
-    """The class that holds the KV blocks of layers with a sliding window."""
-    return _find("vllm.v1.core.single_type_kv_cache_manager", "SlidingWindowManager")
+def forgetful_managers() -> list[Any]:
+    """The classes that hold the KV blocks of layers which see only what is near: by a sliding window, or by chunks."""
+    module = "vllm.v1.core.single_type_kv_cache_manager"
+    return [_find(module, name) for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager")]
 
 
 def kv_transfer_group() -> Any:

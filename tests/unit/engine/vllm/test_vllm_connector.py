@@ -42,21 +42,27 @@ def request(prompt: int, held: int, **params: Any) -> Any:
     return SimpleNamespace(kv_transfer_params=transfer, prompt_token_ids=[1] * prompt)
 
 
+SEEN_FROM = {  # by the token at a place
+    "SlidingWindowManager": lambda place: max(0, place - WINDOW + 1),
+    "ChunkedLocalAttentionManager": lambda place: place // WINDOW * WINDOW,
+}
+
+
+@pytest.mark.parametrize("name", SEEN_FROM)
 @pytest.mark.parametrize("behind", [0, 1])  # tokens behind what the prefill engine computed
 @pytest.mark.parametrize("block", [16, 32, 128])
 def test_read_when_a_prompt_is_of_any_length_then_blocks_pair_and_no_side_lost_what_the_next_token_sees(
-    block: int, behind: int
+    block: int, behind: int, name: str
 ) -> None:
     managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
-    manager, reads = managers.SlidingWindowManager(WINDOW), connector(block)
+    manager, reads = getattr(managers, name)(WINDOW), connector(block)
     for held in range(1, 700):
         read, between_steps = reads.get_num_new_matched_tokens(request(held + behind, held), 0)
         assert between_steps
         assert -(-read // block) == -(-held // block)
         computed = min(read, held + behind - 1)  # vLLM steps back where all was read
-        seen_from = max(0, computed - WINDOW + 1)
         for side in (held, read):
-            assert manager.get_num_skipped_tokens(side) // block * block <= seen_from, (held, side)
+            assert manager.get_num_skipped_tokens(side) // block * block <= SEEN_FROM[name](computed), (held, side)
 
 
 @pytest.mark.parametrize(("prompt", "held", "cached", "read"), [(101, 100, 64, 36), (97, 96, 64, 32), (97, 96, 96, 1)])
