@@ -52,6 +52,36 @@ def save_tiny_llama(folder: Path, **sizes: int) -> Path:
     return _save(LlamaForCausalLM(config), folder)
 
 
+def save_tiny_llama4(folder: Path, chunk: int) -> Path:
+    """The first layer sees its chunk of `chunk` tokens only, the second one all."""
+    import torch
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    torch.manual_seed(0)
+    config = Llama4TextConfig(
+        architectures=["Llama4ForCausalLM"],
+        num_hidden_layers=2,
+        no_rope_layers=[1, 0],
+        attention_chunk_size=chunk,
+        hidden_size=128,
+        intermediate_size=256,
+        intermediate_size_mlp=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=2,
+        moe_layers=[],
+        interleave_moe_layer_step=3,  # says the same to vLLM
+        vocab_size=2048,
+        initializer_range=0.2,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        eos_token_id=[1, 2],
+        bos_token_id=None,
+    )
+    return _save(Llama4ForCausalLM(config), folder)
+
+
 def _save(model: object, folder: Path) -> Path:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the vendor's own, about its own defaults

@@ -1,4 +1,4 @@
-"""The vllm engine over the real vLLM with models of other kinds: layers that see a window, made-up weights.
+"""The vllm engine over the real vLLM with models of other kinds: layers that see a window or a chunk, made-up weights.
 
 Run with `pytest -m vllm`. Each pair of engines is gone before the next one comes.
 """
@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from tests.contract.vllm_real import Pair, save_model, started
 from tests.engines import answer, ask, collect, prompt_of, tokens, two_legs
+from tests.tiny_models import save_tiny_llama4
 
 pytestmark = [
     pytest.mark.vllm,
@@ -48,31 +49,48 @@ async def windowed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pa
         yield engines
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}], ids=["greedy", "seed"])
+SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": 5}]  # with a seed, decode makes the first token
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seed"])
 async def test_two_legs_when_layers_see_a_window_then_no_prompt_length_loses_a_key(
     windowed: Pair, sampling: dict[str, Any]
 ) -> None:
     """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones, are the edges."""
-    parted = []
-    for length in (*range(206, 225), *range(14, 800, 32), *range(15, 800, 32)):
+    lengths = [*range(206, 225), *range(14, 800, 32), *range(15, 800, 32)]
+    assert await parted(windowed, lengths, sampling) == []
+
+
+async def test_two_legs_when_layers_see_by_chunks_then_no_prompt_length_loses_one(tmp_path: Path) -> None:
+    """64 tokens in a chunk, 32 in a block: prompts that end with a chunk are the edge. The engine died of them once."""
+    lengths = [*range(60, 70), *range(124, 132), *range(188, 196), 256, 320, 384]
+    async with started(save_tiny_llama4(tmp_path / "chunked", chunk=64), block_size=32) as pair:
+        for sampling in SAMPLINGS:
+            assert await parted(pair, lengths, sampling) == []
+
+
+async def parted(pair: Pair, lengths: list[int], sampling: dict[str, Any]) -> list[int]:
+    """The lengths of prompts whose answer over two legs is not the whole one."""
+    found = []
+    for length in lengths:
         prompt = prompt_of(length, length)
-        legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=12, **sampling)
-        whole = await collect(windowed.prefill, ask(prompt, max_tokens=12, **sampling))
+        legs = await two_legs(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
+        whole = await collect(pair.prefill, ask(prompt, max_tokens=12, **sampling))
         if tokens(legs) != tokens(whole):
-            parted.append(length)
-    assert parted == []
+            found.append(length)
+    return found
 
 
 async def test_two_legs_when_a_conversation_goes_on_then_what_both_sides_have_cached_changes_nothing(
     windowed: Pair,
 ) -> None:
-    parted = []
+    differ = []
     for begin in range(40, 110, 9):
         prompt = prompt_of(begin, 300 + begin)
         for turn in range(5):
             legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=14)
             cold = msgspec.structs.replace(ask(prompt, max_tokens=14), cache_salt=f"{begin} {turn}")
             if tokens(legs) != tokens(await collect(windowed.prefill, cold)):
-                parted.append(len(prompt))
+                differ.append(len(prompt))
             prompt = [*prompt, *tokens(legs), *prompt_of(turn * 7 + 5, begin * turn + 1)]
-    assert parted == []
+    assert differ == []
