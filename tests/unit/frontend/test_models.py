@@ -52,20 +52,20 @@ class NoEngine:
     """Computes nothing: these workers only give files."""
 
     async def start(self) -> EngineInfo:
-        raise NotImplementedError
+        raise AssertionError("a worker of these tests was asked for more than files")
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        raise NotImplementedError
+        raise AssertionError("a worker of these tests was asked for more than files")
         yield Chunk()
 
     async def check(self) -> None:
-        raise NotImplementedError
+        raise AssertionError("a worker of these tests was asked for more than files")
 
     async def drain(self) -> None:
-        raise NotImplementedError
+        raise AssertionError("a worker of these tests was asked for more than files")
 
     async def aclose(self) -> None:
-        raise NotImplementedError
+        raise AssertionError("a worker of these tests was asked for more than files")
 
 
 class Holder:
