@@ -25,6 +25,13 @@ def token_ids(ids: Iterable[int] = ()) -> TokenIds:
     return array("I", ids)
 
 
+WIRE_VERSION = 2
+"""Version of what frontends and workers send each other. Neighboring versions work together.
+
+1: streams, cancels, control verbs, empty pings. 2: a ping is answered with a report of the streams both sides share.
+"""
+
+
 class Role(StrEnum):
     """What a worker does. The values are those of `--disaggregation-mode`."""
 

@@ -1,6 +1,6 @@
-"""What a request plane needs of a message carrier, and the watch over the peers at its other end.
+"""What a request plane needs of a message transport, and the heartbeat to the peers at its other end.
 
-Carriers are at most once and in order per pair of listener and poster; all else is made of that in `linked`.
+Transports deliver at most once, and in order per pair of listener and poster; `linked` builds on that alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.errors import DynamoError, PlaneError
-from dynamo_trtllm.plane.stream import PING
 
 logger = logging.getLogger(__name__)
 
@@ -61,48 +60,69 @@ class Link(Protocol):
         ...
 
 
-class PeerWatch:
-    """Asks the peers of running streams whether they are there: a carrier does not tell when one dies."""
+class Heartbeat:
+    """Asks each peer with running streams, once per interval, whether it is alive.
 
-    def __init__(self, link: Link, interval_s: float, lost: Callable[[str, DynamoError], None]) -> None:
+    A message transport does not say when a peer dies. What is asked is the owner's, and so is what an answer means for
+    the streams: `message` gives the bytes for a peer, and `lost` is called when a peer did not answer.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        interval_s: float,
+        *,
+        message: Callable[[str], bytes],
+        lost: Callable[[str, DynamoError], None],
+    ) -> None:
         self._link = link
         self._interval_s = interval_s
+        self._message = message
         self._lost = lost
         self._streams: Counter[str] = Counter()
+        self._asking: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
     def add(self, peer: str) -> None:
-        """One more stream with `peer`."""
+        """Count one more stream with `peer`."""
         self._streams[peer] += 1
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="plane-peer-watch")
+            self._task = asyncio.create_task(self._run(), name="plane-heartbeat")
 
-    def remove(self, peer: str) -> None:
+    def remove(self, peer: str) -> bool:
+        """Count one stream less. Return whether it was the last: a peer with none is not asked."""
         self._streams[peer] -= 1
-        if self._streams[peer] <= 0:
+        is_last = self._streams[peer] <= 0
+        if is_last:
             del self._streams[peer]
+        return is_last
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._interval_s)
-            async with asyncio.TaskGroup() as group:
-                for peer in list(self._streams):
-                    group.create_task(self._ping(peer))
+        async with asyncio.TaskGroup() as group:  # one silent peer does not delay what others are asked
+            while True:
+                await asyncio.sleep(self._interval_s)
+                for peer in self._streams.keys() - self._asking:
+                    group.create_task(self._ask(peer), name=f"plane-heartbeat-{peer}")
 
-    async def _ping(self, peer: str) -> None:
-        """A process that itself stood still asks once more: the answer had not the time that it was to have."""
+    async def _ask(self, peer: str) -> None:
+        """Ask `peer` once, and once more when this process itself stood still while it waited for the answer."""
         clock = asyncio.get_running_loop().time
-        for is_last in (False, True):
-            asked_s = clock()
-            try:
-                await self._link.ask(peer, PING, timeout_s=self._interval_s)
-                return
-            except PlaneError as exc:
-                if is_last or clock() - asked_s < _STOOD_STILL * self._interval_s:
-                    self._lost(peer, exc)
+        self._asking.add(peer)
+        try:
+            for is_last in (False, True):
+                asked_s = clock()
+                try:
+                    await self._link.ask(peer, self._message(peer), timeout_s=self._interval_s)
                     return
+                except PlaneError as exc:
+                    if is_last or clock() - asked_s < _STOOD_STILL * self._interval_s:
+                        self._lost(peer, exc)
+                        return
+        finally:
+            self._asking.discard(peer)
 
     async def aclose(self) -> None:
+        """Stop asking. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -20,11 +20,23 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     Unreachable,
 )
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
+from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest
 from dynamo_trtllm.plane.base import Service, Serving, Sink
-from dynamo_trtllm.plane.link import Link, Listening, PeerWatch
+from dynamo_trtllm.plane.link import Heartbeat, Link, Listening
 from dynamo_trtllm.plane.serving import LinkServing, control_subject
-from dynamo_trtllm.plane.stream import PING, Answer, Arrivals, Batch, Cancel, Envelope, Inbox, Open, Verb
+from dynamo_trtllm.plane.stream import (
+    PING,
+    Answer,
+    Arrivals,
+    Batch,
+    Cancel,
+    Envelope,
+    Inbox,
+    Open,
+    Ping,
+    StreamReport,
+    Verb,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +44,7 @@ class PlaneLimits:
     """How long a plane waits and how much it keeps."""
 
     ack_timeout_s: float = 2.0  # for a worker to take a request
-    ping_interval_s: float = 5.0  # a dead peer of a running stream is noticed within twice this
+    ping_interval_s: float = 5.0  # a dead peer, or a stream that lost a message, is noticed within twice this
     max_pending_tokens: int = 262_144  # of one stream whose reader is slow
 
 
@@ -46,8 +58,9 @@ class LinkPlane:
         self._inbox = Inbox(limits.max_pending_tokens)
         self._listening: Listening | None = None
         self._listening_lock = asyncio.Lock()  # the first two callers must not both subscribe
-        self._running: dict[str, set[Arrivals]] = {}  # by the worker's subject
-        self._peers = PeerWatch(link, limits.ping_interval_s, self._worker_lost)
+        self._running: dict[str, dict[int, Arrivals]] = {}  # by the worker's subject, then by stream
+        self._pings = 0  # sent so far, to all workers
+        self._workers = Heartbeat(link, limits.ping_interval_s, message=self._next_ping, lost=self._worker_lost)
         self._servings: list[LinkServing] = []
         link.on_lost(self._inbox.fail_all)
 
@@ -62,14 +75,15 @@ class LinkPlane:
     ) -> AsyncGenerator[Chunk, None]:
         await self._listen()
         stream, arrivals = self._inbox.open()
-        self._running.setdefault(subject, set()).add(arrivals)
-        self._peers.add(subject)
+        self._running.setdefault(subject, {})[stream] = arrivals
+        self._workers.add(subject)
         deadline = asyncio.get_running_loop().call_later(
             request.deadline - time.time(), arrivals.fail, DeadlineExceeded("the request's deadline passed")
         )
         ended = False
         try:
             await self._open(subject, stream, request)
+            arrivals.acknowledged_at = self._pings
             chunk = await arrivals.get()
             while True:
                 ended = chunk.finish_reason is not None
@@ -80,9 +94,9 @@ class LinkPlane:
         finally:
             deadline.cancel()
             self._inbox.close(stream)
-            self._forget(subject, arrivals)
+            self._forget(subject, stream)
             if not ended:
-                self._link.post(subject, encode(Envelope(Cancel(stream, self._inbox_subject))))
+                self._cancel(subject, stream)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
         reply = await self._link.ask(control_subject(subject), self._fitting(Verb(verb)), timeout_s=timeout_s)
@@ -95,7 +109,7 @@ class LinkPlane:
         for serving in self._servings:
             await serving.aclose()
         self._inbox.fail_all(Disconnected("the request plane is closed"))
-        await self._peers.aclose()
+        await self._workers.aclose()
         if self._listening is not None:
             await self._listening.stop()
         await self._link.aclose()
@@ -111,7 +125,7 @@ class LinkPlane:
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline had passed before it was sent")
-        data = self._fitting(Envelope(Open(stream, self._inbox_subject, request, left_s)))
+        data = self._fitting(Envelope(Open(stream, self._inbox_subject, request, left_s, WIRE_VERSION)))
         try:
             reply = await self._link.ask(subject, data, timeout_s=min(left_s, self._limits.ack_timeout_s))
         except Unreachable as exc:
@@ -127,27 +141,48 @@ class LinkPlane:
             raise PayloadTooLarge(f"the request takes {len(data)} bytes and the request plane carries {limit}")
         return data
 
+    def _cancel(self, subject: str, stream: int) -> None:
+        self._link.post(subject, encode(Envelope(Cancel(stream, self._inbox_subject))))
+
     def _take(self, data: bytes, reply: str) -> None:
-        if data == PING:
+        if reply:  # a worker asks whether this process is alive
             self._link.post(reply, PING)
+        if data == PING:
             return
         try:
-            self._inbox.feed(decode(data, Batch))
+            batch = decode(data, Batch)
+            self._inbox.feed(batch)
+            if batch.report is not None:
+                self._compare(batch.report)
         except BadFrame as exc:
             # It can't be told whose frames these were: each may lack one now, and goes on elsewhere.
             self._inbox.fail_all(StreamIncomplete(f"a message to {self._inbox_subject} can't be read: {exc.message}"))
 
-    def _forget(self, subject: str, arrivals: Arrivals) -> None:
-        self._peers.remove(subject)
+    def _compare(self, report: StreamReport) -> None:
+        """End the streams that lost a message on their way here, and those that the worker runs for no reader."""
+        sent = dict(report.streams)
+        running = self._running.get(report.subject, {})
+        if report.ping:
+            for stream, arrivals in running.items():
+                arrivals.check(report.ping, sent.get(stream))
+        for stream in sent.keys() - running.keys():
+            self._cancel(report.subject, stream)  # again: the first cancel was lost, or is still on its way
+
+    def _next_ping(self, _subject: str) -> bytes:
+        self._pings += 1
+        return encode(Envelope(Ping(self._inbox_subject, self._pings)))
+
+    def _forget(self, subject: str, stream: int) -> None:
+        self._workers.remove(subject)
         running = self._running[subject]
-        running.discard(arrivals)
+        del running[stream]
         if not running:
             del self._running[subject]
 
     def _worker_lost(self, subject: str, error: DynamoError) -> None:
         ours = isinstance(error, Disconnected)  # our own connection: nothing is known of the worker
         lost = error if ours else Disconnected(f"the worker at {subject} is gone: {error.message}")
-        for arrivals in self._running.get(subject, ()):
+        for arrivals in self._running.get(subject, {}).values():
             arrivals.fail(lost)
 
 

@@ -27,10 +27,26 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Release, ReleaseOutcome
 from dynamo_trtllm.plane.base import PushingService, Service
 from dynamo_trtllm.plane.handed import Handed, LegKey
-from dynamo_trtllm.plane.link import Link, Listening, PeerWatch
-from dynamo_trtllm.plane.stream import PING, Answer, Cancel, Envelope, Failure, Frame, Open, Outbox, Verb
+from dynamo_trtllm.plane.link import Heartbeat, Link, Listening
+from dynamo_trtllm.plane.stream import (
+    PING,
+    Answer,
+    Batch,
+    Cancel,
+    Envelope,
+    Failure,
+    Frame,
+    Open,
+    Outbox,
+    Ping,
+    StreamReport,
+    Verb,
+)
 
 logger = logging.getLogger(__name__)
+
+_REPORTS_SINCE = 2  # wire version
+_REMEMBERED_OPENINGS = 16_384  # a repeated message comes soon after the first
 
 
 def control_subject(subject: str) -> str:
@@ -63,12 +79,16 @@ class LinkServing:
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[Listening] = []
-        self._peers = PeerWatch(link, ping_interval_s, self._caller_lost)
+        self._callers = Heartbeat(link, ping_interval_s, message=self._check_up, lost=self._caller_lost)
+        self._report_readers: set[str] = set()  # inboxes of callers that understand reports, while they are asked
+        self._opened: dict[LegKey, None] = {}  # the latest streams, oldest first, also those that have ended
+        self._subject = ""
         self._accepting = True
         link.on_lost(self.lost)
 
     async def start(self, subject: str, timeout_s: float) -> None:
         """Returns once anybody's requests arrive. Raises PlaneError."""
+        self._subject = subject
         self._listening.append(await self._link.listen(control_subject(subject), self._take_verb))
         self._listening.append(await self._link.listen(subject, self._take))
         await self._link.ask(subject, PING, timeout_s=timeout_s)  # was there and back: all know the subject
@@ -92,7 +112,7 @@ class LinkServing:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # lets the tasks' done callbacks run
         self._flush()
-        await self._peers.aclose()
+        await self._callers.aclose()
 
     # --- what arrives ----------------------------------------------------------------------------------
 
@@ -105,13 +125,19 @@ class LinkServing:
             if isinstance(body, Cancel):
                 self._cancel(LegKey(body.inbox, body.stream))
                 return
-            if not self._accepting:
+            if isinstance(body, Ping):
+                self._answer(reply, Answer())
+                self._report(body)
+                return
+            is_new = LegKey(body.inbox, body.stream) not in self._opened
+            if is_new and not self._accepting:
                 raise Draining("the worker takes no new requests")
         except DynamoError as exc:
             self._answer(reply, Answer(Failure.of(exc)))
             return
         self._answer(reply, Answer())
-        self._open(body)
+        if is_new:  # else the message was repeated on its way
+            self._open(body)
 
     def _take_verb(self, data: bytes, reply: str) -> None:
         self._keep(asyncio.create_task(self._control(data, reply), name="plane-control"))
@@ -137,13 +163,38 @@ class LinkServing:
             data = encode(Answer(Failure.of(error)))
         self._link.post(reply, data)
 
+    # --- liveness --------------------------------------------------------------------------------------
+
+    def _report(self, ping: Ping) -> None:
+        """Send the caller its streams as they are now, after all frames that were sent before."""
+        self._flush()
+        self._link.post(ping.inbox, encode(Batch([], self._streams_of(ping.inbox, ping.number))))
+
+    def _streams_of(self, inbox: str, ping: int) -> StreamReport:
+        legs = [leg for leg in self._legs.values() if leg.key.inbox == inbox and not leg.ended]
+        return StreamReport(self._subject, ping, [(leg.key.stream, leg.number) for leg in legs])
+
+    def _check_up(self, inbox: str) -> bytes:
+        """Return what asks a caller whether it is alive, and to cancel the streams that it does not know."""
+        return encode(Batch([], self._streams_of(inbox, 0))) if inbox in self._report_readers else PING
+
+    def _part(self, inbox: str) -> None:
+        """Count one stream or ticket less that is shared with a caller."""
+        if self._callers.remove(inbox):
+            self._report_readers.discard(inbox)
+
     # --- streams ---------------------------------------------------------------------------------------
 
     def _open(self, opening: Open) -> None:
         leg = Leg(LegKey(opening.inbox, opening.stream))
         self._legs[leg.key] = leg
+        self._opened[leg.key] = None
+        if len(self._opened) > _REMEMBERED_OPENINGS:
+            del self._opened[next(iter(self._opened))]
         self._idle.clear()
-        self._peers.add(opening.inbox)
+        self._callers.add(opening.inbox)
+        if opening.wire >= _REPORTS_SINCE:
+            self._report_readers.add(opening.inbox)
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
         leg.task = asyncio.create_task(self._run(leg, request), name=f"plane-leg-{request.request_id}")
         self._keep(leg.task)
@@ -176,7 +227,7 @@ class LinkServing:
         del self._legs[leg.key]
         if not self._legs:
             self._idle.set()
-        self._peers.remove(leg.key.inbox)
+        self._part(leg.key.inbox)
         self._fail(leg, InternalError("the request failed in the worker; see its log"))
         if leg.cancelled:  # before or after its last chunk was sent: who asked for it is gone
             self._refuse(leg.key)
@@ -207,7 +258,7 @@ class LinkServing:
             text = "caller %s is gone (%s); %d streams closed, %d tickets taken back"
             logger.warning(text, inbox, error, len(gone), len(handed))
         for leg in gone:
-            leg.ended = True
+            self._fail(leg, StreamIncomplete(f"the worker gave this stream up: its caller did not answer ({error})"))
             self._stop(leg)
         for key in handed:
             self._refuse(key)
@@ -226,12 +277,12 @@ class LinkServing:
         for old in self._handed.expired(time.time()):
             self._take_back(old)
         self._handed.put(key, ticket)
-        self._peers.add(key.inbox)
+        self._callers.add(key.inbox)
 
     def _take_back(self, key: LegKey) -> HandoffTicket | None:
         ticket = self._handed.pop(key)
         if ticket is not None:
-            self._peers.remove(key.inbox)
+            self._part(key.inbox)
         return ticket
 
     def _refuse(self, key: LegKey) -> None:

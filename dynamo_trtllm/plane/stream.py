@@ -39,6 +39,14 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     inbox: str
     request: GenerateRequest
     left_s: float  # until the request's deadline, when this was sent: another machine's clock may say another time
+    wire: int = 1  # the caller's WIRE_VERSION; a caller of version 1 does not send it
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
+    """Asks a worker for a `StreamReport` of the streams of `inbox`, which is sent there after all earlier frames."""
+
+    inbox: str
+    number: int  # counts from 1; the report repeats it
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
@@ -49,9 +57,9 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """What a generate subject takes. One subject for both kinds, so that a cancel can't overtake its opening."""
+    """What a generate subject takes. One subject for all kinds, so that none overtakes an opening."""
 
-    body: Open | Cancel
+    body: Open | Cancel | Ping
 
 
 class Verb(msgspec.Struct, frozen=True, array_like=True):
@@ -76,13 +84,26 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
     failure: Failure | None = None
 
 
+class StreamReport(msgspec.Struct, frozen=True, array_like=True):
+    """Lists every stream that the worker at `subject` runs for the receiver, and how many frames of it were sent.
+
+    As the answer to a ping it comes after the frames that it counts. With ping 0 the worker sends it of its own accord
+    and it may overtake frames.
+    """
+
+    subject: str
+    ping: int  # the `number` of the ping that this answers, or 0
+    streams: list[tuple[int, int]]  # (stream, frames sent)
+
+
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """One message to an inbox."""
+    """One message to an inbox. A receiver of wire version 1 skips the report."""
 
     frames: list[Frame]
+    report: StreamReport | None = None
 
 
-PING = b""  # to any inbox or generate subject: answered with the same, so that a peer's death is noticed
+PING = b""  # to any inbox or generate subject: answered with the same. All that a peer of wire version 1 understands
 
 
 class Outbox:
@@ -124,6 +145,7 @@ class Arrivals:
     """The receiving end of one stream: checks the numbers, keeps what the reader has not taken, bounded."""
 
     max_pending_tokens: int
+    acknowledged_at: int | None = None  # number of the last ping sent to the worker before it acknowledged the opening
     _chunks: deque[Chunk] = field(default_factory=deque)
     _pending_tokens: int = 0
     _next_number: int = 0
@@ -133,9 +155,9 @@ class Arrivals:
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     def feed(self, frame: Frame) -> None:
-        if self._ended or self._error is not None:
+        if self._ended or self._error is not None or frame.number < self._next_number:  # the last: a repeated frame
             return
-        if frame.number != self._next_number:
+        if frame.number > self._next_number:
             self.fail(StreamIncomplete(f"frame {frame.number} came where {self._next_number} was due"))
         elif frame.failure is not None:
             self.fail(frame.failure.error())
@@ -160,6 +182,18 @@ class Arrivals:
         self._ended = chunk.finish_reason is not None
         self._chunks.append(chunk)
         self._arrived.set()
+
+    def check(self, ping: int, sent: int | None) -> None:
+        """End as incomplete when the worker's answer to `ping` shows that frames were lost.
+
+        `sent`: how many frames the worker had sent; None: it does not run the stream, or has sent its last frame.
+        """
+        if self.acknowledged_at is None or self.acknowledged_at >= ping:
+            return  # the worker may not have had the opening yet when it answered
+        if sent is None:
+            self.fail(StreamIncomplete("the worker no longer runs this stream and its last frame never arrived"))
+        elif sent != self._next_number:
+            self.fail(StreamIncomplete(f"the worker sent {sent} frames and {self._next_number} arrived"))
 
     def fail(self, error: Exception) -> None:
         """End in `error`, after what has arrived. The first end counts."""

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.errors import DynamoError, Unreachable
 from dynamo_trtllm.plane.inproc import InprocLink
-from dynamo_trtllm.plane.link import PeerWatch
+from dynamo_trtllm.plane.link import Heartbeat
 
 INTERVAL_S = 5.0
 
@@ -54,7 +54,9 @@ class Silent(InprocLink):
 async def test_ping_when_no_answer_came_then_lost_unless_this_process_stood_still(
     monkeypatch: pytest.MonkeyPatch, taking_s: Sequence[float], is_lost: bool
 ) -> None:
-    told: list[tuple[str, DynamoError]] = []
-    watch = PeerWatch(Silent(Clock(monkeypatch), taking_s), INTERVAL_S, lambda *what: told.append(what))
-    await watch._ping("p")
-    assert [peer for peer, _ in told] == ["p"] * is_lost
+    lost: list[tuple[str, DynamoError]] = []
+    heartbeat = Heartbeat(
+        Silent(Clock(monkeypatch), taking_s), INTERVAL_S, message=lambda _: b"", lost=lambda *what: lost.append(what)
+    )
+    await heartbeat._ask("p")
+    assert [peer for peer, _ in lost] == ["p"] * is_lost

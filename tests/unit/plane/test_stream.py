@@ -28,6 +28,8 @@ from dynamo_trtllm.plane.stream import (
     Inbox,
     Open,
     Outbox,
+    Ping,
+    StreamReport,
     Verb,
 )
 
@@ -55,6 +57,8 @@ REQUEST = GenerateRequest(
     [
         Envelope(Open(3, "_INBOX.x", REQUEST, 2.5)),
         Envelope(Cancel(3, "_INBOX.x")),
+        Envelope(Ping("_INBOX.x", 7)),
+        Batch([], StreamReport("ns.g-1", 7, [(3, 12), (2**32, 0)])),
         Verb(FileRequest("abc", 7)),
         Answer(Failure("overloaded", "full")),
         Answer(data=b"\x00\xff"),
@@ -115,12 +119,51 @@ def test_outbox_when_one_frame_exceeds_the_limit_then_only_it_becomes_an_error()
     assert got[1].failure.code == PayloadTooLarge.code
 
 
-@pytest.mark.parametrize("number", [0, 2], ids=["repeat", "gap"])
-async def test_arrivals_when_number_is_not_due_then_incomplete_after_what_came(number: int) -> None:
-    arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, number, make_chunk(2)))
+async def test_arrivals_when_a_frame_is_missing_then_incomplete_after_what_came() -> None:
+    arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, 2, make_chunk(2)))
     assert await arrivals.get() == make_chunk(1)
-    with pytest.raises(StreamIncomplete, match=f"frame {number} came where 1 was due"):
+    with pytest.raises(StreamIncomplete, match="frame 2 came where 1 was due"):
         await arrivals.get()
+
+
+async def test_arrivals_when_a_frame_is_repeated_then_it_is_taken_once() -> None:
+    arrivals = make_arrivals(*(Frame(1, number, make_chunk(number)) for number in (0, 0, 1, 0, 2)))
+    assert [(await arrivals.get()).token_ids[0] for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("acknowledged_at", "ping", "sent", "message"),
+    [
+        (None, 1, None, ""),  # not acknowledged: the worker may never have had it
+        (1, 1, None, ""),  # acknowledged after the ping was sent
+        (0, 1, None, "no longer runs this stream"),
+        (0, 1, 2, ""),
+        (0, 1, 3, "sent 3 frames and 2 arrived"),
+        (1, 1, 3, ""),
+    ],
+)
+async def test_check_when_frames_of_an_acknowledged_stream_were_lost_then_incomplete(
+    acknowledged_at: int | None, ping: int, sent: int | None, message: str
+) -> None:
+    arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, 1, make_chunk(2)))
+    arrivals.acknowledged_at = acknowledged_at
+    arrivals.check(ping, sent)
+    assert [len((await arrivals.get()).token_ids) for _ in range(2)] == [1, 1]
+    if message:
+        with pytest.raises(StreamIncomplete, match=message):
+            await arrivals.get()
+    else:
+        arrivals.fail(Overloaded("nothing ended it before"))
+        with pytest.raises(Overloaded):
+            await arrivals.get()
+
+
+async def test_check_when_the_last_frame_has_arrived_then_the_stream_is_whole() -> None:
+    last = make_chunk(1, finish=FinishReason.STOP)
+    arrivals = make_arrivals(Frame(1, 0, last))
+    arrivals.acknowledged_at = 0
+    arrivals.check(1, None)
+    assert await arrivals.get() == last
 
 
 async def test_arrivals_when_frame_is_empty_then_incomplete() -> None:

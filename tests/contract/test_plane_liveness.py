@@ -1,0 +1,262 @@
+"""The request-plane contract when messages are lost or repeated: no stream waits for what will never come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+
+import pytest
+
+from dynamo_trtllm.codec import decode, encode
+from dynamo_trtllm.errors import DynamoError, StreamIncomplete
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Release, ReleaseOutcome, token_ids
+from dynamo_trtllm.plane.linked import LinkPlane
+from dynamo_trtllm.plane.serving import LinkServing
+from dynamo_trtllm.plane.stream import PING, Batch, Cancel, Envelope, Frame, Open
+from tests.contract.plane_bench import (
+    SUBJECT,
+    Bench,
+    ScriptedService,
+    check_fails,
+    collect,
+    make_request,
+    one_then_wait,
+    until,
+)
+from tests.instances import make_ticket
+from tests.waiting import SOON_S
+
+Deliver = Callable[[bytes], list[bytes]]  # a message to what arrives of it: nothing, itself, itself twice
+
+
+class Network:
+    """What becomes of messages on their way to callers and to workers. The reply to a request is not touched."""
+
+    def __init__(self) -> None:
+        self.to_caller: Deliver = lambda data: [data]
+        self.to_worker: Deliver = lambda data: [data]
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    """Asked for before the planes begin to listen."""
+    network = Network()
+    take_at_caller, take_at_worker = LinkPlane._take, LinkServing._take
+
+    def at_caller(plane: LinkPlane, data: bytes, reply: str) -> None:
+        for each in network.to_caller(data):
+            take_at_caller(plane, each, reply)
+
+    def at_worker(serving: LinkServing, data: bytes, reply: str) -> None:
+        for each in network.to_worker(data):
+            take_at_worker(serving, each, reply)
+
+    monkeypatch.setattr(LinkPlane, "_take", at_caller)
+    monkeypatch.setattr(LinkServing, "_take", at_worker)
+    return network
+
+
+def frames_in(data: bytes) -> list[Frame]:
+    return decode(data, Batch).frames if data != PING else []
+
+
+def frames(change: Callable[[Frame], list[Frame]]) -> Deliver:
+    """Changes frames one by one; reports and pings arrive as they are."""
+
+    def deliver(data: bytes) -> list[bytes]:
+        if data == PING:
+            return [data]
+        batch = decode(data, Batch)
+        return [encode(Batch([each for frame in batch.frames for each in change(frame)], batch.report))]
+
+    return deliver
+
+
+def losing(number: int) -> Deliver:
+    return frames(lambda frame: [] if frame.number == number else [frame])
+
+
+async def three_steps(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    """Three chunks, each in a message of its own."""
+    for n in range(2):
+        yield Chunk(token_ids=token_ids([n]))
+        await asyncio.sleep(0.02)
+    yield Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)
+
+
+@pytest.mark.parametrize("number", range(3), ids=["first", "middle", "last"])
+async def test_stream_when_a_frame_is_lost_then_it_ends_as_incomplete(
+    network: Network, bench: Bench, number: int
+) -> None:
+    network.to_caller = losing(number)
+    service = ScriptedService(three_steps)
+    await bench.worker.serve(SUBJECT, service)
+    error = await check_fails(
+        asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete
+    )
+    assert error.retryable
+    await until(lambda: service.open == 0)
+
+
+async def test_stream_when_only_a_middle_frame_of_a_waiting_stream_is_lost_then_the_numbers_tell(
+    network: Network, bench: Bench
+) -> None:
+    async def two_then_wait(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async for chunk in three_steps(request):
+            if chunk.finish_reason is None:
+                yield chunk
+        await asyncio.Event().wait()
+
+    network.to_caller = losing(1)
+    service = ScriptedService(two_then_wait)
+    await bench.worker.serve(SUBJECT, service)
+    error = await check_fails(
+        asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete
+    )
+    assert error.message == "the worker sent 2 frames and 1 arrived"
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
+
+
+async def test_stream_when_all_messages_are_lost_for_a_while_then_it_ends_once_they_arrive_again(
+    network: Network, bench: Bench
+) -> None:
+    """As of a caller that was frozen for longer than any time-out: the worker gave it up meanwhile."""
+    service = ScriptedService(one_then_wait)
+    await bench.worker.serve(SUBJECT, service)
+    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+        await anext(chunks)
+        network.to_caller = lambda data: []
+        network.to_worker = lambda data: []
+        reading = asyncio.create_task(anext(chunks))
+        await asyncio.wait_for(service.closed.wait(), SOON_S)
+        network.to_caller = network.to_worker = lambda data: [data]
+        with pytest.raises(DynamoError) as caught:
+            await asyncio.wait_for(reading, SOON_S)
+        assert caught.value.retryable
+
+
+async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network, bench: Bench) -> None:
+    service = ScriptedService(one_then_wait)
+    serving = await bench.worker.serve(SUBJECT, service)
+    assert isinstance(serving, LinkServing)
+    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+        await anext(chunks)
+        serving._caller_lost(bench.caller._inbox_subject, StreamIncomplete("no answer"))  # type: ignore[attr-defined]
+        with pytest.raises(StreamIncomplete, match="the worker gave this stream up"):
+            await asyncio.wait_for(anext(chunks), SOON_S)
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
+
+
+async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(network: Network, bench: Bench) -> None:
+    async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1"))
+
+    network.to_caller = losing(0)
+    service = ScriptedService(hand_over)
+    await bench.worker.serve(SUBJECT, service)
+    await check_fails(asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete)
+    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
+
+
+async def test_cancel_when_it_is_lost_then_the_worker_ends_the_stream_all_the_same(
+    network: Network, bench: Bench
+) -> None:
+    lost: list[bytes] = []
+
+    def lose_the_first(data: bytes) -> list[bytes]:
+        if not lost and data != PING and isinstance(decode(data, Envelope).body, Cancel):
+            lost.append(data)
+            return []
+        return [data]
+
+    network.to_worker = lose_the_first
+    service = ScriptedService(one_then_wait)
+    await bench.worker.serve(SUBJECT, service)
+    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+        await anext(chunks)
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
+    assert len(lost) == 1
+
+
+async def test_messages_when_repeated_then_the_answer_is_the_same_and_made_once(network: Network, bench: Bench) -> None:
+    runs: list[GenerateRequest] = []
+
+    async def counted(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        runs.append(request)
+        async for chunk in three_steps(request):
+            yield chunk
+
+    network.to_caller = network.to_worker = lambda data: [data, data]
+    service = ScriptedService(counted)
+    serving = await bench.worker.serve(SUBJECT, service)
+    chunks = await asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S)
+    assert [token for chunk in chunks for token in chunk.token_ids] == [0, 1, 2]
+    assert len(runs) == 1
+    await until(lambda: serving.running == 0)
+
+
+async def test_opening_when_it_is_repeated_after_its_end_then_it_does_not_run_again(
+    network: Network, bench: Bench
+) -> None:
+    openings: list[bytes] = []
+
+    def keep(data: bytes) -> list[bytes]:
+        if data != PING and isinstance(decode(data, Envelope).body, Open):
+            openings.append(data)
+        return [data]
+
+    network.to_worker = keep
+    service = ScriptedService(three_steps)
+    serving = await bench.worker.serve(SUBJECT, service)
+    await collect(bench.caller, make_request())
+    await until(lambda: serving.running == 0)
+    service.started.clear()
+    bench.caller._link.post(SUBJECT, openings[0])  # type: ignore[attr-defined]
+    await collect(bench.caller, make_request(name="next"))  # comes after it, in order
+    assert len(openings) == 3
+    await until(lambda: service.open == serving.running == 0)
+    assert not service.verbs
+
+
+async def test_stream_when_its_worker_is_replaced_under_the_same_subject_then_it_ends_as_incomplete(
+    network: Network, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ScriptedService(one_then_wait)
+    serving = await bench.worker.serve(SUBJECT, first)
+    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+        await anext(chunks)
+        with monkeypatch.context() as silent:  # a process that is killed says nothing
+            silent.setattr(bench.worker._link, "post", lambda subject, data: None)  # type: ignore[attr-defined]
+            await serving.aclose()
+        await bench.worker.serve(SUBJECT, ScriptedService(one_then_wait))
+        with pytest.raises(DynamoError) as caught:
+            await asyncio.wait_for(anext(chunks), SOON_S)
+        assert caught.value.retryable
+
+
+async def test_many_streams_when_nothing_is_lost_then_pings_end_none(network: Network, bench: Bench) -> None:
+    """Streams that begin, run and end while reports are on their way."""
+
+    async def slowly(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        for n in range(request.sampling.max_tokens):
+            yield Chunk(token_ids=token_ids([n]))
+            await asyncio.sleep(0.01 if n % 3 else 0)
+        yield Chunk(finish_reason=FinishReason.STOP)
+
+    await bench.worker.serve(SUBJECT, ScriptedService(slowly))
+    plane = bench.caller
+    pings = plane._workers  # type: ignore[attr-defined]
+
+    async def ping_all_the_time() -> None:
+        while True:
+            await pings._ask(SUBJECT)
+
+    pinging = asyncio.create_task(ping_all_the_time())
+    try:
+        requests = [make_request(name=f"r{n}", max_tokens=10 + n % 50, seconds=60) for n in range(200)]
+        answers = await asyncio.gather(*(collect(plane, request) for request in requests))
+    finally:
+        pinging.cancel()
+        await asyncio.gather(pinging, return_exceptions=True)
+    assert [len(chunks) for chunks in answers] == [11 + n % 50 for n in range(200)]
