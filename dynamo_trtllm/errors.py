@@ -151,6 +151,13 @@ class BadFrame(PlaneError):
     code = "bad_frame"
 
 
+class VersionMismatch(PlaneError):
+    """Frontend and worker are too many releases apart to understand each other."""
+
+    code = "version_mismatch"
+    retryable = True
+
+
 # --- hand-off: redo the prefill leg, once --------------------------------------------------------------
 
 

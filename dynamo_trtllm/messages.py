@@ -32,6 +32,16 @@ WIRE_VERSION = 2
 """
 
 
+def wire_mismatch(theirs: int) -> str:
+    """Return why a peer of wire version `theirs` and this process can't work together; "" when they can."""
+    if abs(theirs - WIRE_VERSION) <= 1:
+        return ""
+    return (
+        f"wire version {theirs} is too far from {WIRE_VERSION}, which this process speaks: only neighboring versions "
+        "work together; upgrade the older side one release at a time"
+    )
+
+
 class Role(StrEnum):
     """What a worker does. The values are those of `--disaggregation-mode`."""
 
@@ -206,6 +216,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     serves_whole: bool = False  # a decode worker that can also prefill
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
+    wire: int = 1  # its WIRE_VERSION; a worker of version 1 does not say it
 
 
 # --- control verbs (design: every instance has `generate` and `control`) -------------------------------

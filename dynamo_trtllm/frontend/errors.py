@@ -46,6 +46,7 @@ TABLE: dict[type[DynamoError], Row] = {
     errors.DeadlineExceeded: Row(504, SERVER),
     errors.StreamIncomplete: Row(502, SERVER),
     errors.BadFrame: Row(502, SERVER),
+    errors.VersionMismatch: Row(502, SERVER),
     errors.HandoffError: Row(502, SERVER),
     errors.TicketExpired: Row(502, SERVER),
     errors.TicketMismatch: Row(502, SERVER),

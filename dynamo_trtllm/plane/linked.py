@@ -6,6 +6,7 @@ It carries requests, streams, errors, cancels and control verbs, and decides not
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from dynamo_trtllm.errors import (
     Disconnected,
     DynamoError,
     PayloadTooLarge,
-    StreamIncomplete,
     Unreachable,
 )
 from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest
@@ -28,7 +28,6 @@ from dynamo_trtllm.plane.stream import (
     PING,
     Answer,
     Arrivals,
-    Batch,
     Cancel,
     Envelope,
     Inbox,
@@ -36,7 +35,10 @@ from dynamo_trtllm.plane.stream import (
     Ping,
     StreamReport,
     Verb,
+    read_batch,
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class LinkPlane:
         self._listening_lock = asyncio.Lock()  # the first two callers must not both subscribe
         self._running: dict[str, dict[int, Arrivals]] = {}  # by the worker's subject, then by stream
         self._pings = 0  # sent so far, to all workers
+        self._unreadable = 0  # messages so far
         self._workers = Heartbeat(link, limits.ping_interval_s, message=self._next_ping, lost=self._worker_lost)
         self._servings: list[LinkServing] = []
         link.on_lost(self._inbox.fail_all)
@@ -150,13 +153,18 @@ class LinkPlane:
         if data == PING:
             return
         try:
-            batch = decode(data, Batch)
-            self._inbox.feed(batch)
-            if batch.report is not None:
-                self._compare(batch.report)
+            batch = read_batch(data)
         except BadFrame as exc:
-            # It can't be told whose frames these were: each may lack one now, and goes on elsewhere.
-            self._inbox.fail_all(StreamIncomplete(f"a message to {self._inbox_subject} can't be read: {exc.message}"))
+            # It can't be told which streams it was for. Those that lost a frame end at the next ping.
+            self._unreadable += 1
+            if self._unreadable.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: no flood of lines
+                _log.warning(
+                    "unreadable message to this process dropped (%d so far): %s", self._unreadable, exc.message
+                )
+            return
+        self._inbox.feed(batch)
+        if batch.report is not None:
+            self._compare(batch.report)
 
     def _compare(self, report: StreamReport) -> None:
         """End the streams that lost a message on their way here, and those that the worker runs for no reader."""

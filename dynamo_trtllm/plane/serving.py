@@ -23,8 +23,9 @@ from dynamo_trtllm.errors import (
     InternalError,
     PayloadTooLarge,
     StreamIncomplete,
+    VersionMismatch,
 )
-from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Release, ReleaseOutcome
+from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Release, ReleaseOutcome, wire_mismatch
 from dynamo_trtllm.plane.base import PushingService, Service
 from dynamo_trtllm.plane.handed import Handed, LegKey
 from dynamo_trtllm.plane.link import Heartbeat, Link, Listening
@@ -132,6 +133,8 @@ class LinkServing:
             is_new = LegKey(body.inbox, body.stream) not in self._opened
             if is_new and not self._accepting:
                 raise Draining("the worker takes no new requests")
+            if mismatch := wire_mismatch(body.wire):
+                raise VersionMismatch(mismatch)
         except DynamoError as exc:
             self._answer(reply, Answer(Failure.of(exc)))
             return

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dynamo_trtllm.codec import encode
-from dynamo_trtllm.errors import DynamoError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
+from dynamo_trtllm.codec import decode, encode
+from dynamo_trtllm.errors import BadFrame, DynamoError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
 from dynamo_trtllm.plane.base import Sink
 
@@ -103,7 +103,52 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
     report: StreamReport | None = None
 
 
+class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
+    """The start of a frame, which every wire version can read."""
+
+    stream: int
+    number: int
+
+
+_NIL = msgspec.Raw(b"\xc0")
+
+
+class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
+    frames: list[msgspec.Raw]
+    report: msgspec.Raw = _NIL
+
+
 PING = b""  # to any inbox or generate subject: answered with the same. All that a peer of wire version 1 understands
+
+
+def read_batch(data: bytes) -> Batch:
+    """Return the batch in `data`. A frame that can't be read, as one of a later version, fails its own stream only.
+
+    Raises BadFrame when not even the frames can be told apart.
+    """
+    try:
+        return decode(data, Batch)
+    except BadFrame:
+        raw = decode(data, _RawBatch)
+    frames = [frame for each in raw.frames if (frame := _read_frame(each)) is not None]
+    try:
+        return Batch(frames, decode(raw.report, StreamReport) if raw.report != _NIL else None)
+    except BadFrame:
+        return Batch(frames)
+
+
+def _read_frame(data: msgspec.Raw) -> Frame | None:
+    """Return the frame, or one that ends its stream, or None when its stream is unknown."""
+    try:
+        return decode(data, Frame)
+    except BadFrame as exc:
+        reason = exc.message
+    try:
+        header = decode(data, _FrameHeader)
+    except BadFrame:
+        return None
+    unreadable = StreamIncomplete(f"a frame can't be read, its sender may be of another version: {reason}")
+    return Frame(header.stream, header.number, failure=Failure.of(unreadable))
 
 
 class Outbox:

@@ -25,7 +25,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
 from dynamo_trtllm.errors import Disconnected, EngineFailed
-from dynamo_trtllm.messages import Instance, ModelCard, Role
+from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
 from dynamo_trtllm.plane.nats import NatsPlane
@@ -209,6 +209,7 @@ class Worker:
             serves_whole=info.serves_whole,
             strategy=config.disaggregation_strategy,
             version=__version__,
+            wire=WIRE_VERSION,
         )
         return instance, {digests[name]: path for name, path in info.files.items()}
 

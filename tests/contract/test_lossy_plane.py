@@ -1,0 +1,219 @@
+"""Requests over a plane that loses, repeats and reorders: the pipeline, two pairs of mock workers, one process.
+
+Every request ends with the answer of an undisturbed run or with a named error, and nothing is held afterwards. The
+same seed gives the same faults in the same order of messages; `--long` runs 100,000 requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import pytest
+
+from dynamo_trtllm.codec import decode, encode
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
+from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
+from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.plane.linked import LinkPlane, PlaneLimits
+from dynamo_trtllm.plane.serving import LinkServing
+from dynamo_trtllm.plane.stream import PING, Batch, Frame
+from dynamo_trtllm.router.pairs import BreakerLimits, PairBook
+from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
+from dynamo_trtllm.worker.service import WorkerService
+from tests.instances import CARD, make_instance
+from tests.waiting import SOON_S
+
+LIMITS = PlaneLimits(ack_timeout_s=1.0, ping_interval_s=0.25)
+HUNG_S = 60.0  # a request of this test takes milliseconds, or a few pings where something was lost
+AT_ONCE = 200
+TICKET_TTL_S = 5.0
+OPENING = (200005, 17196, 200008)  # of every answer of the mock engine
+LOST, REPEATED, REORDERED = 0.002, 0.004, 0.006  # upper bounds of one random number
+
+
+@dataclass(kw_only=True)
+class LossyNetwork:
+    """Does to frames, and to whole messages, what a bad network does. Off until `rng` is set."""
+
+    rng: random.Random | None = None
+    held: dict[object, list[tuple[bytes, str]]] = field(default_factory=dict)  # by receiver: overtaken by the next one
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def frames(self, frames: list[Frame]) -> list[Frame]:
+        out: list[Frame] = []
+        for frame in frames:
+            match self._fault("frame"):
+                case "lost":
+                    continue
+                case "repeated":
+                    out += [frame, frame]
+                case "reordered":
+                    out.insert(max(0, len(out) - 1), frame)
+                case _:
+                    out.append(frame)
+        return out
+
+    def messages(self, receiver: object, data: bytes, reply: str) -> list[tuple[bytes, str]]:
+        late = self.held.pop(receiver, [])
+        match self._fault("message"):
+            case "lost":
+                return late
+            case "repeated":
+                return [(data, reply), (data, reply), *late]
+            case "reordered":
+                self.held[receiver] = [(data, reply)]
+                return late
+            case _:
+                return [(data, reply), *late]
+
+    def _fault(self, of: str) -> str:
+        drawn = 1.0 if self.rng is None else self.rng.random()
+        fault = "lost" if drawn < LOST else "repeated" if drawn < REPEATED else "reordered" if drawn < REORDERED else ""
+        if fault:
+            self.faults[f"{of} {fault}"] += 1
+        return fault
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
+    network = LossyNetwork()
+    at_caller, at_worker = LinkPlane._take, LinkServing._take
+
+    def take_at_caller(plane: LinkPlane, data: bytes, reply: str) -> None:
+        if data != PING:
+            batch = decode(data, Batch)
+            data = encode(Batch(network.frames(batch.frames), batch.report))
+        for message in network.messages(plane, data, reply):
+            at_caller(plane, *message)
+
+    def take_at_worker(serving: LinkServing, data: bytes, reply: str) -> None:
+        for message in network.messages(serving, data, reply):
+            at_worker(serving, *message)
+
+    monkeypatch.setattr(LinkPlane, "_take", take_at_caller)
+    monkeypatch.setattr(LinkServing, "_take", take_at_worker)
+    return network
+
+
+@dataclass(kw_only=True)
+class Cluster:
+    pipeline: Pipeline
+    plane: InprocPlane
+    engines: list[MockEngine]
+
+    def held(self) -> list[str]:
+        """What is still counted, for people."""
+        stats = [engine.stats() for engine in self.engines]
+        left = {
+            "running": sum(each.running + each.waiting for each in stats),
+            "kv blocks": sum(each.kv_blocks_used for each in stats),
+            "tickets": sum(each.tickets_held for each in stats),
+            "streams at workers": sum(serving.running for serving in self.plane._servings),
+            "streams at the caller": len(self.plane._inbox),
+            "peers": len(self.plane._workers._streams) + sum(len(s._callers._streams) for s in self.plane._servings),
+        }
+        return [f"{name}: {count}" for name, count in left.items() if count]
+
+
+@asynccontextmanager
+async def cluster() -> AsyncIterator[Cluster]:
+    plane, view, engines = InprocPlane(LIMITS), ClusterView(), []
+    for number, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE), start=1):
+        config = WorkerConfig(
+            model_path=CARD.name,
+            engine="mock",
+            disaggregation_mode=role,
+            ticket_ttl_s=TICKET_TTL_S,
+            override_engine_args={"step_s": 0, "carrier": "loopback"},
+        )
+        engine = MockEngine(config, instance_id=number)
+        await engine.start()
+        engines.append(engine)
+        instance: Instance = make_instance(number, role=role)
+        admission = Admission(AdmissionLimits(), time.time)
+        service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
+        await plane.serve(instance.subject, service)
+        view.add(instance)
+    options = PipelineOptions(hold_s=2.0, has_canaries=False)
+    pipeline = Pipeline(view, plane, options, PairBook(BreakerLimits(open_s=0.05, max_open_s=0.2)))
+    yield Cluster(pipeline=pipeline, plane=plane, engines=engines)
+    await pipeline.aclose()
+    await plane.aclose()
+    for engine in engines:
+        await engine.aclose()
+
+
+def make_request(number: int) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=f"r{number}",
+        model=CARD.name,
+        token_ids=token_ids([number % 97, number % 89, 7]),
+        sampling=Sampling(max_tokens=2 + number % 11, temperature=0.0),
+        deadline=time.time() + 10 * HUNG_S,
+    )
+
+
+async def answer(pipeline: Pipeline, number: int) -> list[int]:
+    async with aclosing(pipeline.generate(make_request(number), Trace())) as chunks:
+        return [token async for chunk in chunks for token in chunk.token_ids]
+
+
+def undisturbed(number: int) -> list[int]:
+    """The mock engine's answer."""
+    request = make_request(number)
+    seed = zlib.crc32(request.token_ids) & 0xFFFF
+    rest = (1000 + (seed + at * 7919) % 4000 for at in range(request.sampling.max_tokens))
+    return [opening or made for opening, made in zip_longest(OPENING, rest)][: request.sampling.max_tokens]
+
+
+async def outcome(pipeline: Pipeline, number: int) -> str:
+    try:
+        async with asyncio.timeout(HUNG_S):
+            got = await answer(pipeline, number)
+    except DynamoError as exc:
+        return exc.code
+    except TimeoutError:
+        return "HUNG"
+    return "right" if got == undisturbed(number) else "WRONG"
+
+
+@pytest.mark.parametrize("count", [3_000, pytest.param(100_000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+async def test_requests_when_messages_are_lost_repeated_and_reordered_then_right_or_a_named_error(
+    network: LossyNetwork, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.ERROR, "dynamo_trtllm")  # each retry is a line
+    async with cluster() as made:
+        assert [await answer(made.pipeline, number) for number in range(20)] == [*map(undisturbed, range(20))]
+        network.rng = random.Random(16)
+        seen: Counter[str] = Counter()
+        numbers = iter(range(count))
+
+        async def one_after_the_other() -> None:
+            for number in numbers:
+                seen[await outcome(made.pipeline, number)] += 1
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(AT_ONCE)))
+        network.rng = None
+        print(f"{count} requests: {dict(seen)}; faults: {dict(network.faults)}")
+        assert (seen["WRONG"], seen["HUNG"]) == (0, 0)
+        assert seen["right"] > 0.99 * count
+        assert len(network.faults) == 6  # each kind of fault struck
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SOON_S + TICKET_TTL_S):  # a ticket whose release was lost lives as long
+                while made.held():  # noqa: ASYNC110 - counts of several objects
+                    await asyncio.sleep(0.1)
+        assert made.held() == []

@@ -1,0 +1,226 @@
+"""Peers of the wire version before this one and of those after it, played message by message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.codec import decode, encode
+from dynamo_trtllm.errors import BadFrame, InternalError, StreamIncomplete, VersionMismatch
+from dynamo_trtllm.messages import (
+    WIRE_VERSION,
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    Instance,
+    token_ids,
+    wire_mismatch,
+)
+from dynamo_trtllm.plane.link import Link, Listening, Receive
+from dynamo_trtllm.plane.serving import control_subject
+from dynamo_trtllm.plane.stream import PING, Answer, Batch, Failure, Frame, Open
+from tests.contract.plane_bench import (
+    LIMITS,
+    SUBJECT,
+    Bench,
+    ScriptedService,
+    check_fails,
+    collect,
+    count_up,
+    make_request,
+    one_then_wait,
+    until,
+)
+from tests.instances import make_instance
+from tests.waiting import SOON_S
+
+LONG_S = 3 * LIMITS.ping_interval_s  # a peer that is not understood is given up by then
+
+
+def link_of(plane: Any) -> Link:
+    return plane._link  # type: ignore[no-any-return]
+
+
+def plain(value: Any) -> list[Any]:
+    """The message as lists and dictionaries, to be changed."""
+    return msgspec.msgpack.decode(encode(value))  # type: ignore[no-any-return]
+
+
+async def listen(link: Link, take: Receive) -> Listening:
+    """Listen as a worker. Returns when all callers' messages arrive."""
+
+    def take_or_answer(data: bytes, reply: str) -> None:
+        if data == PING:
+            link.post(reply, PING)
+        else:
+            take(data, reply)
+
+    listening = await link.listen(SUBJECT, take_or_answer)
+    await link.ask(SUBJECT, PING, timeout_s=SOON_S)
+    return listening
+
+
+class Caller:
+    """A caller of another version: sends what it likes, notes what arrives, and answers as it is told to."""
+
+    def __init__(self, link: Link, answers: Callable[[bytes], bool]) -> None:
+        self.link = link
+        self.inbox = link.new_inbox()
+        self.answers = answers
+        self.arrived: list[bytes] = []
+
+    async def listen(self) -> None:
+        await self.link.listen(self.inbox, self.take)
+
+    def take(self, data: bytes, reply: str) -> None:
+        self.arrived.append(data)
+        if reply and self.answers(data):
+            self.link.post(reply, PING)
+
+    def opening(self, wire: int | None, more: tuple[Any, ...] = ()) -> bytes:
+        body = plain(Open(1, self.inbox, make_request(seconds=60), 60.0))
+        assert body[0] == "open"
+        return msgspec.msgpack.encode([[*body[:5], *([] if wire is None else [wire]), *more]])
+
+    async def ask(self, data: bytes) -> Answer:
+        return decode(await self.link.ask(SUBJECT, data, timeout_s=SOON_S), Answer)
+
+    def frames(self) -> list[Frame]:
+        return [frame for data in self.arrived if data != PING for frame in decode(data, Batch).frames]
+
+
+async def test_worker_when_its_caller_is_of_version_1_then_it_is_served_and_asked_in_its_own_way(bench: Bench) -> None:
+    service = ScriptedService(one_then_wait)
+    await bench.worker.serve(SUBJECT, service)
+    caller = Caller(link_of(bench.caller), answers=lambda data: data == PING)  # the only question version 1 knows
+    await caller.listen()
+    assert (await caller.ask(caller.opening(wire=None))).failure is None
+    await asyncio.sleep(LONG_S)
+    assert service.open == 1
+    assert [frame.number for frame in caller.frames()] == [0]
+    assert PING in caller.arrived
+    caller.answers = lambda data: False
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
+
+
+async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: Bench) -> None:
+    """Such a worker can't read a ping and says so; it reports nothing."""
+    link, inboxes = link_of(bench.worker), []
+
+    def take(data: bytes, reply: str) -> None:
+        body = msgspec.msgpack.decode(data)[0]
+        if body[0] == "open":
+            inboxes.append(body[2])
+            link.post(reply, encode(Answer()))
+            link.post(body[2], msgspec.msgpack.encode([[plain(Frame(body[1], 0, Chunk(token_ids=token_ids([7]))))]]))
+        elif body[0] == "ping":
+            link.post(reply, encode(Answer(Failure(BadFrame.code, "not an Envelope"))))
+
+    listening = await listen(link, take)
+    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+        assert (await anext(chunks)).token_ids == token_ids([7])
+        reading = asyncio.create_task(anext(chunks))
+        await asyncio.sleep(LONG_S)
+        assert not reading.done()
+        last = plain(Frame(1, 1, Chunk(finish_reason=FinishReason.STOP)))
+        link.post(inboxes[0], msgspec.msgpack.encode([[last]]))
+        assert (await asyncio.wait_for(reading, SOON_S)).finish_reason is FinishReason.STOP
+    await listening.stop()
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+async def test_worker_when_its_caller_is_of_a_later_version_then_the_next_is_served_and_others_are_refused(
+    bench: Bench, ahead: int
+) -> None:
+    service = ScriptedService(count_up)
+    await bench.worker.serve(SUBJECT, service)
+    caller = Caller(link_of(bench.caller), answers=lambda data: True)
+    await caller.listen()
+    answer = await caller.ask(caller.opening(WIRE_VERSION + ahead, more=({"unknown": "field"}, 3)))
+    if ahead == 1:
+        assert answer.failure is None
+        await until(lambda: len(caller.frames()) == 5)
+    else:
+        assert answer.failure is not None
+        assert isinstance(answer.failure.error(), VersionMismatch)
+        assert f"wire version {WIRE_VERSION + 2} is too far from {WIRE_VERSION}" in answer.failure.message
+        assert not service.started.is_set()
+
+
+@pytest.mark.parametrize("subject", [SUBJECT, control_subject(SUBJECT)])
+async def test_worker_when_a_message_of_a_later_version_is_unknown_then_it_says_so_and_goes_on(
+    bench: Bench, subject: str
+) -> None:
+    await bench.worker.serve(SUBJECT, ScriptedService(count_up))
+    for unknown in ([["migrate", 1, "inbox"]], [{"type": "migrate", "to": 7}], {"new": "form"}):
+        link = link_of(bench.caller)
+        reply = await link.ask(subject, msgspec.msgpack.encode(unknown), timeout_s=SOON_S)
+        failure = decode(reply, Answer).failure
+        assert failure is not None
+        assert failure.code == BadFrame.code
+    assert len(await collect(bench.caller, make_request())) == 5
+
+
+async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_stream_ends(bench: Bench) -> None:
+    gate = asyncio.Event()
+
+    async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(token_ids=token_ids([7]))
+        await gate.wait()
+        yield Chunk(finish_reason=FinishReason.STOP)
+
+    service = ScriptedService(gated)
+    await bench.worker.serve(SUBJECT, service)
+    caller = bench.caller
+    link = link_of(bench.worker)
+    async with (
+        aclosing(caller.generate(SUBJECT, make_request(name="good", seconds=60))) as good,
+        aclosing(caller.generate(SUBJECT, make_request(name="bad", seconds=60))) as bad,
+    ):
+        await anext(good)
+        await anext(bad)
+        inbox = caller._inbox_subject  # type: ignore[attr-defined]
+        stream = max(caller._running[SUBJECT])  # type: ignore[attr-defined]
+        fine = plain(Chunk(token_ids=token_ids()))
+        for message in (
+            ["a new kind of message", {"for": "streams"}],
+            [[["another kind of frame"]], None],
+            [[[9999, 0, {"finish_reason": "unknown to this version"}]], None],  # of no stream
+            [[[stream - 1, 1, {**fine, "unknown": ["field"]}, None, "one more"]], None, "and more"],
+            [[[stream, 1, {"finish_reason": "unknown to this version"}]], ["unknown", "report"]],
+        ):
+            link.post(inbox, msgspec.msgpack.encode(message))
+        with pytest.raises(StreamIncomplete, match=r"can't be read.*another version.*unknown to this version"):
+            await asyncio.wait_for(anext(bad), SOON_S)
+        assert (await asyncio.wait_for(anext(good), SOON_S)).finish_reason is None  # the one with unknown fields
+        await good.aclose()
+    await until(lambda: service.open == 0)
+
+
+async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_internal_error(bench: Bench) -> None:
+    link = link_of(bench.worker)
+
+    def take(data: bytes, reply: str) -> None:
+        if reply:
+            link.post(reply, msgspec.msgpack.encode([["a_new_code", "something new", None, "more"], b"", 1]))
+
+    listening = await listen(link, take)
+    error = await check_fails(collect(bench.caller, make_request()), InternalError)
+    assert error.message == "something new"
+    await listening.stop()
+
+
+def test_instance_when_its_worker_does_not_say_its_version_then_it_is_1() -> None:
+    record = msgspec.msgpack.decode(encode(make_instance(1)))
+    record.pop("wire", None)
+    assert decode(msgspec.msgpack.encode({**record, "unknown": {"field": 1}}), Instance).wire == 1
+
+
+@pytest.mark.parametrize(("theirs", "works"), [(0, False), (1, True), (2, True), (3, True), (4, False), (-7, False)])
+def test_wire_mismatch_when_versions_are_neighbors_then_they_work_together(theirs: int, works: bool) -> None:
+    assert (wire_mismatch(theirs) == "") is works
