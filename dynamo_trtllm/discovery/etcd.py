@@ -16,6 +16,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from dynamo_trtllm import codec
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.backoff import Backoff
 from dynamo_trtllm.discovery.base import Event, Synced
@@ -40,7 +41,10 @@ def tls_files(config: ConnectionConfig) -> TlsFiles:
 
 
 class EtcdDiscovery:
-    """See `base.Discovery`. `endpoints` is comma-separated. Made on a running event loop. Raises ConfigError."""
+    """See `base.Discovery`. `endpoints` is comma-separated, `tasks` owns what runs in the background.
+
+    Made on a running event loop. Raises ConfigError.
+    """
 
     def __init__(
         self,
@@ -49,7 +53,9 @@ class EtcdDiscovery:
         tls: TlsFiles = TlsFiles(),  # noqa: B008 - a value
         lease_ttl_s: float = 10.0,
         start_timeout_s: float = START_TIMEOUT_S,
+        tasks: BackgroundTasks | None = None,
     ) -> None:
+        self._tasks = tasks or BackgroundTasks()
         self._store = EtcdStore(endpoints, tls)
         self._lease_ttl_s = lease_ttl_s
         self._start_timeout_s = start_timeout_s
@@ -57,7 +63,9 @@ class EtcdDiscovery:
 
     async def register(self, instance: Instance) -> EtcdRegistration:
         key = instance_key(endpoint_of(instance), instance.id)
-        registration = EtcdRegistration(self._store, key, codec.encode(instance), ttl_s=self._lease_ttl_s)
+        registration = EtcdRegistration(
+            self._store, key, codec.encode(instance), ttl_s=self._lease_ttl_s, tasks=self._tasks
+        )
         self._registrations.append(registration)  # first: a cancel may come when the record is there already
         try:
             await self._at_start(registration.start)

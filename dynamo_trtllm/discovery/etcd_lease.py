@@ -7,6 +7,7 @@ import logging
 import random
 from contextlib import suppress
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.discovery.backoff import Backoff
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.errors import Unreachable
@@ -21,8 +22,9 @@ LONGEST_PAUSE_S = 3.0
 class EtcdRegistration:
     """See `base.Registration`. A lost lease is replaced and the same key put again, for ever."""
 
-    def __init__(self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float) -> None:
+    def __init__(self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float, tasks: BackgroundTasks) -> None:
         self._store = store
+        self._tasks = tasks
         self._key = key
         self._record = record
         self._ttl_s = ttl_s
@@ -32,7 +34,7 @@ class EtcdRegistration:
     async def start(self) -> None:
         """Puts the key and starts to keep it. Raises Unreachable."""
         lease = await self._acquire()
-        self._task = asyncio.create_task(self._keep(lease), name=f"lease of {self._key}")
+        self._task = self._tasks.start(self._keep(lease), f"lease of {self._key}")
 
     async def _acquire(self) -> Lease:
         # An older lease, if etcd still has it, no longer holds the key after this put: the key is never there twice.
@@ -66,9 +68,7 @@ class EtcdRegistration:
 
     async def aclose(self) -> None:
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
+        await self._tasks.cancel(task)
         lease, self._lease = self._lease, None
         if lease is None:
             return

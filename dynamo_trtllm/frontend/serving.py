@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from typing import Any
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
-from dynamo_trtllm.errors import InternalError
 from dynamo_trtllm.frontend import heap
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.base import Colleagues
@@ -31,12 +32,14 @@ _SETTLE_S = 15.0  # longest wait for the models that are there already, before t
 
 async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleagues) -> None:
     """Until cancelled. Opens the door when the models that are there are served. Raises Unreachable with no etcd or
-    NATS, and what ended the watch on discovery, the connection to NATS or the canaries."""
+    NATS, and what ended a background task."""
     async with AsyncExitStack() as stack:
         # asked twice within the time-out: a worker that answers neither is dead
-        plane = await NatsPlane.connect(config.nats_server, PlaneLimits(ping_interval_s=config.stall_timeout_s / 2))
+        tasks = BackgroundTasks()
+        limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 2)
+        plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config))
+        discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), tasks=tasks)
         stack.push_async_callback(discovery.aclose)
         view, book, metrics = ClusterView(), PairBook(), FrontendMetrics()
         colleagues.share(metrics)
@@ -45,20 +48,20 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
         stack.push_async_callback(models.aclose)
         pipeline = Pipeline(view, plane, _options(config), book)
         stack.push_async_callback(pipeline.aclose)
-        work = [models.watch(), plane.until_ended(), forget_gone(view, book)]
-        if tries_pairs:
-            options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
-            work.append(Canaries(view, pipeline, book, options).run(plane, metrics))
         store = await _store(config)
         stack.push_async_callback(store.aclose)
         app = build_app(config, models, pipeline, metrics, store)
-
-        def begin() -> None:
-            heap.settle()
-            door.open(app)
-            colleagues.served()
-
-        await _all([asyncio.create_task(each) for each in work], asyncio.create_task(_settled(models)), begin)
+        work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended(), "pairs": forget_gone(view, book)}
+        if tries_pairs:
+            options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
+            work["canaries"] = Canaries(view, pipeline, book, options).run(plane, metrics)
+        for name, coroutine in work.items():
+            stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
+        await _first(_settled(models), tasks.until_failed())
+        heap.settle()
+        door.open(app)
+        colleagues.served()
+        await tasks.until_failed()
 
 
 async def forget_gone(view: ClusterView, book: PairBook) -> None:
@@ -77,21 +80,17 @@ async def _settled(models: Models) -> None:
         return  # the door is opened all the same: others of the models may be served
 
 
-async def _all(tasks: Sequence[asyncio.Task[None]], first: asyncio.Task[None], then: Callable[[], None]) -> None:
-    """`then` once `first` is done; the end of any other task is the end of all."""
+async def _first(*works: Coroutine[Any, Any, None]) -> None:
+    """Return when one of them has ended. Raises what ended it."""
+    tasks = [asyncio.create_task(work) for work in works]
     try:
-        await asyncio.wait({first, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-        if first.done():
-            then()
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            if task.done():
-                task.result()  # raises what ended it
-        raise InternalError("the watch on discovery or the canaries ended; restart the frontend")
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
-        for task in (first, *tasks):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(first, *tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _options(config: FrontendConfig) -> PipelineOptions:

@@ -33,7 +33,12 @@ class PostedVerbs:
         """Posts and returns: it also runs while a cancelled stream is closed, where nothing may be awaited."""
         task = asyncio.get_running_loop().create_task(self._carry(instance, verb, complaint))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s failed", task.get_name(), exc_info=error)
 
     async def _carry(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
         for pause_s in (*_PAUSES_S, None):

@@ -116,6 +116,9 @@ class LoopbackCarrier:
             raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
         return held
 
+    def check(self) -> None:
+        """Nothing runs in the background here."""
+
     async def aclose(self) -> None:
         self._open.pop(self._id, None)
         self._offers.clear()

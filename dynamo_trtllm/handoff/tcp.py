@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, ConfigError, HandoffTimeout, TransferFailed
+from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.memory import require_cpu, require_sizes, view
 
@@ -65,6 +65,7 @@ class TcpCarrier:
         self._offers: dict[str, _Held] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         """Raises ConfigError when it can't listen at its host."""
@@ -112,6 +113,10 @@ class TcpCarrier:
         held = self._offers.pop(ticket_id, None)
         if held is not None:
             await _stop(set(held.readers))
+
+    def check(self) -> None:
+        if self._accepting is not None and self._accepting.done():
+            raise EngineFailed("KV transfer over tcp takes no connections any more: its accept loop ended")
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -210,7 +215,7 @@ class TcpCarrier:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        await _stop({self._accepting, *self._connections})
+        await _stop({task for task in (self._accepting, *self._connections) if task is not None})
         listener.close()
         self._offers.clear()
 

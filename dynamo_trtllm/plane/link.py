@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import DynamoError, PlaneError
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,10 @@ class Heartbeat:
         *,
         message: Callable[[str], bytes],
         lost: Callable[[str, DynamoError], None],
+        tasks: BackgroundTasks,
     ) -> None:
         self._link = link
+        self._tasks = tasks
         self._interval_s = interval_s
         self._message = message
         self._lost = lost
@@ -87,7 +90,7 @@ class Heartbeat:
         """Count one more stream with `peer`."""
         self._streams[peer] += 1
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="plane-heartbeat")
+            self._task = self._tasks.start(self._run(), "plane-heartbeat")
 
     def remove(self, peer: str) -> bool:
         """Count one stream less. Return whether it was the last: a peer with none is not asked."""
@@ -123,7 +126,5 @@ class Heartbeat:
 
     async def aclose(self) -> None:
         """Stop asking. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        task, self._task = self._task, None
+        await self._tasks.cancel(task)

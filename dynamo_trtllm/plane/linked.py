@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     BadFrame,
@@ -51,11 +52,12 @@ class PlaneLimits:
 
 
 class LinkPlane:
-    """A `Plane` over one link, which it owns."""
+    """A `Plane` over one link, which it owns. `tasks` owns what it runs in the background."""
 
-    def __init__(self, link: Link, limits: PlaneLimits) -> None:
+    def __init__(self, link: Link, limits: PlaneLimits, tasks: BackgroundTasks | None = None) -> None:
         self._link = link
         self._limits = limits
+        self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = link.new_inbox()
         self._inbox = Inbox(limits.max_pending_tokens)
         self._listening: Listening | None = None
@@ -63,12 +65,14 @@ class LinkPlane:
         self._running: dict[str, dict[int, Arrivals]] = {}  # by the worker's subject, then by stream
         self._pings = 0  # sent so far, to all workers
         self._unreadable = 0  # messages so far
-        self._workers = Heartbeat(link, limits.ping_interval_s, message=self._next_ping, lost=self._worker_lost)
+        self._workers = Heartbeat(
+            link, limits.ping_interval_s, message=self._next_ping, lost=self._worker_lost, tasks=self._tasks
+        )
         self._servings: list[LinkServing] = []
         link.on_lost(self._inbox.fail_all)
 
     async def serve(self, subject: str, service: Service) -> Serving:
-        serving = LinkServing(self._link, service, self._limits.ping_interval_s)
+        serving = LinkServing(self._link, service, self._limits.ping_interval_s, self._tasks)
         self._servings.append(serving)
         await serving.start(subject, self._limits.ack_timeout_s)
         return serving

@@ -18,6 +18,7 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
 from dynamo_trtllm.plane.link import Lost, Receive
 from dynamo_trtllm.plane.linked import LinkPlane, PlaneLimits
@@ -97,7 +98,8 @@ async def _end_reconnecting(client: Client) -> None:
 class NatsLink:
     """One connection that reconnects for ever. Usable after `connect`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
+        self._tasks = tasks or BackgroundTasks()
         self._url = url
         self._address = url.rpartition("@")[2]  # without credentials, for people
         self._client = Client()
@@ -133,7 +135,7 @@ class NatsLink:
             self._closing = True
             raise
         self._up.set()
-        self._writer = asyncio.create_task(self._write(), name="plane-nats-writer")
+        self._writer = self._tasks.start(self._write(), "plane-nats-writer")
 
     @property
     def max_message_bytes(self) -> int:
@@ -207,8 +209,7 @@ class NatsLink:
             logger.warning("closing the connection to NATS with %d messages unsent", self._outgoing.qsize())
         if self._writer is not None:
             self._writing = False  # `publish` may swallow the cancel
-            self._writer.cancel()
-            await asyncio.gather(self._writer, return_exceptions=True)
+            await self._tasks.cancel(self._writer)
         await close_client(self._client)
 
     async def _write(self) -> None:
@@ -278,14 +279,25 @@ class NatsListening:
 class NatsPlane(LinkPlane):
     """Made by `connect`."""
 
-    def __init__(self, link: NatsLink, limits: PlaneLimits) -> None:
-        super().__init__(link, limits)
+    def __init__(self, link: NatsLink, limits: PlaneLimits, tasks: BackgroundTasks) -> None:
+        super().__init__(link, limits, tasks)
         self.check = link.check
         self.until_ended = link.until_ended
 
     @classmethod
-    async def connect(cls, url: str, limits: PlaneLimits | None = None, *, connect_timeout_s: float = 5.0) -> NatsPlane:
-        """Raises Unreachable when no server answers at `url` in time."""
-        link = NatsLink(url)
+    async def connect(
+        cls,
+        url: str,
+        limits: PlaneLimits | None = None,
+        tasks: BackgroundTasks | None = None,
+        *,
+        connect_timeout_s: float = 5.0,
+    ) -> NatsPlane:
+        """Connect to the server at `url`. `tasks` owns what runs in the background.
+
+        Raises Unreachable when no server answers in time.
+        """
+        tasks = tasks or BackgroundTasks()
+        link = NatsLink(url, tasks)
         await link.connect(connect_timeout_s)
-        return cls(link, limits or PlaneLimits())
+        return cls(link, limits or PlaneLimits(), tasks)

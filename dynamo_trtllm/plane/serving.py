@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
@@ -69,7 +70,7 @@ class Leg:
 class LinkServing:
     """One service at one subject. Made by `start`."""
 
-    def __init__(self, link: Link, service: Service, ping_interval_s: float) -> None:
+    def __init__(self, link: Link, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
         self._link = link
         self._service = service
         self._legs: dict[LegKey, Leg] = {}
@@ -80,7 +81,7 @@ class LinkServing:
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[Listening] = []
-        self._callers = Heartbeat(link, ping_interval_s, message=self._check_up, lost=self._caller_lost)
+        self._callers = Heartbeat(link, ping_interval_s, message=self._check_up, lost=self._caller_lost, tasks=tasks)
         self._report_readers: set[str] = set()  # inboxes of callers that understand reports, while they are asked
         self._opened: dict[LegKey, None] = {}  # the latest streams, oldest first, also those that have ended
         self._subject = ""

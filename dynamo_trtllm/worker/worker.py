@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dynamo_trtllm import __version__
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.bundled import resolve
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
@@ -24,7 +25,7 @@ from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
-from dynamo_trtllm.errors import Disconnected, EngineFailed
+from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
@@ -88,6 +89,8 @@ class Worker:
         self._metrics = WorkerMetrics()
         self._health = Health()
         self._stop = asyncio.Event()
+        self._wake = asyncio.Event()  # set with every reason to look whether to go on
+        self._tasks = BackgroundTasks(self._background_failed)
 
     def run(self) -> None:
         """Serves until SIGTERM, SIGINT or `stop()`; for the main thread, because signals come nowhere else.
@@ -104,6 +107,11 @@ class Worker:
     def stop(self) -> None:
         """Drain and return from `serve`; a start under way is given up. Call it on the worker's loop."""
         self._stop.set()
+        self._wake.set()
+
+    def _background_failed(self, error: DynamoError) -> None:
+        self._health.reason = error.message
+        self._wake.set()
 
     async def _run_with_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -132,7 +140,7 @@ class Worker:
             _log.info("serving as instance %x (%s)", self.instance_id, self._config.disaggregation_mode)
             try:
                 await self._until_stopped(parts)
-            except (EngineFailed, Disconnected) as exc:
+            except DynamoError as exc:
                 _log.error("leaving, %s: %s", exc.code, exc.message)
                 await self._drain(parts)
                 raise
@@ -158,9 +166,11 @@ class Worker:
         await stack.enter_async_context(
             HealthServer(config.system_port, self._health, lambda: self._render_metrics(engine))
         )
-        plane = await NatsPlane.connect(config.nats_server)
+        plane = await NatsPlane.connect(config.nats_server, tasks=self._tasks)
         stack.push_async_callback(plane.aclose)
-        discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), lease_ttl_s=config.lease_ttl_s)
+        discovery = EtcdDiscovery(
+            config.etcd_endpoints, tls=tls_files(config), lease_ttl_s=config.lease_ttl_s, tasks=self._tasks
+        )
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
         peers = await loading.live_peers(
@@ -217,12 +227,13 @@ class Worker:
         return self._config.served_model_name or Path(self._config.model_path).name
 
     async def _until_stopped(self, parts: _Parts) -> None:
-        """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit, or said to be so, and
-        Disconnected when there will be no request plane any more."""
+        """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit, or said to be so,
+        Disconnected when there will be no request plane any more, and what ended a background task."""
         while not self._stop.is_set():
             if parts.service.restart_asked.is_set():
                 raise EngineFailed(f"asked to restart: {parts.service.restart_reason}")
             parts.plane.check()
+            self._tasks.check()
             try:
                 await parts.engine.check()
             except EngineFailed as exc:
@@ -230,7 +241,7 @@ class Worker:
                 raise
             try:
                 async with asyncio.timeout(_CHECK_EVERY_S):
-                    await self._stop.wait()
+                    await self._wake.wait()
             except TimeoutError:
                 continue
 

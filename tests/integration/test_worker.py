@@ -14,14 +14,17 @@ import httpx
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Down, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.mock.engine import MockEngine
 from dynamo_trtllm.engine.mock.steps import Steps
-from dynamo_trtllm.errors import EngineFailed, Unreachable
+from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.messages import FinishReason, Phase, Role
+from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker import Worker
+from dynamo_trtllm.worker.worker import endpoint_of
 from tests.engines import tokens
 from tests.integration.living import config, frontend_side, request
 from tests.waiting import SOON_S
@@ -193,3 +196,37 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
         with pytest.raises(EngineFailed):
             await serving
         await side.until_instances(0)
+
+
+@pytest.mark.parametrize("part", ["plane-nats-writer", "lease of ", "plane-heartbeat"])
+async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_ends(
+    etcd_server: str, nats_server: str, part: str
+) -> None:
+    chosen = config(etcd_server, nats_server, drain_timeout_s=0.5, override_engine_args={"step_s": 0.01})
+    worker = Worker(chosen)
+    async with asyncio.timeout(3 * SOON_S):
+        serving = asyncio.create_task(worker.serve())
+        while not worker._health.is_ready:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        plane = await NatsPlane.connect(nats_server)
+        subject = keys.subject(endpoint_of(chosen), worker.instance_id)
+        async with aclosing(plane.generate(subject, request(max_tokens=1000))) as chunks:
+            await anext(chunks)  # the worker asks its callers whether they live
+            (victim,) = [task for task in worker._tasks._tasks if part in task.get_name()]
+            victim.cancel()
+            with pytest.raises(InternalError, match=f"background task {part}.* failed with CancelledError"):
+                await serving
+        await plane.aclose()
+    assert not worker._health.is_ready
+    assert part in worker._health.reason
+
+
+async def test_engine_when_its_accept_loop_for_kv_dies_then_the_worker_ends(etcd_server: str, nats_server: str) -> None:
+    chosen = config(etcd_server, nats_server, drain_timeout_s=0.5)
+    async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
+        serving = asyncio.create_task(Worker(chosen).serve())
+        await side.until_instances(1)
+        (accepting,) = [task for task in asyncio.all_tasks() if task.get_name() == "tcp-handoff-accept"]
+        accepting.cancel()
+        with pytest.raises(EngineFailed, match="accept loop ended"):
+            await serving

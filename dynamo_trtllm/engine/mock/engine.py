@@ -218,6 +218,7 @@ class MockEngine:
     async def check(self) -> None:
         if self._step_task is None or self._step_task.done():
             raise EngineFailed("the mock engine is not running")
+        self._carrier.check()
 
     async def drain(self) -> None:
         await self._idle.wait()

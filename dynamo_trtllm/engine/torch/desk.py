@@ -179,6 +179,10 @@ class Desk:
         finally:
             self._retire(held.job)
 
+    def check(self) -> None:
+        """Raise EngineFailed when no KV can be transferred any more."""
+        self._carrier.check()
+
     async def aclose(self) -> None:
         """Ends all tickets, then the carrier."""
         for ticket_id in list(self._held):

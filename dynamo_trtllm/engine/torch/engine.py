@@ -159,6 +159,8 @@ class TorchEngine:
 
     async def check(self) -> None:
         self._ready()
+        if self._desk is not None:
+            self._desk.check()
 
     def _ready(self) -> tuple[Batcher, EngineInfo]:
         if self._ended is not None:

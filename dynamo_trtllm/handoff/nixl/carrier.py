@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, TransferFailed
+from dynamo_trtllm.errors import BadFrame, EngineFailed, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.memory import require_sizes
 from dynamo_trtllm.handoff.nixl.guards import Guards
@@ -60,6 +60,13 @@ class NixlCarrier:
         self._connection, self._guard_connection = await asyncio.wrap_future(opening)
         self._listener = threading.Thread(target=self._listen, name="nixl-notices", daemon=True)
         self._listener.start()
+
+    def check(self) -> None:
+        if self._vendor.agent is None or self._closing:
+            return
+        threads = {"nixl-notices": self._listener.is_alive(), "nixl-fetch": self._fetching.is_alive()}
+        if ended := [name for name, is_alive in threads.items() if not is_alive]:
+            raise EngineFailed(f"KV transfer over {self.name} stands still: thread {' and '.join(ended)} ended")
 
     def _require_running(self, wanted: str) -> None:
         if self._vendor.agent is None or self._closing:

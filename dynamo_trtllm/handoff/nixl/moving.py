@@ -73,6 +73,10 @@ class Mover:
             self._coming.put(fetch)
         return fetch.result
 
+    def is_alive(self) -> bool:
+        """Return whether fetches are still served."""
+        return self._thread.is_alive()
+
     def shutdown(self) -> None:
         """Returns when those that began have ended; the others are cancelled. Nothing is submitted after this."""
         self._coming.put(None)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import DynamoError, Unreachable
 from dynamo_trtllm.plane.inproc import InprocLink
 from dynamo_trtllm.plane.link import Heartbeat
@@ -56,7 +57,11 @@ async def test_ping_when_no_answer_came_then_lost_unless_this_process_stood_stil
 ) -> None:
     lost: list[tuple[str, DynamoError]] = []
     heartbeat = Heartbeat(
-        Silent(Clock(monkeypatch), taking_s), INTERVAL_S, message=lambda _: b"", lost=lambda *what: lost.append(what)
+        Silent(Clock(monkeypatch), taking_s),
+        INTERVAL_S,
+        message=lambda _: b"",
+        tasks=BackgroundTasks(),
+        lost=lambda *what: lost.append(what),
     )
     await heartbeat._ask("p")
     assert [peer for peer, _ in lost] == ["p"] * is_lost

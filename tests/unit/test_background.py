@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.errors import Disconnected, DynamoError, InternalError
+from tests.waiting import SOON_S
+
+
+async def broken() -> None:
+    raise KeyError("a bug")
+
+
+async def over() -> None:
+    return
+
+
+async def away() -> None:
+    raise Disconnected("for good")
+
+
+@pytest.mark.parametrize(
+    ("work", "error", "message"),
+    [
+        (broken, InternalError, "background task t failed with KeyError: 'a bug'; see the log"),
+        (over, InternalError, "background task t ended; see the log"),
+        (away, Disconnected, "for good"),
+    ],
+)
+async def test_task_when_it_ends_by_itself_then_its_owner_is_told_why_once(
+    caplog: pytest.LogCaptureFixture, work, error: type[DynamoError], message: str
+) -> None:
+    seen: list[DynamoError] = []
+    tasks = BackgroundTasks(seen.append)
+    tasks.check()
+    tasks.start(work(), "t")
+    with pytest.raises(error) as caught:
+        await asyncio.wait_for(tasks.until_failed(), SOON_S)
+    assert caught.value.message == message
+    tasks.start(over(), "another")
+    await asyncio.sleep(0.01)
+    assert seen == [caught.value]
+    with pytest.raises(error):
+        tasks.check()
+    assert ("a bug" in caplog.text) is (work is broken)
+
+
+async def test_task_when_cancelled_by_its_owner_then_that_is_no_failure() -> None:
+    tasks = BackgroundTasks()
+    task = tasks.start(asyncio.sleep(3600), "t")
+    await tasks.cancel(task)
+    await tasks.cancel(task)
+    await tasks.cancel(None)
+    assert task.cancelled()
+    tasks.check()
+
+
+async def test_task_when_cancelled_by_another_then_that_is_a_failure() -> None:
+    tasks = BackgroundTasks()
+    tasks.start(asyncio.sleep(3600), "t").cancel()
+    with pytest.raises(InternalError, match="task t failed with CancelledError"):
+        await asyncio.wait_for(tasks.until_failed(), SOON_S)
