@@ -162,6 +162,11 @@ examples, one prefill and one decode worker of the same model:
     lease_ttl_s: PositiveFloat = Field(
         default=10.0, description="seconds after which a dead worker is forgotten", json_schema_extra=setting(CONTROL)
     )
+    stall_timeout_s: PositiveFloat = Field(
+        default=10.0,
+        description="seconds without an answer after which a frontend counts as dead and its requests are ended",
+        json_schema_extra=setting(CONTROL),
+    )
     system_port: Port | None = Field(
         default=None,
         description="port of /live /ready /health /metrics; 0 takes a free one; without it off",
@@ -282,7 +287,8 @@ class FrontendConfig(ConnectionConfig):
     )
     stall_timeout_s: PositiveFloat = Field(
         default=5.0,
-        description="seconds after which a worker that answers nothing at all counts as dead",
+        description="seconds without an answer after which a worker counts as dead. A stream that lost a message is "
+        "retried as soon",
         json_schema_extra=setting(HTTP, "--stall-timeout"),
     )
     response_store: Literal["auto", "memory", "jetstream"] = Field(

@@ -29,6 +29,7 @@ from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
+from dynamo_trtllm.plane.linked import PlaneLimits
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker import loading
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
@@ -166,7 +167,8 @@ class Worker:
         await stack.enter_async_context(
             HealthServer(config.system_port, self._health, lambda: self._render_metrics(engine))
         )
-        plane = await NatsPlane.connect(config.nats_server, tasks=self._tasks)
+        limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 2)  # asked twice within the time-out
+        plane = await NatsPlane.connect(config.nats_server, limits, self._tasks)
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(
             config.etcd_endpoints, tls=tls_files(config), lease_ttl_s=config.lease_ttl_s, tasks=self._tasks

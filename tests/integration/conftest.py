@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engine.base import Engine
-from dynamo_trtllm.plane.linked import PlaneLimits
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker import worker as worker_module
 from tests.integration.living import Living
 from tests.waiting import SOON_S
-
-LIMITS = PlaneLimits(ping_interval_s=1.0)  # of the workers
 
 
 @pytest.fixture
@@ -33,8 +30,8 @@ async def living(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Living]:
 
     class Connecting:
         @staticmethod
-        async def connect(url: str) -> NatsPlane:
-            planes.append(await connect(url, LIMITS))
+        async def connect(*args: Any) -> NatsPlane:
+            planes.append(await connect(*args))
             return planes[-1]
 
     monkeypatch.setattr(worker_module, "create_engine", creating)

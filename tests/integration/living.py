@@ -24,7 +24,13 @@ from tests.waiting import SOON_S
 
 
 def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
-    values = {"model_path": "tiny", "engine": "mock", "namespace": f"t{uuid.uuid4().hex}", "drain_timeout_s": 2.0}
+    values = {
+        "model_path": "tiny",
+        "engine": "mock",
+        "namespace": f"t{uuid.uuid4().hex}",
+        "drain_timeout_s": 2.0,
+        "stall_timeout_s": 2.0,
+    }
     return WorkerConfig(etcd_endpoints=etcd, nats_server=nats, **{**values, **fields})
 
 

@@ -62,7 +62,8 @@ class Scene:
             "legs": [serving.running for serving in servings],
             "tickets on their way": [len(serving._handed) for serving in servings],
             "admitted": [serving._service._admission.legs() for serving in servings],
-            "watched": [sorted(serving._peers._streams) for serving in servings] + [[*self.side.plane._peers._streams]],
+            "watched": [sorted(serving._callers._streams) for serving in servings]
+            + [[*self.side.plane._workers._streams]],
             "streams": len(self.side.plane._inbox),
             "subscriptions": [len(client._subs) for client in clients],
             "tasks": sorted(task.get_name() for task in asyncio.all_tasks() if not task.get_name().startswith("Task-")),
@@ -78,6 +79,7 @@ async def scene(etcd: str, nats: str, living: Living, **prefill_args: Any) -> As
         living.start(chosen.model_copy(update={"disaggregation_mode": role, "override_engine_args": own}))
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
+        await side.models.settled()
         yield Scene(side, living)
 
 
