@@ -54,5 +54,5 @@ def decode(data: bytes | memoryview, wanted: type[T]) -> T:
         decoder = _decoders[wanted] = msgspec.msgpack.Decoder(wanted, dec_hook=_unpack)
     try:
         return decoder.decode(data)  # type: ignore[no-any-return]
-    except (msgspec.MsgspecError, ValueError, TypeError) as exc:
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as exc:  # the last: nested too deeply
         raise BadFrame(f"not a {getattr(wanted, '__name__', wanted)}: {exc}") from exc
