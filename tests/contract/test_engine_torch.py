@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -171,4 +173,17 @@ async def test_start_when_folder_is_missing_then_config_error_names_it(tmp_path:
         engine = make("torch", folder, Role.AGGREGATED)
         with pytest.raises(ConfigError, match=str(folder)):
             await engine.start()
+        await engine.aclose()
+
+
+async def test_start_when_the_model_names_stop_tokens_beyond_its_vocabulary_then_they_are_left_out(
+    llama: Path, tmp_path: Path
+) -> None:
+    """A frontend rejects a card with such ids."""
+    folder = shutil.copytree(llama, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2, 512, 100_000]}))
+    engine = make("torch", folder, Role.AGGREGATED)
+    try:
+        assert (await engine.start()).eos_token_ids == (1, 2)
+    finally:
         await engine.aclose()

@@ -97,7 +97,7 @@ def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, d
         dtype=dtype,
         context_length=text.max_position_embeddings,
         vocab_size=text.vocab_size,
-        eos_token_ids=_eos(folder, text),
+        eos_token_ids=tuple(each for each in _eos(folder, text) if 0 <= each < text.vocab_size),
         num_kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         windows=_windows(text),
