@@ -31,7 +31,7 @@ LOAD = "load"
 PROCESS = "process"
 GROUPS = (MODEL, ENGINE, ROLE, KV, LOAD, HTTP, CONTROL, PROCESS)  # in the order of --help
 
-_NAME = re.compile(r"[^/.*>\s]+")
+_NAME = re.compile(r"[^/.*>\s\x00-\x1f\x7f-\x9f]{1,256}")
 _HOST = r"(\[[0-9a-fA-F:]+\]|[^\s/:,@\[\]]+)"
 _ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
 _NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
@@ -113,7 +113,10 @@ class ConnectionConfig(Config):
     @classmethod
     def _namespace_is_a_name(cls, value: str) -> str:
         if not _NAME.fullmatch(value):
-            raise ValueError("may not be empty or hold '/', '.', '*', '>' or white space")
+            raise ValueError(
+                "may not be empty, longer than 256 characters, or hold '/', '.', '*', '>', white space or control "
+                "characters"
+            )
         return value
 
     @field_validator("etcd_endpoints")

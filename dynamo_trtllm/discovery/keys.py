@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from typing import NamedTuple
 
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance
 
 PREFIX = "v1/instances"
+MOST_NAME_CHARACTERS = 256
+_BREAKS_A_NAME = re.compile(r"[/.*>\s\x00-\x1f\x7f-\x9f]")
+_ID = re.compile(r"0|[1-9a-f][0-9a-f]{0,15}")  # as `instance_key` writes it, so that one id has one key
+_SHOWN_CHARACTERS = 256
+_SHOWN_HEAD = 200
 
 
 class EndpointId(NamedTuple):
@@ -33,8 +40,12 @@ def parse_endpoint(text: str) -> EndpointId:
 
 def check_name(name: str) -> None:
     """Names become parts of keys and subjects. Raises ConfigError for one that would break them."""
-    if not name or any(c in "/.*> \t\r\n" for c in name):
-        raise ConfigError(f"name {name!r} may not be empty or hold '/', '.', '*', '>' or white space")
+    if not name or _BREAKS_A_NAME.search(name):
+        raise ConfigError(
+            f"name {name!r} may not be empty or hold '/', '.', '*', '>', white space or control characters"
+        )
+    if len(name) > MOST_NAME_CHARACTERS:
+        raise ConfigError(f"name {name[:32]!r}... has {len(name)} characters; use at most {MOST_NAME_CHARACTERS}")
 
 
 def endpoint_of(instance: Instance) -> EndpointId:
@@ -50,12 +61,27 @@ def instance_key(endpoint_id: EndpointId, instance_id: int) -> str:
     return f"{PREFIX}/{endpoint_id.namespace}/{endpoint_id.component}/{endpoint_id.endpoint}/{instance_id:x}"
 
 
+def parse_instance_key(key: str) -> tuple[EndpointId, int]:
+    """Reads the endpoint and the instance id in a key. Raises ValueError for a key that `instance_key` never writes."""
+    parts = key.split("/")
+    if len(parts) != 6 or f"{parts[0]}/{parts[1]}" != PREFIX or not _ID.fullmatch(parts[5]):
+        raise ValueError(f"{shown_key(key)} is not an instance key")
+    return EndpointId(*parts[2:5]), int(parts[5], 16)
+
+
 def instance_id_of(key: str) -> int:
     """The instance id in a key. Raises ValueError for a key that is not an instance's."""
-    parts = key.split("/")
-    if len(parts) != 6 or f"{parts[0]}/{parts[1]}" != PREFIX:
-        raise ValueError(f"{key!r} is not an instance key")
-    return int(parts[5], 16)
+    return parse_instance_key(key)[1]
+
+
+def shown_key(key: str) -> str:
+    """Escapes a key as `repr` does and bounds it, for logs and people: a key may hold anything. One that is cut ends in
+    its hash, so that keys that begin alike still look different."""
+    text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{text[:_SHOWN_HEAD]}... ({len(key)} characters, sha256 {digest[:16]})"
 
 
 def subject(endpoint_id: EndpointId, instance_id: int) -> str:

@@ -23,6 +23,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
+from dynamo_trtllm.discovery.records import check_model_name
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
 from dynamo_trtllm.errors import DynamoError, EngineFailed
@@ -161,6 +162,7 @@ class Worker:
 
     async def _start(self, stack: AsyncExitStack) -> _Parts:
         self._config = config = await asyncio.to_thread(_resolved, self._config)
+        check_model_name(self._model_name())
         await asyncio.to_thread(check_flags, config)
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)

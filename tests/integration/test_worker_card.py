@@ -63,3 +63,9 @@ async def test_serve_when_a_parser_is_not_of_the_models_format_then_it_never_ser
     with pytest.raises(ConfigError, match="--dyn-reasoning-parser basic: this model writes Harmony"):
         async with asyncio.timeout(3 * SOON_S):
             await worker.serve()
+
+
+async def test_serve_when_frontends_would_reject_the_models_name_then_it_says_so_before_it_reaches_anything() -> None:
+    worker = Worker(config("localhost:1", "nats://localhost:1", served_model_name="x" * 257))
+    with pytest.raises(ConfigError, match=r"has 257 characters.*--served-model-name"):
+        await worker.serve()

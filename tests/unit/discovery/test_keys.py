@@ -36,7 +36,9 @@ def test_endpoint_when_malformed_then_config_error(text: str) -> None:
         keys.parse_endpoint(text)
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "a.b", "a*", ">", "a b", "a\tb", "a\n"])
+@pytest.mark.parametrize(
+    "name", ["", "a/b", "a.b", "a*", ">", "a b", "a\tb", "a\n", "a\x00", "a\x1b[2J", "a\u2028", "x" * 257]
+)
 def test_name_when_it_would_break_a_key_then_config_error(name: str) -> None:
     with pytest.raises(ConfigError):
         keys.check_name(name)
@@ -44,8 +46,33 @@ def test_name_when_it_would_break_a_key_then_config_error(name: str) -> None:
 
 @pytest.mark.parametrize("key", ["", "v1/instances/a/b/c", "v2/instances/a/b/c/1", "v1/instances/a/b/c/xyz"])
 def test_instance_id_when_key_is_foreign_then_value_error(key: str) -> None:
-    with pytest.raises(ValueError, match=r"instance key|invalid literal"):
+    with pytest.raises(ValueError, match=r"is not an instance key"):
         keys.instance_id_of(key)
+
+
+@pytest.mark.parametrize("written", ["0a", "A", "0xa", "+a", "-a", " a", "a_0", "", "1" * 17])
+def test_instance_id_when_it_is_not_as_instance_key_writes_it_then_value_error(written: str) -> None:
+    """Else one id would have several keys."""
+    with pytest.raises(ValueError, match=r"is not an instance key"):
+        keys.instance_id_of(f"v1/instances/a/b/c/{written}")
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        ("v1/instances/dynamo/a/b/1", "v1/instances/dynamo/a/b/1"),
+        ("a\n\x1b[2J\udcff", r"a\n\x1b[2J\udcff"),
+        ("naïve", "naïve"),
+    ],
+)
+def test_shown_key_when_short_then_escaped(key: str, shown: str) -> None:
+    assert keys.shown_key(key) == shown
+
+
+def test_shown_key_when_long_then_bounded_and_still_another_for_another_key() -> None:
+    shown = {keys.shown_key("\U000e0001" * 100_000 + end) for end in ("", "a", "b", "\udcff")}
+    assert len(shown) == 4
+    assert max(map(len, shown)) < 300
 
 
 def test_subject_when_made_then_spelled_as_in_the_guides() -> None:

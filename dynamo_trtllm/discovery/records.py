@@ -1,0 +1,182 @@
+"""What may stand in a record of the store, which anything that reaches etcd can write. Pure functions.
+
+Readers take nothing for granted: a record that fails here stands for no instance. Fields that a newer version adds are
+skipped, and names of renderers and parsers that this version does not have pass: whether it can use them is decided
+where they are used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Final
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.errors import BadFrame, ConfigError
+from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelCard
+
+MOST_RECORD_BYTES: Final = 256 << 10
+MOST_MODEL_NAME_CHARACTERS: Final = 256
+MOST_VOCABULARY: Final = 1 << 24
+_MOST_COUNT: Final = (1 << 31) - 1  # of tokens, blocks, layers and what else is counted
+_MOST_ID: Final = (1 << 63) - 1
+_MOST_EOS_IDS: Final = 1024
+_MOST_FILES: Final = 32
+_MOST_PAIRING: Final = 64
+_MOST_REFUSES: Final = 256
+_SHORT: Final = 64  # characters of a kind, as "torch" or "bfloat16"
+_LONG: Final = 256
+_PATH: Final = 4096  # engines put the folder of their model into `pairing`
+_MOST_FILE_NAME: Final = 255
+_SHOWN: Final = 80  # characters of a value in a reason
+_MOST_REASON: Final = 400
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # a log line with one of them may become two lines
+_KIND = re.compile(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{_SHORT - 1}}}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class BadRecord(Exception):
+    """A record stands for no instance. The text says why; it is bounded and has no control characters."""
+
+    def __init__(self, reason: str) -> None:
+        escaped = _CONTROL.sub(lambda found: repr(found.group())[1:-1], reason[: _MOST_REASON + 1])
+        super().__init__(escaped if len(escaped) <= _MOST_REASON else f"{escaped[:_MOST_REASON]}...")
+
+
+def read_instance(key: str, record: bytes) -> Instance:
+    """Reads the instance that a record under this key stands for. Raises BadRecord."""
+    try:
+        endpoint, instance_id = keys.parse_instance_key(key)
+    except ValueError as exc:
+        raise BadRecord(f"the key is not of the form {keys.PREFIX}/NAMESPACE/COMPONENT/ENDPOINT/ID") from exc
+    if len(record) > MOST_RECORD_BYTES:
+        raise BadRecord(f"the record has {len(record)} bytes; at most {MOST_RECORD_BYTES} are read")
+    try:
+        instance = codec.decode(record, Instance)
+    except BadFrame as exc:
+        raise BadRecord(f"the record can't be read: {exc.message}") from exc
+    _check_place(instance, endpoint, instance_id)
+    _check_kinds(instance)
+    _check_layout(instance.layout)
+    _check_limits(instance.limits)
+    _check_card(instance.card)
+    return instance
+
+
+def written(instance: Instance) -> tuple[str, bytes]:
+    """Writes the key and the record of an instance. Raises ConfigError for one that every reader would reject, so that
+    its own process says so."""
+    key, record = keys.instance_key(keys.endpoint_of(instance), instance.id), codec.encode(instance)
+    try:
+        read_instance(key, record)
+    except BadRecord as exc:
+        raise ConfigError(f"this worker can't register, because frontends would reject its record: {exc}") from exc
+    return key, record
+
+
+def check_model_name(name: str) -> None:
+    """Checks a served model's name, which a worker can do before it loads. Raises ConfigError."""
+    try:
+        _check_model_name("the served model name", name)
+    except BadRecord as exc:
+        raise ConfigError(f"{exc}; give another --served-model-name", field="served_model_name") from exc
+
+
+def _check_place(instance: Instance, endpoint: keys.EndpointId, instance_id: int) -> None:
+    """The key is what puts, deletes and leases act on, so it alone says whose record this is."""
+    _check_number("id", instance.id, 0, _MOST_ID)
+    if instance.id != instance_id:
+        raise BadRecord(f"the key says id {instance_id:x} and the record {instance.id:x}")
+    own = keys.endpoint_of(instance)
+    for field, expected, found in zip(own._fields, endpoint, own, strict=True):
+        if found != expected:
+            raise BadRecord(f"the key says {field} {_shown(expected)} and the record {_shown(found)}")
+        try:
+            keys.check_name(found)
+        except ConfigError as exc:
+            raise BadRecord(f"{field}: {exc.message}") from exc
+    wanted = keys.subject(own, instance.id)
+    if instance.subject != wanted:  # requests would go to another process than the one that is named
+        raise BadRecord(f"subject is {_shown(instance.subject)}; instance {instance.id:x} must have {wanted}")
+
+
+def _check_kinds(instance: Instance) -> None:
+    _check_kind("engine", instance.engine)
+    _check_kind("strategy", instance.strategy)
+    _check_text("version", instance.version, least=0, most=_LONG)
+    _check_size("pairing", instance.pairing, _MOST_PAIRING)
+    for name, value in instance.pairing.items():
+        _check_text("a name in pairing", name, most=_LONG)
+        _check_text(f"pairing.{name}", value, least=0, most=_PATH)
+
+
+def _check_layout(layout: KvLayout) -> None:
+    _check_kind("layout.dtype", layout.dtype)
+    for field in ("block_tokens", "num_layers", "num_kv_heads", "head_dim", "tensor_parallel_size"):
+        _check_number(f"layout.{field}", getattr(layout, field), 1, _MOST_COUNT)
+
+
+def _check_limits(limits: Limits) -> None:
+    for field in ("max_batch_size", "max_num_tokens", "kv_blocks"):
+        _check_number(f"limits.{field}", getattr(limits, field), 0, _MOST_COUNT)
+
+
+def _check_card(card: ModelCard) -> None:
+    _check_model_name("card.name", card.name)
+    _check_number("card.context_length", card.context_length, 1, _MOST_COUNT)
+    _check_number("card.vocab_size", card.vocab_size, 1, MOST_VOCABULARY)
+    _check_size("card.eos_token_ids", card.eos_token_ids, _MOST_EOS_IDS)
+    for token_id in card.eos_token_ids:
+        _check_number("an id in card.eos_token_ids", token_id, 0, card.vocab_size - 1)
+    for field in ("renderer", "reasoning_parser", "tool_call_parser"):
+        _check_kind(f"card.{field}", getattr(card, field))
+    _check_size("card.refuses", card.refuses, _MOST_REFUSES)
+    for name in card.refuses:
+        _check_text("a name in card.refuses", name, most=_LONG)
+    _check_size("card.files", card.files, _MOST_FILES)
+    for name, sha256 in card.files.items():
+        _check_file_name(name)
+        if not _SHA256.fullmatch(sha256):
+            raise BadRecord(f"the hash of file {_shown(name)} is {_shown(sha256)}; it must be 64 hex digits")
+
+
+def _check_model_name(field: str, name: str) -> None:
+    _check_text(field, name, most=MOST_MODEL_NAME_CHARACTERS)
+
+
+def _check_file_name(name: str) -> None:
+    _check_text("a file name", name, most=_MOST_FILE_NAME)
+    if name in (".", "..") or "/" in name or "\\" in name:
+        raise BadRecord(f"file name {_shown(name)} must be a plain name and no path")
+
+
+def _check_number(field: str, value: int, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise BadRecord(f"{field} is {value}; it must be from {least} to {most}")
+
+
+def _check_size(field: str, values: Collection[object], most: int) -> None:
+    if len(values) > most:
+        raise BadRecord(f"{field} has {len(values)} entries; at most {most} are taken")
+
+
+def _check_text(field: str, value: str, *, least: int = 1, most: int) -> None:
+    if not least <= len(value) <= most:
+        raise BadRecord(f"{field} {_shown(value)} has {len(value)} characters; it must have {least} to {most}")
+    if _CONTROL.search(value):
+        raise BadRecord(f"{field} {_shown(value)} holds control characters")
+
+
+def _check_kind(field: str, value: str) -> None:
+    if not _KIND.fullmatch(value):
+        raise BadRecord(
+            f"{field} is {_shown(value)}; it must be 1 to {_SHORT} letters, digits, '_', '-' and '.', and begin with a "
+            "letter or digit"
+        )
+
+
+def _shown(value: str) -> str:
+    """Quotes a value, cut where it is long."""
+    return repr(value) if len(value) <= _SHOWN else f"{value[:_SHOWN]!r}..."
