@@ -16,7 +16,7 @@ from dynamo_trtllm.config.clear_namespace import ClearNamespaceConfig
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.discovery.etcd import tls_files
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
-from dynamo_trtllm.discovery.keys import namespace_prefix
+from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.observe import logging as observe_logging
 from dynamo_trtllm.plane.jetstream import KeptResponses, forget_responses, kept_responses
@@ -45,7 +45,7 @@ class Leavings:
     def lines(self) -> Iterator[str]:
         for key, lease in sorted(self.instances.items()):
             state = "nobody renews it" if lease is None else f"live, {lease.ttl_s} s left of its lease"
-            yield f"  etcd       {key} ({state})"
+            yield f"  etcd       {shown_key(key)} ({state})"
         if self.responses is not None:
             kept = self.responses
             yield f"  JetStream  {kept.bucket} ({kept.messages} messages, {kept.size_bytes} bytes of kept responses)"

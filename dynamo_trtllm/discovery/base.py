@@ -28,7 +28,15 @@ class Synced:
     """All that was there when the watch began has been told; comes once, however often the watch re-lists."""
 
 
-Event = Up | Down | Synced
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A record was rejected and stands for no instance; it comes again when the reason changes."""
+
+    key: str  # as `keys.shown_key` gives it: escaped and bounded
+    reason: str | None  # None: the key is gone, or its record is good now
+
+
+Event = Up | Down | Rejected | Synced
 
 
 class Registration(Protocol):
@@ -41,13 +49,14 @@ class Registration(Protocol):
 
 class Discovery(Protocol):
     async def register(self, instance: Instance) -> Registration:
-        """Returns once the record is visible. Raises Unreachable if the store can't be reached at all at the start."""
+        """Returns once the record is visible. Raises ConfigError for a record that every watcher would reject, and
+        Unreachable if the store can't be reached at all at the start."""
         ...
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """Up for what is there, Synced, then every change. Never ends by itself: while the store is away nothing is
-        yielded and nothing is taken down; after it is back, differences are, and who is missing has some time to
-        register again first. Consume with `aclosing`."""
+        """Up or Rejected for what is there, Synced, then every change. Never ends by itself: while the store is away
+        nothing is yielded and nothing is taken down; after it is back, differences are, and who is missing has some
+        time to register again first. Consume with `aclosing`."""
         ...
 
     async def aclose(self) -> None: ...

@@ -15,15 +15,15 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.backoff import Backoff
 from dynamo_trtllm.discovery.base import Event, Synced
 from dynamo_trtllm.discovery.etcd_lease import EtcdRegistration
 from dynamo_trtllm.discovery.etcd_store import Change, EtcdStore, Listing, TlsFiles
-from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.mirror import Mirror
+from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance
 
@@ -62,10 +62,8 @@ class EtcdDiscovery:
         self._registrations: list[EtcdRegistration] = []
 
     async def register(self, instance: Instance) -> EtcdRegistration:
-        key = instance_key(endpoint_of(instance), instance.id)
-        registration = EtcdRegistration(
-            self._store, key, codec.encode(instance), ttl_s=self._lease_ttl_s, tasks=self._tasks
-        )
+        key, record = written(instance)
+        registration = EtcdRegistration(self._store, key, record, ttl_s=self._lease_ttl_s, tasks=self._tasks)
         self._registrations.append(registration)  # first: a cancel may come when the record is there already
         try:
             await self._at_start(registration.start)

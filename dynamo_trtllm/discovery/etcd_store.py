@@ -113,6 +113,17 @@ def _pem(path: Path | None, field: str) -> bytes | None:
         raise ConfigError(f"{flag} {path} can't be read: {exc.strerror or exc}", field=field) from exc
 
 
+def key_text(key: bytes) -> str:
+    """Reads a key as text, which `key_bytes` turns back into the same bytes. Never raises: etcd takes any bytes as a
+    key, and one that is no UTF-8 may neither end a reader nor read as the key of something else."""
+    return key.decode("utf-8", "surrogateescape")
+
+
+def key_bytes(key: str) -> bytes:
+    """Writes a key as etcd holds it."""
+    return key.encode("utf-8", "surrogateescape")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
     """All records under a prefix at one revision of the store."""
@@ -175,14 +186,14 @@ class EtcdStore:
         request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
         with self._translated():
             reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
-        return Listing(records={kv.key.decode(): kv.value for kv in reply.kvs}, revision=reply.header.revision)
+        return Listing(records={key_text(kv.key): kv.value for kv in reply.kvs}, revision=reply.header.revision)
 
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
         """Every key under the prefix with what is left of its lease; None: it has none that still runs."""
         request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), keys_only=True)
         with self._translated():
             reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
-            return {kv.key.decode(): await self._left(kv.lease) for kv in reply.kvs}
+            return {key_text(kv.key): await self._left(kv.lease) for kv in reply.kvs}
 
     async def _left(self, lease_id: int) -> Lease | None:
         if not lease_id:
@@ -193,12 +204,12 @@ class EtcdStore:
 
     async def put(self, key: str, record: bytes, lease: Lease) -> None:
         with self._translated():
-            request = PutRequest(key=key.encode(), value=record, lease=lease.id)
+            request = PutRequest(key=key_bytes(key), value=record, lease=lease.id)
             await KVStub(self._channel).Put(request, timeout=CALL_TIMEOUT_S)
 
     async def delete(self, key: str) -> None:
         with self._translated():
-            await KVStub(self._channel).DeleteRange(DeleteRangeRequest(key=key.encode()), timeout=CALL_TIMEOUT_S)
+            await KVStub(self._channel).DeleteRange(DeleteRangeRequest(key=key_bytes(key)), timeout=CALL_TIMEOUT_S)
 
     async def grant(self, ttl_s: float) -> Lease:
         with self._translated():
@@ -242,7 +253,7 @@ class EtcdStore:
                 while (reply := await call.read()) is not grpc.aio.EOF and not reply.canceled:
                     if reply.header.revision + 1 < from_revision:
                         break
-                    yield [(e.kv.key.decode(), None if e.type == _DELETE else e.kv.value) for e in reply.events]
+                    yield [(key_text(e.kv.key), None if e.type == _DELETE else e.kv.value) for e in reply.events]
             finally:
                 call.cancel()
 

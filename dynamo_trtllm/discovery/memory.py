@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Event, Synced
-from dynamo_trtllm.discovery.keys import endpoint_of, instance_id_of, instance_key, namespace_prefix
+from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.mirror import Mirror
+from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.messages import Instance
 
 _Change = tuple[str, bytes | None]  # key, record; None: it left
@@ -31,7 +31,7 @@ class MemoryStore:
 
     def expire(self, instance_id: int) -> None:
         """As if the lease of this instance ran out."""
-        for key in [key for key in self._records if instance_id_of(key) == instance_id]:
+        for key in [key for key in self._records if key.endswith(f"/{instance_id:x}")]:
             self.delete(key)
 
     def listed(self, prefix: str) -> dict[str, bytes]:
@@ -74,8 +74,8 @@ class MemoryDiscovery:
         self._queues: list[asyncio.Queue[_Change | None]] = []
 
     async def register(self, instance: Instance) -> MemoryRegistration:
-        key = instance_key(endpoint_of(instance), instance.id)
-        self._store.put(key, codec.encode(instance))
+        key, record = written(instance)
+        self._store.put(key, record)
         registration = MemoryRegistration(self._store, key)
         self._registrations.append(registration)
         return registration

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Final
 
-from dynamo_trtllm import codec
-from dynamo_trtllm.discovery.base import Down, Up
-from dynamo_trtllm.discovery.keys import instance_id_of
-from dynamo_trtllm.errors import BadFrame
-from dynamo_trtllm.messages import Instance
+from dynamo_trtllm.discovery.base import Down, Rejected, Up
+from dynamo_trtllm.discovery.keys import instance_id_of, shown_key
+from dynamo_trtllm.discovery.records import BadRecord, read_instance
 
 logger = logging.getLogger(__name__)
 
+News = Up | Down | Rejected
+
+MOST_REJECTED: Final = 10_000  # keys that are remembered as rejected: anything that reaches the store can write more
+MOST_WAITING_BYTES: Final = 16 << 20  # of the records among them whose id stands under another key
+
 
 class Mirror:
-    """The records a watcher has told its consumer of, by key. Equal records are told once.
+    """The records that stand for instances, by key, and what was rejected. Equal records are news once.
 
     What a list lacks has left, or the store lost it and its owner will put it again: a list can't tell which. So it is
-    down when lists have lacked it for `grace_s`. What is told as deleted is down at once.
+    down when lists have lacked it for `grace_s`. What is reported as deleted is down at once.
+
+    An id stands under one key, the first that came with it. A later key with the same id is rejected; it is looked at
+    again when the first one goes.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
         self._records: dict[str, bytes] = {}
+        self._holders: dict[int, str] = {}  # instance id to the key that stands for it
         self._missing: dict[str, float] = {}  # key to the time when a list that lacks it takes it down
-        self._unreadable: set[str] = set()
+        self._rejected: dict[str, str] = {}  # key, as shown, to the reason
+        self._waiting: dict[int, dict[str, bytes]] = {}  # instance id to the rejected records that have it too
+        self._waiting_bytes = 0
+        self._has_said_full = False
 
     @property
     def due_s(self) -> float | None:
@@ -36,39 +47,111 @@ class Mirror:
         """The store was away: who is missing could not come back, and has the whole grace from the next list on."""
         self._missing.clear()
 
-    def relist(self, listed: Mapping[str, bytes], now_s: float = 0.0) -> list[Up | Down]:
+    def relist(self, listed: Mapping[str, bytes], now_s: float = 0.0) -> list[News]:
         """News when the store holds exactly `listed` at `now_s`, of any clock that only rises: first what has been
         missing for too long, then what is new or changed."""
-        news: list[Up | Down] = []
+        news = self._forget_unlisted(listed)
         for key in [key for key in self._records if key not in listed]:
             if self._missing.setdefault(key, now_s + self._grace_s) <= now_s:
-                news += self.removed(key)
+                news += self._take_down(key)
         for key, record in listed.items():
             news += self.put(key, record)
         return news
 
-    def put(self, key: str, record: bytes) -> list[Up | Down]:
-        """News when `key` now holds `record`. One that can't be read counts as absent, with one warning per key."""
+    def put(self, key: str, record: bytes) -> list[News]:
+        """News when `key` now holds `record`. One that is rejected stands for no instance; the log says so once per
+        key."""
         self._missing.pop(key, None)
         if self._records.get(key) == record:
             return []
         try:
-            instance_id_of(key)
-            instance = codec.decode(record, Instance)
-        except (BadFrame, ValueError) as exc:
-            if key not in self._unreadable:
-                logger.warning("the record at %s is skipped, it was written by another version: %s", key, exc)
-            news = self.removed(key)
-            self._unreadable.add(key)
+            instance = read_instance(key, record)
+        except BadRecord as exc:
+            self._stop_waiting(key)
+            return [*self._removed(key), *self._reject(key, str(exc))]
+        holder = self._holders.get(instance.id, key)
+        if holder != key:
+            news = self._reject(key, f"instance {instance.id:x} stands already, under the key {shown_key(holder)}")
+            self._wait(instance.id, key, record)
             return news
-        self._unreadable.discard(key)
+        news = self._forget(key)
         self._records[key] = record
-        return [Up(instance)]
+        self._holders[instance.id] = key
+        return [*news, Up(instance)]
 
-    def removed(self, key: str) -> list[Up | Down]:
+    def removed(self, key: str) -> list[News]:
         """News when `key` is no more."""
+        return [*self._forget(key), *self._removed(key)]
+
+    def _removed(self, key: str) -> list[News]:
+        """News when no instance stands under `key` any more; another key may then stand for it."""
         self._missing.pop(key, None)
-        self._unreadable.discard(key)
+        news = self._take_down(key)
+        if news:
+            for other, record in list(self._waiting.get(instance_id_of(key), {}).items()):
+                news += self.put(other, record)
+        return news
+
+    def _take_down(self, key: str) -> list[News]:
         if self._records.pop(key, None) is None:
             return []
-        return [Down(instance_id_of(key))]
+        self._missing.pop(key, None)
+        instance_id = instance_id_of(key)
+        del self._holders[instance_id]
+        return [Down(instance_id)]
+
+    def _reject(self, key: str, reason: str) -> list[News]:
+        shown = shown_key(key)
+        known = self._rejected.get(shown)
+        if known == reason:
+            return []
+        if known is None:
+            if len(self._rejected) >= MOST_REJECTED:
+                self._say_full()
+                return []
+            logger.warning("a record is rejected: %s: %s", shown, reason)
+        self._rejected[shown] = reason
+        return [Rejected(shown, reason)]
+
+    def _say_full(self) -> None:
+        if not self._has_said_full:
+            self._has_said_full = True
+            logger.warning("%d records are rejected, further ones are neither logged nor shown", MOST_REJECTED)
+
+    def _forget(self, key: str) -> list[News]:
+        """News when `key` is not rejected any more."""
+        self._stop_waiting(key)
+        shown = shown_key(key) if self._rejected else ""
+        return [] if self._rejected.pop(shown, None) is None else [Rejected(shown, None)]
+
+    def _forget_unlisted(self, listed: Mapping[str, bytes]) -> list[News]:
+        if not self._rejected:
+            return []
+        for key in [key for waiting in self._waiting.values() for key in waiting if key not in listed]:
+            self._stop_waiting(key)
+        there = {shown_key(key) for key in listed}
+        gone = [shown for shown in self._rejected if shown not in there]
+        for shown in gone:
+            del self._rejected[shown]
+        return [Rejected(shown, None) for shown in gone]
+
+    def _wait(self, instance_id: int, key: str, record: bytes) -> None:
+        """Keeps a rejected record for the time when its id is free; beyond the bound the next list brings it."""
+        self._stop_waiting(key)
+        if shown_key(key) in self._rejected and self._waiting_bytes + len(record) <= MOST_WAITING_BYTES:
+            self._waiting.setdefault(instance_id, {})[key] = record
+            self._waiting_bytes += len(record)
+
+    def _stop_waiting(self, key: str) -> None:
+        if not self._waiting:
+            return
+        try:
+            instance_id = instance_id_of(key)
+        except ValueError:
+            return  # such a key never waited
+        waiting = self._waiting.get(instance_id, {})
+        record = waiting.pop(key, None)
+        if record is not None:
+            self._waiting_bytes -= len(record)
+            if not waiting:
+                del self._waiting[instance_id]

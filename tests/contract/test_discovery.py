@@ -14,9 +14,13 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from dynamo_trtllm.discovery.base import Discovery, Down, Event, Synced, Up
+from dynamo_trtllm import codec
+from dynamo_trtllm.discovery.base import Discovery, Down, Event, Rejected, Synced, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
+from dynamo_trtllm.discovery.keys import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
+from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance
 from tests.instances import make_instance
 from tests.waiting import SOON_S
@@ -36,11 +40,13 @@ asyncio.run(main())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One store: `join` makes another participant, `lose` registers one whose owner then dies."""
+    """One store: `join` makes another participant, `lose` registers one whose owner then dies, `write` puts or deletes
+    a record past all checks."""
 
     namespace: str
     join: Callable[[], Discovery]
     lose: Callable[[Instance], Awaitable[None]]
+    write: Callable[[str, bytes | None], Awaitable[None]]
 
 
 @pytest.fixture(params=["memory", "etcd"])
@@ -66,7 +72,14 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         child.kill()
         await child.wait()
 
-    yield World(namespace=namespace, join=join, lose=lose)
+    async def write(key: str, record: bytes | None) -> None:
+        if not address:
+            store.delete(key) if record is None else store.put(key, record)
+            return
+        async with aclosing(EtcdStore(address)) as etcd:
+            await (etcd.delete(key) if record is None else etcd.put(key, record, Lease(id=0, ttl_s=0)))
+
+    yield World(namespace=namespace, join=join, lose=lose, write=write)
     for discovery in joined:
         await discovery.aclose()
 
@@ -215,3 +228,77 @@ async def test_watch_when_consumer_is_cancelled_then_it_stops(world: World) -> N
     with contextlib.suppress(asyncio.CancelledError):
         await asyncio.wait_for(task, SOON_S)
     assert task.cancelled()
+
+
+def key_of(instance: Instance) -> str:
+    return instance_key(endpoint_of(instance), instance.id)
+
+
+async def take_rejected(events: AsyncGenerator[Event, None], key: str) -> str | None:
+    """The reason, once the next event says that this key is rejected."""
+    (event,) = await take(events, 1)
+    assert isinstance(event, Rejected), event
+    assert event.key == key
+    return event.reason
+
+
+async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_it_is_deleted(world: World) -> None:
+    real = make_instance(1, namespace=world.namespace)
+    ghost_key = key_of(make_instance(0xAAAA, namespace=world.namespace))
+    await world.join().register(real)
+    await world.write(ghost_key, codec.encode(real))
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        there = await take(events, 3)
+        reason = "the key says id aaaa and the record 1"
+        assert there == [Up(real), Rejected(ghost_key, reason), Synced()]
+        await world.write(ghost_key, None)
+        assert await take_rejected(events, ghost_key) is None
+        await check_quiet(events)  # the real one stays up
+
+
+async def test_watch_when_a_record_names_another_subject_then_it_is_rejected(world: World) -> None:
+    """Requests would go to the intruder that listens there."""
+    real = make_instance(1, namespace=world.namespace)
+    intruder = msgspec.structs.replace(make_instance(2, namespace=world.namespace), subject=real.subject)
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        await take(events, 1)
+        await world.write(key_of(intruder), codec.encode(intruder))
+        reason = await take_rejected(events, key_of(intruder))
+    assert reason is not None
+    assert reason.startswith(f"subject is '{real.subject}'; instance 2 must have ")
+
+
+async def test_watch_when_an_id_comes_under_a_second_key_then_that_is_up_only_after_the_first_is_down(
+    world: World,
+) -> None:
+    first = make_instance(1, namespace=world.namespace)
+    endpoint = EndpointId(world.namespace, "zzz", "generate")
+    second = msgspec.structs.replace(first, component="zzz", subject=subject(endpoint, 1))
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        await take(events, 1)
+        registration = await world.join().register(first)
+        await world.join().register(second)
+        assert await take(events, 1) == [Up(first)]
+        reason = await take_rejected(events, key_of(second))
+        assert reason == f"instance 1 stands already, under the key {key_of(first)}"
+        await registration.aclose()
+        assert await take(events, 3) == [Down(1), Rejected(key_of(second), None), Up(second)]
+
+
+async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -> None:
+    instance = make_instance(1, namespace=world.namespace)
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        await take(events, 1)
+        await world.write(key_of(instance), b"garbage")
+        assert await take_rejected(events, key_of(instance)) is not None
+        await world.write(key_of(instance), codec.encode(instance))
+        assert await take(events, 2) == [Rejected(key_of(instance), None), Up(instance)]
+
+
+async def test_register_when_watchers_would_reject_the_record_then_config_error(world: World) -> None:
+    instance = msgspec.structs.replace(make_instance(1, namespace=world.namespace), subject="another")
+    async with aclosing(world.join().watch(world.namespace)) as events:
+        await take(events, 1)
+        with pytest.raises(ConfigError, match="subject is 'another'"):
+            await world.join().register(instance)
+        await check_quiet(events)

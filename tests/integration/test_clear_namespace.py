@@ -16,7 +16,7 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.cli import clear_namespace
 from dynamo_trtllm.discovery.base import Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
+from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.plane.jetstream import JetStreamStore, kept_responses
 from dynamo_trtllm.plane.store import StoreLimits
@@ -89,6 +89,17 @@ async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_o
     assert await deployment.keys() == []
     assert await longer.keys() == [other]
     assert await kept_responses(deployment.nats, deployment.namespace) is None
+
+
+async def test_clear_when_a_key_is_no_utf8_then_it_is_shown_escaped_and_goes(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = key_text(namespace_prefix(deployment.namespace).encode() + b"\xff\x1b[2J")
+    await deployment.store.put(key, b"", NO_LEASE)
+    assert await deployment.keys() == [key]
+    assert await deployment.run("--yes") == 0
+    assert f"  etcd       v1/instances/{deployment.namespace}/\\udcff\\x1b[2J (" in capsys.readouterr().out
+    assert await deployment.keys() == []
 
 
 async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_registers_again(

@@ -16,10 +16,10 @@ import pytest
 from etcd3aio.kv import KVService
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.discovery.base import Down, Event, Synced, Up
+from dynamo_trtllm.discovery.base import Down, Event, Rejected, Synced, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
-from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
+from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance
 from tests.instances import make_instance
@@ -336,14 +336,16 @@ async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_i
         assert Down(1) not in follower.told
 
 
-async def test_watch_when_a_worker_moved_then_its_new_address_is_told(own_etcd: MakeEtcd) -> None:
+async def test_watch_when_a_worker_registers_another_record_then_that_is_up_under_the_same_key(
+    own_etcd: MakeEtcd,
+) -> None:
     server = own_etcd()
-    moved = msgspec.structs.replace(ONE, subject="dynamo_tensorrt_llm.generate-elsewhere")
+    changed = msgspec.structs.replace(ONE, version="2.0")
     async with joined(server, ttl_s=30) as worker, joined(server) as frontend, following(frontend) as follower:
         await worker.register(ONE)
         await follower.until(Up(ONE))
-        await worker.register(moved)
-        await follower.until(Up(moved))
+        await worker.register(changed)
+        await follower.until(Up(changed))
         assert len(await etcd_keys(server)) == 1
 
 
@@ -356,3 +358,27 @@ async def test_aclose_when_store_is_away_or_frozen_then_bounded_and_silent(own_e
         began = time.monotonic()
         await discovery.aclose()
         assert time.monotonic() - began < SOON_S
+
+
+async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_and_others_are_up(
+    own_etcd: MakeEtcd,
+) -> None:
+    server = own_etcd()
+    early, late = b"v1/instances/dynamo/\xff\xfe", b"v1/instances/dynamo/tensorrt_llm/generate/\xc3"
+    rejections = [
+        Rejected(key, "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID")
+        for key in (r"v1/instances/dynamo/\udcff\udcfe", r"v1/instances/dynamo/tensorrt_llm/generate/\udcc3")
+    ]
+    async with grpc.aio.insecure_channel(server.address) as channel, joined(server) as discovery:
+        kv = KVService(channel)
+        await kv.put(early, codec.encode(ONE), timeout=SOON_S)
+        async with following(discovery) as follower:
+            assert follower.told == [rejections[0], Synced()]
+            await kv.put(late, codec.encode(ONE), timeout=SOON_S)
+            await discovery.register(ONE)
+            await follower.until(rejections[1], Up(ONE))
+            assert set((await discovery._store.leases(namespace_prefix("dynamo"))).values()) > {None}
+            for key in (early, late):
+                await kv.delete(key, timeout=SOON_S)
+            await follower.until(*(Rejected(each.key, None) for each in rejections))
+            assert Down(1) not in follower.told

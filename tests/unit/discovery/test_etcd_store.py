@@ -1,4 +1,4 @@
-"""Which endpoint texts are taken."""
+"""Which endpoint texts are taken, and how keys are read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.discovery.etcd_store import TlsFiles, channel_credentials, parse_endpoints
+from dynamo_trtllm.discovery.etcd_store import TlsFiles, channel_credentials, key_bytes, key_text, parse_endpoints
 from dynamo_trtllm.errors import ConfigError
 
 
@@ -63,3 +63,12 @@ def test_credentials_when_endpoints_and_files_do_not_agree_then_refused(
     with pytest.raises(ConfigError) as caught:
         channel_credentials(endpoints, files)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("key", [b"", b"v1/instances/a", "naïve".encode(), b"\xff/\xc3", b"\\xff", bytes(range(256))])
+def test_key_when_read_and_written_then_the_same_bytes(key: bytes) -> None:
+    assert key_bytes(key_text(key)) == key
+
+
+def test_key_when_it_is_no_utf8_then_it_reads_as_no_other_key() -> None:
+    assert key_text(b"v1/\xff") != key_text(rb"v1/\xff")

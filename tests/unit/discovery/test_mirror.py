@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.discovery.base import Down, Up
-from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
+from dynamo_trtllm.discovery import mirror as mirror_module
+from dynamo_trtllm.discovery.base import Down, Rejected, Up
+from dynamo_trtllm.discovery.keys import EndpointId, endpoint_of, instance_key, subject
 from dynamo_trtllm.discovery.mirror import Mirror
 from dynamo_trtllm.messages import Instance
 from tests.instances import make_instance
@@ -89,18 +90,157 @@ def test_removed_when_known_then_down_once() -> None:
     assert mirror.put(key, record) == [Up(ONE)]
 
 
-def test_put_when_unreadable_then_skipped_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+ODD_KEY = "v1/instances/dynamo/a/b/1"
+
+
+def reasons(news: list[Up | Down | Rejected]) -> list[tuple[str, str | None]]:
+    """Of what was rejected, and nothing else."""
+    assert all(isinstance(each, Rejected) for each in news)
+    return [(each.key, each.reason) for each in news if isinstance(each, Rejected)]
+
+
+def test_put_when_unreadable_then_rejected_once_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     mirror = Mirror()
     with caplog.at_level(logging.WARNING):
-        assert mirror.put("v1/instances/dynamo/a/b/1", b"\xc1") == []
-        assert mirror.put("v1/instances/dynamo/a/b/1", b"\xc1") == []
-        assert mirror.put("v1/instances/dynamo/odd", entry(ONE)[1]) == []
+        ((key, reason),) = reasons(mirror.put(ODD_KEY, b"\xc1"))
+        assert mirror.put(ODD_KEY, b"\xc1") == []
+        assert len(mirror.put("v1/instances/dynamo/odd", entry(ONE)[1])) == 1
+    assert key == ODD_KEY
+    assert reason is not None
+    assert caplog.records[0].getMessage() == f"a record is rejected: {ODD_KEY}: {reason}"
     assert len(caplog.records) == 2
 
 
-def test_put_when_known_record_becomes_unreadable_then_down() -> None:
+def test_put_when_another_thing_is_wrong_with_it_now_then_rejected_again_with_no_second_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    mirror = Mirror()
+    mirror.put(ODD_KEY, b"\xc1")
+    ((_, reason),) = reasons(mirror.put(ODD_KEY, b""))
+    assert reason is not None
+    assert "truncated" in reason
+    assert len(caplog.records) == 1
+
+
+def test_put_when_a_key_holds_anything_then_the_log_has_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    ((key, _),) = reasons(Mirror().put("v1/instances/dynamo/\n\x1b[2J\udcff" + "x" * 1_000_000, b""))
+    assert key.startswith(r"v1/instances/dynamo/\n\x1b[2J\udcffxxx")
+    (record,) = caplog.records
+    assert len(record.getMessage()) < 500
+    assert record.getMessage().isprintable()
+
+
+def test_put_when_known_record_becomes_unreadable_then_down_and_rejected() -> None:
     mirror = Mirror()
     key, record = entry(ONE)
     mirror.put(key, record)
-    assert mirror.put(key, b"\xc1") == [Down(1)]
-    assert mirror.removed(key) == []
+    down, rejected = mirror.put(key, b"\xc1")
+    assert down == Down(1)
+    assert isinstance(rejected, Rejected)
+    assert mirror.put(key, record) == [Rejected(key, None), Up(ONE)]
+
+
+def test_removed_when_rejected_then_it_is_over_and_nothing_is_down() -> None:
+    mirror = Mirror()
+    mirror.put(ODD_KEY, b"\xc1")
+    assert mirror.removed(ODD_KEY) == [Rejected(ODD_KEY, None)]
+    assert mirror.removed(ODD_KEY) == []
+
+
+def test_relist_when_a_rejected_key_is_listed_no_more_then_it_is_over_at_once() -> None:
+    mirror = Mirror(grace_s=10)
+    mirror.relist({ODD_KEY: b"\xc1", **dict([entry(TWO)])})
+    assert mirror.relist({ODD_KEY: b"\xc1"}, 1.0) == []
+    assert mirror.relist({}, 2.0) == [Rejected(ODD_KEY, None)]
+    assert mirror.relist({}, 11.0) == [Down(2)]
+
+
+def test_put_when_the_record_is_of_another_id_then_it_stands_for_no_instance_and_takes_none_down() -> None:
+    """The key of a ghost with the record of a real worker, and a ghost at the key of a real worker."""
+    mirror = Mirror()
+    mirror.put(*entry(ONE))
+    ghost_key = entry(THREE)[0]
+    ((_, reason),) = reasons(mirror.put(ghost_key, entry(ONE)[1]))
+    assert reason == "the key says id 3 and the record 1"
+    assert reasons(mirror.removed(ghost_key)) == [(ghost_key, None)]
+    assert mirror.put(*entry(ONE)) == []  # it stands as before
+
+
+def moved(instance: Instance, component: str = "zzz") -> Instance:
+    """The same id at another endpoint, with the key and the subject of that endpoint."""
+    endpoint = EndpointId(instance.namespace, component, instance.endpoint)
+    return msgspec.structs.replace(instance, component=component, subject=subject(endpoint, instance.id))
+
+
+def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_goes() -> None:
+    mirror = Mirror()
+    mirror.put(*entry(ONE))
+    second_key, third_key = entry(moved(ONE))[0], entry(moved(ONE, "zzzz"))[0]
+    for second in (moved(ONE), moved(ONE, "zzzz")):
+        ((_, reason),) = reasons(mirror.put(*entry(second)))
+        assert reason == f"instance 1 stands already, under the key {entry(ONE)[0]}"
+        assert mirror.put(*entry(second)) == []
+    assert mirror.put(*entry(ONE)) == []
+    assert mirror.removed(entry(ONE)[0]) == [
+        Down(1),
+        Rejected(second_key, None),
+        Up(moved(ONE)),
+        Rejected(third_key, f"instance 1 stands already, under the key {second_key}"),
+    ]
+    assert mirror.removed(third_key) == [Rejected(third_key, None)]
+    assert mirror.removed(second_key) == [Down(1)]
+
+
+def test_put_when_the_first_key_of_an_id_becomes_unreadable_then_the_second_stands() -> None:
+    mirror = Mirror()
+    first_key, second_key = entry(ONE)[0], entry(moved(ONE))[0]
+    mirror.put(*entry(ONE))
+    mirror.put(*entry(moved(ONE)))
+    down, over, up, rejected = mirror.put(first_key, b"\xc1")
+    assert [down, over, up] == [Down(1), Rejected(second_key, None), Up(moved(ONE))]
+    assert isinstance(rejected, Rejected)
+    assert rejected.key == first_key
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_relist_when_the_first_key_of_an_id_is_missing_then_the_second_waits_for_its_grace(is_listed: bool) -> None:
+    mirror = Mirror(grace_s=10)
+    mirror.relist(dict([entry(ONE), entry(moved(ONE))]))
+    second = dict([entry(moved(ONE))])
+    over = Rejected(entry(moved(ONE))[0], None)
+    assert mirror.relist(second, 1.0) == []
+    expected = [over, Down(1)] if not is_listed else [Down(1), over, Up(moved(ONE))]
+    assert mirror.relist(second if is_listed else {}, 11.0) == expected
+
+
+def test_put_when_the_second_key_of_an_id_left_meanwhile_then_it_never_stands() -> None:
+    mirror = Mirror()
+    mirror.put(*entry(ONE))
+    mirror.put(*entry(moved(ONE)))
+    mirror.removed(entry(moved(ONE))[0])
+    assert mirror.removed(entry(ONE)[0]) == [Down(1)]
+
+
+def test_put_when_more_are_rejected_than_are_remembered_then_no_news_and_one_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "MOST_REJECTED", 3)
+    mirror = Mirror()
+    odd = [f"v1/instances/dynamo/odd-{number}" for number in range(6)]
+    assert [len(mirror.put(key, b"")) for key in odd] == [1, 1, 1, 0, 0, 0]
+    assert len(caplog.records) == 4
+    assert "3 records are rejected, further ones are neither logged nor shown" in caplog.text
+    assert mirror.removed(odd[5]) == []
+    mirror.removed(odd[0])
+    assert len(mirror.put(odd[5], b"")) == 1  # there is a place again
+    assert mirror.put(*entry(ONE)) == [Up(ONE)]
+
+
+def test_put_when_too_many_bytes_would_wait_then_the_next_list_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "MOST_WAITING_BYTES", 0)
+    mirror = Mirror()
+    mirror.put(*entry(ONE))
+    second = dict([entry(moved(ONE))])
+    assert len(mirror.relist(dict([entry(ONE)]) | second)) == 1
+    assert mirror.removed(entry(ONE)[0]) == [Down(1)]
+    assert mirror.relist(second) == [Rejected(*second, None), Up(moved(ONE))]
