@@ -124,7 +124,7 @@ class Played:
         return None
 
     def standing(self) -> Standing:
-        return Standing(pairs=[], mismatched=[])
+        return Standing(pairs=[], mismatched=[], rejected_records=[])
 
 
 class Nowhere:

@@ -39,7 +39,7 @@ class Catalog(Protocol):
         ...
 
     def standing(self) -> Standing:
-        """All pairs of all models, and the instances that fit no other."""
+        """All pairs of all models, the instances that fit no other, and the records that were rejected."""
         ...
 
 

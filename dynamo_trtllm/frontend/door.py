@@ -23,6 +23,7 @@ _EARLY = {
         "instances": [],
         "pairs": [],
         "mismatched": [],
+        "rejected_records": [],
         "message": "this frontend is starting",
     },
 }

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.discovery.base import Discovery, Down, Synced, Up
+from dynamo_trtllm.discovery.base import Discovery, Down, Rejected, Synced, Up
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, ModelNotFound, NoInstances
 from dynamo_trtllm.frontend import standing
 from dynamo_trtllm.frontend.standing import Standing
@@ -49,6 +49,7 @@ class Models:
         self._namespace = namespace
         self._served: dict[str, ServedModel] = {}
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._rejected: dict[str, str] = {}  # key of a record to the reason
         self.synced = asyncio.Event()  # discovery has told all that was there
 
     def get(self, name: str) -> ServedModel:
@@ -78,6 +79,7 @@ class Models:
         return Standing(
             pairs=[row for name, view in views.items() for row in standing.pair_rows(view, name, book, now)],
             mismatched=[line for view in views.values() for line in standing.mismatches(view)],
+            rejected_records=standing.rejected_rows(self._rejected),
         )
 
     async def watch(self) -> None:
@@ -89,6 +91,10 @@ class Models:
                         self._add(instance)
                     case Down(instance_id):
                         self._remove(instance_id)
+                    case Rejected(key, None):
+                        self._rejected.pop(key, None)
+                    case Rejected(key, str(reason)):
+                        self._rejected[key] = reason
                     case Synced():
                         self.synced.set()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Final, TypedDict
 
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.router.pairs import PairBook, PairState, pairs_of, spelled
 from dynamo_trtllm.router.policy import differences
 from dynamo_trtllm.router.view import ModelView
+
+MOST_REJECTED_SHOWN: Final = 100
 
 WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGGREGATED: "worker"}
 
@@ -23,11 +26,19 @@ class PairRow(TypedDict):
     age_s: float | None  # since the last outcome, of a request or a canary; null: none yet
 
 
+class RejectedRow(TypedDict):
+    """One record of the store that stands for no instance."""
+
+    key: str  # escaped, and cut where it is long
+    reason: str
+
+
 class Standing(TypedDict):
     """What /health tells beside the instances."""
 
     pairs: list[PairRow]
     mismatched: list[str]
+    rejected_records: list[RejectedRow]
 
 
 def lacking(view: ModelView, name: str, book: PairBook | None) -> str | None:
@@ -57,6 +68,11 @@ def mismatches(view: ModelView) -> list[str]:
             if keys and view.keys[instance.id] not in keys
         ]
     return lines
+
+
+def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRow]:
+    """Lists the first of the rejected records, given as key to reason: /health stays small, however many there are."""
+    return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
 
 
 def pair_rows(view: ModelView, name: str, book: PairBook, now: float) -> list[PairRow]:

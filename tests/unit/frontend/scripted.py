@@ -122,7 +122,7 @@ class Catalog:
         self.served = {MODEL: ServedModel(CARD, self.renderer)}
         self.up: list[Instance] = []
         self.lacks: str | None = None
-        self.shown: Standing = {"pairs": [], "mismatched": []}
+        self.shown: Standing = {"pairs": [], "mismatched": [], "rejected_records": []}
 
     def get(self, name: str) -> ServedModel:
         if name not in self.served:

@@ -111,6 +111,9 @@ async def test_endpoints_that_answer_at_once_then_as_described() -> None:
     schema("Model").validate((await ask(served, "GET", f"/v1/models/{MODEL}")).json())
     schema("Ready").validate((await ask(served, "GET", f"/v1/models/{MODEL}/ready")).json())
     served.catalog.lacks = "model lab/tiny has no decode worker"
+    served.catalog.shown["rejected_records"] = [
+        {"key": "v1/instances/dynamo/x", "reason": "the key is not of the form"}
+    ]
     schema("Health").validate((await ask(served, "GET", "/health")).json())
     not_ready = await ask(served, "GET", f"/v1/models/{MODEL}/ready")
     schema("Ready").validate(not_ready.json())

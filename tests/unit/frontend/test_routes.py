@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
+from dynamo_trtllm.frontend.standing import RejectedRow
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
 from tests.unit.frontend.scripted import MODEL, Front, front
@@ -63,12 +64,18 @@ async def test_health_when_all_roles_are_there_then_the_shape_of_the_guides() ->
 async def test_health_when_something_is_lacking_then_200_and_not_ready_says_what() -> None:
     served = front()
     served.catalog.lacks = "model lab/tiny has no worker"
-    served.catalog.shown = {"pairs": [], "mismatched": ["instance 3 (decode): strategy differs"]}
+    rejected: list[RejectedRow] = [{"key": "v1/instances/dynamo/x", "reason": "the key is not of the form"}]
+    served.catalog.shown = {
+        "pairs": [],
+        "mismatched": ["instance 3 (decode): strategy differs"],
+        "rejected_records": rejected,
+    }
     response = await ask(served, "GET", "/health")
     assert response.status_code == 200
     assert response.json()["status"] == "not_ready"
     assert response.json()["message"] == "model lab/tiny has no worker"
     assert response.json()["mismatched"] == ["instance 3 (decode): strategy differs"]
+    assert response.json()["rejected_records"] == rejected
 
 
 async def test_health_when_nobody_registered_then_not_ready() -> None:

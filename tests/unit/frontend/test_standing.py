@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dynamo_trtllm.frontend.standing import lacking, mismatches, pair_rows
+from dynamo_trtllm.frontend.standing import lacking, mismatches, pair_rows, rejected_rows
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.router.pairs import BreakerLimits, PairBook
 from dynamo_trtllm.router.view import ModelView
@@ -55,3 +55,10 @@ def test_pair_rows_when_shown_then_ids_state_reason_and_age() -> None:
         {"model": "m", "prefill": "a", "decode": "b", "state": "failing", "reason": "transfer: x", "age_s": 2.5},
         {"model": "m", "prefill": None, "decode": "d", "state": "untried", "reason": "", "age_s": None},
     ]
+
+
+def test_rejected_rows_when_there_are_very_many_then_the_first_hundred() -> None:
+    rows = rejected_rows({f"key-{number:05}": f"reason {number}" for number in reversed(range(10_000))})
+    assert len(rows) == 100
+    assert rows[0] == {"key": "key-00000", "reason": "reason 0"}
+    assert rejected_rows({}) == []
