@@ -28,7 +28,7 @@ class ConfigError(DynamoError):
 
 
 class InternalError(DynamoError):
-    """What an unexpected exception becomes at the two catch-alls (worker service, ASGI handler)."""
+    """What an unexpected exception becomes at a catch-all: worker service, ASGI handler, canaries, model renderers."""
 
     code = "internal"
 

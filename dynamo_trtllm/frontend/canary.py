@@ -19,6 +19,7 @@ from dynamo_trtllm.errors import (
     Disconnected,
     DynamoError,
     HandoffTimeout,
+    InternalError,
     TransferFailed,
     Unreachable,
 )
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 
 _PROMPT_TOKENS = 8
 _AT_ONCE = 4
+_PASSED = "ok"
+_MOST_SAID = 300  # characters of an unexpected error at /health
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class Canaries:
         self._options = options
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
+        self._broke: set[Pair] = set()  # whose canary raised what none may, since it last passed
 
     async def run(self, plane: Plane, metrics: CanaryMetrics) -> None:
         """Until cancelled."""
@@ -77,11 +81,28 @@ class Canaries:
 
         async def one(pair: Pair, model: str) -> None:
             async with places:
-                metrics.canary_finished(model=model, code=await self._try(pair))
+                metrics.canary_finished(model=model, code=await self._try_safely(pair))
 
         async with asyncio.TaskGroup() as group:
             for pair, model in due.items():
                 group.create_task(one(pair, model))
+
+    async def _try_safely(self, pair: Pair) -> str:
+        """As `_try`; an unexpected exception is the failure of this pair alone."""
+        try:
+            code = await self._try(pair)
+        # What a worker says of itself goes into its canary, and an exception would end the canaries of all pairs, and
+        # with them the frontend. The traceback is logged once, for the canary is repeated.
+        except Exception as exc:  # noqa: BLE001
+            code = InternalError.code
+            if pair not in self._broke:
+                self._broke.add(pair)
+                prefill, decode = ("none" if each is None else f"{each:x}" for each in pair)
+                _log.error("a canary failed unexpectedly: prefill %s, decode %s", prefill, decode, exc_info=exc)
+            self._note(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}")
+        if code == _PASSED:
+            self._broke.discard(pair)
+        return code
 
     async def _try(self, pair: Pair) -> str:
         """Notes the outcome in the book; returns "ok" or an error's code."""
@@ -110,7 +131,7 @@ class Canaries:
             self._note(pair, reason)
             return "canary"
         self._pipeline.note_passed(pair)
-        return "ok"
+        return _PASSED
 
     async def _outcome(self, placement: Placement, trace: Trace) -> str:
         """Why the canary does not count as passed; "" when it does."""
@@ -148,6 +169,7 @@ class Canaries:
     async def _restart_poisoned(self, plane: Plane, pairs: list[Pair]) -> None:
         by_id = {instance.id: instance for instance in self._view.instances()}
         self._asked_to_restart &= by_id.keys()
+        self._broke.intersection_update(pairs)
         for instance_id in poisoned(self._book, pairs) - self._asked_to_restart:
             self._asked_to_restart.add(instance_id)
             instance = by_id.get(instance_id)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
@@ -27,7 +29,7 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.plane.inproc import InprocPlane
 from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
 from dynamo_trtllm.router.view import ClusterView
-from tests.instances import make_instance, make_ticket
+from tests.instances import CARD, make_instance, make_ticket
 from tests.unit.frontend.legs import request
 from tests.waiting import SOON_S
 
@@ -217,3 +219,24 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
         assert bench.book.record((1, 2)).state is PairState.FAILING
         decode.ending = answer()
         await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+
+
+async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_failure_and_the_others_are_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A card without a vocabulary, which discovery would have rejected: its canary divides by zero."""
+    bench = Bench(limits=BreakerLimits(failures=3, open_s=0.01))
+    odd = make_instance(3, role=Role.AGGREGATED)
+    odd = msgspec.structs.replace(odd, card=msgspec.structs.replace(CARD, name="odd", vocab_size=0))
+    async with bench.running():
+        bench.view.add(odd)
+        await bench.until(lambda: bench.codes["internal"] > 1)
+        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(2, Role.DECODE, answer())
+        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+        assert bench.book.record((None, 3)).reason.startswith("internal: ZeroDivisionError: ")
+        await bench.until(lambda: bench.book.is_shut((None, 3)))
+        said = [record for record in caplog.records if record.getMessage().startswith("a canary failed unexpectedly")]
+        assert [(each.levelno, each.exc_info is not None) for each in said] == [(logging.ERROR, True)]
+        await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))  # the same instance with a sound card
+        await bench.until(lambda: bench.book.record((None, 3)).state is PairState.WORKING)
