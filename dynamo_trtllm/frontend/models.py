@@ -9,12 +9,14 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Final
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Discovery, Down, Rejected, Synced, Up
-from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, ModelNotFound, NoInstances
+from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.frontend import standing
 from dynamo_trtllm.frontend.standing import Standing
 from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard, Role
@@ -26,6 +28,8 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
+MOST_FILES_BYTES: Final = 256 << 20  # of one card's files together; what a worker says of their size is no bound
+_MOST_SAID: Final = 300  # characters of a library's error in our own
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
 
 
@@ -149,37 +153,52 @@ class Models:
         try:
             while (card := self._card_to_load(name)) is not None:
                 try:
-                    files = {file: await self._fetch(name, sha256) for file, sha256 in card.files.items()}
-                    self._served[name] = ServedModel(card, await asyncio.to_thread(renderer_for, card, files))
+                    files = await self._fetch_all(card)
+                    self._served[name] = ServedModel(card, await asyncio.to_thread(_renderer, card, files))
                     _log.info("model %s is served", name)
                 except DynamoError as exc:
                     if exc.message != said:  # the same fault is said once, not at each attempt
                         said = exc.message
-                        _log.error("model %s can't be served yet (%s): %s", name, exc.code, exc.message)
+                        unexpected = exc if isinstance(exc, InternalError) else None
+                        _log.error(
+                            "model %s can't be served yet (%s): %s", name, exc.code, exc.message, exc_info=unexpected
+                        )
                     await asyncio.sleep(_RETRY_S)
         finally:
             del self._loading[name]
 
-    async def _fetch(self, name: str, sha256: str) -> bytes:
+    async def _fetch_all(self, card: ModelCard) -> dict[str, bytes]:
+        """Fetches the card's files, by name. Raises as `_fetch`."""
+        files: dict[str, bytes] = {}
+        left = MOST_FILES_BYTES
+        for file, sha256 in card.files.items():
+            files[file] = await self._fetch(card.name, sha256, left)
+            left -= len(files[file])
+        return files
+
+    async def _fetch(self, name: str, sha256: str, most_bytes: int) -> bytes:
         """A file of the card from the first of the model's workers that gives it. Raises the last one's error."""
         error: DynamoError = NoInstances(f"no worker of model {name!r} has file {sha256} now")
         for holder in self._view.instances():
             if holder.card.name == name and sha256 in holder.card.files.values():
                 try:
-                    return await self._fetch_from(holder, sha256)
+                    return await self._fetch_from(holder, sha256, most_bytes)
                 except DynamoError as exc:
                     error = exc
         raise error
 
-    async def _fetch_from(self, holder: Instance, sha256: str) -> bytes:
-        """The file in pieces. Raises BadFrame for another content, or as `Plane.control`."""
+    async def _fetch_from(self, holder: Instance, sha256: str, most_bytes: int) -> bytes:
+        """The file in pieces. Raises BadFrame for another content or size, or as `Plane.control`."""
         data = bytearray()
-        while True:
+        total_bytes: int | None = None
+        while total_bytes is None or len(data) < total_bytes:
             reply = await self._plane.control(holder.subject, FileRequest(sha256, len(data)))
             piece = codec.decode(reply, FilePiece)
+            if total_bytes is None:
+                total_bytes = piece.total_bytes
+            if wrong := _wrong_size(piece, len(data), total_bytes, most_bytes):
+                raise BadFrame(f"instance {holder.id:x} sent file {sha256} {wrong}; restart it")
             data += piece.data
-            if len(data) >= piece.total_bytes or not piece.data:
-                break
         if hashlib.sha256(data).hexdigest() != sha256:
             raise BadFrame(f"instance {holder.id:x} sent another file than {sha256}; restart it")
         return bytes(data)
@@ -189,3 +208,28 @@ class Models:
         for task in loading:
             task.cancel()
         await asyncio.gather(*loading, return_exceptions=True)
+
+
+def _renderer(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
+    """As `renderer_for`, for a worker thread. Raises InternalError for whatever else comes out of it."""
+    try:
+        return renderer_for(card, files)
+    except DynamoError:
+        raise
+    # The files are a worker's, and the tokenizer library answers some that are broken with a panic, which is no
+    # Exception. One model's files must not end the task that loads it. No cancellation arrives in a thread.
+    except BaseException as exc:
+        raise InternalError(f"its files make the renderer fail: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}") from exc
+
+
+def _wrong_size(piece: FilePiece, offset: int, total_bytes: int, most_bytes: int) -> str:
+    """What can't be of a piece's sizes; "" when all can."""
+    if piece.total_bytes != total_bytes:
+        return f"as {total_bytes} bytes and then as {piece.total_bytes}"
+    if not 0 <= total_bytes <= most_bytes:
+        return f"as {total_bytes} bytes, where 0 to {most_bytes} are taken"
+    if offset + len(piece.data) > total_bytes:
+        return f"with {offset + len(piece.data)} bytes, of {total_bytes}"
+    if not piece.data and offset < total_bytes:
+        return f"with only {offset} bytes, of {total_bytes}"
+    return ""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+import tokenizers
+from tokenizers import models as tokenizer_models
+from tokenizers import pre_tokenizers
 
 from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.worker.service import PIECE_BYTES
+from tests.unit.frontend.holders import TEMPLATE, Frontend
 from tests.unit.frontend.legs import Cluster
 from tests.unit.frontend.planning import TemplateModels, harmony_model
 
@@ -31,3 +38,28 @@ async def cluster() -> AsyncIterator[Cluster]:
     await cluster.pipeline.aclose()
     await cluster.plane.aclose()
     assert asyncio.all_tasks() - before - {asyncio.current_task()} == set()
+
+
+@pytest.fixture
+async def frontend() -> AsyncIterator[Frontend]:
+    """Closed at the end, after which no task may be left."""
+    before = asyncio.all_tasks()
+    frontend = Frontend()
+    yield frontend
+    await frontend.aclose()
+    assert asyncio.all_tasks() - before - {asyncio.current_task()} == set()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """What a chat_template renderer is made of; the template takes three pieces on its way."""
+    tokenizer = tokenizers.Tokenizer(tokenizer_models.WordLevel({"<unk>": 0, "the": 1, "fox": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    contents = {
+        "tokenizer.json": tokenizer.to_str(),
+        "tokenizer_config.json": json.dumps({}),
+        "chat_template.jinja": "{# " + "x" * (2 * PIECE_BYTES) + " #}" + TEMPLATE,
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    return {name: tmp_path / name for name in contents}

@@ -4,160 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
-import tokenizers
-from tokenizers import models as tokenizer_models
-from tokenizers import pre_tokenizers
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.discovery.base import Registration
+from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
 from dynamo_trtllm.discovery.memory import MemoryDiscovery
-from dynamo_trtllm.engine.base import EngineInfo
 from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend import models as models_module
 from dynamo_trtllm.frontend.models import Models
 from dynamo_trtllm.messages import (
-    Chunk,
-    Control,
     Conversation,
-    FilePiece,
-    FileRequest,
-    GenerateRequest,
     Message,
-    ModelCard,
     Role,
 )
-from dynamo_trtllm.observe.metrics import WorkerMetrics
-from dynamo_trtllm.plane.base import Service
 from dynamo_trtllm.plane.inproc import InprocPlane
 from dynamo_trtllm.render.harmony import HarmonyRenderer
 from dynamo_trtllm.router.view import ClusterView
-from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
+from dynamo_trtllm.worker.service import PIECE_BYTES, digest
 from tests.instances import CARD, make_instance
+from tests.unit.frontend.holders import HARMONY, Frontend, Holder, by_hash, card_of, served, until
 from tests.waiting import SOON_S
-
-HARMONY = ModelCard(name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony")
-TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
-
-
-class NoEngine:
-    """Computes nothing: these workers only give files."""
-
-    async def start(self) -> EngineInfo:
-        raise AssertionError("a worker of these tests was asked for more than files")
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        raise AssertionError("a worker of these tests was asked for more than files")
-        yield Chunk()
-
-    async def check(self) -> None:
-        raise AssertionError("a worker of these tests was asked for more than files")
-
-    async def drain(self) -> None:
-        raise AssertionError("a worker of these tests was asked for more than files")
-
-    async def aclose(self) -> None:
-        raise AssertionError("a worker of these tests was asked for more than files")
-
-
-class Holder:
-    """A worker's service that notes which pieces were asked for, and may garble what it gives."""
-
-    def __init__(self, files: Mapping[str, Path], *, garbled: bool = False) -> None:
-        instance = make_instance(1, role=Role.AGGREGATED)
-        self._service = WorkerService(
-            NoEngine(), instance, Admission(AdmissionLimits(), time.time), files=files, metrics=WorkerMetrics()
-        )
-        self.garbled = garbled
-        self.asked: list[FileRequest] = []
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        return self._service.generate(request)
-
-    async def control(self, verb: Control) -> bytes:
-        assert isinstance(verb, FileRequest)
-        self.asked.append(verb)
-        reply = await self._service.control(verb)
-        if not self.garbled:
-            return reply
-        piece = codec.decode(reply, FilePiece)
-        return codec.encode(FilePiece(data=b"?" * len(piece.data), total_bytes=piece.total_bytes))
-
-
-class Frontend:
-    """`Models` over the twins, watching."""
-
-    def __init__(self) -> None:
-        self.plane = InprocPlane()
-        self.discovery = MemoryDiscovery()
-        self.models = Models(ClusterView(), self.discovery, self.plane, "dynamo")
-        self.watching = asyncio.create_task(self.models.watch())
-
-    async def add(
-        self, instance_id: int, card: ModelCard, role: Role = Role.AGGREGATED, service: Service | None = None
-    ) -> Registration:
-        instance = msgspec.structs.replace(make_instance(instance_id, role=role), card=card)
-        if service is not None:
-            await self.plane.serve(instance.subject, service)
-        return await self.discovery.register(instance)
-
-    async def aclose(self) -> None:
-        self.watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await self.watching
-        await self.models.aclose()
-        await self.discovery.aclose()
-        await self.plane.aclose()
-
-
-@pytest.fixture
-async def frontend() -> AsyncIterator[Frontend]:
-    before = asyncio.all_tasks()
-    frontend = Frontend()
-    yield frontend
-    await frontend.aclose()
-    assert asyncio.all_tasks() - before - {asyncio.current_task()} == set()
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> dict[str, Path]:
-    """What a chat_template renderer is made of; the template takes three pieces on its way."""
-    tokenizer = tokenizers.Tokenizer(tokenizer_models.WordLevel({"<unk>": 0, "the": 1, "fox": 2}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    contents = {
-        "tokenizer.json": tokenizer.to_str(),
-        "tokenizer_config.json": json.dumps({}),
-        "chat_template.jinja": "{# " + "x" * (2 * PIECE_BYTES) + " #}" + TEMPLATE,
-    }
-    for name, content in contents.items():
-        (tmp_path / name).write_text(content)
-    return {name: tmp_path / name for name in contents}
-
-
-def card_of(files: Mapping[str, Path]) -> ModelCard:
-    return msgspec.structs.replace(CARD, files={name: digest(path) for name, path in files.items()})
-
-
-def by_hash(files: Mapping[str, Path]) -> dict[str, Path]:
-    return {digest(path): path for path in files.values()}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not condition():  # noqa: ASYNC110 - what is awaited is a result, which has no event
-            await asyncio.sleep(0.002)
-
-
-async def served(frontend: Frontend, name: str) -> None:
-    await until(lambda: name in frontend.models.names())
 
 
 def prompt_ids(frontend: Frontend) -> list[int]:
@@ -309,6 +178,20 @@ async def test_aclose_when_a_model_is_loading_then_no_task_is_left(frontend: Fro
     await until(lambda: any(task.get_name() == "load tiny" for task in asyncio.all_tasks()))
     await frontend.models.aclose()
     assert not any(task.get_name() == "load tiny" for task in asyncio.all_tasks())
+
+
+async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_go(frontend: Frontend) -> None:
+    instance = make_instance(1)
+    key = instance_key(endpoint_of(instance), 1)
+    frontend.store.put(key, b"garbage")
+    await until(lambda: bool(frontend.models.standing()["rejected_records"]))
+    (row,) = frontend.models.standing()["rejected_records"]
+    assert row["key"] == key
+    assert row["reason"].startswith("the record can't be read: ")
+    assert frontend.models.instances() == []
+    frontend.store.put(key, codec.encode(instance))
+    await until(lambda: len(frontend.models.instances()) == 1)
+    assert frontend.models.standing()["rejected_records"] == []
 
 
 async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and_it_says_why(

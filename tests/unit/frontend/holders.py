@@ -1,0 +1,126 @@
+"""Workers that only give the files of their model, and `Models` that watch for them, all in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.discovery.base import Registration
+from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
+from dynamo_trtllm.engine.base import EngineInfo
+from dynamo_trtllm.frontend.models import Models
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FilePiece,
+    FileRequest,
+    GenerateRequest,
+    ModelCard,
+    Role,
+)
+from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.plane.base import Service
+from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
+from dynamo_trtllm.worker.service import WorkerService, digest
+from tests.instances import CARD, make_instance
+from tests.waiting import SOON_S
+
+HARMONY = ModelCard(name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony")
+TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
+
+
+class NoEngine:
+    """Computes nothing: these workers only give files."""
+
+    async def start(self) -> EngineInfo:
+        raise AssertionError("a worker of these tests was asked for more than files")
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        raise AssertionError("a worker of these tests was asked for more than files")
+        yield Chunk()
+
+    async def check(self) -> None:
+        raise AssertionError("a worker of these tests was asked for more than files")
+
+    async def drain(self) -> None:
+        raise AssertionError("a worker of these tests was asked for more than files")
+
+    async def aclose(self) -> None:
+        raise AssertionError("a worker of these tests was asked for more than files")
+
+
+class Holder:
+    """A worker's service that notes which pieces were asked for, and may garble what it gives."""
+
+    def __init__(self, files: Mapping[str, Path], *, garbled: bool = False) -> None:
+        instance = make_instance(1, role=Role.AGGREGATED)
+        self._service = WorkerService(
+            NoEngine(), instance, Admission(AdmissionLimits(), time.time), files=files, metrics=WorkerMetrics()
+        )
+        self.garbled = garbled
+        self.asked: list[FileRequest] = []
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._service.generate(request)
+
+    async def control(self, verb: Control) -> bytes:
+        assert isinstance(verb, FileRequest)
+        self.asked.append(verb)
+        reply = await self._service.control(verb)
+        if not self.garbled:
+            return reply
+        piece = codec.decode(reply, FilePiece)
+        return codec.encode(FilePiece(data=b"?" * len(piece.data), total_bytes=piece.total_bytes))
+
+
+class Frontend:
+    """`Models` that watch discovery in this process and ask workers over a plane in this process."""
+
+    def __init__(self) -> None:
+        self.plane = InprocPlane()
+        self.store = MemoryStore()
+        self.discovery = MemoryDiscovery(self.store)
+        self.models = Models(ClusterView(), self.discovery, self.plane, "dynamo")
+        self.watching = asyncio.create_task(self.models.watch())
+
+    async def add(
+        self, instance_id: int, card: ModelCard, role: Role = Role.AGGREGATED, service: Service | None = None
+    ) -> Registration:
+        instance = msgspec.structs.replace(make_instance(instance_id, role=role), card=card)
+        if service is not None:
+            await self.plane.serve(instance.subject, service)
+        return await self.discovery.register(instance)
+
+    async def aclose(self) -> None:
+        self.watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.watching
+        await self.models.aclose()
+        await self.discovery.aclose()
+        await self.plane.aclose()
+
+
+def card_of(files: Mapping[str, Path]) -> ModelCard:
+    return msgspec.structs.replace(CARD, files={name: digest(path) for name, path in files.items()})
+
+
+def by_hash(files: Mapping[str, Path]) -> dict[str, Path]:
+    return {digest(path): path for path in files.values()}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not condition():  # noqa: ASYNC110 - what is awaited is a result, which has no event
+            await asyncio.sleep(0.002)
+
+
+async def served(frontend: Frontend, name: str) -> None:
+    await until(lambda: name in frontend.models.names())

@@ -1,0 +1,132 @@
+"""What a worker's files may do to the frontend that loads them: cost that model, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.errors import EngineNotReady
+from dynamo_trtllm.frontend import models as models_module
+from dynamo_trtllm.frontend.models import MOST_FILES_BYTES
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FilePiece,
+    FileRequest,
+    GenerateRequest,
+    ModelCard,
+    Role,
+)
+from dynamo_trtllm.render.base import Renderer
+from tests.unit.frontend.holders import HARMONY, Frontend, Holder, by_hash, card_of, served, until
+
+
+class Sizes:
+    """A worker's service that answers each request for a file with what `piece` makes of its offset."""
+
+    def __init__(self, piece: Callable[[int], FilePiece]) -> None:
+        self._piece = piece
+        self.offsets: list[int] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        raise AssertionError("a worker of these tests was asked for more than files")
+        yield Chunk()
+
+    async def control(self, verb: Control) -> bytes:
+        assert isinstance(verb, FileRequest)
+        self.offsets.append(verb.offset)
+        return codec.encode(self._piece(verb.offset))
+
+
+@pytest.mark.parametrize(
+    ("piece", "said"),
+    [
+        (lambda offset: FilePiece(b"x", -1), "as -1 bytes, where 0 to 268435456 are taken"),
+        (lambda offset: FilePiece(b"x", MOST_FILES_BYTES + 1), "as 268435457 bytes, where 0 to 268435456 are taken"),
+        (lambda offset: FilePiece(b"xx", 10 - offset), "as 10 bytes and then as 8"),
+        (lambda offset: FilePiece(b"xx", 10 + offset), "as 10 bytes and then as 12"),
+        (lambda offset: FilePiece(b"xxxx", 10), "with 12 bytes, of 10"),
+        (lambda offset: FilePiece(b"" if offset else b"xx", 10), "with only 2 bytes, of 10"),
+    ],
+    ids=["negative", "too large", "shrinking", "growing", "beyond its end", "short"],
+)
+async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no_further_and_the_next_one_is(
+    frontend: Frontend,
+    files: dict[str, Path],
+    piece: Callable[[int], FilePiece],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
+    bad = Sizes(piece)
+    await frontend.add(1, card_of(files), service=bad)
+    await until(lambda: "can't be served yet" in caplog.text)
+    assert said in caplog.text
+    asked = bad.offsets.count(0)
+    assert len(bad.offsets) <= 3 * asked
+    await frontend.add(2, card_of(files), Role.DECODE, service=Holder(by_hash(files)))
+    await served(frontend, "tiny")
+
+
+async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_served(
+    frontend: Frontend, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = sorted(path.stat().st_size for path in files.values())
+    monkeypatch.setattr(models_module, "MOST_FILES_BYTES", sum(sizes) - 1)
+    assert sizes[-1] < sum(sizes) - 1  # each alone is small enough
+    await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
+    await until(lambda: "can't be served yet" in caplog.text)
+    assert " are taken; restart it" in caplog.text
+
+
+class Panic(BaseException):
+    """As a Rust library raises, past every `except Exception`."""
+
+
+@pytest.mark.parametrize("fault", [ZeroDivisionError("by zero"), RecursionError("too deep"), Panic("Precompiled")])
+async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_and_tried_again(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: BaseException
+) -> None:
+    monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
+    make, tried = models_module.renderer_for, 0
+
+    def fail(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
+        nonlocal tried
+        if card.name != "oss":
+            return make(card, files)
+        tried += 1
+        raise fault
+
+    monkeypatch.setattr(models_module, "renderer_for", fail)
+    await frontend.add(1, HARMONY)
+    await until(lambda: tried > 2)
+    await frontend.add(2, msgspec.structs.replace(HARMONY, name="other"))
+    await served(frontend, "other")
+    with pytest.raises(EngineNotReady):
+        frontend.models.get("oss")
+    (record,) = [record for record in caplog.records if "can't be served yet" in record.message]
+    expected = f"model oss can't be served yet (internal): its files make the renderer fail: {type(fault).__name__}: "
+    assert record.getMessage() == expected + str(fault)
+    assert (record.levelno, record.exc_info is not None) == (logging.ERROR, True)
+    monkeypatch.setattr(models_module, "renderer_for", make)
+    await served(frontend, "oss")
+
+
+async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model_is_not_served_and_others_are(
+    frontend: Frontend, files: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = json.loads(files["tokenizer.json"].read_bytes())
+    tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
+    files["tokenizer.json"].write_text(json.dumps(tokenizer))
+    await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
+    await until(lambda: "model tiny can't be served yet" in caplog.text)
+    await frontend.add(2, HARMONY)
+    await served(frontend, "oss")
+    assert frontend.models.names() == ["oss"]
