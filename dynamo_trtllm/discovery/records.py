@@ -14,7 +14,7 @@ from typing import Final
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.errors import BadFrame, ConfigError
-from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelCard
+from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelCard, wire_mismatch
 
 MOST_RECORD_BYTES: Final = 256 << 10
 MOST_MODEL_NAME_CHARACTERS: Final = 256
@@ -57,6 +57,8 @@ def read_instance(key: str, record: bytes) -> Instance:
         instance = codec.decode(record, Instance)
     except BadFrame as exc:
         raise BadRecord(f"the record can't be read: {exc.message}") from exc
+    if mismatch := wire_mismatch(instance.wire):
+        raise BadRecord(mismatch)
     _check_place(instance, endpoint, instance_id)
     _check_kinds(instance)
     _check_layout(instance.layout)

@@ -18,7 +18,7 @@ from dynamo_trtllm.discovery.records import (
     written,
 )
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import Instance, Limits, Role
+from dynamo_trtllm.messages import WIRE_VERSION, Instance, Limits, Role
 from tests.instances import CARD, LAYOUT, make_instance
 
 ONE = make_instance(1)
@@ -222,3 +222,14 @@ def test_model_name_when_frontends_would_reject_it_then_config_error_names_the_f
     with pytest.raises(ConfigError, match="--served-model-name") as caught:
         check_model_name(name)
     assert caught.value.field == "served_model_name"
+
+
+@pytest.mark.parametrize("wire", [WIRE_VERSION - 1, WIRE_VERSION, WIRE_VERSION + 1])
+def test_record_when_its_worker_speaks_a_neighboring_version_then_its_instance(wire: int) -> None:
+    instance = replace(ONE, wire=wire)
+    assert read_instance(*written(instance)) == instance
+
+
+def test_record_when_its_worker_speaks_a_version_too_far_away_then_both_versions_are_named() -> None:
+    record = codec.encode(replace(ONE, wire=WIRE_VERSION + 2))
+    assert reason(KEY, record).startswith(f"wire version {WIRE_VERSION + 2} is too far from {WIRE_VERSION}")
