@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,10 +34,11 @@ def build_app(
     pipeline: Generates,
     metrics: FrontendMetrics,
     store: Store | None = None,
+    awaited: Callable[[], str | None] = lambda: None,
 ) -> Starlette:
     """The whole HTTP surface of a frontend. Starts and closes nothing of what it is given.
 
-    `store`: where responses are kept; None: in this process.
+    `store`: where responses are kept; None: in this process. `awaited`: as of `Colleagues`.
     """
     permits = Permits(config.max_inflight, config.max_queued)
     metrics.watch(choices=lambda: permits.taken, queued=lambda: permits.queued)
@@ -47,7 +50,7 @@ def build_app(
         permits=permits,
         running=Running(),
     )
-    answers = Answers(models, metrics)
+    answers = Answers(models, metrics, awaited)
     shelf = Shelf(store or MemoryStore(store_limits(config)), shared=config.shares_responses)
     responses = Responses(shelf)
     app = Starlette(
@@ -60,6 +63,7 @@ def build_app(
             Route("/v1/models/{name:path}/ready", answers.ready, methods=["GET"]),
             Route("/v1/models/{name:path}", answers.model, methods=["GET"]),
             Route("/health", answers.health, methods=["GET"]),
+            Route("/ready", answers.serves, methods=["GET"]),
             Route("/live", answers.live, methods=["GET"]),
             Route("/metrics", answers.metrics, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),

@@ -54,6 +54,10 @@ class Colleagues(Protocol):
         """This process takes requests."""
         ...
 
+    def awaited(self) -> str | None:
+        """Says which processes do not take requests yet, for people; None: all of them do."""
+        ...
+
     def on_parted(self, stop: Callable[[], None]) -> None:
         """Calls `stop` when this process is left alone, which it must not outlive."""
         ...
@@ -67,6 +71,10 @@ class Alone:
 
     def served(self) -> None:
         """Nobody waits for it."""
+
+    def awaited(self) -> str | None:
+        """Returns None: the process that asks takes requests, and there is no other."""
+        return None
 
     def on_parted(self, stop: Callable[[], None]) -> None:
         """There is nobody to part from."""

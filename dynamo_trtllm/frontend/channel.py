@@ -22,7 +22,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class Served(msgspec.Struct, frozen=True, tag=True):
-    """The sender takes requests."""
+    """The sender takes requests. From the parent, which takes none itself: all of its processes do."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

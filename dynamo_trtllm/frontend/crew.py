@@ -118,7 +118,7 @@ class Crew:
         """The exit status of one process, from its start to its end."""
         ours, theirs = socket.socketpair()
         with theirs:
-            channel = await Channel.over(ours, self._whole, lambda: self._served.add(name))
+            channel = await Channel.over(ours, self._whole, lambda: self._note_served(name))
             if self._stopping.is_set():  # meanwhile: who stops all would not see one that is started now
                 channel.close()
                 return 0
@@ -134,6 +134,13 @@ class Crew:
             talking.cancel()
             channel.close()
             await asyncio.gather(talking, return_exceptions=True)
+
+    def _note_served(self, name: str) -> None:
+        """Says so to all processes when the last one serves: `/ready` means the same whichever of them answers."""
+        self._served.add(name)
+        if len(self._served) == self._config.workers:
+            for channel in self._channels.values():
+                channel.say_served()
 
     async def _whole(self) -> Snapshot:
         """The numbers of all processes."""

@@ -11,21 +11,26 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_trtllm.errors import Draining
-from dynamo_trtllm.frontend.errors import RETRY_AFTER_S
+from dynamo_trtllm.frontend.errors import RETRY_AFTER_S, retry_headers
 from dynamo_trtllm.frontend.http import Reply
 from dynamo_trtllm.frontend.request_ids import RequestIds
 
+_STARTING = "this frontend is starting"
 _EARLY = {
-    "/live": {"status": "live"},
-    "/health": {
-        "status": "loading",
-        "endpoints": [],
-        "instances": [],
-        "pairs": [],
-        "mismatched": [],
-        "rejected_records": [],
-        "message": "this frontend is starting",
-    },
+    "/live": (200, {"status": "live"}),
+    "/ready": (503, {"status": "loading", "reason": _STARTING}),
+    "/health": (
+        200,
+        {
+            "status": "loading",
+            "endpoints": [],
+            "instances": [],
+            "pairs": [],
+            "mismatched": [],
+            "rejected_records": [],
+            "message": _STARTING,
+        },
+    ),
 }
 
 
@@ -57,7 +62,8 @@ class Door:
 
 
 async def _answer_early(scope: Scope, receive: Receive, send: Send) -> None:
-    await Reply(send).json(200, _EARLY[scope["path"]])
+    status, body = _EARLY[scope["path"]]
+    await Reply(send).json(status, body, retry_headers(status))
 
 
 async def _answer_late(scope: Scope, receive: Receive, send: Send) -> None:

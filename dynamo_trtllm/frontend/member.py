@@ -38,11 +38,12 @@ class Member:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._metrics: FrontendMetrics | None = None
+        self._all_serve = False
         self._stop: Callable[[], None] = lambda: None
 
     async def join(self) -> None:
         """Before all else."""
-        self._channel = await Channel.over(self._sock, self._snapshot)
+        self._channel = await Channel.over(self._sock, self._snapshot, self._note_all_serve)
 
     async def run(self) -> None:
         """Until the parent is gone."""
@@ -57,8 +58,14 @@ class Member:
     def served(self) -> None:
         self._channel.say_served()
 
+    def awaited(self) -> str | None:
+        return None if self._all_serve else "other processes of this frontend are starting"
+
     def on_parted(self, stop: Callable[[], None]) -> None:
         self._stop = stop
+
+    def _note_all_serve(self) -> None:
+        self._all_serve = True
 
     async def _snapshot(self) -> Snapshot:
         return () if self._metrics is None else self._metrics.snapshot()

@@ -143,6 +143,14 @@ OPERATIONS: Final = (
         about="The deployment: instances, and what is missing. Always 200.",
         answer="Health",
     ),
+    Operation(
+        method="get",
+        path="/ready",
+        id="ready",
+        about="Whether this frontend takes requests; why it does not yet. Says nothing of the models.",
+        answer="FrontendReady",
+        otherwise=((503, "FrontendReady"),),
+    ),
     Operation(method="get", path="/live", id="live", about="Whether this process answers.", answer="Live"),
     Operation(method="get", path="/metrics", id="metrics", about="Prometheus metrics.", answer="", media="text/plain"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -41,9 +41,11 @@ def error_response(status: int, message: str, *, code: str, headers: Mapping[str
 class Answers:
     """One method per path."""
 
-    def __init__(self, models: Catalog, metrics: FrontendMetrics) -> None:
+    def __init__(self, models: Catalog, metrics: FrontendMetrics, awaited: Callable[[], str | None]) -> None:
+        """`awaited`: as of `Colleagues`."""
         self._models = models
         self._metrics = metrics
+        self._awaited = awaited
         self._created = int(time.time())  # models have no age here: that of the frontend stands for it
 
     async def models(self, _: Request) -> Response:
@@ -83,6 +85,12 @@ class Answers:
             **self._models.standing(),
         }
         return json_response(body | {"message": "; ".join(lacking)} if lacking else body)
+
+    async def serves(self, _: Request) -> Response:
+        """200 once every process of this frontend takes requests, 503 with the reason before."""
+        if awaited := self._awaited():
+            return json_response({"status": "loading", "reason": awaited}, 503, retry_headers(503))
+        return json_response({"status": "ready", "reason": ""})
 
     async def live(self, _: Request) -> Response:
         return json_response({"status": "live"})

@@ -50,7 +50,11 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
         stack.push_async_callback(pipeline.aclose)
         store = await _store(config)
         stack.push_async_callback(store.aclose)
-        app = build_app(config, models, pipeline, metrics, store)
+
+        def not_ready() -> str | None:
+            return colleagues.awaited() if tasks.failure is None else tasks.failure.message
+
+        app = build_app(config, models, pipeline, metrics, store, not_ready)
         work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended(), "pairs": forget_gone(view, book)}
         if tries_pairs:
             options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)

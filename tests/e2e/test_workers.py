@@ -65,6 +65,9 @@ def owner(response: httpx.Response, frontend: Process) -> int:
 @pytest.mark.timeout(180)  # two starts of a frontend, on a machine that may be busy
 def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes_back(cluster: Cluster) -> None:
     frontend, url = cluster.frontend, cluster.frontend.url()
+    ready = f"{url}/ready"
+    until(lambda: httpx.get(ready, trust_env=False, timeout=WITHIN_S).status_code == 200, WITHIN_S)
+    assert {httpx.get(ready, trust_env=False, timeout=WITHIN_S).status_code for _ in range(6)} == {200}  # of either
     asked = 0
     while served_by(frontend) != set(NAMES):
         assert asked < MOST

@@ -56,6 +56,23 @@ async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(cre
     assert "exited with status 3 and never served" in caplog.text
 
 
+async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(crew, tmp_path) -> None:
+    heard, go_on = tmp_path / "heard", tmp_path / "go_on"
+    first = SERVED + f"said = os.read(0, 99); open({str(heard)!r}, 'wb').write(said);" + STAYS
+    second = f"import pathlib, time\nwhile not pathlib.Path({str(go_on)!r}).exists(): time.sleep(0.01)\n"
+    made = crew(first, second + SERVED + STAYS)
+    running = asyncio.create_task(made.run())
+    async with asyncio.timeout(3 * SOON_S):
+        await until_serving(made, 1)
+        assert not heard.exists()
+        go_on.touch()
+        while not heard.exists() or not heard.read_bytes():  # noqa: ASYNC110  # another process writes it
+            await asyncio.sleep(0.01)
+        made.stop()
+        assert await running == 0
+    assert heard.read_bytes().hex() == served()
+
+
 async def test_run_when_a_process_that_served_dies_then_it_is_started_again(crew, caplog) -> None:
     made = crew(SERVED + STAYS)
     running = asyncio.create_task(made.run())

@@ -197,9 +197,10 @@ class Front:
     config: FrontendConfig = field(default_factory=FrontendConfig)
     catalog: Catalog = field(default_factory=Catalog)
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
+    awaited: str | None = None  # why /ready is not answered 200
 
     def __post_init__(self) -> None:
-        self.app = build_app(self.config, self.catalog, self.pipeline, self.metrics)
+        self.app = build_app(self.config, self.catalog, self.pipeline, self.metrics, awaited=lambda: self.awaited)
 
 
 def front(*script: Chunk | BaseException | asyncio.Event, **config: object) -> Front:

@@ -11,6 +11,7 @@ import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.channel import Channel
+from dynamo_trtllm.frontend.member import Member
 from dynamo_trtllm.observe.snapshot import Family, Sample, Snapshot
 
 NUMBERS: Snapshot = (Family("requests", "finished", "counter", (Sample("requests_total", (("model", "m"),), 3.0),)),)
@@ -73,6 +74,21 @@ async def test_say_served_then_the_other_end_knows() -> None:
         here.say_served()
         await other.is_served.wait()
         assert not one.is_served.is_set()
+
+
+async def test_member_when_its_parent_says_that_all_serve_then_it_awaits_none_of_them() -> None:
+    ours, theirs = socket.socketpair()
+    member = Member(theirs)
+    await member.join()
+    parent = await Channel.over(ours, End().snapshot)
+    running = asyncio.create_task(member.run())
+    async with asyncio.timeout(10):
+        assert member.awaited() == "other processes of this frontend are starting"
+        parent.say_served()
+        while member.awaited() is not None:  # noqa: ASYNC110  # it gives no sign
+            await asyncio.sleep(0.01)
+        parent.close()
+        await running
 
 
 async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None:

@@ -9,6 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from dynamo_trtllm.frontend.door import Door
 from dynamo_trtllm.frontend.http import Reply
+from tests.unit.frontend.scripted import front
 
 
 async def loaded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -28,6 +29,17 @@ async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() ->
     assert health.status_code == 200
     assert health.json()["status"] == "loading"
     assert health.json()["instances"] == health.json()["rejected_records"] == []
+
+
+async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_the_app_after() -> None:
+    door = Door()
+    async with client(door) as asking:
+        before = await asking.get("/ready")
+        door.open(front().app)
+        after = await asking.get("/ready")
+    assert (before.status_code, before.headers["retry-after"]) == (503, "1")
+    assert before.json() == {"status": "loading", "reason": "this frontend is starting"}
+    assert (after.status_code, after.json()) == (200, {"status": "ready", "reason": ""})
 
 
 async def test_another_path_when_nothing_is_loaded_then_it_waits_and_is_answered_by_the_app() -> None:

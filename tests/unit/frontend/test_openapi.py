@@ -106,8 +106,11 @@ async def test_text_then_whole_and_streamed_answers_are_as_described(fields: dic
 async def test_endpoints_that_answer_at_once_then_as_described() -> None:
     served = front()
     served.catalog.up = [make_instance(1, role=Role.PREFILL), make_instance(2)]
-    for path, name in (("/health", "Health"), ("/live", "Live"), ("/v1/models", "ModelList")):
+    described = {"/health": "Health", "/ready": "FrontendReady", "/live": "Live", "/v1/models": "ModelList"}
+    for path, name in described.items():
         schema(name).validate((await ask(served, "GET", path)).json())
+    served.awaited = "other processes of this frontend are starting"
+    schema("FrontendReady").validate((await ask(served, "GET", "/ready")).json())
     schema("Model").validate((await ask(served, "GET", f"/v1/models/{MODEL}")).json())
     schema("Ready").validate((await ask(served, "GET", f"/v1/models/{MODEL}/ready")).json())
     served.catalog.lacks = "model lab/tiny has no decode worker"

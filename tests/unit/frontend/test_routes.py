@@ -84,6 +84,17 @@ async def test_health_when_nobody_registered_then_not_ready() -> None:
     assert (await ask(served, "GET", "/health")).json()["status"] == "not_ready"
 
 
+async def test_ready_of_the_frontend_when_other_processes_are_awaited_then_503_with_the_reason() -> None:
+    served = front()
+    served.awaited = "other processes of this frontend are starting"
+    before = await ask(served, "GET", "/ready")
+    served.awaited = None
+    after = await ask(served, "GET", "/ready")
+    assert (before.status_code, before.headers["retry-after"]) == (503, "1")
+    assert before.json() == {"status": "loading", "reason": "other processes of this frontend are starting"}
+    assert (after.status_code, after.json()) == (200, {"status": "ready", "reason": ""})
+
+
 async def test_live_and_metrics_then_200() -> None:
     assert (await ask(front(), "GET", "/live")).json() == {"status": "live"}
     assert "dynamo_trtllm_inflight" in (await ask(front(), "GET", "/metrics")).text
