@@ -167,9 +167,15 @@ examples, one prefill and one decode worker of the same model:
         description="seconds without an answer after which a frontend counts as dead and its requests are ended",
         json_schema_extra=setting(CONTROL),
     )
+    system_host: Annotated[str, Field(min_length=1)] = Field(
+        default="0.0.0.0",
+        description="address of --system-port; probes and scrapers of other machines reach the default",
+        json_schema_extra=setting(PROCESS, env="DYN_SYSTEM_HOST"),
+    )
     system_port: Port | None = Field(
         default=None,
-        description="port of /live /ready /health /metrics; 0 takes a free one; without it off",
+        description="port of /live /ready /health /metrics; 0 takes a free one; without it off, or a free loopback "
+        "port when the launcher starts the worker",
         json_schema_extra=setting(PROCESS, env="DYN_SYSTEM_PORT"),
     )
     drain_timeout_s: PositiveFloat = Field(

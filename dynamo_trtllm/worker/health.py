@@ -19,6 +19,8 @@ from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+_REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
+
 
 @dataclass(slots=True)
 class Health:
@@ -26,6 +28,7 @@ class Health:
 
     phase: str = "starting"  # starting, loading, serving, draining, stopped
     reason: str = ""  # why it is not fit to serve, for people; while loading, what it is doing
+    instance_id: str = ""  # in hexadecimal, as in subjects and at a frontend's /health under `pairs`
 
     @property
     def is_ready(self) -> bool:
@@ -39,10 +42,13 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette
         return JSONResponse({"status": "live"})
 
     async def ready(_: Request) -> Response:
-        return JSONResponse({"status": health.phase}, status_code=200 if health.is_ready else 503)
+        body = {"status": health.phase, "reason": health.reason, "instance_id": health.instance_id}
+        return JSONResponse(body, status_code=200 if health.is_ready else 503)
 
     async def report(_: Request) -> Response:
-        body = {"status": "ready" if health.is_ready else "notready", "phase": health.phase, "reason": health.reason}
+        status = "ready" if health.is_ready else "notready"
+        about = {"phase": health.phase, "reason": health.reason, "instance_id": health.instance_id}
+        body = {"status": status} | about
         return JSONResponse(body, status_code=200 if health.is_ready else 503)
 
     async def metrics(_: Request) -> Response:
@@ -54,12 +60,10 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette
 
 
 class HealthServer:
-    """Serves the routes while entered; does nothing when `port` is None. Port 0 takes a free one and logs it.
+    """Serves the routes while entered; does nothing when `port` is None. Port 0 takes a free one and logs it."""
 
-    It listens on every interface, because probes and scrapers come from outside; the routes only read.
-    """
-
-    def __init__(self, port: int | None, health: Health, render_metrics: Callable[[], bytes]) -> None:
+    def __init__(self, host: str, port: int | None, health: Health, render_metrics: Callable[[], bytes]) -> None:
+        self._host = host
         self._port = port
         self._app = health_app(health, render_metrics)
         self._server: uvicorn.Server | None = None
@@ -68,14 +72,15 @@ class HealthServer:
     async def __aenter__(self) -> HealthServer:
         if self._port is None:
             return self
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            sock.bind(("0.0.0.0", self._port))
+            sock.bind((self._host, self._port))
         except OSError as exc:
             sock.close()
             raise ConfigError(
-                f"--system-port {self._port} is in use; choose another or 0", field="system_port"
+                f"--system-port {self._port} on {self._host} can't be used ({exc.strerror}); choose another or 0",
+                field="system_port",
             ) from exc
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -84,7 +89,8 @@ class HealthServer:
         )
         # `serve` would take the process's signals, which are the worker's
         self._task = asyncio.create_task(self._server._serve([sock]), name="worker-health")
-        _log.info("health at http://localhost:%d", sock.getsockname()[1])
+        shown = "localhost" if self._host in _REACHED_AS_LOCALHOST else self._host
+        _log.info("health at http://%s:%d", shown, sock.getsockname()[1])
         return self
 
     async def __aexit__(

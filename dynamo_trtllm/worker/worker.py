@@ -89,7 +89,7 @@ class Worker:
         self._config = config
         self.instance_id = secrets.randbits(63)
         self._metrics = WorkerMetrics()
-        self._health = Health()
+        self._health = Health(instance_id=f"{self.instance_id:x}")
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()  # set with every reason to look whether to go on
         self._tasks = BackgroundTasks(self._background_failed)
@@ -167,7 +167,7 @@ class Worker:
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await stack.enter_async_context(
-            HealthServer(config.system_port, self._health, lambda: self._render_metrics(engine))
+            HealthServer(config.system_host, config.system_port, self._health, lambda: self._render_metrics(engine))
         )
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 2)  # asked twice within the time-out
         plane = await NatsPlane.connect(config.nats_server, limits, self._tasks)

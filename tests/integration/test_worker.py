@@ -165,11 +165,12 @@ async def test_health_when_the_engine_loads_then_ready_turns_from_503_to_200(
         assert found is not None
         assert (await client.get(f"{found[1]}/live")).status_code == 200
         before = await client.get(f"{found[1]}/ready")
-        assert (before.status_code, before.json()) == (503, {"status": "loading"})
+        same = {"reason": "", "instance_id": f"{worker.instance_id:x}"}
+        assert (before.status_code, before.json()) == (503, {"status": "loading"} | same)
         loaded.set()
         await side.until_instances(1)
         after = await client.get(f"{found[1]}/ready")
-        assert (after.status_code, after.json()) == (200, {"status": "serving"})
+        assert (after.status_code, after.json()) == (200, {"status": "serving"} | same)
         worker.stop()
         await serving
 

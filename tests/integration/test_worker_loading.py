@@ -111,7 +111,12 @@ async def test_health_when_the_engine_loads_then_it_says_what_loading_does(
         assert found is not None
         before = await client.get(f"{found[1]}/health")
         assert before.status_code == 503
-        assert before.json() == {"status": "notready", "phase": "loading", "reason": "reading weights"}
+        instance_id = f"{serving_worker.instance_id:x}"
+        said = {"phase": "loading", "reason": "reading weights", "instance_id": instance_id}
+        assert before.json() == {"status": "notready"} | said
+        ready = await client.get(f"{found[1]}/ready")
+        said = {"status": "loading", "reason": "reading weights", "instance_id": instance_id}
+        assert (ready.status_code, ready.json()) == (503, said)
         engines[0].loaded.set()
         await logged(caplog, "serving as instance")
         after = await client.get(f"{found[1]}/health")

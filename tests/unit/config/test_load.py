@@ -57,6 +57,7 @@ def test_load_when_environment_and_flag_are_given_then_the_flag_wins():
         ("ETCD_AUTH_CLIENT_KEY", "DYN_TRTLLM_ETCD_KEY", "etcd_key", "/tls/client-9.key"),
         ("NATS_SERVER", "DYN_TRTLLM_NATS_SERVER", "nats_server", "nats://nats:4222"),
         ("DYN_NAMESPACE", "DYN_TRTLLM_NAMESPACE", "namespace", "blue"),
+        ("DYN_SYSTEM_HOST", "DYN_TRTLLM_SYSTEM_HOST", "system_host", "127.0.0.9"),
         ("DYN_SYSTEM_PORT", "DYN_TRTLLM_SYSTEM_PORT", "system_port", "9090"),
     ],
 )
