@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.blocking import wait_for
 from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import start_etcd, start_nats
@@ -99,14 +100,14 @@ def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, st
 def servers() -> Iterator[dict[str, str]]:
     """The environment in which processes find them."""
     with scratch_folder("dynamo-startup-") as folder:
-        etcd = start_etcd(folder / "etcd")
-        nats = start_nats(folder / "nats")
+        etcd = wait_for(start_etcd(folder / "etcd"))
+        nats = wait_for(start_nats(folder / "nats"))
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         try:
             yield kept | {"ETCD_ENDPOINTS": etcd.address, "NATS_SERVER": nats.address}
         finally:
-            nats.stop()
-            etcd.stop()
+            wait_for(nats.stop())
+            wait_for(etcd.stop())
 
 
 def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+from benchmarks.blocking import wait_for
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 
 
@@ -17,23 +20,24 @@ class TestServer:
     def __init__(self, kind: str, data_dir: Path) -> None:
         self._data_dir = data_dir
         start = start_nats if kind == "nats" else start_etcd
-        self._server: LocalServer = start(data_dir)
+        self._server: LocalServer = wait_for(start(data_dir))
         self.address = self._server.address
 
     @property
     def pid(self) -> int:
-        return self._server.process.pid
+        return self._server.pid
 
     def stop(self) -> None:
         self.resume()
-        self._server.stop()
+        wait_for(self._server.stop())
 
     def kill(self) -> None:
         self._server.kill()
+        wait_for(self._server.ended())
 
     def start(self) -> None:
         """After stop or kill: the same data, the same port."""
-        self._server = self._server.again()
+        self._server = wait_for(self._server.again())
 
     def restart(self) -> None:
         self.stop()
@@ -45,7 +49,8 @@ class TestServer:
 
     def pause(self) -> None:
         """Frozen: connections stay, nothing answers."""
-        self._server.process.send_signal(signal.SIGSTOP)
+        os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        self._server.process.send_signal(signal.SIGCONT)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)

@@ -50,7 +50,7 @@ async def _end_server(kind: str, number: signal.Signals, loses_data: bool, scene
     if loses_data:
         server.lose_data()
     await asyncio.sleep(scene.outage_s)
-    server.start()  # in this thread: the server dies with the thread that started it
+    server.start()
 
 
 async def _freeze_server(kind: str, scene: Scene) -> None:

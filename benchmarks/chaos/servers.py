@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from benchmarks.blocking import wait_for
 from dynamo_trtllm.launch.servers import start_etcd, start_nats
 
 Kind = Literal["etcd", "nats"]
 
 
 class Server:
-    """Blocks for tens of milliseconds in `start`; must be started by the main thread."""
+    """Blocks for tens of milliseconds in `start`."""
 
     def __init__(self, kind: Kind, folder: Path) -> None:
         self.kind = kind
         self._folder = folder
-        self._server = start_etcd(folder) if kind == "etcd" else start_nats(folder)
+        self._server = wait_for(start_etcd(folder) if kind == "etcd" else start_nats(folder))
         self.address = self._server.address
 
     def send(self, number: signal.Signals) -> None:
         """Waits for its end, if the signal means one."""
-        self._server.process.send_signal(number)
+        with suppress(ProcessLookupError):
+            os.kill(self._server.pid, number)
         if number in (signal.SIGKILL, signal.SIGTERM):
-            self._server.process.wait(10)
+            wait_for(self._server.ended())
 
     def start(self) -> None:
         """After its end: at the same address, on what it has on disk."""
-        self._server = self._server.again()
+        self._server = wait_for(self._server.again())
 
     def lose_data(self) -> None:
         """After its end: the next start finds nothing."""
@@ -38,3 +42,4 @@ class Server:
 
     def close(self) -> None:
         self._server.kill()
+        wait_for(self._server.ended())

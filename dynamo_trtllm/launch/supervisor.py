@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from dynamo_trtllm.children.child import end_of
 from dynamo_trtllm.children.restart import decide, describe
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
@@ -74,7 +74,7 @@ class Supervisor:
         failure: GivenUp | ConfigError | None = None
         with scratch_folder("dynamo-launch-") as folder:
             try:
-                addresses = self._start_servers(folder)
+                addresses = await self._unless_stopped(self._start_servers(folder))
                 await self._keep_all(processes(self._deployment, addresses), on_ready)
             except* (GivenUp, ConfigError) as group:
                 failure = _first(group)
@@ -82,23 +82,36 @@ class Supervisor:
                 self._console.say("stopped")
             finally:
                 await self._stop_processes()
-                for server in reversed(self._servers):
-                    server.stop()
+                await asyncio.gather(*(server.stop() for server in self._servers))
         if failure is not None:
             raise failure
 
-    def _start_servers(self, folder: Path) -> Addresses:
+    async def _unless_stopped(self, start: Coroutine[Any, Any, Addresses]) -> Addresses:
+        """Raises _Stopped when `stop` comes first; `start` has then ended too."""
+        starting = asyncio.create_task(start, name="start of servers")
+        stopping = asyncio.create_task(self._stopping.wait(), name="stop")
+        try:
+            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                return starting.result()
+            raise _Stopped
+        finally:
+            for task in (starting, stopping):
+                task.cancel()
+            await asyncio.gather(starting, stopping, return_exceptions=True)
+
+    async def _start_servers(self, folder: Path) -> Addresses:
         services = self._deployment.services
         etcd, nats = services.etcd, services.nats
         if etcd == START:
-            etcd = self._start_server("etcd", start_etcd, folder / "etcd")
+            etcd = await self._start_server("etcd", start_etcd(folder / "etcd"))
         if nats == START:
-            nats = self._start_server("nats", start_nats, folder / "nats")
+            nats = await self._start_server("nats", start_nats(folder / "nats"))
         return Addresses(etcd=etcd, nats=nats)
 
-    def _start_server(self, name: str, start: Callable[[Path], LocalServer], folder: Path) -> str:
+    async def _start_server(self, name: str, start: Coroutine[Any, Any, LocalServer]) -> str:
         began = time.monotonic()
-        server = start(folder)  # blocks for tens of milliseconds; must not leave this thread
+        server = await start
         self._servers.append(server)
         self._say_ready(name, began, f"at {server.address}")
         return server.address
@@ -127,7 +140,7 @@ class Supervisor:
         while not self._stopping.is_set():
             server = self._servers[at]
             name = server.log_path.stem
-            status = await end_of(server.process)
+            status = await server.ended()
             verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=False)
             if not verdict.is_restart:
                 raise GivenUp(f"{name} {verdict.text}", verdict.exit_status)
@@ -136,7 +149,7 @@ class Supervisor:
             if await self._stopped_within(verdict.pause_s):
                 return
             began = time.monotonic()
-            self._servers[at] = server.again()  # blocks, see `_start_server`
+            self._servers[at] = await server.again()
             self._say_ready(name, began, f"at {server.address}")
 
     async def _keep(self, spec: ProcessSpec, release: Release) -> None:

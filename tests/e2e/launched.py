@@ -89,6 +89,13 @@ class Launched:
         (pid,) = [pid for pid, command in self.pids().items() if word in command]
         return pid
 
+    def wait_process(self, word: str) -> None:
+        """One of its processes has `word` in its command line."""
+        deadline = time.monotonic() + WAIT_S
+        while not any(word in command for pid, command in self.pids().items() if pid != self.process.pid):
+            assert time.monotonic() < deadline, f"no process has {word!r} in its command line"
+            time.sleep(0.05)
+
     def wait_gone(self, limit_s: float) -> None:
         """No process of this launch lives any more, not even one that was just being started."""
         deadline = time.monotonic() + limit_s

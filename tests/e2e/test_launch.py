@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,8 +57,8 @@ def temporary(tmp_path: Path) -> Path:
 def launch(temporary: Path) -> Iterator[Launch]:
     started: list[Launched] = []
 
-    def start(*argv: object) -> Launched:
-        started.append(Launched(temporary, *map(str, argv)))
+    def start(*argv: object, **how: Any) -> Launched:
+        started.append(Launched(temporary, *map(str, argv), **how))
         return started[-1]
 
     yield start
@@ -162,6 +163,58 @@ def test_launch_when_a_server_dies_then_it_is_back_at_its_address_once_and_then_
     status, said = launched.end()
     assert status == 1
     assert f"{server} was killed by SIGKILL; it was restarted 1 times in 60 s" in said
+    launched.wait_gone(SOON_S)
+
+
+# A launcher whose given server comes up `times` times. Then another program takes its place, which claims in its log to
+# be ready and listens nowhere.
+SERVER_SLEEPS = """
+import sys
+from dynamo_trtllm.launch import servers
+name, sleeper, times = sys.argv.pop(1), sys.argv.pop(1), int(sys.argv.pop(1))
+find, found = getattr(servers, name), []
+setattr(servers, name, lambda: found.append(name) or (find() if len(found) <= times else sleeper))
+servers.READY_TIMEOUT_S = 600.0
+from dynamo_trtllm.launch.main import main
+main()
+"""
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Path:
+    program = tmp_path / "sleeper"
+    program.write_text("#!/bin/sh\necho ready to serve client requests\nsleep 600\ntrue\n")
+    program.chmod(0o755)
+    return program
+
+
+@pytest.mark.parametrize("server", ["etcd", "nats"])
+def test_launch_when_a_server_does_not_come_up_then_it_stops_at_once_all_the_same(
+    launch: Launch, deployment: Path, sleeper: Path, server: str
+) -> None:
+    launched = launch(f"_{server}_binary", sleeper, 0, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
+    launched.wait_process(str(sleeper))
+    launched.process.terminate()
+    assert launched.end() == (0, "")
+    assert not any("nats is ready" in line for line in launched.lines)
+    launched.wait_gone(SOON_S)
+
+
+def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_and_all_stops_at_once(
+    launch: Launch, deployment: Path, sleeper: Path
+) -> None:
+    launched = launch("_nats_binary", sleeper, 1, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
+    launched.wait_line("all processes serve")
+    os.kill(launched.pid_of("nats-server -a"), signal.SIGKILL)
+    launched.wait_process(str(sleeper))
+    seen = len(launched.lines)
+    first = launched.pid_of("--disaggregation-mode=decode")
+    os.kill(first, signal.SIGKILL)
+    launched.wait_line(r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
+    launched.wait_line(r"^decode +\| ", seen)  # its successor is heard
+    launched.process.terminate()
+    launched.process.terminate()  # so that no process drains
+    assert launched.end() == (0, "")
     launched.wait_gone(SOON_S)
 
 

