@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from etcd3aio.kv import KVService
 
+from benchmarks.chaos.relay import Relay
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Down, Event, Rejected, Synced, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
@@ -23,7 +24,6 @@ from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_pr
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance
 from tests.instances import make_instance
-from tests.integration.relay import Relay
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 
