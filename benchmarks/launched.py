@@ -70,6 +70,10 @@ class Launched(ABC):
     def description(self) -> dict[str, Any]:
         """What the launcher's file says. Asked once, when etcd and NATS run."""
 
+    def _start_nats(self, folder: Path) -> Server:
+        """Start the NATS server that the launcher's file names."""
+        return Server("nats", folder / "n")
+
     def services(self) -> dict[str, str]:
         """Of the launcher's file: the servers that run."""
         found = {kind: server.address for kind, server in self.servers.items()}
@@ -84,7 +88,7 @@ class Launched(ABC):
     def start(self) -> None:
         """Returns when all serve. Raises NotServing with the end of the log."""
         if not self._is_alone:
-            self.servers = {"etcd": Server("etcd", self._folder / "e"), "nats": Server("nats", self._folder / "n")}
+            self.servers = {"etcd": Server("etcd", self._folder / "e"), "nats": self._start_nats(self._folder)}
         (self._folder / "tmp").mkdir()
         file = self._folder / "deployment.yaml"
         file.write_bytes(orjson.dumps(self.description()))  # JSON is YAML

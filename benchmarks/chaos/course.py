@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.chaos.deployment import Deployment, NotServing, Options
+from benchmarks.chaos.deployment import STEP_S, Deployment, NotServing, Options
 from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.judge import Kind, Rules, Verdict, judged
 from benchmarks.chaos.load import load
 from benchmarks.chaos.scene import Scene
 from benchmarks.client import Client
+from benchmarks.stream import Record
 
 _WHOLE_S = 60.0
 _MARGIN_S = 5.0
+_LONGER = 1.4  # times the watch of the other side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,25 +39,46 @@ class Course:
     def outage_s(self) -> float:
         return 0.4 * self.seconds
 
-    def silence_s(self, options: Options) -> float:
+    def silence_s(self, options: Options, outage_s: float) -> float:
         """The longest that is not called hung: the outage, twice to notice a dead peer, and the wait for a role."""
-        return self.hung_s or self.outage_s + 2 * options.stall_timeout_s + options.hold_s + _MARGIN_S
+        return self.hung_s or outage_s + 2 * options.stall_timeout_s + options.hold_s + _MARGIN_S
+
+    def osl_of(self, fault: Fault, options: Options) -> int:
+        """Tokens per answer: more where answers must be under way before, during and after the fault."""
+        if fault.watch_s is None:
+            return self.osl
+        watch_s = fault.watch_s(options)
+        return math.ceil((self.edge_s + _LONGER * watch_s + watch_s) / STEP_S) + self.osl
+
+    def outage_of(self, fault: Fault, options: Options) -> float:
+        """How long the fault lasts, seconds."""
+        return self.outage_s if fault.watch_s is None else _LONGER * fault.watch_s(options)
 
 
 async def run(deployment: Deployment, fault: Fault, course: Course, texts: Sequence[str]) -> Verdict:
-    """Judges it and leaves the deployment whole. Raises NotServing when it can't be made whole again."""
-    hung_s = course.silence_s(deployment.options)
-    scene = Scene(deployment=deployment, outage_s=course.outage_s, osl=course.osl, hung_s=hung_s)
+    """Judges it and leaves the deployment whole. `texts`: undisturbed answers of the length that the fault needs.
+
+    Raises NotServing when it can't be made whole again.
+    """
+    outage_s, osl = course.outage_of(fault, deployment.options), course.osl_of(fault, deployment.options)
+    hung_s = course.silence_s(deployment.options, outage_s)
+    scene = Scene(deployment=deployment, outage_s=outage_s, osl=osl, hung_s=hung_s)
     ramp_s = min(1.0, 0.8 * course.edge_s)  # else all streams are in the same phase when the fault strikes
-    answered = asyncio.Event()
-    wanted = load(deployment, osl=course.osl, streams=course.streams, timeout_s=hung_s, ramp_s=ramp_s)
-    client = Client(wanted, on_record=lambda _: answered.set())
+    runs = asyncio.Event()
+    whole_s = hung_s + osl * STEP_S
+    wanted = load(deployment, osl=osl, streams=course.streams, timeout_s=whole_s, ramp_s=ramp_s)
+
+    def note_sent(record: Record) -> None:
+        if fault.watch_s and record.index >= course.streams:  # all are under way, and none may have ended yet
+            runs.set()
+
+    client = Client(wanted, on_open=note_sent, on_record=lambda _: runs.set())
     migrations = await _migrations(deployment, fault)
     before = _instances(deployment)
     running = asyncio.create_task(client.run(), name="chaos-load")
     try:
         await asyncio.sleep(course.edge_s)
-        await answered.wait()  # the load runs, however slow the machine
+        await runs.wait()  # the load runs, however slow the machine
         await fault.apply(scene)
         await asyncio.sleep(course.edge_s)
         client.stop()
@@ -63,7 +87,7 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         client.aclose()
-    rules = Rules(texts=texts, osl=course.osl, hung_s=hung_s, frontend_dies=fault.kills_frontend)
+    rules = Rules(texts=texts, osl=osl, hung_s=hung_s, frontend_dies=fault.kills_frontend)
     verdict = judged(fault.name, records, rules)
     if fault.is_launcher:
         return _of_launcher(verdict)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.chaos.network import Network
+from benchmarks.chaos.servers import Server
 from benchmarks.launched import FRONTEND, NAME_VARIABLE, Launched, NotServing
 
 __all__ = ["FRONTEND", "WORKERS", "Deployment", "NotServing", "Options", "role"]
@@ -13,8 +16,9 @@ __all__ = ["FRONTEND", "WORKERS", "Deployment", "NotServing", "Options", "role"]
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 _READY_S = 120.0
 _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
+STEP_S = 0.02  # of the mock engine: a token's time
 _ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
-    "mock": {"step_s": 0.02, "kv_cache_blocks": 1024},
+    "mock": {"step_s": STEP_S, "kv_cache_blocks": 1024},
     "torch": {"carrier": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
 }
 
@@ -24,11 +28,13 @@ class Options:
     """How a deployment is set up. Seconds."""
 
     engine: Literal["mock", "torch"] = "mock"
-    stall_timeout_s: float = 5.0
+    stall_timeout_s: float = 5.0  # of the frontend
+    worker_stall_timeout_s: float = 10.0
     lease_ttl_s: float = 5.0
     ticket_ttl_s: float = 5.0
     hold_s: float = 5.0
     is_launcher_victim: bool = False  # etcd and NATS are the launcher's own then, and end with it
+    has_network: bool = False  # the frontend is at a NATS server of its own, behind a relay
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -45,9 +51,27 @@ class Deployment(Launched):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.network: Network | None = None
         super().__init__(
             workers=options.workers, model=options.model, ready_s=_READY_S, is_alone=options.is_launcher_victim
         )
+
+    def _start_nats(self, folder: Path) -> Server:
+        if not self.options.has_network:
+            return super()._start_nats(folder)
+        self.network = Network(folder)
+        return self.network.workers
+
+    def services(self) -> dict[str, str]:
+        """The launcher's file names the frontend's NATS server; workers are given theirs in the environment."""
+        found = super().services()
+        return found if self.network is None else found | {"nats": self.network.frontend_address}
+
+    def stop(self) -> list[str]:
+        left = super().stop()
+        if self.network is not None:
+            self.network.close()
+        return left
 
     def description(self) -> dict[str, Any]:
         options = self.options
@@ -71,10 +95,13 @@ class Deployment(Launched):
             "engine": options.engine,
             "override-engine-args": _ENGINE_ARGS[options.engine],
             "lease-ttl-s": options.lease_ttl_s,
+            "stall-timeout-s": options.worker_stall_timeout_s,
             "ticket-ttl-s": options.ticket_ttl_s,
             "system-port": 0,
         }
         env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1"}
+        if self.network is not None:
+            env["DYN_TRTLLM_NATS_SERVER"] = self.network.workers.address
         return {"name": name, "disaggregation_mode": role(name), "flags": flags, "env": env}
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
 from benchmarks.chaos import intruders
-from benchmarks.chaos.deployment import FRONTEND, WORKERS
+from benchmarks.chaos.deployment import FRONTEND, WORKERS, Options
+from benchmarks.chaos.network import Losses, is_first, is_last
 from benchmarks.chaos.scene import Scene
+from dynamo_trtllm.plane.stream import Frame
 
 _REPLACED_S = 60.0
+_FLAP_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +31,8 @@ class Fault:
     spares_requests: bool = False  # none may be answered with an error before its first token
     migrates: bool = False  # streams must have been continued elsewhere, or it has not struck
     is_launcher: bool = False  # only what is left afterwards is judged
+    has_network: bool = False  # it is done to the network between frontend and workers
+    watch_s: Callable[[Options], float] | None = None  # how long the other side waits: answers outlive the fault then
 
 
 async def _signal(name: str, number: signal.Signals, scene: Scene) -> None:
@@ -84,6 +90,43 @@ async def _launcher(number: signal.Signals, scene: Scene) -> None:
     await asyncio.to_thread(deployment.wait_launcher, _REPLACED_S)
 
 
+async def _lose(wanted: Callable[[Frame], bool], scene: Scene) -> None:
+    """Every third message that brings such a frame, and at least one."""
+    losses = Losses(wanted, nth=3)
+    scene.network.change(losses)
+    try:
+        until_s = time.monotonic() + scene.outage_s
+        while time.monotonic() < until_s or not losses.count:  # noqa: ASYNC110  # counted in another thread
+            await asyncio.sleep(0.01)
+    finally:
+        scene.network.change(None)
+
+
+async def _repeat(scene: Scene) -> None:
+    scene.network.change(lambda body: 2)
+    try:
+        await asyncio.sleep(scene.outage_s)
+    finally:
+        scene.network.change(None)
+
+
+async def _flap(scene: Scene) -> None:
+    await scene.network.cut_route(_FLAP_S)
+    await asyncio.sleep(scene.outage_s)
+
+
+def _of_network() -> list[Fault]:
+    def fault(name: str, what: str, apply: Callable[[Scene], Awaitable[None]]) -> Fault:
+        return Fault(name=name, what=what, apply=apply, has_network=True)
+
+    return [
+        fault("lost-first", "first frames of streams are lost on their way to the frontend", partial(_lose, is_first)),
+        fault("lost-last", "last frames of streams are lost on their way to the frontend", partial(_lose, is_last)),
+        fault("repeated-message", "all messages from and to the frontend arrive twice", _repeat),
+        fault("route-flap", "the route between two NATS servers breaks for 0.2 s", _flap),
+    ]
+
+
 def _of_worker(role: str) -> list[Fault]:
     name = f"{role}-1"
     spared = partial(Fault, spares_requests=True, victims=(name,))
@@ -127,6 +170,12 @@ def _of_frontend() -> list[Fault]:
         ),
         Fault(name="freeze-frontend", what="SIGSTOP of the frontend, then SIGCONT", apply=partial(_freeze, FRONTEND)),
         Fault(
+            name="freeze-frontend-long",
+            what="SIGSTOP of the frontend until its workers have given it up, under answers that take longer",
+            apply=partial(_freeze, FRONTEND),
+            watch_s=lambda options: options.worker_stall_timeout_s,
+        ),
+        Fault(
             name="term-frontend",
             what="SIGTERM of the frontend",
             apply=partial(_signal, FRONTEND, signal.SIGTERM),
@@ -156,6 +205,18 @@ def _of_intruders() -> list[Fault]:
         Fault(name="full-kv", what="long requests for more KV than there is, then gone", apply=intruders.full_kv),
         Fault(name="dead-transfer", what="a prefill worker whose KV never arrives", apply=intruders.dead_transfer),
         Fault(name="garbage", what="bytes and frames that nobody meant, on all subjects", apply=intruders.garbage),
+        Fault(
+            name="version-skew",
+            what="a worker of the next wire version and one of a version far ahead",
+            apply=intruders.version_skew,
+            spares_requests=True,
+        ),
+        Fault(
+            name="bad-record",
+            what="records in etcd that no worker wrote, some in the name of a living one",
+            apply=intruders.bad_record,
+            spares_requests=True,
+        ),
         Fault(name="late-ticket", what="a prefill worker whose clock is an hour behind", apply=intruders.late_ticket),
     ]
 
@@ -168,6 +229,15 @@ FAULTS = {
         *_of_frontend(),
         *_of_server("etcd", spares=True),
         *_of_server("nats", spares=False),
+        Fault(
+            name="freeze-worker-long",
+            what="SIGSTOP of a decode worker until the frontend has given it up, under answers that take longer",
+            apply=partial(_freeze, "decode-1"),
+            spares_requests=True,
+            migrates=True,
+            watch_s=lambda options: options.stall_timeout_s,
+        ),
+        *_of_network(),
         *_of_intruders(),
         Fault(
             name="rolling",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 import orjson
 
 from benchmarks.chaos import rogue
@@ -16,10 +18,15 @@ from benchmarks.chaos.scene import Scene
 from benchmarks.chaos.scrape import fetch
 from benchmarks.stream import StreamConnection
 from dynamo_trtllm.codec import decode, encode
+from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.errors import BadFrame
+from dynamo_trtllm.messages import WIRE_VERSION, Instance, Role
 from dynamo_trtllm.plane.nats import NatsLink
 from dynamo_trtllm.plane.serving import control_subject
 from dynamo_trtllm.plane.stream import PING, Batch, Envelope, Frame, Open
+from dynamo_trtllm.worker.loading import live_peers
 
 _DECODERS = ("decode-1", "decode-2")
 _SLOW_STREAMS = 4
@@ -27,8 +34,9 @@ _GREEDY_STREAMS = 32
 _GREEDY_OSL = 4000  # 125 blocks each, of 1024
 _GREEDY_S = 120.0  # more than they are let stay
 _FULL = 0.8  # of the blocks: less than one greedy request is free then
-_GARBAGE_EVERY_S = 1.0  # each message to the frontend costs every running stream one of its three migrations
+_GARBAGE_EVERY_S = 0.1
 _CONNECT_S = 5.0
+_LEASE_TTL_S = 60.0  # of records that are taken away again anyway
 
 
 async def slow_consumers(scene: Scene) -> None:
@@ -85,6 +93,73 @@ async def late_ticket(scene: Scene) -> None:
     """A prefill worker more, all of whose tickets have expired."""
     async with rogue.registered(scene.deployment, rogue.late):
         await asyncio.sleep(scene.outage_s)
+
+
+async def version_skew(scene: Scene) -> None:
+    """A worker of the next wire version, whose frames this one can't read, and a worker several versions ahead."""
+    good = await _decode_instance(scene)
+    number = secrets.randbits(63)
+    far = msgspec.structs.replace(
+        good, id=number, subject=keys.subject(keys.endpoint_of(good), number), wire=WIRE_VERSION + 7
+    )
+    record = {keys.instance_key(keys.endpoint_of(far), number): encode(far)}
+    async with (
+        rogue.registered(scene.deployment, rogue.newer, wire=WIRE_VERSION + 1),
+        _written(scene, record),
+    ):
+        await asyncio.sleep(scene.outage_s)
+
+
+async def bad_record(scene: Scene) -> None:
+    """Records that no worker wrote: unreadable keys, impossible sizes, and two that claim to be a living worker."""
+    good = await _decode_instance(scene)
+    endpoint, stranger = keys.endpoint_of(good), secrets.randbits(63)
+    empty = msgspec.structs.replace(
+        good,
+        id=stranger,
+        subject=keys.subject(endpoint, stranger),
+        card=msgspec.structs.replace(good.card, vocab_size=0),
+    )
+    intruder = msgspec.structs.replace(good, subject="intruder.generate-1")
+    records = {
+        keys.namespace_prefix(scene.deployment.namespace) + "\udcff\udcfe": b"no record",  # bytes that are no UTF-8
+        keys.instance_key(endpoint, stranger): encode(empty),
+        keys.instance_key(endpoint, stranger ^ 1): encode(intruder),
+        keys.instance_key(endpoint._replace(endpoint="other"), good.id): encode(intruder),
+    }
+    async with _written(scene, records):
+        await asyncio.sleep(scene.outage_s)
+
+
+async def _decode_instance(scene: Scene) -> Instance:
+    """Return the record of a decode worker."""
+    deployment = scene.deployment
+    discovery = EtcdDiscovery(deployment.servers["etcd"].address)
+    try:
+        found = await live_peers(
+            discovery, deployment.namespace, model=deployment.options.model, role=Role.PREFILL
+        )  # those of the other role
+    finally:
+        await discovery.aclose()
+    return found[0]
+
+
+@asynccontextmanager
+async def _written(scene: Scene, records: Mapping[str, bytes]) -> AsyncIterator[None]:
+    """The records are in etcd while entered. Raises NotServing when /health does not show each as rejected."""
+    store = EtcdStore(scene.deployment.servers["etcd"].address)
+    lease = await store.grant(_LEASE_TTL_S)
+    try:
+        for key, record in records.items():
+            await store.put(key, record, lease)
+        yield
+        health = orjson.loads(await asyncio.to_thread(fetch, f"{scene.deployment.url}/health"))
+        shown = len(health["rejected_records"])
+        if shown != len(records):
+            raise NotServing(f"/health shows {shown} rejected records where {len(records)} were written")
+    finally:
+        await store.revoke(lease)
+        await store.aclose()
 
 
 async def garbage(scene: Scene) -> None:

@@ -46,14 +46,16 @@ class Stage:
         self._options = options
         self._plan = plan
         self._deployment: Deployment | None = None
-        self._texts: Sequence[str] = ()
+        self._left: list[str] = []  # by the deployments before it
+        self._texts: dict[int, Sequence[str]] = {}  # undisturbed answers by their length in tokens
 
     async def run(self, fault: Fault) -> Verdict:
         try:
-            if self._deployment is None or fault.is_launcher:
-                await self._renew(is_launcher_victim=fault.is_launcher)
-            assert self._deployment is not None
-            verdict = await course.run(self._deployment, fault, self._plan, self._texts)
+            deployment = await self._deployment_for(fault)
+            osl = self._plan.osl_of(fault, deployment.options)
+            if osl not in self._texts:
+                self._texts[osl] = await undisturbed(deployment, osl=osl)
+            verdict = await course.run(deployment, fault, self._plan, self._texts[osl])
         except NotServing as exc:
             verdict = Verdict(fault=fault.name)
             verdict.leak([f"the deployment itself: {exc}"])
@@ -61,17 +63,24 @@ class Stage:
             verdict.leak(self.close())
         return verdict
 
-    async def _renew(self, *, is_launcher_victim: bool) -> None:
-        self.close()
-        options = dataclasses.replace(self._options, is_launcher_victim=is_launcher_victim)
-        self._deployment = Deployment(options)
-        self._deployment.start()
-        self._texts = await undisturbed(self._deployment, osl=self._plan.osl)
+    async def _deployment_for(self, fault: Fault) -> Deployment:
+        """Return the one that runs, if it is of the kind that the fault needs, or a new one."""
+        options = dataclasses.replace(
+            self._options, is_launcher_victim=fault.is_launcher, has_network=fault.has_network
+        )
+        if self._deployment is None or fault.is_launcher or self._deployment.options != options:
+            self._left = self.close()
+            self._deployment = Deployment(options)
+            self._deployment.start()
+            osl = self._plan.osl
+            self._texts[osl] = await undisturbed(self._deployment, osl=osl)  # also: it works
+        return self._deployment
 
     def close(self) -> list[str]:
         """What the deployment has left behind."""
         deployment, self._deployment = self._deployment, None
-        return [] if deployment is None else deployment.stop()
+        left, self._left = self._left, []
+        return left if deployment is None else [*left, *deployment.stop()]
 
 
 async def run_all(names: Sequence[str], options: Options, plan: Course) -> list[Verdict]:
@@ -138,7 +147,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--streams", type=int, default=16, help="requests under way at once")
     add("--osl", type=int, default=50, help="tokens per answer")
     add("--engine", choices=("mock", "torch"), default="mock", help="torch: tiny-gpt-oss on the CPU, greedy")
-    add("--stall-timeout-s", type=float, default=5.0, help="the frontend's --stall-timeout-s")
+    add("--stall-timeout-s", type=float, default=5.0, help="the frontend's --stall-timeout-s; the workers' is twice it")
     add("--hung-s", type=float, help="longest silence; default: the fault's time + 2 x stall timeout + 10")
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(argv)
@@ -152,10 +161,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """`argv`: those of the process, if None."""
     args = _arguments(argv)
     if args.list:
-        sys.stdout.writelines(f"{name:<18}{_what(name)}\n" for name in (*FAULTS, MIGRATION))
+        names = (*FAULTS, MIGRATION)
+        width = max(map(len, names)) + 2
+        sys.stdout.writelines(f"{name:<{width}}{_what(name)}\n" for name in names)
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a deployment is closed on the way
-    options = Options(engine=args.engine, stall_timeout_s=args.stall_timeout_s)
+    options = Options(
+        engine=args.engine, stall_timeout_s=args.stall_timeout_s, worker_stall_timeout_s=2 * args.stall_timeout_s
+    )
     plan = Course(seconds=args.seconds, streams=args.streams, osl=args.osl, hung_s=args.hung_s)
     verdicts = asyncio.run(run_all(args.names, options, plan))
     sys.stdout.write((as_json if args.json else table)(verdicts))

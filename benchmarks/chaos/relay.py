@@ -1,15 +1,22 @@
-"""A network between a client and its server that a test can cut."""
+"""A network between a client and its server: it can be cut, and it can lose and repeat single messages of NATS."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import Self
+
+Copies = Callable[[bytes], int]  # the body of a message to how often it arrives
+
+_LINE_BYTES = 1 << 20  # the longest line of NATS' protocol is INFO
+_WITH_BODY = (b"MSG", b"HMSG", b"PUB", b"HPUB")  # their last word is the size of what follows
 
 
 class Relay:
-    """A TCP relay to etcd that a test can cut while etcd itself goes on."""
+    """A TCP relay to a server, which itself goes on when it is cut."""
 
     def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
+        host, _, port = address.removeprefix("nats://").rpartition(":")
         self._target = (host, int(port))
         self._server: asyncio.Server | None = None
         self._port = 0
@@ -17,7 +24,7 @@ class Relay:
         self._pumps: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def start(cls, address: str) -> Relay:
+    async def start(cls, address: str) -> Self:
         relay = cls(address)
         await relay.mend()
         return relay
@@ -27,7 +34,7 @@ class Relay:
         return f"127.0.0.1:{self._port}"
 
     async def mend(self) -> None:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port, limit=_LINE_BYTES)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
@@ -40,20 +47,44 @@ class Relay:
             await asyncio.wait(self._pumps)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_connection(*self._target)
+        try:
+            far_reader, far_writer = await asyncio.open_connection(*self._target, limit=_LINE_BYTES)
+        except OSError:
+            writer.transport.abort()
+            return
         self._writers += [writer, far_writer]
         for source, sink in ((reader, far_writer), (far_reader, writer)):
             task = asyncio.create_task(self._pump(source, sink))
             self._pumps.add(task)
             task.add_done_callback(self._pumps.discard)
 
-    @staticmethod
-    async def _pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         try:
-            while data := await source.read(65536):
+            while data := await self._next(source):
                 sink.write(data)
                 await sink.drain()
-        except ConnectionError:
+        except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             sink.close()
+
+    async def _next(self, source: asyncio.StreamReader) -> bytes:
+        """Return what goes on next; nothing at the end."""
+        return await source.read(65536)
+
+
+class NatsRelay(Relay):
+    """Knows where NATS' messages begin and end. `copies` says how often each arrives; None: as it is."""
+
+    copies: Copies | None = None
+
+    async def _next(self, source: asyncio.StreamReader) -> bytes:
+        while True:
+            line = await source.readuntil(b"\r\n")
+            words = line.split()
+            if not words or words[0].upper() not in _WITH_BODY:
+                return line
+            body = await source.readexactly(int(words[-1]) + 2)
+            times = 1 if self.copies is None else self.copies(body[:-2])
+            if times:
+                return (line + body) * times

@@ -1,4 +1,4 @@
-"""A prefill worker that passes requests on to a good one and spoils its tickets. For chaos runs only."""
+"""A prefill worker that passes requests on to a good one and spoils its last chunks. For chaos runs only."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import msgspec
 from benchmarks.chaos.deployment import Deployment, NotServing
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, HandoffTicket, Instance, Restart, Role
+from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest, Instance, Restart, Role
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.plane.nats import NatsPlane
 from dynamo_trtllm.worker.loading import live_peers
 
-Spoil = Callable[[HandoffTicket], HandoffTicket]
+Spoil = Callable[[Chunk], Chunk]  # of a last chunk, which has a ticket
 _LEASE_TTL_S = 2.0
 _AN_HOUR_S = 3600.0
 
 
 class Relay:
-    """`plane.base.Service`: the good worker's, but for the tickets."""
+    """`plane.base.Service`: the good worker's, but for the last chunks."""
 
     def __init__(self, plane: Plane, good: Instance, spoil: Spoil) -> None:
         self._plane, self._good, self._spoil = plane, good, spoil
-        self.spoiled = 0  # tickets
+        self.spoiled = 0  # chunks
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async with aclosing(self._plane.generate(self._good.subject, request)) as chunks:
             async for chunk in chunks:
                 if chunk.ticket is not None:
                     self.spoiled += 1
-                    chunk = msgspec.structs.replace(chunk, ticket=self._spoil(chunk.ticket))
+                    chunk = self._spoil(chunk)
                 yield chunk
 
     async def control(self, verb: Control) -> bytes:
@@ -44,8 +44,11 @@ class Relay:
 
 
 @asynccontextmanager
-async def registered(deployment: Deployment, spoil: Spoil) -> AsyncIterator[None]:
-    """It is a worker of the deployment while entered. Raises NotServing when it never was asked for anything."""
+async def registered(deployment: Deployment, spoil: Spoil, wire: int = WIRE_VERSION) -> AsyncIterator[None]:
+    """It is a worker of the deployment while entered, which says that it speaks this wire version.
+
+    Raises NotServing when it never was asked for anything.
+    """
     servers = deployment.servers
     async with AsyncExitStack() as stack:
         plane = await NatsPlane.connect(servers["nats"].address)
@@ -60,16 +63,24 @@ async def registered(deployment: Deployment, spoil: Spoil) -> AsyncIterator[None
         relay = Relay(plane, good, spoil)
         serving = await plane.serve(subject, relay)
         stack.push_async_callback(serving.aclose)
-        registration = await discovery.register(msgspec.structs.replace(good, id=number, subject=subject))
+        own = msgspec.structs.replace(good, id=number, subject=subject, wire=wire)
+        registration = await discovery.register(own)
         stack.push_async_callback(registration.aclose)
         yield
         if not relay.spoiled:
             raise NotServing("the bad prefill worker was never used: give it more --seconds")
 
 
-def late(ticket: HandoffTicket) -> HandoffTicket:
+def late(chunk: Chunk) -> Chunk:
     """As of a worker whose clock is behind."""
-    return msgspec.structs.replace(ticket, expires_at=ticket.expires_at - _AN_HOUR_S)
+    assert chunk.ticket is not None
+    ticket = msgspec.structs.replace(chunk.ticket, expires_at=chunk.ticket.expires_at - _AN_HOUR_S)
+    return msgspec.structs.replace(chunk, ticket=ticket)
+
+
+def newer(chunk: Chunk) -> Chunk:
+    """As of a later version, which has a finish reason more."""
+    return msgspec.structs.replace(chunk, finish_reason="a reason of a later version")
 
 
 @asynccontextmanager
@@ -83,9 +94,11 @@ async def black_hole() -> AsyncIterator[Spoil]:
     server = await asyncio.start_server(take, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
 
-    def spoil(ticket: HandoffTicket) -> HandoffTicket:
-        offer = msgspec.msgpack.decode(ticket.opaque) | {"host": "127.0.0.1", "port": port}
-        return msgspec.structs.replace(ticket, opaque=msgspec.msgpack.encode(offer))
+    def spoil(chunk: Chunk) -> Chunk:
+        assert chunk.ticket is not None
+        offer = msgspec.msgpack.decode(chunk.ticket.opaque) | {"host": "127.0.0.1", "port": port}
+        ticket = msgspec.structs.replace(chunk.ticket, opaque=msgspec.msgpack.encode(offer))
+        return msgspec.structs.replace(chunk, ticket=ticket)
 
     try:
         yield spoil

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from benchmarks.chaos.deployment import Deployment
+from benchmarks.chaos.network import Network
 from benchmarks.stream import Record
 
 
@@ -17,3 +18,9 @@ class Scene:
     osl: int
     hung_s: float  # longest silence
     records: list[Record] = field(default_factory=list)  # of further requests that are to be judged
+
+    @property
+    def network(self) -> Network:
+        """Return what is between the frontend and its NATS server, for faults that ask for it."""
+        assert self.deployment.network is not None
+        return self.deployment.network

