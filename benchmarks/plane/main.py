@@ -20,7 +20,7 @@ import orjson
 from benchmarks.plane import dynamo, measure, report
 from benchmarks.plane.measure import Run
 from benchmarks.plane.ours import Ours
-from benchmarks.plane.points import COMPARED, POINTS, Point, by_pace, select
+from benchmarks.plane.points import COMPARED, POINTS, Point, by_engines, select
 from benchmarks.plane.stack import NotServing, Recipe, Stack
 from dynamo_trtllm.children.ports import free_ports
 
@@ -29,9 +29,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 def measured(points: Sequence[Point], sides: Sequence[Recipe], repetitions: int, runs: list[Run]) -> None:
     """Appends to `runs`. The order of the sides turns round with every repetition."""
-    for pace_s, group in by_pace(points):
+    for engines, group in by_engines(points):
         with ExitStack() as stack:
-            up = [stack.enter_context(Stack(side, free_ports(), pace_s)) for side in sides]
+            up = [stack.enter_context(Stack(side, free_ports(), engines)) for side in sides]
             for repetition in range(repetitions):
                 for point in group:
                     for each in up if repetition % 2 == 0 else reversed(up):
@@ -61,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=None, help="default 3; 1 when quick")
     parser.add_argument("--quick", action="store_true", help="a minute's run: few points, few requests, once")
     parser.add_argument("--dynamo-folder", type=Path, default=dynamo.default_folder(), help="where Dynamo is installed")
+    parser.add_argument("--beside", type=Path, help="checkout of another commit of this project, measured in turn")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
     args = parser.parse_args()
     names = [name for name in args.points.split(",") if name]
@@ -79,6 +80,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     sides: list[Recipe] = [Ours()]
+    if args.beside is not None:
+        sides.append(Ours(args.beside.resolve()))
     if args.what == "against-dynamo":
         dynamo.install(args.dynamo_folder)
         sides.append(dynamo.Dynamo(args.dynamo_folder, "fastokens"))
@@ -95,7 +98,7 @@ def main() -> None:
         status = 130
     if runs:
         sys.stdout.write(report.table(runs))
-        if len(sides) > 1:
+        if args.what == "against-dynamo":
             sys.stdout.write("\n" + report.judged(runs))
         sys.stdout.write(f"\nwritten to {_write(args.results, args.what, runs)}\n")
     raise SystemExit(status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import orjson
 
@@ -17,12 +18,20 @@ _SLOTS = 4096
 class Ours:
     """A `Recipe`. The mock engine makes Harmony tokens, one a step and stream."""
 
-    name = "ours"
     python = sys.executable
     framing_tokens = 3  # <|channel|>final<|message|>
 
+    def __init__(self, checkout: Path | None = None) -> None:
+        """`checkout`: of another commit, whose package is run instead of this one."""
+        self.name = "ours" if checkout is None else "beside"
+        self._checkout = checkout
+
     def env(self, etcd: str, nats: str) -> Mapping[str, str]:
-        return {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats}
+        servers = {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats}
+        if self._checkout is None:
+            return servers
+        # the working directory, from which `python -m` takes a package first, may be this checkout
+        return servers | {"PYTHONPATH": str(self._checkout), "PYTHONSAFEPATH": "1"}
 
     def frontend(self, port: int) -> Sequence[str]:
         return ("-m", "dynamo_trtllm.frontend", "--http-host", HOST, "--http-port", str(port))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +19,7 @@ class Point:
     osl: int = 256
     fresh: bool = False  # a connection for every request
     idle_s: float = 0.0  # above 0: streams that are open this long with no token under way
+    pairs: int = 1  # of a prefill and a decode worker
 
 
 STEP_S = 0.0057  # of Dynamo's mock engine at its own speed
@@ -36,6 +37,7 @@ POINTS = (
     Point(name="long-32", pace_s=0.0, streams=32, requests=384, isl=8192, osl=64),
     Point(name="start-32", pace_s=0.0, streams=32, requests=3000, osl=2),
     Point(name="churn-32", pace_s=0.0, streams=32, requests=1500, osl=8, fresh=True),
+    Point(name="crowd-1024", pace_s=0.002, streams=1024, requests=4096, pairs=4),
     Point(name="slow-1024", pace_s=0.040, streams=1024, requests=2048),
     Point(name="slow-3600", pace_s=0.058, streams=3600, requests=3600),
     Point(name="idle-1000", pace_s=IDLE_STEP_S, streams=1000, requests=1000, osl=8, idle_s=10.0),
@@ -54,11 +56,16 @@ def select(names: Iterable[str], *, quick: bool) -> list[Point]:
     return [replace(p, requests=max(p.streams, int(p.requests * _QUICK_SHARE))) for p in chosen]
 
 
-def by_pace(points: Iterable[Point]) -> Iterator[tuple[float, list[Point]]]:
+class Engines(NamedTuple):
+    """What the workers of a point are."""
+
+    pace_s: float
+    pairs: int = 1
+
+
+def by_engines(points: Iterable[Point]) -> Iterator[tuple[Engines, list[Point]]]:
     """Points that the same engines serve, together."""
-    order: dict[float, int] = {}
-    listed = list(points)
-    for point in listed:
-        order.setdefault(point.pace_s, len(order))
-    for pace_s, group in groupby(sorted(listed, key=lambda p: order[p.pace_s]), key=lambda p: p.pace_s):
-        yield pace_s, list(group)
+    groups: dict[Engines, list[Point]] = {}
+    for point in points:
+        groups.setdefault(Engines(point.pace_s, point.pairs), []).append(point)
+    yield from groups.items()

@@ -14,8 +14,10 @@ Measure = Callable[[Figures], float]
 
 
 def cpu(*names: str, per: str = "cpu_ms_per_1k_tokens") -> Measure:
-    """CPU of these processes together."""
-    return lambda figures: sum(figures["processes"].get(name, {}).get(per, 0.0) for name in names)
+    """CPU of these processes together, with those of the same kind: `decode-2` counts as `decode`."""
+    return lambda figures: sum(
+        spent.get(per, 0.0) for name, spent in figures["processes"].items() if name.partition("-")[0] in names
+    )
 
 
 def quantile(times: str, name: str) -> Measure:
@@ -42,6 +44,7 @@ class Bar:
 COLUMNS: tuple[tuple[str, int, Measure], ...] = (
     ("tokens/s", 9, lambda f: f["tokens_per_s"]),
     ("TTFT50", 8, quantile("ttft_ms", "p50")),
+    ("TTFT90", 8, quantile("ttft_ms", "p90")),
     ("TTFT99", 8, quantile("ttft_ms", "p99")),
     ("ITL99", 7, quantile("itl_ms", "p99")),
     ("TPOT50", 7, quantile("tpot_ms", "p50")),

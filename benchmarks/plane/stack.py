@@ -8,12 +8,14 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Protocol
 
 import orjson
 
 from benchmarks.blocking import wait_for
+from benchmarks.plane.points import Engines
 from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
@@ -47,10 +49,10 @@ class Recipe(Protocol):
 class Stack:
     """Use it as a context, from the main thread: it serves inside and nothing is left after."""
 
-    def __init__(self, recipe: Recipe, port: int, pace_s: float) -> None:
+    def __init__(self, recipe: Recipe, port: int, engines: Engines) -> None:
         self.name, self.framing_tokens = recipe.name, recipe.framing_tokens
         self.url = f"http://{HOST}:{port}"
-        self._recipe, self._port, self._pace_s = recipe, port, pace_s
+        self._recipe, self._port, self._engines = recipe, port, engines
         self._exit = ExitStack()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._servers: dict[str, LocalServer] = {}
@@ -79,7 +81,9 @@ class Stack:
         env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         env |= self._recipe.env(f"http://{self._servers['etcd'].address}", self._servers["nats"].address)
         commands = {"frontend": self._recipe.frontend(self._port)}
-        commands |= {role: self._recipe.worker(role, self._pace_s) for role in ("prefill", "decode")}
+        for role, number in product(("prefill", "decode"), range(self._engines.pairs)):
+            name = f"{role}-{number + 1}" if number else role
+            commands[name] = self._recipe.worker(role, self._engines.pace_s)
         self._exit.callback(self._stop)
         for name, arguments in commands.items():
             log = self._exit.enter_context((folder / f"{name}.log").open("wb"))

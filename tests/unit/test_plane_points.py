@@ -9,7 +9,7 @@ import pytest
 from benchmarks.plane.dynamo import Dynamo
 from benchmarks.plane.measure import arguments
 from benchmarks.plane.ours import Ours
-from benchmarks.plane.points import COMPARED, IDLE_STEP_S, POINTS, STEP_S, Point, by_pace, select
+from benchmarks.plane.points import COMPARED, IDLE_STEP_S, POINTS, STEP_S, Engines, Point, by_engines, select
 from benchmarks.plane.report import BARS
 
 
@@ -33,10 +33,23 @@ def test_select_when_unknown_then_key_error() -> None:
         select(["nowhere"], quick=False)
 
 
-def test_by_pace_when_paces_alternate_then_every_pace_comes_once() -> None:
-    points = [Point(name=str(index), pace_s=index % 2, streams=1, requests=1) for index in range(4)]
-    grouped = [(pace_s, [point.name for point in group]) for pace_s, group in by_pace(points)]
-    assert grouped == [(0, ["0", "2"]), (1, ["1", "3"])]
+def test_by_engines_when_they_alternate_then_each_kind_comes_once() -> None:
+    points = [Point(name=str(at), pace_s=at % 2, streams=1, requests=1, pairs=1 + at // 4) for at in range(6)]
+    grouped = [(engines, [point.name for point in group]) for engines, group in by_engines(points)]
+    assert grouped == [
+        (Engines(0, 1), ["0", "2"]),
+        (Engines(1, 1), ["1", "3"]),
+        (Engines(0, 2), ["4"]),
+        (Engines(1, 2), ["5"]),
+    ]
+
+
+def test_env_of_ours_when_another_checkout_is_named_then_its_package_is_found_first() -> None:
+    ours, other = Ours(), Ours(Path("/other"))
+    assert "PYTHONPATH" not in ours.env("e", "n")
+    env = other.env("e", "n")
+    assert (env["PYTHONPATH"], env["PYTHONSAFEPATH"], env["NATS_SERVER"]) == ("/other", "1", "n")
+    assert ours.name != other.name
 
 
 def test_bars_when_read_then_all_are_at_compared_points() -> None:

@@ -38,6 +38,12 @@ def test_cpu_when_several_processes_then_their_sum() -> None:
     assert cpu("frontend", "nats", "absent")(found) == 7
 
 
+def test_cpu_when_a_role_has_several_workers_then_all_of_them_count() -> None:
+    found = run("ours", 3)["figures"]
+    found["processes"] |= {name: {"cpu_ms_per_1k_tokens": 4.0} for name in ("decode", "decode-2", "prefill-2")}
+    assert cpu("decode")(found) == 8
+
+
 def test_judged_when_at_the_bar_then_reached() -> None:
     assert "0.60  0.60  reached" in judged([run("ours", 6), run("dynamo fastokens", 10)], [BAR])
 
