@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from dynamo_trtllm.errors import ConfigError
 
 BACKLOG = 2048  # connections that wait to be accepted
+ACCEPTS_PER_TURN = 16  # more at once only keep each other waiting: a new request takes a millisecond or two of work
 
 
 def bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -33,6 +36,17 @@ def listening(host: str, port: int, *, is_shared: bool = False) -> socket.socket
         sock.close()
         raise _taken(host, port, exc) from exc
     return sock
+
+
+@contextmanager
+def repeated(sock: socket.socket) -> Iterator[list[socket.socket]]:
+    """Yields a listening socket under several file descriptors, to serve at all of them.
+
+    uvloop accepts one connection per descriptor and turn of the loop: under load, when turns are long, clients that
+    come together would wait for seconds to be accepted, while those that came before are served at full speed.
+    """
+    with ExitStack() as stack:
+        yield [sock, *(stack.enter_context(sock.dup()) for _ in range(ACCEPTS_PER_TURN - 1))]
 
 
 def _taken(host: str, port: int, exc: OSError) -> ConfigError:
