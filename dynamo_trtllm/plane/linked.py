@@ -24,6 +24,7 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest
 from dynamo_trtllm.plane.base import Service, Serving, Sink
 from dynamo_trtllm.plane.link import Heartbeat, Link, Listening
+from dynamo_trtllm.plane.rounds import Rounds
 from dynamo_trtllm.plane.serving import LinkServing, control_subject
 from dynamo_trtllm.plane.stream import (
     PING,
@@ -60,6 +61,7 @@ class LinkPlane:
         self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = link.new_inbox()
         self._inbox = Inbox(limits.max_pending_tokens)
+        self._rounds = Rounds(self._inbox)
         self._listening: Listening | None = None
         self._listening_lock = asyncio.Lock()  # the first two callers must not both subscribe
         self._running: dict[str, dict[int, Arrivals]] = {}  # by the worker's subject, then by stream
@@ -166,7 +168,7 @@ class LinkPlane:
                     "unreadable message to this process dropped (%d so far): %s", self._unreadable, exc.message
                 )
             return
-        self._inbox.feed(batch)
+        self._rounds.feed(batch)
         if batch.report is not None:
             self._compare(batch.report)
 

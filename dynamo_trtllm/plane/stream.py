@@ -75,7 +75,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     data: bytes = b""
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One chunk of one stream, or the error that ends it. `number` counts from 0 without gaps."""
 
     stream: int
@@ -96,7 +96,7 @@ class StreamReport(msgspec.Struct, frozen=True, array_like=True):
     streams: list[tuple[int, int]]  # (stream, frames sent)
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
+class Batch(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One message to an inbox. A receiver of wire version 1 skips the report."""
 
     frames: list[Frame]
@@ -198,22 +198,30 @@ class Arrivals:
     _error: Exception | None = None
     _sink: Sink | None = None  # set while a reader that has one waits, and nothing else is to come before
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: deque[Frame] = field(default_factory=deque)  # came and are to be fed before any other
+
+    def catch_up(self, most: int) -> int:
+        """Feed so many of the frames that wait, or all; return how many."""
+        take, count = self.waiting.popleft, min(most, len(self.waiting))
+        for _ in range(count):
+            self.feed(take())
+        return count
 
     def feed(self, frame: Frame) -> None:
         if self._ended or self._error is not None or frame.number < self._next_number:  # the last: a repeated frame
             return
         if frame.number > self._next_number:
-            self.fail(StreamIncomplete(f"frame {frame.number} came where {self._next_number} was due"))
+            self._end(StreamIncomplete(f"frame {frame.number} came where {self._next_number} was due"))
         elif frame.failure is not None:
-            self.fail(frame.failure.error())
+            self._end(frame.failure.error())
         elif frame.chunk is None:
-            self.fail(StreamIncomplete(f"frame {frame.number} is empty"))
+            self._end(StreamIncomplete(f"frame {frame.number} is empty"))
         else:
             self._next_number += 1
             try:
                 sunk = self._sink is not None and frame.chunk.finish_reason is None and self._sink(frame.chunk)
             except Exception as exc:  # noqa: BLE001 - the reader's own, which gets it; others' frames follow in this message
-                self.fail(exc)
+                self._end(exc)
                 return
             if not sunk:
                 self._keep(frame.chunk)
@@ -222,7 +230,7 @@ class Arrivals:
         self._sink = None
         self._pending_tokens += len(chunk.token_ids) + 1
         if self._pending_tokens > self.max_pending_tokens:
-            self.fail(Overloaded(f"the reader is more than {self.max_pending_tokens} tokens behind"))
+            self._end(Overloaded(f"the reader is more than {self.max_pending_tokens} tokens behind"))
             return
         self._ended = chunk.finish_reason is not None
         self._chunks.append(chunk)
@@ -235,6 +243,7 @@ class Arrivals:
         """
         if self.acknowledged_at is None or self.acknowledged_at >= ping:
             return  # the worker may not have had the opening yet when it answered
+        self.catch_up(len(self.waiting))
         if sent is None:
             self.fail(StreamIncomplete("the worker no longer runs this stream and its last frame never arrived"))
         elif sent != self._next_number:
@@ -242,6 +251,10 @@ class Arrivals:
 
     def fail(self, error: Exception) -> None:
         """End in `error`, after what has arrived. The first end counts."""
+        self.catch_up(len(self.waiting))
+        self._end(error)
+
+    def _end(self, error: Exception) -> None:
         if not self._ended and self._error is None:
             self._error = error
             self._arrived.set()
@@ -272,6 +285,7 @@ class Inbox:
     def __init__(self, max_pending_tokens: int) -> None:
         self._max_pending_tokens = max_pending_tokens
         self._streams: dict[int, Arrivals] = {}
+        self.find = self._streams.get  # None: closed, or never opened
         self._last = 0
 
     def open(self) -> tuple[int, Arrivals]:
