@@ -25,9 +25,7 @@ def _pack(value: Any) -> bytes:
 
 def _unpack(wanted: Any, value: Any) -> Any:
     if wanted is array:
-        ids = array("I")
-        ids.frombytes(value)  # ValueError unless whole 32-bit words
-        return _little_endian(ids)
+        return _little_endian(array("I", value))  # ValueError unless whole 32-bit words
     raise TypeError(f"{wanted} has no wire form")
 
 
