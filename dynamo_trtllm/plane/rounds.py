@@ -1,8 +1,9 @@
 """The order in which a caller gives streams what has arrived for them. No socket, no clock.
 
-A process that gets more than it can deal with would else do nothing but that: a request that begins takes a few dozen
-turns of the loop, and each would last for all that had arrived meanwhile. So a turn has an end. What is left over waits
-here and not in the server, where a worker's answer to a new request would wait behind it till the request is given up.
+A request that begins needs a few dozen turns of the loop. In a process that gets more frames than it can deal with,
+each turn would last as long as all that has arrived takes. So a turn has a bound. What is left over waits here and not
+in the server: there, a worker's answer to a new request would wait behind it until the request is given up. What waits
+for one stream becomes one chunk, so that a process that is behind has less work for each token.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from collections import deque
 
 from dynamo_trtllm.plane.stream import Arrivals, Batch, Frame, Inbox
 
-FRAMES_PER_TURN = 1024  # 5 to 10 ms of work in a frontend
-FRAMES_AT_ONCE = 16  # of one stream: they leave in one write, and a write costs more than a token
+CHUNKS_PER_TURN = 1024  # 5 to 10 ms of work in a frontend
 
 
 class Rounds:
-    """Feeds an inbox. While the loop keeps up, each batch as it comes; else the streams that have frames waiting get
-    some of them by turns. The first frame of a stream never waits: with it a request goes on, or its answer begins."""
+    """Feeds an inbox: each batch as it comes while the loop keeps up, else streams in the order in which they wait.
+
+    The first frame of a stream never waits: with it a request goes on, or its answer begins.
+    """
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
         self._behind: deque[Arrivals] = deque()  # those that have frames waiting, each once
-        self._left = FRAMES_PER_TURN
+        self._left = CHUNKS_PER_TURN
         self._is_turn_due = False
 
     def feed(self, batch: Batch) -> None:
@@ -59,12 +61,9 @@ class Rounds:
         asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        behind, self._left = self._behind, FRAMES_PER_TURN
+        behind, self._left = self._behind, CHUNKS_PER_TURN
         while behind and self._left > 0:
-            arrivals = behind.popleft()
-            self._left -= arrivals.catch_up(min(self._left, FRAMES_AT_ONCE))
-            if arrivals.waiting:
-                behind.append(arrivals)
+            self._left -= behind.popleft().catch_up()
         self._is_turn_due = False
         if behind or self._left <= 0:
             self._turn_soon()

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import BadFrame, DynamoError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
-from dynamo_trtllm.messages import Chunk, Control, GenerateRequest
+from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, token_ids
 from dynamo_trtllm.plane.base import Sink
 
 
@@ -198,14 +200,27 @@ class Arrivals:
     _error: Exception | None = None
     _sink: Sink | None = None  # set while a reader that has one waits, and nothing else is to come before
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: deque[Frame] = field(default_factory=deque)  # came and are to be fed before any other
+    waiting: list[Frame] = field(default_factory=list)  # arrived and come before any other
 
-    def catch_up(self, most: int) -> int:
-        """Feed so many of the frames that wait, or all; return how many."""
-        take, count = self.waiting.popleft, min(most, len(self.waiting))
-        for _ in range(count):
-            self.feed(take())
-        return count
+    def catch_up(self) -> int:
+        """Feed the frames that wait, those in a row that hold only tokens as one. Return how many that made."""
+        frames, self.waiting = self.waiting, []
+        count, row = 0, list[Chunk]()
+        for frame in frames:
+            if (chunk := _only_tokens(frame)) is not None and frame.number == self._next_number + len(row):
+                row.append(chunk)
+                continue
+            count += 1 + self._feed_row(row)
+            row = []
+            self.feed(frame)
+        return count + self._feed_row(row)
+
+    def _feed_row(self, chunks: Sequence[Chunk]) -> int:
+        if not chunks:
+            return 0
+        self._next_number += len(chunks) - 1
+        self.feed(Frame(0, self._next_number, chunks[0] if len(chunks) == 1 else _joined(chunks)))
+        return 1
 
     def feed(self, frame: Frame) -> None:
         if self._ended or self._error is not None or frame.number < self._next_number:  # the last: a repeated frame
@@ -243,7 +258,7 @@ class Arrivals:
         """
         if self.acknowledged_at is None or self.acknowledged_at >= ping:
             return  # the worker may not have had the opening yet when it answered
-        self.catch_up(len(self.waiting))
+        self.catch_up()
         if sent is None:
             self.fail(StreamIncomplete("the worker no longer runs this stream and its last frame never arrived"))
         elif sent != self._next_number:
@@ -251,7 +266,7 @@ class Arrivals:
 
     def fail(self, error: Exception) -> None:
         """End in `error`, after what has arrived. The first end counts."""
-        self.catch_up(len(self.waiting))
+        self.catch_up()
         self._end(error)
 
     def _end(self, error: Exception) -> None:
@@ -277,6 +292,21 @@ class Arrivals:
         chunk = self._chunks.popleft()
         self._pending_tokens -= len(chunk.token_ids) + 1
         return chunk
+
+
+def _only_tokens(frame: Frame) -> Chunk | None:
+    """Return the frame's chunk when it holds tokens, and perhaps their log-probabilities, and nothing else."""
+    chunk = frame.chunk
+    if chunk is None or chunk.finish_reason is not None or chunk.ticket is not None or chunk.stats is not None:
+        return None
+    return chunk
+
+
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    ids = token_ids()
+    for chunk in chunks:
+        ids.extend(chunk.token_ids)
+    return Chunk(token_ids=ids, logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)))
 
 
 class Inbox:
