@@ -15,7 +15,7 @@ def wait_for(work: Coroutine[Any, Any, T]) -> T:
     """Runs `work` to its end, also while a loop runs in this thread.
 
     It runs on the loop of a thread that lives as long as the process: a child ends with the thread that started it
-    (`children.spawn`), and its end is told to the loop on which it was started.
+    (`children.spawn`), and is awaited on the loop on which it was started.
     """
     return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 

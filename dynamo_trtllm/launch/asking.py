@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 import httptools
@@ -42,15 +42,16 @@ async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
     The pauses grow: what begins to serve is noticed when a tenth more of its start has passed, at the latest.
     """
     now = asyncio.get_running_loop().time
-    began = now()
+    began, why = now(), ""
     while True:
-        left_s = began + within_s - now()
+        limit_s = min(_ONE_ANSWER_S, began + within_s - now())
         try:
-            async with asyncio.timeout(min(_ONE_ANSWER_S, left_s)):
+            async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
-            why = "it does not answer"
-        except (NotYet, OSError, httptools.HttpParserError, msgspec.DecodeError) as exc:
+            if limit_s == _ONE_ANSWER_S or not why:  # or the end of the wait has cut an answer off
+                why = "it does not answer"
+        except (NotYet, OSError) as exc:
             why = str(exc)
         spent_s = now() - began
         if spent_s >= within_s:
@@ -61,20 +62,17 @@ async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
 
 async def ready(host: str, port: int) -> ReadyAnswer:
     """Asks a worker or a frontend. Raises NotYet with what it says, OSError when it can't be asked."""
-    status, body = await _get(host, port, "/ready")
-    if status not in (200, 503):
-        raise NotYet(f"GET /ready at {host}:{port} is answered {status}")
-    answer = msgspec.json.decode(body, type=ReadyAnswer)
-    if status == 503:
+    status, answer = await _get(host, port, "/ready", ReadyAnswer)
+    if status != 200:
         raise NotYet(f"{answer.status}: {answer.reason}" if answer.reason else answer.status)
     return answer
 
 
 async def etcd_serves(host: str, port: int) -> None:
     """Asks an etcd on its client port. Raises as `ready`."""
-    status, body = await _get(host, port, "/health")
-    if status != 200 or msgspec.json.decode(body).get("health") != "true":
-        raise NotYet(f"GET /health is answered {status} {body.decode(errors='replace')}")
+    status, answer = await _get(host, port, "/health", _EtcdHealth)
+    if status != 200 or answer.health != "true":
+        raise NotYet(f"not healthy: {answer.reason}")
 
 
 async def nats_serves(host: str, port: int) -> None:
@@ -94,40 +92,46 @@ async def is_taken(host: str, port: int) -> bool:
     try:
         async with asyncio.timeout(_ONE_ANSWER_S), _connection(host, port):
             return True
-    except TimeoutError:
-        return True  # its queue of connections is full
     except OSError:
         return False
 
 
-class _Answer:
+class _EtcdHealth(msgspec.Struct, frozen=True):
+    health: str
+    reason: str = ""
+
+
+class _Body:
     """Callbacks of the parser."""
 
     def __init__(self) -> None:
-        self.body = b""
+        self.data = b""
         self.is_whole = False
 
     def on_body(self, data: bytes) -> None:
-        self.body += data
+        self.data += data
 
     def on_message_complete(self) -> None:
         self.is_whole = True
 
 
-async def _get(host: str, port: int, path: str) -> tuple[int, bytes]:
-    """Status and body. Raises OSError and HttpParserError."""
-    answer = _Answer()
-    parser = httptools.HttpResponseParser(answer)
-    async with _connection(host, port) as (reader, writer):
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-        read_bytes = 0
-        while not answer.is_whole:
-            data = await reader.read(_READ_BYTES)
-            read_bytes += len(data)
-            if not data or read_bytes > _LONGEST_ANSWER_BYTES:
-                raise ConnectionError(f"the answer to GET {path} has no end")
-            parser.feed_data(data)
-    return parser.get_status_code(), answer.body
+async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
+    """Status and JSON. Raises NotYet for another answer, OSError for none."""
+    body = _Body()
+    parser = httptools.HttpResponseParser(body)
+    read_bytes = 0
+    try:
+        async with _connection(host, port) as (reader, writer):
+            writer.write(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+            while not body.is_whole:
+                data = await reader.read(_READ_BYTES)
+                read_bytes += len(data)
+                if not data or read_bytes > _LONGEST_ANSWER_BYTES:
+                    raise ConnectionError(f"the answer to GET {path} has no end")
+                parser.feed_data(data)
+        return parser.get_status_code(), msgspec.json.decode(body.data, type=form)
+    except (httptools.HttpParserError, msgspec.DecodeError) as exc:
+        raise NotYet(f"the answer to GET {path} at port {port} can't be read: {exc}") from exc
 
 
 @asynccontextmanager
@@ -136,4 +140,6 @@ async def _connection(host: str, port: int) -> AsyncIterator[tuple[asyncio.Strea
     try:
         yield reader, writer
     finally:
-        writer.close()
+        writer.transport.abort()
+        with suppress(OSError):
+            await writer.wait_closed()

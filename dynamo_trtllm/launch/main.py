@@ -45,9 +45,10 @@ def main() -> None:
 
 async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     # found out now, not after the servers were started
-    names = [spec.name for spec in processes(deployment, Addresses(etcd="localhost", nats="localhost"))]
-    console = Console(sys.stdout, names)
-    supervisor = Supervisor(deployment, console, process_environment())
+    environ = process_environment()
+    specs = processes(deployment, Addresses(etcd="localhost", nats="localhost"), environ)
+    console = Console(sys.stdout, [spec.name for spec in specs])
+    supervisor = Supervisor(deployment, console, environ)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
 

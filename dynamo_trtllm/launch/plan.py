@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
-from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
+from dynamo_trtllm.config.load import ENV_PREFIX, load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engine.arguments import ENGINE_FLAGS
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
 FRONTEND = "frontend"
-_ANY_HOST = ("0.0.0.0", "::", "127.0.0.1")
-_READ_LEVELS = ("debug", "info")  # readiness is a line of level info
+_EVERY_INTERFACE = ("0.0.0.0", "::")
+_LOOPBACK = "127.0.0.1"
 _STOP_MARGIN_S = 5.0
 _OF_ENGINE = ("extra_engine_args", "override_engine_args", "kernels_profile", *ENGINE_FLAGS)  # of one engine
 _FRONTEND_STOP_S = 35.0  # it gives running requests 30 s
+
+C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +32,11 @@ class ProcessSpec:
 
     name: str
     module: str  # run with `python -m`
-    argv: tuple[str, ...]
+    argv: tuple[str, ...]  # without its port
     env: Mapping[str, str]  # added to the launcher's own
-    ready_sign: str  # regular expression; the line that says that it serves; group 1 is where, or who it is
+    host: str  # where it listens, and answers /ready
+    port: int  # 0: the launcher chooses one at each start
+    port_flag: str
     stop_timeout_s: float  # from SIGTERM to SIGKILL
     role: Role | None = None  # of a worker, as what follows
     engine: str = ""
@@ -39,6 +45,10 @@ class ProcessSpec:
     @property
     def is_frontend(self) -> bool:
         return self.name == FRONTEND
+
+    def arguments(self, port: int) -> list[str]:
+        """Completes `argv` with the port that it takes in this life."""
+        return [*self.argv, f"{self.port_flag}={port}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,15 +59,20 @@ class Addresses:
     nats: str
 
 
-def processes(deployment: DeploymentConfig, addresses: Addresses) -> list[ProcessSpec]:
-    """In the order of their start. Raises ConfigError for what only a launcher can't do."""
-    common = {"namespace": deployment.namespace, "etcd_endpoints": addresses.etcd, "log_level": "info"}
+def processes(
+    deployment: DeploymentConfig, addresses: Addresses, environ: Mapping[str, str] | None = None
+) -> list[ProcessSpec]:
+    """In the order of their start. `environ` is what they inherit. Raises ConfigError for what a process would refuse,
+    and for what only a launcher can't do."""
+    common = {"namespace": deployment.namespace, "etcd_endpoints": addresses.etcd}
     env = {f"{ENV_PREFIX}NATS_SERVER": addresses.nats}  # it may hold a password, and everybody can read command lines
     specs = []
     if deployment.frontend is not None:
-        specs.append(_frontend(common | deployment.frontend, env))
+        specs.append(_frontend(common | deployment.frontend, env, environ or {}))
     for worker in deployment.workers:
-        specs.extend(_workers(worker, common | worker.flags, env))
+        flags = common | worker.flags
+        specs.extend(_worker(worker, number, flags, env, environ or {}) for number in range(worker.count))
+    _check_ports(specs)
     return specs
 
 
@@ -96,43 +111,74 @@ def model_names(deployment: DeploymentConfig) -> list[str]:
 def reachable(listening: str) -> str:
     """HOST:PORT for a client on this machine, of the HOST:PORT that a server listens on."""
     host, _, port = listening.rpartition(":")
-    return f"localhost:{port}" if host in _ANY_HOST else listening
+    return f"localhost:{port}" if host in (*_EVERY_INTERFACE, _LOOPBACK) else listening
 
 
 def _model_name(flags: Mapping[str, Any]) -> str:
     return str(flags.get("served_model_name") or Path(str(flags["model_path"])).name)
 
 
-def _frontend(flags: Mapping[str, Any], env: Mapping[str, str]) -> ProcessSpec:
-    _check_log_level(flags, FRONTEND)
+def _frontend(flags: Mapping[str, Any], env: Mapping[str, str], environ: Mapping[str, str]) -> ProcessSpec:
+    argv = to_argv(FrontendConfig, flags)
+    config = _as_read(FrontendConfig, FRONTEND, argv, {**environ, **env})
     return ProcessSpec(
         name=FRONTEND,
         module="dynamo_trtllm.frontend",
-        argv=tuple(to_argv(FrontendConfig, flags)),
+        argv=_without(argv, "--http-port"),
         env=env,
-        ready_sign=r"listening on http://(\S+:\d+)",
+        host=config.http_host,
+        port=config.http_port,
+        port_flag="--http-port",
         stop_timeout_s=_FRONTEND_STOP_S,
     )
 
 
-def _workers(worker: WorkerSpec, flags: Mapping[str, Any], env: Mapping[str, str]) -> list[ProcessSpec]:
-    _check_log_level(flags, worker.name)
-    values = {**flags, "disaggregation_mode": worker.disaggregation_mode}
-    config = WorkerConfig.model_validate(values)
-    return [
-        ProcessSpec(
-            name=worker.name if worker.count == 1 else f"{worker.name}-{number + 1}",
-            module="dynamo_trtllm",
-            argv=tuple(to_argv(WorkerConfig, values)),
-            env={**env, "CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env},
-            ready_sign=r"serving as instance ([0-9a-f]+)",
-            stop_timeout_s=config.drain_timeout_s + _STOP_MARGIN_S,
-            role=worker.disaggregation_mode,
-            engine=config.engine or "",
-            model=_model_name(flags),
-        )
-        for number in range(worker.count)
-    ]
+def _worker(
+    worker: WorkerSpec, number: int, flags: Mapping[str, Any], env: Mapping[str, str], environ: Mapping[str, str]
+) -> ProcessSpec:
+    name = worker.name if worker.count == 1 else f"{worker.name}-{number + 1}"
+    argv = to_argv(WorkerConfig, {**flags, "disaggregation_mode": worker.disaggregation_mode})
+    env = {**env, "CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env}
+    config = _as_read(WorkerConfig, name, argv, {**environ, **env})
+    host = config.system_host
+    if config.system_port is None and config.source_of("system_host") == DEFAULT_SOURCE:
+        host = _LOOPBACK  # no one but the launcher asks at a port that it has chosen
+        argv.append(f"--system-host={host}")
+    return ProcessSpec(
+        name=name,
+        module="dynamo_trtllm",
+        argv=_without(argv, "--system-port"),
+        env=env,
+        host=host,
+        port=config.system_port or 0,
+        port_flag="--system-port",
+        stop_timeout_s=config.drain_timeout_s + _STOP_MARGIN_S,
+        role=worker.disaggregation_mode,
+        engine=config.engine or "",
+        model=_model_name(flags),
+    )
+
+
+def _as_read(model: type[C], name: str, argv: Sequence[str], environ: Mapping[str, str]) -> C:
+    """The configuration as the process will read it: its port may come from the environment."""
+    try:
+        return load(model, prog=name, description="", argv=argv, environ=environ).config
+    except ConfigError as exc:
+        raise ConfigError(f"{name}: {exc.message}", field=exc.field) from exc
+
+
+def _without(argv: Sequence[str], flag: str) -> tuple[str, ...]:
+    return tuple(word for word in argv if not word.startswith(f"{flag}="))
+
+
+def _check_ports(specs: Sequence[ProcessSpec]) -> None:
+    """Two processes on one port: the launcher would take the answer of one for that of the other."""
+    for one, other in combinations([spec for spec in specs if spec.port], 2):
+        if one.port == other.port and (one.host == other.host or {one.host, other.host} & {*_EVERY_INTERFACE}):
+            raise ConfigError(
+                f"{one.name} and {other.name} both have port {one.port}; give each its own, or "
+                f"{other.port_flag} 0, which is a free one"
+            )
 
 
 def _devices(worker: WorkerSpec, number: int) -> str:
@@ -141,9 +187,3 @@ def _devices(worker: WorkerSpec, number: int) -> str:
         return ""
     share = len(worker.devices) // worker.count
     return ",".join(str(device) for device in worker.devices[number * share : (number + 1) * share])
-
-
-def _check_log_level(flags: Mapping[str, Any], name: str) -> None:
-    if flags["log_level"] not in _READ_LEVELS:
-        raise ConfigError(f"{name}: log_level is {flags['log_level']!r}: the launcher reads in the log that a process "
-                          "serves; use info or debug")  # fmt: skip

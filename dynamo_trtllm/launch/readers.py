@@ -19,7 +19,7 @@ KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
 class Life(Protocol):
     """One run of one process, as far as it counts here."""
 
-    is_ready: bool  # has said that it serves
+    is_ready: bool  # has answered /ready with 200
 
     @property
     def is_asked(self) -> bool:

@@ -19,12 +19,15 @@ _LAST_LINES_S = 1.0  # after its end: longest wait for output that something els
 class Running(Child):
     """A child that was started. Made on the loop, in the main thread (`spawn` says why)."""
 
-    def __init__(self, spec: ProcessSpec, environ: Mapping[str, str], on_line: Callable[[str], None]) -> None:
-        argv = [sys.executable, "-m", spec.module, *spec.argv]
+    def __init__(
+        self, spec: ProcessSpec, port: int, environ: Mapping[str, str], on_line: Callable[[str], None]
+    ) -> None:
+        argv = [sys.executable, "-m", spec.module, *spec.arguments(port)]
         process = spawn(argv, env={**environ, **spec.env}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
-        self.is_ready = False  # has said that it serves; whoever reads its lines knows
+        self.port = port
+        self.is_ready = False  # has answered /ready with 200; set by the supervisor, which asks
         self._lines = asyncio.create_task(self._pump(on_line), name=f"lines of {spec.name}")
 
     async def _pump(self, on_line: Callable[[str], None]) -> None:

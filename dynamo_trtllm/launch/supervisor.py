@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.children.restart import decide, describe
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.launch.asking import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
 from dynamo_trtllm.launch.readers import Release
@@ -75,7 +77,7 @@ class Supervisor:
         with scratch_folder("dynamo-launch-") as folder:
             try:
                 addresses = await self._unless_stopped(self._start_servers(folder))
-                await self._keep_all(processes(self._deployment, addresses), on_ready)
+                await self._keep_all(processes(self._deployment, addresses, self._environ), on_ready)
             except* (GivenUp, ConfigError) as group:
                 failure = _first(group)
             except* _Stopped:
@@ -117,6 +119,12 @@ class Supervisor:
         return server.address
 
     async def _keep_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
+        for spec in specs:
+            if spec.port and await is_taken(spec.host, spec.port):  # or its owner would answer in the place of ours
+                raise ConfigError(
+                    f"{spec.name}: {spec.port_flag} {spec.port} is in use on {spec.host}; stop what uses it or choose "
+                    "another"
+                )
         self._not_ready = {spec.name for spec in specs}
         release = Release(specs, self._running, self._console.say)
         async with asyncio.TaskGroup() as group:
@@ -163,7 +171,9 @@ class Supervisor:
             if life.is_asked:  # by `release`
                 self._console.say(f"{spec.name} {describe(status)}, as it was to end; starting it again")
                 continue
-            verdict = decide(self._deployment.restart, status, restarts, time.monotonic())
+            # between our choice of a port and its start another process may have taken that port
+            lost_port = not spec.port and not life.is_ready and await is_taken(spec.host, life.port)
+            verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=not lost_port)
             if not verdict.is_restart:
                 raise GivenUp(f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status)
             self._console.say(f"{spec.name} {verdict.text}")
@@ -186,40 +196,45 @@ class Supervisor:
     async def _run_once(self, spec: ProcessSpec, release: Release) -> tuple[int, str]:
         """One life of a process: its exit status and the last thing it said."""
         began = time.monotonic()
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         last_line = ""
 
         def on_line(line: str) -> None:
             nonlocal last_line
             last_line = line or last_line
             self._console.line(spec.name, line)
-            if not ready.done() and (found := re.search(spec.ready_sign, line)):
-                ready.set_result(found[1])
-                running.is_ready = True
-                release.tell()
 
-        running = Running(spec, self._environ, on_line)
+        running = Running(spec, self._port_of(spec), self._environ, on_line)
         self._running[spec.name] = running
         async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(self._await_ready(spec, began, ready))
+            waiting = group.create_task(self._await_ready(running, began, release))
             status = await running.ended()
             waiting.cancel()
         release.tell()
         return status, last_line
 
-    async def _await_ready(self, spec: ProcessSpec, began: float, ready: asyncio.Future[str]) -> None:
-        limit_s = self._deployment.ready_timeout_s
+    def _port_of(self, spec: ProcessSpec) -> int:
+        """Its own, else one that is free now and that no other process here was given."""
+        if spec.port:
+            return spec.port
+        given = {running.port for running in self._running.values()}
+        while (port := free_ports(host=spec.host)) in given:
+            pass
+        return port
+
+    async def _await_ready(self, running: Running, began: float, release: Release) -> None:
+        spec, limit_s = running.spec, self._deployment.ready_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
-                value = await ready
-        except TimeoutError:
-            raise GivenUp(f"{spec.name} did not serve within {limit_s:g} s; raise ready_timeout_s") from None
+            answer = await until(partial(ready, spec.host, running.port), limit_s)
+        except NotYet as exc:
+            raise GivenUp(f"{spec.name} did not serve within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
+        running.is_ready = True
+        release.tell()
         if spec.is_frontend:
-            self.serving.frontend = reachable(value)
+            self.serving.frontend = reachable(f"{spec.host}:{running.port}")
             self._say_ready(spec.name, began, f"at http://{self.serving.frontend}")
         else:
-            self.serving.names[value] = spec.name
-            self._say_ready(spec.name, began, f"as instance {value}")
+            self.serving.names[answer.instance_id] = spec.name
+            self._say_ready(spec.name, began, f"as instance {answer.instance_id}")
         self._not_ready.discard(spec.name)
         if not self._not_ready:
             self._all_ready.set()

@@ -88,6 +88,40 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
     assert not list(temporary.iterdir())
 
 
+SILENT = """\
+namespace: launch-{port}
+frontend: {{http-port: 0, workers: 2, log-level: error}}
+workers:
+  - name: w
+    disaggregation_mode: prefill_and_decode
+    flags: {{model: tiny-gpt-oss, engine: mock, log-level: error}}
+"""
+
+
+def test_launch_when_no_port_is_given_and_no_log_is_written_then_it_asks_at_ports_that_it_has_chosen(
+    launch: Launch, deployment: Path, port: int
+) -> None:
+    deployment.write_text(SILENT.format(port=port))
+    launched = launch(deployment)
+    launched.wait_line("all processes serve")
+    frontend = launched.wait_line(r"frontend is ready after .* at (http://localhost:\d+)").group(1)
+    instance = launched.wait_line(r"w is ready after .* as instance ([0-9a-f]+)").group(1)
+    command = launched.pids()[launched.pid_of("--disaggregation-mode=")]
+    assert "--system-host=127.0.0.1" in command
+    found = re.search(r"--system-port=(\d+)", command)
+    assert found is not None
+    for url, said in (
+        (f"{frontend}/ready", {"status": "ready", "reason": ""}),
+        (f"http://127.0.0.1:{found[1]}/ready", {"status": "serving", "reason": "", "instance_id": instance}),
+    ):
+        with urllib.request.urlopen(url, timeout=WAIT_S) as reply:
+            assert json.load(reply) == said
+    assert {line.split()[0] for line in launched.lines} == {"launch"}
+    launched.process.terminate()
+    assert launched.end() == (0, "")
+    launched.wait_gone(SOON_S)
+
+
 def test_launch_when_worker_is_killed_then_it_is_restarted_once_and_then_all_is_given_up(
     launch: Launch, deployment: Path
 ) -> None:
@@ -213,7 +247,6 @@ def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_an
     launched.wait_line(r"launch +\| decode was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
     launched.wait_line(r"^decode +\| ", seen)  # its successor is heard
     launched.process.terminate()
-    launched.process.terminate()  # so that no process drains
     assert launched.end() == (0, "")
     launched.wait_gone(SOON_S)
 

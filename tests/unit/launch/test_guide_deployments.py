@@ -96,7 +96,7 @@ def test_five_gpus_when_read_then_the_disaggregated_targets_sizes_and_quantizati
 def test_deployment_when_the_guides_variables_are_set_then_its_processes_have_them(path: Path) -> None:
     environ = {"MODEL_PATH": "/m", "SERVED_MODEL_NAME": "n", "DYN_HTTP_PORT": "81", "DYN_NAMESPACE": "ns"}
     frontend, *workers = specs(path.name, environ)
-    read = load(FrontendConfig, prog="p", description="d", argv=frontend.argv, environ={}).config
+    read = load(FrontendConfig, prog="p", description="d", argv=frontend.arguments(frontend.port), environ={}).config
     assert (read.http_port, read.namespace) == (81, "ns")
     assert workers
     for spec in workers:

@@ -21,9 +21,10 @@ def deployment(**changes):
 
 def test_processes_when_read_back_by_their_programs_then_settings_are_the_deployment_s():
     frontend, worker = processes(deployment(), ADDRESSES)
-    read = load(FrontendConfig, prog="p", description="", argv=frontend.argv, environ=frontend.env).config
+    assert frontend.port == 0
+    read = load(FrontendConfig, prog="p", description="", argv=frontend.arguments(81), environ=frontend.env).config
     assert (read.http_port, read.namespace, read.etcd_endpoints, read.nats_server) == (
-        0,
+        81,
         "ns",
         "127.0.0.1:1",
         "nats://127.0.0.1:2",
@@ -63,9 +64,69 @@ def test_processes_when_worker_drains_long_then_it_is_killed_only_later():
     assert spec.stop_timeout_s > 100
 
 
-def test_processes_when_a_worker_would_not_log_readiness_then_it_is_refused():
-    with pytest.raises(ConfigError, match="w: log_level is 'warning'"):
-        processes(deployment(flags={"model_path": "m", "log_level": "warning"}), ADDRESSES)
+def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_that_only_this_machine_reaches():
+    (_, worker) = processes(deployment(), ADDRESSES)
+    assert (worker.host, worker.port) == ("127.0.0.1", 0)
+    config = load(WorkerConfig, prog="p", description="", argv=worker.arguments(23456), environ=worker.env).config
+    assert (config.system_host, config.system_port) == ("127.0.0.1", 23456)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "wanted"),
+    [
+        ({"system_port": 9090}, {}, ("0.0.0.0", 9090)),
+        ({"system_port": 0}, {}, ("0.0.0.0", 0)),
+        ({"system_host": "10.0.0.1"}, {}, ("10.0.0.1", 0)),
+        ({}, {"DYN_SYSTEM_PORT": "9091"}, ("0.0.0.0", 9091)),
+        ({"system_port": 9090}, {"DYN_SYSTEM_PORT": "9091"}, ("0.0.0.0", 9090)),
+    ],
+)
+def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_worker_reads_it(flags, environ, wanted):
+    flags = {"model_path": "m"} | flags
+    (_, inherits) = processes(deployment(flags=flags), ADDRESSES, environ)
+    (_, has_its_own) = processes(deployment(flags=flags, env=environ), ADDRESSES)
+    for spec in (inherits, has_its_own):
+        assert (spec.host, spec.port) == wanted
+        chosen = load(
+            WorkerConfig, prog="p", description="", argv=spec.arguments(spec.port or 7), environ=environ
+        ).config
+        assert (chosen.system_host, chosen.system_port) == (wanted[0], wanted[1] or 7)
+
+
+def test_processes_when_the_http_port_is_in_the_environment_then_the_frontend_is_asked_there():
+    of = deployment().model_copy(update={"frontend": {}})
+    assert processes(of, ADDRESSES)[0].port == 8000
+    assert processes(of, ADDRESSES, {"DYN_HTTP_PORT": "81"})[0].port == 81
+
+
+def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_by_name():
+    with pytest.raises(ConfigError, match="w: unknown environment variable DYN_TRTLLM_SYSTEM_PROT"):
+        processes(deployment(env={"DYN_TRTLLM_SYSTEM_PROT": "1"}), ADDRESSES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"count": 2, "flags": {"model_path": "m", "system_port": 9090}}, "w-1 and w-2"),
+        ({"flags": {"model_path": "m", "system_port": 8000}}, "frontend and w"),
+    ],
+)
+def test_processes_when_two_have_the_same_port_then_both_are_named(changes, names):
+    of = deployment(**changes).model_copy(update={"frontend": {}})
+    with pytest.raises(ConfigError, match=f"{names} both have port"):
+        processes(of, ADDRESSES)
+
+
+def test_processes_when_two_have_the_same_port_of_other_addresses_then_they_are_taken():
+    flags = {"model_path": "m", "system_port": 8000, "system_host": "127.0.0.1"}
+    of = deployment(flags=flags).model_copy(update={"frontend": {"http_host": "10.0.0.1"}})
+    assert [spec.port for spec in processes(of, ADDRESSES)] == [8000, 8000]
+
+
+def test_processes_when_one_logs_only_warnings_then_it_is_taken_as_its_log_is_not_read():
+    assert "--log-level=warning" in processes(deployment(flags={"model_path": "m", "log_level": "warning"}), ADDRESSES)[
+        1
+    ].arguments(7)
 
 
 def test_with_model_when_given_then_every_worker_serves_it_under_its_own_name():

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import io
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dynamo_trtllm.config.deployment import DeploymentConfig
-from dynamo_trtllm.launch import supervisor
-from dynamo_trtllm.launch.console import Console
-from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes
+from dynamo_trtllm.launch.plan import Addresses, processes
 from dynamo_trtllm.launch.readers import next_to_drain, readers_of
-from dynamo_trtllm.launch.supervisor import GivenUp, Supervisor
+from dynamo_trtllm.launch.supervisor import GivenUp
+from tests.unit.launch.supervised import (
+    ALL,
+    KILLED,
+    World,
+    deployment,
+    lives,
+    lives_reach,
+    now,
+    settle,
+    until,
+    worker,
+    world,
+)
 
-KILLED = -signal.SIGKILL
-
-
-def worker(name: str, role: str, devices: Any, engine: str | None = "vllm", **more: Any) -> dict[str, Any]:
-    flags = {"model_path": "/m", **({"engine": engine} if engine else {}), **more.pop("flags", {})}
-    return {"name": name, "disaggregation_mode": role, "devices": devices, "flags": flags, **more}
-
-
-def deployment(*workers: dict[str, Any], **restart: Any) -> DeploymentConfig:
-    services = {"etcd": "127.0.0.1:1", "nats": "nats://127.0.0.1:2"}
-    return DeploymentConfig.model_validate({"services": services, "workers": workers, "restart": restart})
-
+pytestmark = pytest.mark.usefixtures("scripted")
 
 PREFILL, DECODE = worker("prefill", "prefill", [0]), worker("decode", "decode", [1])
 TWO_EACH = (worker("prefill", "prefill", [0, 1], count=2), worker("decode", "decode", [2, 3], count=2))
@@ -84,127 +77,6 @@ def test_next_to_drain_when_another_prefill_worker_serves_then_one_after_the_oth
     is_work_done: bool, are_all_back: bool, wanted: list[str]
 ) -> None:
     assert list(next_to_drain(["a", "b"], is_work_done=is_work_done, are_all_back=are_all_back)) == wanted
-
-
-# --- the supervisor's decisions ------------------------------------------------------------------------
-
-
-class Scripted:
-    """A child that does what the test says."""
-
-    def __init__(self, spec: ProcessSpec, environ: Any, on_line: Callable[[str], None]) -> None:
-        self.spec, self._on_line = spec, on_line
-        self.is_ready = self.is_asked = False
-        self.times_asked = 0
-        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        ALL.append(self)
-
-    @property
-    def has_ended(self) -> bool:
-        return self._end.done()
-
-    def serve(self) -> None:
-        self._on_line("listening on http://h:1" if self.spec.is_frontend else "serving as instance ab")
-
-    def die(self, status: int) -> None:
-        self._end.set_result(status)
-
-    def ask(self) -> None:
-        if not self.is_asked and not self.has_ended:
-            self.is_asked = True
-            self.times_asked += 1
-
-    async def stop(self) -> None:
-        self.ask()
-        await self.ended()
-
-    async def ended(self) -> int:
-        return await asyncio.shield(self._end)
-
-    def kill(self) -> None:
-        if not self.has_ended:
-            self.die(KILLED)
-
-
-ALL: list[Scripted] = []
-
-
-@pytest.fixture(autouse=True)
-def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(supervisor, "Running", Scripted)
-    monkeypatch.setattr(supervisor, "scratch_folder", lambda prefix: contextlib.nullcontext(Path("/nowhere")))
-    yield
-    ALL.clear()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(20_000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it does not happen; living: " + ", ".join(child.spec.name for child in ALL))
-
-
-def lives(name: str) -> list[Scripted]:
-    return [child for child in ALL if child.spec.name == name]
-
-
-def now(name: str) -> Scripted:
-    return lives(name)[-1]
-
-
-async def settle() -> None:
-    """What was about to happen has happened: turns of the loop in which nobody has to wait for time."""
-    for _ in range(200):
-        await asyncio.sleep(0)
-
-
-async def lives_reach(name: str, number: int) -> Scripted:
-    await until(lambda: len(lives(name)) == number)
-    return now(name)
-
-
-class World:
-    """A supervisor that runs, and what it says."""
-
-    def __init__(self, of: DeploymentConfig) -> None:
-        self.out = io.StringIO()
-        self.supervisor = Supervisor(of, Console(self.out, []), {})
-        self.running = asyncio.create_task(self.supervisor.run(self._on_ready))
-
-    async def _on_ready(self, serving: Any) -> bool:
-        return False
-
-    async def end(self) -> None:
-        """Asked to stop: every child obeys, and nobody is started any more."""
-        number = len(ALL)
-        self.supervisor.stop()
-
-        def is_over() -> bool:
-            for child in ALL:
-                if child.is_asked and not child.has_ended:
-                    child.die(0)
-            return self.running.done()
-
-        await until(is_over)
-        await self.running
-        assert len(ALL) == number
-        assert all(child.has_ended for child in ALL)
-
-
-@contextlib.asynccontextmanager
-async def world(*workers: dict[str, Any], **restart: Any) -> AsyncIterator[World]:
-    of = deployment(*workers, **restart)
-    made = World(of)
-    await until(lambda: len(ALL) == 1 + sum(spec.count for spec in of.workers))
-    for child in ALL:
-        child.serve()
-    await settle()
-    try:
-        yield made
-    finally:
-        if not made.running.done():
-            await made.end()
 
 
 async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:

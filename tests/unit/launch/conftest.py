@@ -1,0 +1,22 @@
+"""Children of a supervisor that are none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.launch import supervisor
+from tests.unit.launch.supervised import ALL, Scripted, is_not_taken, until_ready
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(supervisor, "Running", Scripted)
+    monkeypatch.setattr(supervisor, "until", until_ready)
+    monkeypatch.setattr(supervisor, "is_taken", is_not_taken)
+    monkeypatch.setattr(supervisor, "scratch_folder", lambda prefix: contextlib.nullcontext(Path("/nowhere")))
+    yield
+    ALL.clear()

@@ -1,0 +1,125 @@
+"""When a process counts as one that serves, and the ports at which it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.children.restart import BAD_CONFIG
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.launch import supervisor
+from dynamo_trtllm.launch.asking import NotYet
+from dynamo_trtllm.launch.supervisor import GivenUp
+from tests.unit.launch.supervised import ALL, KILLED, World, deployment, lives_reach, now, settle, until, worker, world
+
+pytestmark = pytest.mark.usefixtures("scripted")
+
+WORKER = worker("w", "prefill_and_decode", "cpu", "mock")
+AT_9090 = worker("w", "prefill_and_decode", "cpu", "mock", flags={"system_port": 9090})
+
+
+def takes(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
+    """These ports are another process's."""
+
+    async def is_taken(host: str, port: int) -> bool:
+        return port in ports
+
+    monkeypatch.setattr(supervisor, "is_taken", is_taken)
+
+
+async def started(*workers: dict[str, Any]) -> World:
+    made = World(deployment(*workers))
+    await until(lambda: len(ALL) == 1 + len(workers))
+    return made
+
+
+async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_it_answers_so() -> None:
+    made = await started(WORKER)
+    now("frontend").say("listening on http://0.0.0.0:8000")
+    now("w").say("serving as instance ab (prefill_and_decode)")
+    await settle()
+    assert not any(child.is_ready for child in ALL)
+    assert "is ready" not in made.out.getvalue()
+    now("frontend").serve()
+    now("w").serve()
+    await until(lambda: all(child.is_ready for child in ALL))
+    assert made.supervisor.serving.frontend == "localhost:8000"
+    assert made.supervisor.serving.names == {"ab": "w"}
+    assert "s at http://localhost:8000" in made.out.getvalue()
+    assert "s as instance ab" in made.out.getvalue()
+    await made.end()
+
+
+async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_it_answered_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def until_ready(ask: Any, within_s: float) -> None:
+        raise NotYet("loading: reading weights")
+
+    monkeypatch.setattr(supervisor, "until", until_ready)
+    made = await started(WORKER)
+    for child in ALL:
+        child.die(KILLED)
+    with pytest.raises(
+        GivenUp, match=r"did not serve within 120 s \(loading: reading weights\); raise ready_timeout_s"
+    ):
+        await made.running
+
+
+async def test_process_when_its_chosen_port_was_taken_before_it_listened_then_it_gets_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = await started(WORKER)
+    first = now("w").port
+    takes(monkeypatch, first)
+    now("w").die(BAD_CONFIG)
+    assert (await lives_reach("w", 2)).port != first
+    assert "w exited with status 2; starting it again (1 of 3 in 60 s)" in made.out.getvalue()
+    await made.end()
+
+
+async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() -> None:
+    made = await started(WORKER)
+    now("w").die(BAD_CONFIG)
+    await until(lambda: now("frontend").is_asked)
+    now("frontend").die(0)
+    with pytest.raises(GivenUp) as given_up:
+        await made.running
+    assert given_up.value.exit_status == BAD_CONFIG
+
+
+async def test_process_when_it_served_and_then_refuses_its_configuration_then_its_port_is_no_excuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with world(WORKER) as made:
+        takes(monkeypatch, now("w").port)
+        now("w").die(BAD_CONFIG)
+        await until(lambda: now("frontend").is_asked)
+        now("frontend").die(0)
+        with pytest.raises(GivenUp):
+            await made.running
+
+
+@pytest.mark.parametrize(
+    ("port", "says"),
+    [
+        (8000, "frontend: --http-port 8000 is in use on 0.0.0.0"),
+        (9090, "w: --system-port 9090 is in use on 0.0.0.0"),
+    ],
+)
+async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts(
+    monkeypatch: pytest.MonkeyPatch, port: int, says: str
+) -> None:
+    takes(monkeypatch, port)
+    with pytest.raises(ConfigError, match=says):
+        await World(deployment(AT_9090)).running
+    assert not ALL
+
+
+async def test_run_when_ports_are_chosen_then_no_two_processes_get_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = iter([21_001, 21_001, 21_001, 21_002])
+    monkeypatch.setattr(supervisor, "free_ports", lambda host: next(chosen))
+    made = await started(worker("a", "prefill", "cpu", "mock"), worker("b", "decode", "cpu", "mock"))
+    assert (now("a").port, now("b").port) == (21_001, 21_002)
+    await made.end()
