@@ -32,11 +32,15 @@ class BackgroundTasks:
         task.add_done_callback(self._ended)
         return task
 
+    def release(self, task: asyncio.Task[None]) -> None:
+        """Leave a task to its starter, who is about to end it: its end is no failure."""
+        self._tasks.discard(task)
+
     async def cancel(self, task: asyncio.Task[None] | None) -> None:
         """End a task in order; its end is no failure. Does nothing for None or a task that has ended."""
         if task is None:
             return
-        self._tasks.discard(task)
+        self.release(task)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 

@@ -34,9 +34,10 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
     """Until cancelled. Opens the door when the models that are there are served. Raises Unreachable with no etcd or
     NATS, and what ended a background task."""
     async with AsyncExitStack() as stack:
-        # asked twice within the time-out: a worker that answers neither is dead
         tasks = BackgroundTasks()
-        limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 2)
+        # In a flood of requests this process reads an acknowledgement seconds after it came. A shorter time-out would
+        # blame workers for that, and send their requests again.
+        limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 2)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), tasks=tasks)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -62,7 +63,16 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette
 class HealthServer:
     """Serves the routes while entered; does nothing when `port` is None. Port 0 takes a free one and logs it."""
 
-    def __init__(self, host: str, port: int | None, health: Health, render_metrics: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int | None,
+        health: Health,
+        render_metrics: Callable[[], bytes],
+        tasks: BackgroundTasks,
+    ) -> None:
+        """`tasks` owns the server's task."""
+        self._tasks = tasks
         self._host = host
         self._port = port
         self._app = health_app(health, render_metrics)
@@ -72,7 +82,7 @@ class HealthServer:
     async def __aenter__(self) -> HealthServer:
         if self._port is None:
             return self
-        sock = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET, socket.SOCK_STREAM)
+        self._sock = sock = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET, socket.SOCK_STREAM)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((self._host, self._port))
@@ -88,7 +98,7 @@ class HealthServer:
             )
         )
         # `serve` would take the process's signals, which are the worker's
-        self._task = asyncio.create_task(self._server._serve([sock]), name="worker-health")
+        self._task = self._tasks.start(self._server._serve([sock]), "worker-health")
         shown = "localhost" if self._host in _REACHED_AS_LOCALHOST else self._host
         _log.info("health at http://%s:%d", shown, sock.getsockname()[1])
         return self
@@ -98,5 +108,7 @@ class HealthServer:
     ) -> None:
         if self._server is None or self._task is None:
             return
+        self._tasks.release(self._task)
         self._server.should_exit = True
-        await self._task
+        await asyncio.gather(self._task, return_exceptions=True)  # one that failed was reported
+        self._sock.close()  # uvicorn has, unless its task failed

@@ -167,7 +167,13 @@ class Worker:
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await stack.enter_async_context(
-            HealthServer(config.system_host, config.system_port, self._health, lambda: self._render_metrics(engine))
+            HealthServer(
+                config.system_host,
+                config.system_port,
+                self._health,
+                lambda: self._render_metrics(engine),
+                self._tasks,
+            )
         )
         limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 2)  # asked twice within the time-out
         plane = await NatsPlane.connect(config.nats_server, limits, self._tasks)

@@ -199,11 +199,11 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
         await side.until_instances(0)
 
 
-@pytest.mark.parametrize("part", ["plane-nats-writer", "lease of ", "plane-heartbeat"])
+@pytest.mark.parametrize("part", ["plane-nats-writer", "lease of ", "plane-heartbeat", "worker-health"])
 async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_ends(
     etcd_server: str, nats_server: str, part: str
 ) -> None:
-    chosen = config(etcd_server, nats_server, drain_timeout_s=0.5, override_engine_args={"step_s": 0.01})
+    chosen = config(etcd_server, nats_server, drain_timeout_s=0.5, system_port=0, override_engine_args={"step_s": 0.01})
     worker = Worker(chosen)
     async with asyncio.timeout(3 * SOON_S):
         serving = asyncio.create_task(worker.serve())

@@ -9,6 +9,7 @@ import socket
 import httpx
 import pytest
 
+from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.worker.health import Health, HealthServer, health_app
 
@@ -39,7 +40,7 @@ async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
 
 async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with HealthServer("127.0.0.1", 0, Health(), metrics), httpx.AsyncClient() as client:
+    async with HealthServer("127.0.0.1", 0, Health(), metrics, BackgroundTasks()), httpx.AsyncClient() as client:
         found = re.search(r"health at http://localhost:(\d+)", caplog.text)
         assert found is not None
         assert (await client.get(f"http://127.0.0.1:{found[1]}/live")).status_code == 200
@@ -51,4 +52,4 @@ async def test_server_when_the_port_is_taken_then_the_error_names_it_and_where()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--system-port {port} on 127.0.0.1 can't be used"):
-            await HealthServer("127.0.0.1", port, Health(), metrics).__aenter__()
+            await HealthServer("127.0.0.1", port, Health(), metrics, BackgroundTasks()).__aenter__()
