@@ -17,6 +17,7 @@ import msgspec
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.errors import (
+    BadFrame,
     DeadlineExceeded,
     Disconnected,
     Draining,
@@ -47,8 +48,15 @@ from dynamo_trtllm.plane.stream import (
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_INBOX = 255
 _REPORTS_SINCE = 2  # wire version
 _REMEMBERED_OPENINGS = 16_384  # a repeated message comes soon after the first
+
+
+def _check_inbox(inbox: str) -> None:
+    """Raise BadFrame for an inbox longer than any that is made: NATS ends the connection of who posts there."""
+    if len(inbox) > _LONGEST_INBOX:
+        raise BadFrame(f"an inbox of {len(inbox)} characters; at most {_LONGEST_INBOX} are taken")
 
 
 def control_subject(subject: str) -> str:
@@ -74,6 +82,7 @@ class LinkServing:
         self._link = link
         self._service = service
         self._legs: dict[LegKey, Leg] = {}
+        self._by_inbox: dict[str, dict[int, Leg]] = {}  # the same ones
         self._idle = asyncio.Event()  # no leg runs
         self._idle.set()
         self._handed = Handed()
@@ -124,12 +133,13 @@ class LinkServing:
             return
         try:
             body = decode(data, Envelope).body
+            _check_inbox(body.inbox)
             if isinstance(body, Cancel):
                 self._cancel(LegKey(body.inbox, body.stream))
                 return
             if isinstance(body, Ping):
                 self._answer(reply, Answer())
-                self._report(body)
+                self._answer_ping(body)
                 return
             is_new = LegKey(body.inbox, body.stream) not in self._opened
             if is_new and not self._accepting:
@@ -169,18 +179,26 @@ class LinkServing:
 
     # --- liveness --------------------------------------------------------------------------------------
 
-    def _report(self, ping: Ping) -> None:
+    def _answer_ping(self, ping: Ping) -> None:
         """Send the caller its streams as they are now, after all frames that were sent before."""
         self._flush()
-        self._link.post(ping.inbox, encode(Batch([], self._streams_of(ping.inbox, ping.number))))
-
-    def _streams_of(self, inbox: str, ping: int) -> StreamReport:
-        legs = [leg for leg in self._legs.values() if leg.key.inbox == inbox and not leg.ended]
-        return StreamReport(self._subject, ping, [(leg.key.stream, leg.number) for leg in legs])
+        report = self._report(ping.inbox, ping.number)
+        if report != PING:
+            self._link.post(ping.inbox, report)
 
     def _check_up(self, inbox: str) -> bytes:
         """Return what asks a caller whether it is alive, and to cancel the streams that it does not know."""
-        return encode(Batch([], self._streams_of(inbox, 0))) if inbox in self._report_readers else PING
+        return self._report(inbox, 0) if inbox in self._report_readers else PING
+
+    def _report(self, inbox: str, ping: int) -> bytes:
+        """Return the message that lists the caller's streams, or PING when it would be too large for the link."""
+        running = self._by_inbox.get(inbox, {})
+        streams = [(stream, leg.number) for stream, leg in running.items() if not leg.ended]
+        data = encode(Batch([], StreamReport(self._subject, ping, streams)))
+        if len(data) <= self._link.max_message_bytes:
+            return data
+        logger.warning("the report of %d streams of %s is too large to send: %d bytes", len(streams), inbox, len(data))
+        return PING
 
     def _part(self, inbox: str) -> None:
         """Count one stream or ticket less that is shared with a caller."""
@@ -192,6 +210,7 @@ class LinkServing:
     def _open(self, opening: Open) -> None:
         leg = Leg(LegKey(opening.inbox, opening.stream))
         self._legs[leg.key] = leg
+        self._by_inbox.setdefault(opening.inbox, {})[opening.stream] = leg
         self._opened[leg.key] = None
         if len(self._opened) > _REMEMBERED_OPENINGS:
             del self._opened[next(iter(self._opened))]
@@ -229,6 +248,10 @@ class LinkServing:
 
     def _close(self, leg: Leg) -> None:
         del self._legs[leg.key]
+        others = self._by_inbox[leg.key.inbox]
+        del others[leg.key.stream]
+        if not others:
+            del self._by_inbox[leg.key.inbox]
         if not self._legs:
             self._idle.set()
         self._part(leg.key.inbox)
@@ -256,7 +279,7 @@ class LinkServing:
             self._stop(leg)
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
-        gone = [leg for leg in self._legs.values() if leg.key.inbox == inbox]
+        gone = list(self._by_inbox.get(inbox, {}).values())
         handed = self._handed.of(inbox)
         if gone or handed:
             text = "caller %s is gone (%s); %d streams closed, %d tickets taken back"

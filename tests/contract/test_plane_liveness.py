@@ -9,12 +9,13 @@ from contextlib import aclosing
 import pytest
 
 from dynamo_trtllm.codec import decode, encode
-from dynamo_trtllm.errors import DynamoError, StreamIncomplete
+from dynamo_trtllm.errors import BadFrame, DynamoError, StreamIncomplete
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Release, ReleaseOutcome, token_ids
 from dynamo_trtllm.plane.linked import LinkPlane
 from dynamo_trtllm.plane.serving import LinkServing
-from dynamo_trtllm.plane.stream import PING, Batch, Cancel, Envelope, Frame, Open
+from dynamo_trtllm.plane.stream import PING, Answer, Batch, Cancel, Envelope, Frame, Open
 from tests.contract.plane_bench import (
+    LIMITS,
     SUBJECT,
     Bench,
     ScriptedService,
@@ -261,3 +262,33 @@ async def test_many_streams_when_nothing_is_lost_then_pings_end_none(network: Ne
         await asyncio.gather(pinging, return_exceptions=True)
     made = [[token for chunk in chunks for token in chunk.token_ids] for chunks in answers]
     assert made == [list(range(10 + n % 50)) for n in range(200)]
+
+
+async def test_opening_when_its_inbox_is_longer_than_any_then_it_is_refused_and_the_worker_goes_on(
+    network: Network, bench: Bench
+) -> None:
+    """NATS ends the connection of a client that publishes to a subject of more than 4 KiB."""
+    service = ScriptedService(three_steps)
+    await bench.worker.serve(SUBJECT, service)
+    opening = encode(Envelope(Open(1, "x" * 5000, make_request(), 60.0)))
+    reply = await bench.caller._link.ask(SUBJECT, opening, timeout_s=SOON_S)  # type: ignore[attr-defined]
+    failure = decode(reply, Answer).failure
+    assert failure is not None
+    assert failure.code == BadFrame.code
+    assert not service.started.is_set()
+    assert len(await collect(bench.caller, make_request())) == 3
+
+
+async def test_report_when_it_is_larger_than_a_message_then_the_peers_go_on_without_it(
+    network: Network, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = ScriptedService(one_then_wait)
+    await bench.worker.serve(SUBJECT, service)
+    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+        await anext(chunks)
+        link = bench.worker._link  # type: ignore[attr-defined]
+        monkeypatch.setattr(type(link), "max_message_bytes", 8)
+        await asyncio.sleep(3 * LIMITS.ping_interval_s)
+        assert service.open == 1
+        monkeypatch.undo()
+    await asyncio.wait_for(service.closed.wait(), SOON_S)
