@@ -1,7 +1,7 @@
-"""The owner of a process's background tasks: none of them can end unnoticed.
+"""Owns the background tasks of a process and reports when one ends.
 
-A task that serves one model or one pair handles its own failures. What is started here serves the whole process, which
-can't go on without it: the end of such a task is the reason that `/ready` gives, and then ends the process.
+A task that serves one model or one pair handles its own failures. A task started here serves the whole process: when it
+ends, `/ready` gives the reason and the process exits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Made on the event loop, or before it. `on_failure` is called once, with the failure, when a task has ended."""
+    """Owns tasks of one event loop. `on_failure` is called once, with the failure of the first task that ends."""
 
     def __init__(self, on_failure: Callable[[DynamoError], None] | None = None) -> None:
         self.failure: DynamoError | None = None
@@ -33,11 +33,11 @@ class BackgroundTasks:
         return task
 
     def release(self, task: asyncio.Task[None]) -> None:
-        """Leave a task to its starter, who is about to end it: its end is no failure."""
+        """Stop watching a task that the caller is about to end."""
         self._tasks.discard(task)
 
     async def cancel(self, task: asyncio.Task[None] | None) -> None:
-        """End a task in order; its end is no failure. Does nothing for None or a task that has ended."""
+        """Cancel a task and wait for it; this is no failure. Do nothing for None or an ended task."""
         if task is None:
             return
         self.release(task)
@@ -59,16 +59,15 @@ class BackgroundTasks:
             return
         self._tasks.discard(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        what = "ended" if error is None else f"failed with {type(error).__name__}: {error}"
-        _log.error(
-            "background task %s %s", task.get_name(), what, exc_info=None if isinstance(error, DynamoError) else error
-        )
+        if isinstance(error, DynamoError):
+            failure = error  # its process reports it
+        else:
+            what = "ended" if error is None else f"failed: {error!r}"
+            _log.error("background task %s %s", task.get_name(), what, exc_info=error)
+            failure = InternalError(f"background task {task.get_name()} {what}; see the log")
+            failure.__cause__ = error
         if self.failure is None:
-            if isinstance(error, DynamoError):
-                self.failure = error
-            else:
-                self.failure = InternalError(f"background task {task.get_name()} {what}; see the log")
-                self.failure.__cause__ = error
+            self.failure = failure
             self._failed.set()
             if self._on_failure is not None:
                 self._on_failure(self.failure)

@@ -24,7 +24,7 @@ async def away() -> None:
 @pytest.mark.parametrize(
     ("work", "error", "message"),
     [
-        (broken, InternalError, "background task t failed with KeyError: 'a bug'; see the log"),
+        (broken, InternalError, "background task t failed: KeyError('a bug'); see the log"),
         (over, InternalError, "background task t ended; see the log"),
         (away, Disconnected, "for good"),
     ],
@@ -60,5 +60,5 @@ async def test_task_when_cancelled_by_its_owner_then_that_is_no_failure() -> Non
 async def test_task_when_cancelled_by_another_then_that_is_a_failure() -> None:
     tasks = BackgroundTasks()
     tasks.start(asyncio.sleep(3600), "t").cancel()
-    with pytest.raises(InternalError, match="task t failed with CancelledError"):
+    with pytest.raises(InternalError, match="task t failed: CancelledError"):
         await asyncio.wait_for(tasks.until_failed(), SOON_S)
