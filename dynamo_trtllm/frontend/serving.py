@@ -37,7 +37,7 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
         tasks = BackgroundTasks()
         # In a flood of requests this process reads an acknowledgement seconds after it came. A shorter time-out would
         # blame workers for that, and send their requests again.
-        limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 2)
+        limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), tasks=tasks)

@@ -19,17 +19,20 @@ class Handed:
 
     def __init__(self) -> None:
         self._tickets: dict[LegKey, HandoffTicket] = {}
+        self._frames: dict[LegKey, int] = {}
         self._keys: dict[str, LegKey] = {}  # by ticket id
 
-    def put(self, key: LegKey, ticket: HandoffTicket) -> None:
+    def put(self, key: LegKey, ticket: HandoffTicket, frames: int) -> None:
+        """Keep the ticket of a stream that ended after so many frames."""
         self._tickets[key] = ticket
+        self._frames[key] = frames
         self._keys[ticket.ticket_id] = key
 
     def pop(self, key: LegKey) -> HandoffTicket | None:
         """The ticket of this stream, which is no longer known then."""
         ticket = self._tickets.pop(key, None)
         if ticket is not None:
-            del self._keys[ticket.ticket_id]
+            del self._keys[ticket.ticket_id], self._frames[key]
         return ticket
 
     def key_of(self, ticket_id: str) -> LegKey | None:
@@ -37,6 +40,10 @@ class Handed:
 
     def of(self, inbox: str) -> list[LegKey]:
         return [key for key in self._tickets if key.inbox == inbox]
+
+    def frames(self, key: LegKey) -> int:
+        """Return how many frames the stream had."""
+        return self._frames[key]
 
     def expired(self, now: float) -> list[LegKey]:
         """`now` in seconds since the epoch."""

@@ -12,14 +12,12 @@ from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.errors import DynamoError, PlaneError
+from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError
 
 logger = logging.getLogger(__name__)
 
 Receive: TypeAlias = Callable[[bytes, str], None]  # data, reply subject ("" when no reply is wanted); never blocks
 Lost: TypeAlias = Callable[[DynamoError], None]
-
-_STOOD_STILL = 1.5  # times the interval that an answer may take: a time-out that came later came to a busy loop
 
 
 class Listening(Protocol):
@@ -64,8 +62,8 @@ class Link(Protocol):
 class Heartbeat:
     """Asks each peer with running streams, once per interval, whether it is alive.
 
-    A message transport does not say when a peer dies. What is asked is the owner's, and so is what an answer means for
-    the streams: `message` gives the bytes for a peer, and `lost` is called when a peer did not answer.
+    A message transport does not say when a peer dies. `message` returns what to send to a peer, and `heard` a number
+    that changes with each sign of life from it. `lost` is called when a peer gave none. The owner reads the answers.
     """
 
     def __init__(
@@ -74,6 +72,7 @@ class Heartbeat:
         interval_s: float,
         *,
         message: Callable[[str], bytes],
+        heard: Callable[[str], int],
         lost: Callable[[str, DynamoError], None],
         tasks: BackgroundTasks,
     ) -> None:
@@ -81,6 +80,7 @@ class Heartbeat:
         self._tasks = tasks
         self._interval_s = interval_s
         self._message = message
+        self._heard = heard
         self._lost = lost
         self._streams: Counter[str] = Counter()
         self._asking: set[str] = set()
@@ -108,17 +108,21 @@ class Heartbeat:
                     group.create_task(self._ask(peer), name=f"plane-heartbeat-{peer}")
 
     async def _ask(self, peer: str) -> None:
-        """Ask `peer` once, and once more when this process itself stood still while it waited for the answer."""
-        clock = asyncio.get_running_loop().time
+        """Ask `peer`, twice when the first question is not answered and nothing else comes from it meanwhile.
+
+        One message may be lost, and a process that stood still itself was not there to hear the answer.
+        """
         self._asking.add(peer)
         try:
             for is_last in (False, True):
-                asked_s = clock()
+                heard = self._heard(peer)
                 try:
                     await self._link.ask(peer, self._message(peer), timeout_s=self._interval_s)
                     return
                 except PlaneError as exc:
-                    if is_last or clock() - asked_s < _STOOD_STILL * self._interval_s:
+                    if self._heard(peer) != heard:
+                        return
+                    if is_last or isinstance(exc, Disconnected):
                         self._lost(peer, exc)
                         return
         finally:

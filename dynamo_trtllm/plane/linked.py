@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.codec import decode, encode
@@ -42,13 +43,27 @@ from dynamo_trtllm.plane.stream import (
 
 _log = logging.getLogger(__name__)
 
+_REMEMBERED = 16_384  # of the latest subjects, and of the latest cancelled streams
+_CANCELS_AT_ONCE = 1024  # the next report brings the others
+_CLOSED = "the request plane is closed"
+
+K = TypeVar("K")
+
+
+def _remember(latest: dict[K, None], key: K) -> None:
+    """Put the key last, and drop the first one when there are too many."""
+    latest.pop(key, None)
+    latest[key] = None
+    if len(latest) > _REMEMBERED:
+        del latest[next(iter(latest))]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaneLimits:
     """How long a plane waits and how much it keeps."""
 
     ack_timeout_s: float = 2.0  # for a worker to take a request
-    ping_interval_s: float = 5.0  # a dead peer, or a stream that lost a message, is noticed within twice this
+    ping_interval_s: float = 3.0  # a lost message is noticed within twice this, a dead peer within three times
     max_pending_tokens: int = 262_144  # of one stream whose reader is slow
 
 
@@ -58,6 +73,7 @@ class LinkPlane:
     def __init__(self, link: Link, limits: PlaneLimits, tasks: BackgroundTasks | None = None) -> None:
         self._link = link
         self._limits = limits
+        self._is_closed = False
         self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = link.new_inbox()
         self._inbox = Inbox(limits.max_pending_tokens)
@@ -65,10 +81,17 @@ class LinkPlane:
         self._listening: Listening | None = None
         self._listening_lock = asyncio.Lock()  # the first two callers must not both subscribe
         self._running: dict[str, dict[int, Arrivals]] = {}  # by the worker's subject, then by stream
+        self._subjects: dict[str, None] = {}  # of workers that were asked for a stream, the latest last
+        self._cancelled: dict[int, None] = {}  # the latest streams that ended here before their last frame
         self._pings = 0  # sent so far, to all workers
         self._unreadable = 0  # messages so far
         self._workers = Heartbeat(
-            link, limits.ping_interval_s, message=self._next_ping, lost=self._worker_lost, tasks=self._tasks
+            link,
+            limits.ping_interval_s,
+            message=self._next_ping,
+            heard=self._frames_from,
+            lost=self._worker_lost,
+            tasks=self._tasks,
         )
         self._servings: list[LinkServing] = []
         link.on_lost(self._inbox.fail_all)
@@ -82,9 +105,12 @@ class LinkPlane:
     async def generate(
         self, subject: str, request: GenerateRequest, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
+        if self._is_closed:
+            raise Disconnected(_CLOSED)
         await self._listen()
         stream, arrivals = self._inbox.open()
         self._running.setdefault(subject, {})[stream] = arrivals
+        _remember(self._subjects, subject)
         self._workers.add(subject)
         deadline = asyncio.get_running_loop().call_later(
             request.deadline - time.time(), arrivals.fail, DeadlineExceeded("the request's deadline passed")
@@ -105,6 +131,7 @@ class LinkPlane:
             self._inbox.close(stream)
             self._forget(subject, stream)
             if not ended:
+                _remember(self._cancelled, stream)
                 self._cancel(subject, stream)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
@@ -115,9 +142,10 @@ class LinkPlane:
         return self._link.outage()
 
     async def aclose(self) -> None:
+        self._is_closed = True
         for serving in self._servings:
             await serving.aclose()
-        self._inbox.fail_all(Disconnected("the request plane is closed"))
+        self._inbox.fail_all(Disconnected(_CLOSED))
         await self._workers.aclose()
         if self._listening is not None:
             await self._listening.stop()
@@ -179,12 +207,20 @@ class LinkPlane:
         if report.ping:
             for stream, arrivals in running.items():
                 arrivals.check(report.ping, sent.get(stream))
-        for stream in sent.keys() - running.keys():
-            self._cancel(report.subject, stream)  # again: the first cancel was lost, or is still on its way
+        if report.subject in self._subjects:
+            # The first cancel was lost, or is still on its way. A stream that ended with its last frame is not
+            # cancelled: the report is an old one, or lists a ticket that is in use.
+            again = [stream for stream in sent if stream in self._cancelled]
+            for stream in again[:_CANCELS_AT_ONCE]:
+                self._cancel(report.subject, stream)
 
     def _next_ping(self, _subject: str) -> bytes:
         self._pings += 1
         return encode(Envelope(Ping(self._inbox_subject, self._pings)))
+
+    def _frames_from(self, subject: str) -> int:
+        """Return a number that changes with each frame of the worker's running streams."""
+        return sum(arrivals.received for arrivals in self._running.get(subject, {}).values())
 
     def _forget(self, subject: str, stream: int) -> None:
         self._workers.remove(subject)

@@ -29,6 +29,7 @@ _PENDING_MESSAGES = 1 << 20  # of one subscription, while our loop is busy
 _PENDING_BYTES = 512 << 20
 _OUTGOING_MESSAGES = 1 << 16  # not yet taken by the client
 _FLUSH_TIMEOUT_S = 2
+_LONGEST_SUBJECT = 1024  # a server ends the connection of a client whose line has more than 4096 bytes
 
 
 @asynccontextmanager
@@ -164,6 +165,8 @@ class NatsLink:
 
     async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """While there is no connection, one is waited for as long as for the answer."""
+        if len(subject) > _LONGEST_SUBJECT:
+            raise Unreachable(f"a subject of {len(subject)} characters is longer than NATS takes")
         if not self._up.is_set():
             await self._connected(timeout_s)
         caller = asyncio.current_task()
@@ -193,6 +196,9 @@ class NatsLink:
             raise Disconnected(f"no connection to NATS at {self._address}; is it running?") from exc
 
     def post(self, subject: str, data: bytes) -> None:
+        if len(subject) > _LONGEST_SUBJECT:
+            logger.debug("nothing is posted to a subject of %d characters", len(subject))
+            return
         try:
             self._outgoing.put_nowait((subject, data))
         except asyncio.QueueFull:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -90,7 +91,15 @@ class LinkServing:
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[Listening] = []
-        self._callers = Heartbeat(link, ping_interval_s, message=self._check_up, lost=self._caller_lost, tasks=tasks)
+        self._callers = Heartbeat(
+            link,
+            ping_interval_s,
+            message=self._check_up,
+            heard=self._heard_from,
+            lost=self._caller_lost,
+            tasks=tasks,
+        )
+        self._messages: Counter[str] = Counter()  # by inbox, while its owner is asked
         self._report_readers: set[str] = set()  # inboxes of callers that understand reports, while they are asked
         self._opened: dict[LegKey, None] = {}  # the latest streams, oldest first, also those that have ended
         self._subject = ""
@@ -134,6 +143,8 @@ class LinkServing:
         try:
             body = decode(data, Envelope).body
             _check_inbox(body.inbox)
+            if body.inbox in self._messages:
+                self._messages[body.inbox] += 1
             if isinstance(body, Cancel):
                 self._cancel(LegKey(body.inbox, body.stream))
                 return
@@ -161,7 +172,7 @@ class LinkServing:
         try:
             verb = decode(data, Verb).verb
             if isinstance(verb, Release) and (key := self._handed.key_of(verb.ticket_id)) is not None:
-                self._take_back(key)
+                self._forget_ticket(key)
             answer = Answer(data=await self._service.control(verb))
         except DynamoError as exc:
             answer = Answer(Failure.of(exc))
@@ -192,18 +203,30 @@ class LinkServing:
 
     def _report(self, inbox: str, ping: int) -> bytes:
         """Return the message that lists the caller's streams, or PING when it would be too large for the link."""
+        self._forget_expired()
         running = self._by_inbox.get(inbox, {})
         streams = [(stream, leg.number) for stream, leg in running.items() if not leg.ended]
+        streams += [(key.stream, self._handed.frames(key)) for key in self._handed.of(inbox)]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._link.max_message_bytes:
             return data
         logger.warning("the report of %d streams of %s is too large to send: %d bytes", len(streams), inbox, len(data))
         return PING
 
+    def _heard_from(self, inbox: str) -> int:
+        """Return a number that changes with each message of a caller."""
+        return self._messages[inbox]
+
+    def _join(self, inbox: str) -> None:
+        """Count one more stream or ticket of a caller."""
+        self._callers.add(inbox)
+        self._messages[inbox] += 1
+
     def _part(self, inbox: str) -> None:
-        """Count one stream or ticket less that is shared with a caller."""
+        """Count one stream or ticket less of a caller."""
         if self._callers.remove(inbox):
             self._report_readers.discard(inbox)
+            del self._messages[inbox]
 
     # --- streams ---------------------------------------------------------------------------------------
 
@@ -215,30 +238,31 @@ class LinkServing:
         if len(self._opened) > _REMEMBERED_OPENINGS:
             del self._opened[next(iter(self._opened))]
         self._idle.clear()
-        self._callers.add(opening.inbox)
+        self._join(opening.inbox)
         if opening.wire >= _REPORTS_SINCE:
             self._report_readers.add(opening.inbox)
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
         leg.task = asyncio.create_task(self._run(leg, request), name=f"plane-leg-{request.request_id}")
+        deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, leg)
         self._keep(leg.task)
-        leg.task.add_done_callback(lambda _: self._close(leg))
+        leg.task.add_done_callback(lambda _: self._close(leg, deadline))
 
     async def _run(self, leg: Leg, request: GenerateRequest) -> None:
         try:
-            async with asyncio.timeout(request.deadline - time.time()) as deadline:
-                async with aclosing(self._stream(leg, request)) as chunks:
-                    async for chunk in chunks:
-                        self._send(leg, Frame(leg.key.stream, leg.number, chunk))
-                        if chunk.ticket is not None:
-                            self._hand(leg.key, chunk.ticket)
-                        leg.ended = leg.ended or chunk.finish_reason is not None
+            async with aclosing(self._stream(leg, request)) as chunks:
+                async for chunk in chunks:
+                    self._send(leg, Frame(leg.key.stream, leg.number, chunk))
+                    if chunk.ticket is not None:
+                        self._hand(leg.key, chunk.ticket, leg.number)
+                    leg.ended = leg.ended or chunk.finish_reason is not None
             self._fail(leg, StreamIncomplete("the worker's stream ended with no terminal chunk"))
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            self._fail(leg, DeadlineExceeded("the request's deadline passed in the worker"))
         except DynamoError as exc:
             self._fail(leg, exc)
+
+    def _deadline_passed(self, leg: Leg) -> None:
+        if not leg.ended:
+            self._fail(leg, DeadlineExceeded("the request's deadline passed in the worker"))
+            self._stop(leg)
 
     def _stream(self, leg: Leg, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if not isinstance(self._service, PushingService):
@@ -246,7 +270,8 @@ class LinkServing:
         stream = leg.key.stream
         return self._service.generate_into(request, lambda chunk: self._send(leg, Frame(stream, leg.number, chunk)))
 
-    def _close(self, leg: Leg) -> None:
+    def _close(self, leg: Leg, deadline: asyncio.TimerHandle) -> None:
+        deadline.cancel()
         del self._legs[leg.key]
         others = self._by_inbox[leg.key.inbox]
         del others[leg.key.stream]
@@ -299,14 +324,17 @@ class LinkServing:
 
     # --- tickets that were sent ------------------------------------------------------------------------
 
-    def _hand(self, key: LegKey, ticket: HandoffTicket) -> None:
+    def _hand(self, key: LegKey, ticket: HandoffTicket, frames: int) -> None:
         """Until it is released or expires, its caller is watched."""
-        for old in self._handed.expired(time.time()):
-            self._take_back(old)
-        self._handed.put(key, ticket)
-        self._callers.add(key.inbox)
+        self._forget_expired()
+        self._handed.put(key, ticket, frames)
+        self._join(key.inbox)
 
-    def _take_back(self, key: LegKey) -> HandoffTicket | None:
+    def _forget_expired(self) -> None:
+        for key in self._handed.expired(time.time()):
+            self._forget_ticket(key)
+
+    def _forget_ticket(self, key: LegKey) -> HandoffTicket | None:
         ticket = self._handed.pop(key)
         if ticket is not None:
             self._part(key.inbox)
@@ -314,7 +342,7 @@ class LinkServing:
 
     def _refuse(self, key: LegKey) -> None:
         """In the caller's stead, who can't."""
-        ticket = self._take_back(key)
+        ticket = self._forget_ticket(key)
         if ticket is not None:
             release = self._refused(Release(ticket.ticket_id, ReleaseOutcome.REFUSED))
             self._keep(asyncio.create_task(release, name=f"plane-refuse-{ticket.ticket_id}"))

@@ -14,7 +14,15 @@ from itertools import chain
 import msgspec
 
 from dynamo_trtllm.codec import decode, encode
-from dynamo_trtllm.errors import BadFrame, DynamoError, Overloaded, PayloadTooLarge, StreamIncomplete, from_code
+from dynamo_trtllm.errors import (
+    BadFrame,
+    DynamoError,
+    InternalError,
+    Overloaded,
+    PayloadTooLarge,
+    StreamIncomplete,
+    from_code,
+)
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, token_ids
 from dynamo_trtllm.plane.base import Sink
 
@@ -113,6 +121,7 @@ class _FrameHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 _NIL = msgspec.Raw(b"\xc0")
+_MOST_BAD_FRAMES = 4096  # of one message: streams of one frontend at one worker. Each costs 10 microseconds
 
 
 class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
@@ -132,7 +141,15 @@ def read_batch(data: bytes) -> Batch:
         return decode(data, Batch)
     except BadFrame:
         raw = decode(data, _RawBatch)
-    frames = [frame for each in raw.frames if (frame := _read_frame(each)) is not None]
+    frames: list[Frame] = []
+    bad = 0
+    for each in raw.frames:
+        frame = _read_frame(each)
+        bad += frame is None or frame.failure is not None
+        if bad > _MOST_BAD_FRAMES:
+            raise BadFrame(f"more than {_MOST_BAD_FRAMES} of {len(raw.frames)} frames can't be read")
+        if frame is not None:
+            frames.append(frame)
     try:
         return Batch(frames, decode(raw.report, StreamReport) if raw.report != _NIL else None)
     except BadFrame:
@@ -171,20 +188,21 @@ class Outbox:
 
 
 def _messages(frames: list[Frame], max_bytes: int) -> list[bytes]:
-    data = encode(Batch(frames))
-    if len(data) <= max_bytes:
-        return [data]
+    try:
+        data = encode(Batch(frames))
+    except (TypeError, ValueError, OverflowError) as exc:  # an engine's value of a type that has no wire form
+        error: DynamoError = InternalError(f"a chunk can't be sent: {exc}")
+    else:
+        if len(data) <= max_bytes:
+            return [data]
+        error = PayloadTooLarge(
+            f"a chunk takes {len(data)} bytes and the request plane carries {max_bytes}; raise max_payload in the NATS "
+            "server"
+        )
     if len(frames) == 1:
-        return [encode(Batch([_too_large(frames[0], len(data), max_bytes)]))]
+        return [encode(Batch([Frame(frames[0].stream, frames[0].number, failure=Failure.of(error))]))]
     half = len(frames) // 2
     return _messages(frames[:half], max_bytes) + _messages(frames[half:], max_bytes)
-
-
-def _too_large(frame: Frame, size: int, max_bytes: int) -> Frame:
-    error = PayloadTooLarge(
-        f"a chunk takes {size} bytes and the request plane carries {max_bytes}; raise max_payload in the NATS server"
-    )
-    return Frame(frame.stream, frame.number, failure=Failure.of(error))
 
 
 @dataclass(slots=True, eq=False)
@@ -201,6 +219,11 @@ class Arrivals:
     _sink: Sink | None = None  # set while a reader that has one waits, and nothing else is to come before
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: list[Frame] = field(default_factory=list)  # arrived and come before any other
+
+    @property
+    def received(self) -> int:
+        """Return how many frames have come, those that wait included."""
+        return self._next_number + len(self.waiting)
 
     def catch_up(self) -> int:
         """Feed the frames that wait, those in a row that hold only tokens as one. Return how many that made."""

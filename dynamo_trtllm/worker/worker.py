@@ -175,7 +175,7 @@ class Worker:
                 self._tasks,
             )
         )
-        limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 2)  # asked twice within the time-out
+        limits = PlaneLimits(ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, self._tasks)
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(

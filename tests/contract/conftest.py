@@ -9,8 +9,10 @@ import pytest
 
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.plane.linked import LinkPlane
 from dynamo_trtllm.plane.nats import NatsPlane
-from tests.contract.plane_bench import LIMITS, Bench
+from dynamo_trtllm.plane.serving import LinkServing
+from tests.contract.plane_bench import LIMITS, Bench, Network
 from tests.standin import hurry, playing
 from tests.tiny_models import save_tiny_gpt_oss, save_tiny_llama
 from tests.trio import Engines, three
@@ -55,3 +57,22 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     await asyncio.sleep(0.01)
     here = {asyncio.current_task()}
     assert {task.get_name() for task in asyncio.all_tasks() - tasks_before - here} == set()
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    """Asked for before the planes begin to listen."""
+    network = Network()
+    take_at_caller, take_at_worker = LinkPlane._take, LinkServing._take
+
+    def at_caller(plane: LinkPlane, data: bytes, reply: str) -> None:
+        for each in network.to_caller(data):
+            take_at_caller(plane, each, reply)
+
+    def at_worker(serving: LinkServing, data: bytes, reply: str) -> None:
+        for each in network.to_worker(data):
+            take_at_worker(serving, each, reply)
+
+    monkeypatch.setattr(LinkPlane, "_take", at_caller)
+    monkeypatch.setattr(LinkServing, "_take", at_worker)
+    return network

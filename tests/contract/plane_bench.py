@@ -115,3 +115,14 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(SOON_S):
         while not condition():  # noqa: ASYNC110  # a list tells nobody when it grows
             await asyncio.sleep(0.01)
+
+
+Deliver = Callable[[bytes], list[bytes]]  # a message to what arrives of it: nothing, itself, itself twice
+
+
+class Network:
+    """What becomes of messages on their way to callers and to workers. The reply to a request is not touched."""
+
+    def __init__(self) -> None:
+        self.to_caller: Deliver = lambda data: [data]
+        self.to_worker: Deliver = lambda data: [data]

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import pytest
 
 from dynamo_trtllm.codec import decode, encode
-from dynamo_trtllm.errors import BadFrame, DynamoError, StreamIncomplete
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Release, ReleaseOutcome, token_ids
-from dynamo_trtllm.plane.linked import LinkPlane
+from dynamo_trtllm.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    Disconnected,
+    DynamoError,
+    StreamIncomplete,
+    Unreachable,
+)
+from dynamo_trtllm.messages import Chunk, FileRequest, FinishReason, GenerateRequest, token_ids
 from dynamo_trtllm.plane.serving import LinkServing
-from dynamo_trtllm.plane.stream import PING, Answer, Batch, Cancel, Envelope, Frame, Open
+from dynamo_trtllm.plane.stream import PING, Answer, Batch, Cancel, Envelope, Frame, Open, Ping, StreamReport
 from tests.contract.plane_bench import (
     LIMITS,
     SUBJECT,
     Bench,
+    Deliver,
+    Network,
     ScriptedService,
     check_fails,
     collect,
@@ -25,41 +33,7 @@ from tests.contract.plane_bench import (
     one_then_wait,
     until,
 )
-from tests.instances import make_ticket
 from tests.waiting import SOON_S
-
-Deliver = Callable[[bytes], list[bytes]]  # a message to what arrives of it: nothing, itself, itself twice
-
-
-class Network:
-    """What becomes of messages on their way to callers and to workers. The reply to a request is not touched."""
-
-    def __init__(self) -> None:
-        self.to_caller: Deliver = lambda data: [data]
-        self.to_worker: Deliver = lambda data: [data]
-
-
-@pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    """Asked for before the planes begin to listen."""
-    network = Network()
-    take_at_caller, take_at_worker = LinkPlane._take, LinkServing._take
-
-    def at_caller(plane: LinkPlane, data: bytes, reply: str) -> None:
-        for each in network.to_caller(data):
-            take_at_caller(plane, each, reply)
-
-    def at_worker(serving: LinkServing, data: bytes, reply: str) -> None:
-        for each in network.to_worker(data):
-            take_at_worker(serving, each, reply)
-
-    monkeypatch.setattr(LinkPlane, "_take", at_caller)
-    monkeypatch.setattr(LinkServing, "_take", at_worker)
-    return network
-
-
-def frames_in(data: bytes) -> list[Frame]:
-    return decode(data, Batch).frames if data != PING else []
 
 
 def frames(change: Callable[[Frame], list[Frame]]) -> Deliver:
@@ -147,17 +121,6 @@ async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network
         with pytest.raises(StreamIncomplete, match="the worker gave this stream up"):
             await asyncio.wait_for(anext(chunks), SOON_S)
     await asyncio.wait_for(service.closed.wait(), SOON_S)
-
-
-async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(network: Network, bench: Bench) -> None:
-    async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1"))
-
-    network.to_caller = losing(0)
-    service = ScriptedService(hand_over)
-    await bench.worker.serve(SUBJECT, service)
-    await check_fails(asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete)
-    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
 
 
 async def test_cancel_when_it_is_lost_then_the_worker_ends_the_stream_all_the_same(
@@ -292,3 +255,59 @@ async def test_report_when_it_is_larger_than_a_message_then_the_peers_go_on_with
         assert service.open == 1
         monkeypatch.undo()
     await asyncio.wait_for(service.closed.wait(), SOON_S)
+
+
+async def test_worker_when_pings_are_not_answered_and_its_frames_arrive_then_streams_go_on(
+    network: Network, bench: Bench
+) -> None:
+    async def steadily(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        for n in range(40):
+            yield Chunk(token_ids=token_ids([n]))
+            await asyncio.sleep(LIMITS.ping_interval_s / 10)
+        yield Chunk(finish_reason=FinishReason.STOP)
+
+    network.to_worker = lambda data: [] if data != PING and isinstance(decode(data, Envelope).body, Ping) else [data]
+    await bench.worker.serve(SUBJECT, ScriptedService(steadily))
+    chunks = await asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), 3 * SOON_S)
+    assert sum(len(chunk.token_ids) for chunk in chunks) == 40
+
+
+async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is_sent_there(
+    network: Network, bench: Bench
+) -> None:
+    """A subject of more than 4 KiB would cost the connection."""
+    await bench.worker.serve(SUBJECT, ScriptedService(one_then_wait))
+    link = bench.worker._link  # type: ignore[attr-defined]
+    async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
+        await anext(chunks)
+        inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
+        for subject in ("x" * 5000, "not a subject", "ns_x.generate-7"):
+            link.post(inbox, encode(Batch([], StreamReport(subject, 1, [(n, 1) for n in range(5000)]))))
+        link.post("y" * 5000, b"")
+        await check_fails(bench.caller.control("y" * 5000, FileRequest("a")), Unreachable)
+        assert len(await bench.caller.control(SUBJECT, FileRequest("a"))) == 1000  # the connections live
+
+
+async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_cleanup_is_not_cut(
+    network: Network, bench: Bench
+) -> None:
+    cleaned = asyncio.Event()
+
+    async def careful(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        try:
+            yield Chunk(token_ids=token_ids([1]))
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)  # the caller's cancel comes meanwhile
+            cleaned.set()
+
+    await bench.worker.serve(SUBJECT, ScriptedService(careful))
+    await check_fails(collect(bench.caller, make_request(seconds=0.5)), DeadlineExceeded)
+    await asyncio.wait_for(cleaned.wait(), SOON_S)
+
+
+async def test_generate_when_the_plane_is_closed_then_disconnected_and_nothing_runs(bench: Bench) -> None:
+    await bench.caller.aclose()
+    tasks = asyncio.all_tasks()
+    await check_fails(collect(bench.caller, make_request()), Disconnected)
+    assert asyncio.all_tasks() == tasks

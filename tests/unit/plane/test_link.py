@@ -1,67 +1,59 @@
-"""When a peer counts as gone: it did not answer, though this process was there to hear it."""
+"""When a peer counts as gone: two questions were not answered, and nothing else came from it."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.errors import DynamoError, Unreachable
+from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError, Unreachable
 from dynamo_trtllm.plane.inproc import InprocLink
 from dynamo_trtllm.plane.link import Heartbeat
 
-INTERVAL_S = 5.0
+SILENT, OWN_LOSS = Unreachable("no answer"), Disconnected("no connection here")
 
 
-class Clock:
-    """The loop's own, which a test may put on."""
+class Failing(InprocLink):
+    """Fails the first questions as listed and answers the next. `heard` grows with each failure, when it is to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        loop = asyncio.get_running_loop()
-        self.ahead_s = 0.0
-        time: Callable[[], float] = loop.time
-        monkeypatch.setattr(loop, "time", lambda: time() + self.ahead_s)
-
-
-class Silent(InprocLink):
-    """Answers nothing; each question takes as long as is listed, and the one after them is answered."""
-
-    def __init__(self, clock: Clock, taking_s: Sequence[float]) -> None:
+    def __init__(self, failures: Sequence[PlaneError], sends_something_else: bool) -> None:
         super().__init__()
-        self._clock = clock
-        self._taking_s = list(taking_s)
+        self._failures = list(failures)
+        self._sends = sends_something_else
+        self.asked = self.heard = 0
 
     async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        if not self._taking_s:
+        self.asked += 1
+        if not self._failures:
             return data
-        self._clock.ahead_s += self._taking_s.pop(0)
-        raise Unreachable(f"no answer from {subject}")
+        self.heard += self._sends
+        raise self._failures.pop(0)
 
 
 @pytest.mark.parametrize(
-    ("taking_s", "is_lost"),
+    ("failures", "sends_something_else", "asked", "is_lost"),
     [
-        ([], False),
-        ([0.0], True),  # nobody listens
-        ([INTERVAL_S], True),
-        ([20.0], False),  # this process stood still for 15 s
-        ([20.0, INTERVAL_S], True),
-        ([20.0, 20.0], True),  # not for ever
+        ([], False, 1, False),
+        ([SILENT], False, 2, False),  # one message was lost, or this process stood still
+        ([SILENT, SILENT], False, 2, True),
+        ([SILENT, SILENT], True, 1, False),  # its frames keep arriving
+        ([OWN_LOSS], False, 1, True),
     ],
-    ids=str,
 )
-async def test_ping_when_no_answer_came_then_lost_unless_this_process_stood_still(
-    monkeypatch: pytest.MonkeyPatch, taking_s: Sequence[float], is_lost: bool
+async def test_peer_when_it_does_not_answer_twice_and_sends_nothing_then_it_is_lost(
+    failures: Sequence[PlaneError], sends_something_else: bool, asked: int, is_lost: bool
 ) -> None:
     lost: list[tuple[str, DynamoError]] = []
+    link = Failing(failures, sends_something_else)
     heartbeat = Heartbeat(
-        Silent(Clock(monkeypatch), taking_s),
-        INTERVAL_S,
+        link,
+        5.0,
         message=lambda _: b"",
-        tasks=BackgroundTasks(),
+        heard=lambda _: link.heard,
         lost=lambda *what: lost.append(what),
+        tasks=BackgroundTasks(),
     )
     await heartbeat._ask("p")
+    assert link.asked == asked
     assert [peer for peer, _ in lost] == ["p"] * is_lost

@@ -1,0 +1,109 @@
+"""The request-plane contract for tickets whose way, or whose release, was disturbed: none is held for nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from dynamo_trtllm.codec import decode
+from dynamo_trtllm.errors import StreamIncomplete
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Release, ReleaseOutcome
+from dynamo_trtllm.plane.serving import LinkServing
+from dynamo_trtllm.plane.stream import PING, Batch, Cancel, Envelope
+from tests.contract.plane_bench import (
+    LIMITS,
+    SUBJECT,
+    Bench,
+    Network,
+    ScriptedService,
+    check_fails,
+    collect,
+    make_request,
+    until,
+)
+from tests.instances import make_ticket
+from tests.waiting import SOON_S
+
+
+async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1", ttl_s=60.0))
+
+
+async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(network: Network, bench: Bench) -> None:
+    network.to_caller = lambda data: [] if data != PING and decode(data, Batch).frames else [data]
+    service = ScriptedService(hand_over)
+    await bench.worker.serve(SUBJECT, service)
+    await check_fails(asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete)
+    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
+
+
+async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_ticket_stays_valid(
+    network: Network, bench: Bench
+) -> None:
+    reports: list[bytes] = []
+
+    def keep(data: bytes) -> list[bytes]:
+        if data != PING and decode(data, Batch).report is not None:
+            reports.append(data)
+        return [data]
+
+    async def waiting(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        await gate.wait()
+        async for chunk in hand_over(request):
+            yield chunk
+
+    gate = asyncio.Event()
+    network.to_caller = keep
+    service = ScriptedService(waiting)
+    await bench.worker.serve(SUBJECT, service)
+    asking = asyncio.create_task(collect(bench.caller, make_request(seconds=60)))
+    await until(lambda: any(decode(data, Batch).report.streams for data in reports))  # type: ignore[union-attr]
+    gate.set()
+    (chunk,) = await asyncio.wait_for(asking, SOON_S)
+    assert chunk.ticket is not None
+    inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
+    for data in reports:
+        bench.worker._link.post(inbox, data)  # type: ignore[attr-defined]
+    await asyncio.sleep(3 * LIMITS.ping_interval_s)  # reports that list the ticket come, too
+    assert service.verbs == []
+
+
+async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_worker_takes_it_back(
+    network: Network, bench: Bench
+) -> None:
+    lost: list[bytes] = []
+
+    def lose_cancels(data: bytes) -> list[bytes]:
+        if len(lost) < 2 and data != PING and isinstance(decode(data, Envelope).body, Cancel):
+            lost.append(data)
+            return []
+        return [data]
+
+    async def leave(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async for chunk in hand_over(request):
+            yield chunk
+        asking.cancel()  # the ticket is sent and has not arrived
+
+    network.to_worker = lose_cancels
+    service = ScriptedService(leave)
+    serving = await bench.worker.serve(SUBJECT, service)
+    asking = asyncio.create_task(collect(bench.caller, make_request(seconds=60)))
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
+    assert isinstance(serving, LinkServing)
+    await until(lambda: not serving._callers._streams)
+    assert len(lost) == 2
+
+
+async def test_ticket_when_it_expires_then_its_caller_is_asked_no_more(network: Network, bench: Bench) -> None:
+    async def brief(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1", ttl_s=0.2))
+
+    serving = await bench.worker.serve(SUBJECT, ScriptedService(brief))
+    await collect(bench.caller, make_request())
+    assert isinstance(serving, LinkServing)
+    assert serving._callers._streams
+    await until(lambda: not serving._callers._streams and not len(serving._handed))
