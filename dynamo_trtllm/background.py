@@ -17,10 +17,11 @@ _log = logging.getLogger(__name__)
 
 
 class BackgroundTasks:
-    """Owns tasks of one event loop. `on_failure` is called once, with the failure of the first task that ends."""
+    """Owns tasks of one event loop. `on_failure` is called once, with the reason, when the first task ends."""
 
-    def __init__(self, on_failure: Callable[[DynamoError], None] | None = None) -> None:
+    def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
         self.failure: DynamoError | None = None
+        self.reason = ""  # of the failure, with the name of the task
         self._on_failure = on_failure
         self._failed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -59,15 +60,16 @@ class BackgroundTasks:
             return
         self._tasks.discard(task)
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        if isinstance(error, DynamoError):
-            failure = error  # its process reports it
+        name = task.get_name()
+        if isinstance(error, DynamoError):  # its process logs it
+            failure, reason = error, f"background task {name} failed: {error.message}"
         else:
-            what = "ended" if error is None else f"failed: {error!r}"
-            _log.error("background task %s %s", task.get_name(), what, exc_info=error)
-            failure = InternalError(f"background task {task.get_name()} {what}; see the log")
+            reason = f"background task {name} " + ("ended" if error is None else f"failed: {error!r}")
+            _log.error("%s", reason, exc_info=error)
+            failure = InternalError(f"{reason}; see the log")
             failure.__cause__ = error
         if self.failure is None:
-            self.failure = failure
+            self.failure, self.reason = failure, reason
             self._failed.set()
             if self._on_failure is not None:
-                self._on_failure(self.failure)
+                self._on_failure(reason)

@@ -27,7 +27,7 @@ DESCRIPTION = "The OpenAI-compatible HTTP frontend: renders, routes to prefill a
 
 _log = logging.getLogger(__name__)
 
-KeepServing = Callable[[FrontendConfig, Door, Colleagues], Awaitable[None]]
+KeepServing = Callable[[FrontendConfig, Door, Colleagues, Callable[[], None]], Awaitable[None]]
 
 
 def main() -> None:
@@ -59,11 +59,11 @@ async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleag
         door = Door()
         server = http_server(door, config, backlog=BACKLOG)
         server.config.load()  # imports, which a second thread must not do at the same time
-        work = asyncio.create_task(_work(config, door, colleagues))
 
         def stop(_: object = None) -> None:
             server.should_exit = True
 
+        work = asyncio.create_task(_work(config, door, colleagues, stop))
         work.add_done_callback(stop)
         work.add_done_callback(lambda _: door.close())
         colleagues.on_parted(stop)
@@ -74,16 +74,16 @@ async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleag
         try:
             # `serve` would raise the signal once more at its end, which kills the process before it closed anything
             await server._serve(sockets)
-            if work.done():
-                work.result()  # raises what ended it
         finally:
             work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            (ended,) = await asyncio.gather(work, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
 
 
-async def _work(config: FrontendConfig, door: Door, colleagues: Colleagues) -> None:
+async def _work(config: FrontendConfig, door: Door, colleagues: Colleagues, stop: Callable[[], None]) -> None:
     keep_serving = await asyncio.to_thread(_load)
-    await keep_serving(config, door, colleagues)
+    await keep_serving(config, door, colleagues, stop)
 
 
 def _load() -> KeepServing:

@@ -47,9 +47,11 @@ class Member:
 
     async def run(self) -> None:
         """Until the parent is gone."""
-        await self._channel.run()
-        _log.error("the parent of this process has ended, and so it does")
-        self._stop()
+        try:
+            await self._channel.run()
+            _log.error("the parent of this process has ended, and so it does")
+        finally:
+            self._stop()
 
     def share(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
@@ -95,7 +97,9 @@ async def _serve(config: MemberConfig) -> None:
         await serve(config, listening(config.http_host, config.http_port, is_shared=True), member)
     finally:
         parent.cancel()
-        await asyncio.gather(parent, return_exceptions=True)
+        (ended,) = await asyncio.gather(parent, return_exceptions=True)
+    if isinstance(ended, Exception):
+        raise ended
 
 
 if __name__ == "__main__":

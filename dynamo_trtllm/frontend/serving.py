@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from typing import Any
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend import heap
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.base import Colleagues
@@ -27,12 +29,18 @@ from dynamo_trtllm.plane.store import MemoryStore, Store
 from dynamo_trtllm.router.pairs import PairBook
 from dynamo_trtllm.router.view import ClusterView
 
+_log = logging.getLogger(__name__)
+
+_SHOWN_S = 1.0  # how long `/ready` gives the reason of a failure before the port is closed
 _SETTLE_S = 15.0  # longest wait for the models that are there already, before the first request is taken
 
 
-async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleagues) -> None:
-    """Until cancelled. Opens the door when the models that are there are served. Raises Unreachable with no etcd or
-    NATS, and what ended a background task."""
+async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleagues, stop: Callable[[], None]) -> None:
+    """Until cancelled. Opens the door when the models that are there are served.
+
+    When a background task ends, `/ready` says so, `stop` has the server finish what runs, and the failure is raised
+    once this is cancelled. Raises Unreachable without etcd or NATS.
+    """
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
         # In a flood of requests this process reads an acknowledgement seconds after it came. A shorter time-out would
@@ -53,7 +61,7 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
         stack.push_async_callback(store.aclose)
 
         def not_ready() -> str | None:
-            return colleagues.awaited() if tasks.failure is None else tasks.failure.message
+            return tasks.reason or colleagues.awaited()
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended(), "pairs": forget_gone(view, book)}
@@ -66,7 +74,20 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
         heap.settle()
         door.open(app)
         colleagues.served()
+        await _until_failed(tasks, stop)
+
+
+async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> None:
+    try:
         await tasks.until_failed()
+    except DynamoError as failure:
+        _log.error("shutting down, as soon as running requests have ended: %s", tasks.reason)
+        try:
+            await asyncio.sleep(_SHOWN_S)
+            stop()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise failure from failure.__cause__
 
 
 async def forget_gone(view: ClusterView, book: PairBook) -> None:

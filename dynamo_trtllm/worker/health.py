@@ -31,9 +31,11 @@ class Health:
     reason: str = ""  # why it is not fit to serve, for people; while loading, what it is doing
     instance_id: str = ""  # in hexadecimal, as in subjects and at a frontend's /health under `pairs`
 
+    failure: str = ""  # what ends this worker
+
     @property
     def is_ready(self) -> bool:
-        return self.phase == "serving" and not self.reason
+        return self.phase == "serving" and not self.reason and not self.failure
 
 
 def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette:
@@ -43,12 +45,12 @@ def health_app(health: Health, render_metrics: Callable[[], bytes]) -> Starlette
         return JSONResponse({"status": "live"})
 
     async def ready(_: Request) -> Response:
-        body = {"status": health.phase, "reason": health.reason, "instance_id": health.instance_id}
+        body = {"status": health.phase, "reason": health.failure or health.reason, "instance_id": health.instance_id}
         return JSONResponse(body, status_code=200 if health.is_ready else 503)
 
     async def report(_: Request) -> Response:
         status = "ready" if health.is_ready else "notready"
-        about = {"phase": health.phase, "reason": health.reason, "instance_id": health.instance_id}
+        about = {"phase": health.phase, "reason": health.failure or health.reason, "instance_id": health.instance_id}
         body = {"status": status} | about
         return JSONResponse(body, status_code=200 if health.is_ready else 503)
 

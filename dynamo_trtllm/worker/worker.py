@@ -111,8 +111,8 @@ class Worker:
         self._stop.set()
         self._wake.set()
 
-    def _background_failed(self, error: DynamoError) -> None:
-        self._health.reason = error.message
+    def _background_failed(self, reason: str) -> None:
+        self._health.failure = reason
         self._wake.set()
 
     async def _run_with_signals(self) -> None:
@@ -149,16 +149,20 @@ class Worker:
             await self._drain(parts)
 
     async def _unless_stopped(self, start: Coroutine[Any, Any, _Parts]) -> _Parts | None:
-        """None when `stop` comes first; the start has then ended too."""
+        """None when `stop` comes first; the start has then ended too. Raises what ended a background task meanwhile."""
         starting = asyncio.create_task(start, name="worker-start")
         stopping = asyncio.create_task(self._stop.wait(), name="worker-stop")
+        failing = asyncio.create_task(self._tasks.until_failed(), name="worker-failure")
         try:
-            await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return starting.result() if starting.done() else None
+            await asyncio.wait({starting, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done():
+                return starting.result()
+            self._tasks.check()
+            return None
         finally:
-            for task in (starting, stopping):
+            for task in (starting, stopping, failing):
                 task.cancel()
-            await asyncio.gather(starting, stopping, return_exceptions=True)
+            await asyncio.gather(starting, stopping, failing, return_exceptions=True)
 
     async def _start(self, stack: AsyncExitStack) -> _Parts:
         self._config = config = await asyncio.to_thread(_resolved, self._config)
@@ -247,7 +251,7 @@ class Worker:
             try:
                 await parts.engine.check()
             except EngineFailed as exc:
-                self._health.reason = exc.message
+                self._health.failure = exc.message
                 raise
             try:
                 async with asyncio.timeout(_CHECK_EVERY_S):

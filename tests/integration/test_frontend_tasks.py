@@ -3,27 +3,70 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import uuid
 
+import httpx
 import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import InternalError
 from dynamo_trtllm.frontend.base import Alone
-from dynamo_trtllm.frontend.door import Door
-from dynamo_trtllm.frontend.serving import keep_serving
+from dynamo_trtllm.frontend.listening import listening
+from dynamo_trtllm.frontend.main import serve
+from tests.integration.living import Living, config, pairs
 from tests.waiting import SOON_S
 
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 120, "stream": True}
 
-@pytest.mark.parametrize("name", ["discovery-watch", "canaries", "pairs", "nats-watch", "plane-nats-writer"])
-async def test_frontend_when_a_background_task_dies_then_it_ends_and_says_which(
+
+def start(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[None], str]:
+    """A frontend and its address."""
+    chosen = FrontendConfig(etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0)
+    sock: socket.socket = listening("127.0.0.1", 0)
+    return asyncio.create_task(serve(chosen, sock, Alone())), f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+async def end(name: str) -> None:
+    """End the background task of this name, as soon as there is one."""
+    while not (found := [task for task in asyncio.all_tasks() if task.get_name() == name]):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    found[0].cancel()
+
+
+@pytest.mark.parametrize("name", ["discovery-watch", "canaries", "nats-watch", "plane-nats-writer"])
+async def test_frontend_when_a_background_task_dies_then_ready_names_it_and_the_process_ends(
     etcd_server: str, nats_server: str, name: str
 ) -> None:
-    config = FrontendConfig(etcd_endpoints=etcd_server, nats_server=nats_server, namespace=f"t{uuid.uuid4().hex}")
-    serving = asyncio.create_task(keep_serving(config, Door(), Alone()))
-    async with asyncio.timeout(SOON_S):
-        while not (found := [t for t in asyncio.all_tasks() if t.get_name() == name]):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        found[0].cancel()
+    serving, url = start(etcd_server, nats_server, f"t{uuid.uuid4().hex}")
+    async with asyncio.timeout(2 * SOON_S), httpx.AsyncClient() as client:
+        while (await client.get(f"{url}/ready")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await end(name)
+        await asyncio.sleep(0)
+        answer = await client.get(f"{url}/ready")
+        assert answer.status_code == 503
+        assert f"background task {name} failed" in answer.json()["reason"]
         with pytest.raises(InternalError, match=f"background task {name} failed"):
+            await serving
+
+
+async def test_stream_when_a_background_task_dies_then_it_is_finished_first(
+    etcd_server: str, nats_server: str, living: Living
+) -> None:
+    chosen = config(etcd_server, nats_server, override_engine_args={"step_s": 0.02})
+    pairs(chosen, living)
+    serving, url = start(etcd_server, nats_server, chosen.namespace)
+    async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(timeout=None) as client:
+        while (await client.get(f"{url}/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        lines = []
+        async with client.stream("POST", f"{url}/v1/chat/completions", json=BODY) as answer:
+            async for line in answer.aiter_lines():
+                lines.append(line)
+                if len(lines) == 10:
+                    await end("pairs")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        assert sum('"content":' in line for line in lines) > 100
+        with pytest.raises(InternalError, match="background task pairs failed"):
             await serving

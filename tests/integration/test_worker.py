@@ -221,7 +221,7 @@ async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_
                 await serving
         await plane.aclose()
     assert not worker._health.is_ready
-    assert part in worker._health.reason
+    assert part in worker._health.failure
 
 
 async def test_engine_when_its_accept_loop_for_kv_dies_then_the_worker_ends(etcd_server: str, nats_server: str) -> None:
@@ -233,3 +233,24 @@ async def test_engine_when_its_accept_loop_for_kv_dies_then_the_worker_ends(etcd
         accepting.cancel()
         with pytest.raises(EngineFailed, match="accept loop ended"):
             await serving
+
+
+async def test_serve_when_a_background_task_dies_while_the_engine_loads_then_it_ends_and_does_not_register(
+    etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading = asyncio.Event()
+
+    async def load(_: MockEngine) -> None:
+        loading.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(MockEngine, "start", load)
+    worker = Worker(config(etcd_server, nats_server))
+    async with asyncio.timeout(SOON_S):
+        serving = asyncio.create_task(worker.serve())
+        await loading.wait()
+        (victim,) = [task for task in worker._tasks._tasks if task.get_name() == "plane-nats-writer"]
+        victim.cancel()
+        with pytest.raises(InternalError, match="background task plane-nats-writer failed"):
+            await serving
+    assert "plane-nats-writer" in worker._health.failure
