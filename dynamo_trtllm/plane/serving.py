@@ -104,6 +104,7 @@ class LinkServing:
         self._opened: dict[LegKey, None] = {}  # the latest streams, oldest first, also those that have ended
         self._subject = ""
         self._accepting = True
+        self._is_closed = False
         link.on_lost(self.lost)
 
     async def start(self, subject: str, timeout_s: float) -> None:
@@ -125,6 +126,7 @@ class LinkServing:
 
     async def aclose(self) -> None:
         self._accepting = False
+        self._is_closed = True
         for listening in self._listening:
             await listening.stop()
         self._end_all(Draining("the worker stops"))
@@ -318,6 +320,8 @@ class LinkServing:
     def lost(self, error: DynamoError) -> None:
         """Frames may be lost, so no running stream can be trusted to be whole, and no ticket to have arrived: a caller
         that holds one pays a second prefill, where memory for one that is lost would stay taken until it expires."""
+        if self._is_closed:
+            return  # what it served may be closed, too
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
         for key in self._handed.keys():
             self._refuse(key)
