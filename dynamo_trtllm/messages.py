@@ -38,7 +38,7 @@ def wire_mismatch(theirs: int) -> str:
         return ""
     return (
         f"wire version {theirs} is too far from {WIRE_VERSION}, which this process speaks: only neighboring versions "
-        "work together; upgrade the older side one release at a time"
+        "work together; upgrade the side with the lower wire version until the two differ by at most 1"
     )
 
 

@@ -42,7 +42,7 @@ def check_name(name: str) -> None:
     """Names become parts of keys and subjects. Raises ConfigError for one that would break them."""
     if not name or _BREAKS_A_NAME.search(name):
         raise ConfigError(
-            f"name {name!r} may not be empty or hold '/', '.', '*', '>', white space or control characters"
+            f"name {name!r} must not be empty or contain '/', '.', '*', '>', white space or control characters"
         )
     if len(name) > MOST_NAME_CHARACTERS:
         raise ConfigError(f"name {name[:32]!r}... has {len(name)} characters; use at most {MOST_NAME_CHARACTERS}")

@@ -71,7 +71,8 @@ class Mirror:
             return [*self._removed(key), *self._reject(key, str(exc))]
         holder = self._holders.get(instance.id, key)
         if holder != key:
-            news = self._reject(key, f"instance {instance.id:x} stands already, under the key {shown_key(holder)}")
+            reason = f"instance id {instance.id:x} is already registered under the key {shown_key(holder)}"
+            news = self._reject(key, reason)
             self._wait(instance.id, key, record)
             return news
         news = self._forget(key)
@@ -109,14 +110,14 @@ class Mirror:
             if len(self._rejected) >= MOST_REJECTED:
                 self._say_full()
                 return []
-            logger.warning("a record is rejected: %s: %s", shown, reason)
+            logger.warning("etcd record rejected: %s: %s", shown, reason)
         self._rejected[shown] = reason
         return [Rejected(shown, reason)]
 
     def _say_full(self) -> None:
         if not self._has_said_full:
             self._has_said_full = True
-            logger.warning("%d records are rejected, further ones are neither logged nor shown", MOST_REJECTED)
+            logger.warning("%d etcd records rejected; further ones are not logged or listed", MOST_REJECTED)
 
     def _forget(self, key: str) -> list[News]:
         """News when `key` is not rejected any more."""

@@ -52,7 +52,7 @@ def read_instance(key: str, record: bytes) -> Instance:
     except ValueError as exc:
         raise BadRecord(f"the key is not of the form {keys.PREFIX}/NAMESPACE/COMPONENT/ENDPOINT/ID") from exc
     if len(record) > MOST_RECORD_BYTES:
-        raise BadRecord(f"the record has {len(record)} bytes; at most {MOST_RECORD_BYTES} are read")
+        raise BadRecord(f"the record has {len(record)} bytes; the limit is {MOST_RECORD_BYTES}")
     try:
         instance = codec.decode(record, Instance)
     except BadFrame as exc:
@@ -74,7 +74,10 @@ def written(instance: Instance) -> tuple[str, bytes]:
     try:
         read_instance(key, record)
     except BadRecord as exc:
-        raise ConfigError(f"this worker can't register, because frontends would reject its record: {exc}") from exc
+        raise ConfigError(
+            f"this worker can't register, because frontends would reject its record: {exc}; fix this value and start "
+            "the worker again"
+        ) from exc
     return key, record
 
 
@@ -90,11 +93,11 @@ def _check_place(instance: Instance, endpoint: keys.EndpointId, instance_id: int
     """The key is what puts, deletes and leases act on, so it alone says whose record this is."""
     _check_number("id", instance.id, 0, _MOST_ID)
     if instance.id != instance_id:
-        raise BadRecord(f"the key says id {instance_id:x} and the record {instance.id:x}")
+        raise BadRecord(f"id is {instance_id:x} in the key and {instance.id:x} in the record")
     own = keys.endpoint_of(instance)
     for field, expected, found in zip(own._fields, endpoint, own, strict=True):
         if found != expected:
-            raise BadRecord(f"the key says {field} {_shown(expected)} and the record {_shown(found)}")
+            raise BadRecord(f"{field} is {_shown(expected)} in the key and {_shown(found)} in the record")
         try:
             keys.check_name(found)
         except ConfigError as exc:
@@ -161,7 +164,7 @@ def _check_number(field: str, value: int, least: int, most: int) -> None:
 
 def _check_size(field: str, values: Collection[object], most: int) -> None:
     if len(values) > most:
-        raise BadRecord(f"{field} has {len(values)} entries; at most {most} are taken")
+        raise BadRecord(f"{field} has {len(values)} entries; the limit is {most}")
 
 
 def _check_text(field: str, value: str, *, least: int = 1, most: int) -> None:

@@ -98,7 +98,9 @@ class Canaries:
             if pair not in self._broke:
                 self._broke.add(pair)
                 prefill, decode = ("none" if each is None else f"{each:x}" for each in pair)
-                _log.error("a canary failed unexpectedly: prefill %s, decode %s", prefill, decode, exc_info=exc)
+                _log.error(
+                    "canary raised an unexpected exception: prefill %s, decode %s", prefill, decode, exc_info=exc
+                )
             self._note(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}")
         if code == _PASSED:
             self._broke.discard(pair)

@@ -72,7 +72,7 @@ async def etcd_serves(host: str, port: int) -> None:
     """Asks an etcd on its client port. Raises as `ready`."""
     status, answer = await _get(host, port, "/health", _EtcdHealth)
     if status != 200 or answer.health != "true":
-        raise NotYet(f"not healthy: {answer.reason}")
+        raise NotYet(f"etcd is not healthy: {answer.reason}" if answer.reason else "etcd is not healthy")
 
 
 async def nats_serves(host: str, port: int) -> None:
@@ -80,11 +80,11 @@ async def nats_serves(host: str, port: int) -> None:
     async with _connection(host, port) as (reader, writer):
         greeting = await reader.readline()
         if not greeting.startswith(b"INFO "):
-            raise NotYet(f"it greets with {greeting!r} instead of INFO")
+            raise NotYet(f"the server is not NATS: it sent {greeting!r} instead of INFO")
         writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
         answer = await reader.readline()
         if answer != b"PONG\r\n":
-            raise NotYet(f"it answers {answer!r} to PING")
+            raise NotYet(f"NATS answered {answer!r} to PING")
 
 
 async def is_taken(host: str, port: int) -> bool:
@@ -127,7 +127,7 @@ async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
                 data = await reader.read(_READ_BYTES)
                 read_bytes += len(data)
                 if not data or read_bytes > _LONGEST_ANSWER_BYTES:
-                    raise ConnectionError(f"the answer to GET {path} has no end")
+                    raise ConnectionError(f"the answer to GET {path} is incomplete or too long")
                 parser.feed_data(data)
         return parser.get_status_code(), msgspec.json.decode(body.data, type=form)
     except (httptools.HttpParserError, msgspec.DecodeError) as exc:

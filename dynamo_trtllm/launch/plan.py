@@ -176,8 +176,8 @@ def _check_ports(specs: Sequence[ProcessSpec]) -> None:
     for one, other in combinations([spec for spec in specs if spec.port], 2):
         if one.port == other.port and (one.host == other.host or {one.host, other.host} & {*_EVERY_INTERFACE}):
             raise ConfigError(
-                f"{one.name} and {other.name} both have port {one.port}; give each its own, or "
-                f"{other.port_flag} 0, which is a free one"
+                f"{one.name} and {other.name} both use port {one.port}; give each its own, or {other.port_flag}=0 for "
+                "a free one"
             )
 
 

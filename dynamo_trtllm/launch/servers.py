@@ -121,7 +121,7 @@ async def _at_port(
         except _PortTaken:
             if port is not None:
                 which = " or ".join(str(port + n) for n in range(count))
-                raise ConfigError(f"{program}: port {which} is in use; free it") from None
+                raise ConfigError(f"{program}: port {which} is in use; stop the process that uses it") from None
     raise ConfigError("no free loopback port was found; stop what listens on this machine's ports")
 
 

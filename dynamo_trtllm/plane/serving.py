@@ -54,9 +54,9 @@ _REMEMBERED_OPENINGS = 16_384  # a repeated message comes soon after the first
 
 
 def _check_inbox(inbox: str) -> None:
-    """Raise BadFrame for an inbox longer than any that is made: NATS ends the connection of who posts there."""
+    """Raise BadFrame for an overlong inbox name: NATS closes the connection of a client that publishes to one."""
     if len(inbox) > _LONGEST_INBOX:
-        raise BadFrame(f"an inbox of {len(inbox)} characters; at most {_LONGEST_INBOX} are taken")
+        raise BadFrame(f"the inbox name has {len(inbox)} characters; the limit is {_LONGEST_INBOX}")
 
 
 def control_subject(subject: str) -> str:
@@ -197,7 +197,8 @@ class LinkServing:
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._link.max_message_bytes:
             return data
-        logger.warning("the report of %d streams of %s is too large to send: %d bytes", len(streams), inbox, len(data))
+        text = "stream report for %s is too large: %d streams, %d bytes; lost messages of these streams go unnoticed"
+        logger.warning(text, inbox, len(streams), len(data))
         return PING
 
     def _part(self, inbox: str) -> None:
@@ -285,7 +286,8 @@ class LinkServing:
             text = "caller %s is gone (%s); %d streams closed, %d tickets taken back"
             logger.warning(text, inbox, error, len(gone), len(handed))
         for leg in gone:
-            self._fail(leg, StreamIncomplete(f"the worker gave this stream up: its caller did not answer ({error})"))
+            text = f"the worker ended this stream because its frontend did not answer: {error}"
+            self._fail(leg, StreamIncomplete(text))
             self._stop(leg)
         for key in handed:
             self._refuse(key)

@@ -149,7 +149,7 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
         header = decode(data, _FrameHeader)
     except BadFrame:
         return None
-    unreadable = StreamIncomplete(f"a frame can't be read, its sender may be of another version: {reason}")
+    unreadable = StreamIncomplete(f"a frame can't be read ({reason}); its sender may run another version")
     return Frame(header.stream, header.number, failure=Failure.of(unreadable))
 
 

@@ -89,7 +89,8 @@ class HealthServer:
         except OSError as exc:
             sock.close()
             raise ConfigError(
-                f"--system-port {self._port} on {self._host} can't be used ({exc.strerror}); choose another or 0",
+                f"--system-port {self._port} can't be opened on --system-host {self._host} ({exc.strerror}). Choose "
+                "another port (0 takes a free one) or another address",
                 field="system_port",
             ) from exc
         self._server = uvicorn.Server(
