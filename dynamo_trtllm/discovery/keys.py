@@ -75,8 +75,7 @@ def instance_id_of(key: str) -> int:
 
 
 def shown_key(key: str) -> str:
-    """Escapes a key as `repr` does and bounds it, for logs and people: a key may hold anything. One that is cut ends in
-    its hash, so that keys that begin alike still look different."""
+    """Escape a key like `repr` and bound its length. A shortened key ends in its hash, so that similar keys differ."""
     text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
     if len(text) <= _SHOWN_CHARACTERS:
         return text

@@ -28,8 +28,8 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-MOST_FILES_BYTES: Final = 256 << 20  # of one card's files together; what a worker says of their size is no bound
-_MOST_SAID: Final = 300  # characters of a library's error in our own
+MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; a worker's stated size is not trusted
+_MOST_SAID: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
 
 
@@ -188,7 +188,7 @@ class Models:
         raise error
 
     async def _fetch_from(self, holder: Instance, sha256: str, most_bytes: int) -> bytes:
-        """The file in pieces. Raises BadFrame for another content or size, or as `Plane.control`."""
+        """Fetch the file in pieces. Raise BadFrame for wrong content or size, and as `Plane.control`."""
         data = bytearray()
         total_bytes: int | None = None
         while total_bytes is None or len(data) < total_bytes:
@@ -211,13 +211,13 @@ class Models:
 
 
 def _renderer(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
-    """As `renderer_for`, for a worker thread. Raises InternalError for whatever else comes out of it."""
+    """Call `renderer_for`, in a thread; turn an exception that is no DynamoError into InternalError."""
     try:
         return renderer_for(card, files)
     except DynamoError:
         raise
-    # The files are a worker's, and the tokenizer library answers some that are broken with a panic, which is no
-    # Exception. One model's files must not end the task that loads it. No cancellation arrives in a thread.
+    # The tokenizer library panics on some broken files; a panic is a BaseException. It must not end the loading task. A
+    # thread receives no cancellation.
     except BaseException as exc:
         raise InternalError(
             f"the renderer of model {card.name!r} fails on its files: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}; "

@@ -31,12 +31,12 @@ _SETTLE_S = 15.0  # longest wait for the models that are there already, before t
 
 
 async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleagues) -> None:
-    """Until cancelled. Opens the door when the models that are there are served. Raises Unreachable with no etcd or
-    NATS, and what ended a background task."""
+    """Until cancelled. Opens the door when the models that are there are served. Raises Unreachable without etcd or
+    NATS, and the failure of a background task."""
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
-        # In a flood of requests this process reads an acknowledgement seconds after it came. A shorter time-out would
-        # blame workers for that, and send their requests again.
+        # Under overload this process reads an acknowledgement seconds after it arrived. A shorter timeout would count
+        # the worker as unreachable and send the request again.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 2)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)

@@ -1,7 +1,7 @@
-"""Asks a process over its port whether it serves: HTTP, and for NATS the protocol of its clients. Starts nothing.
+"""Checks over the network whether a process is ready: by HTTP, or by PING for NATS. Starts nothing.
 
-httptools reads the answers from a stream of asyncio. It is installed already, and no HTTP client for asyncio is. The
-client of the standard library blocks a thread, and a launcher that stops would have to wait for that thread.
+httptools is a dependency already; an asyncio HTTP client is not. The standard library's client would block a thread
+that a stopping launcher has to wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class NotYet(Exception):
-    """The process does not serve. The message says why, for people."""
+    """The process is not ready. The message says why."""
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class ReadyAnswer(msgspec.Struct, frozen=True):
 async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
     """Calls `ask` again and again until it returns. Raises NotYet with the last reason when it has not in `within_s`.
 
-    The pauses grow: what begins to serve is noticed when a tenth more of its start has passed, at the latest.
+    Pauses grow to a tenth of the time waited, at most 1 s.
     """
     now = asyncio.get_running_loop().time
     began, why = now(), ""
@@ -49,7 +49,7 @@ async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
             async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
-            if limit_s == _ONE_ANSWER_S or not why:  # or the end of the wait has cut an answer off
+            if limit_s == _ONE_ANSWER_S or not why:  # else the total limit cut this attempt short
                 why = "it does not answer"
         except (NotYet, OSError) as exc:
             why = str(exc)

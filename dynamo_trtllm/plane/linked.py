@@ -161,7 +161,7 @@ class LinkPlane:
         try:
             batch = read_batch(data)
         except BadFrame as exc:
-            # It can't be told which streams it was for. Those that lost a frame end at the next ping.
+            # The streams of this message are unknown. Those that lost a frame end at the next ping.
             self._unreadable += 1
             if self._unreadable.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: no flood of lines
                 _log.warning(
@@ -173,7 +173,7 @@ class LinkPlane:
             self._compare(batch.report)
 
     def _compare(self, report: StreamReport) -> None:
-        """End the streams that lost a message on their way here, and those that the worker runs for no reader."""
+        """End streams that lost a message; cancel streams in the worker that this process no longer reads."""
         sent = dict(report.streams)
         running = self._running.get(report.subject, {})
         if report.ping:

@@ -1,9 +1,8 @@
-"""The order in which a caller gives streams what has arrived for them. No socket, no clock.
+"""Distributes received frames to their streams, with a bound per event-loop iteration. No socket, no clock.
 
-A request that begins needs a few dozen turns of the loop. In a process that gets more frames than it can deal with,
-each turn would last as long as all that has arrived takes. So a turn has a bound. What is left over waits here and not
-in the server: there, a worker's answer to a new request would wait behind it until the request is given up. What waits
-for one stream becomes one chunk, so that a process that is behind has less work for each token.
+A new request needs a few dozen iterations. Without a bound, an iteration of an overloaded process would handle
+everything that has arrived. The rest waits here, not in NATS, where the acknowledgement of a new request would wait
+behind it and time out. Waiting frames of a stream are merged into one chunk.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ CHUNKS_PER_TURN = 1024  # 5 to 10 ms of work in a frontend
 
 
 class Rounds:
-    """Feeds an inbox: each batch as it comes while the loop keeps up, else streams in the order in which they wait.
+    """Feeds an inbox: batches at once while the loop keeps up, otherwise stream by stream in the order in which they
+    began to wait.
 
     The first frame of a stream never waits: with it a request goes on, or its answer begins.
     """

@@ -82,7 +82,7 @@ class LinkServing:
         self._link = link
         self._service = service
         self._legs: dict[LegKey, Leg] = {}
-        self._by_inbox: dict[str, dict[int, Leg]] = {}  # the same ones
+        self._by_inbox: dict[str, dict[int, Leg]] = {}  # the same streams, by inbox
         self._idle = asyncio.Event()  # no leg runs
         self._idle.set()
         self._handed = Handed()
@@ -91,8 +91,9 @@ class LinkServing:
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[Listening] = []
         self._callers = Heartbeat(link, ping_interval_s, message=self._check_up, lost=self._caller_lost, tasks=tasks)
-        self._report_readers: set[str] = set()  # inboxes of callers that understand reports, while they are asked
-        self._opened: dict[LegKey, None] = {}  # the latest streams, oldest first, also those that have ended
+        # inboxes of callers of wire version 2 or later that have streams or tickets
+        self._report_readers: set[str] = set()
+        self._opened: dict[LegKey, None] = {}  # keys of the latest requests, ended ones too, oldest first
         self._subject = ""
         self._accepting = True
         link.on_lost(self.lost)
@@ -180,14 +181,14 @@ class LinkServing:
     # --- liveness --------------------------------------------------------------------------------------
 
     def _answer_ping(self, ping: Ping) -> None:
-        """Send the caller its streams as they are now, after all frames that were sent before."""
+        """Send the caller a report of its streams, after all frames sent so far."""
         self._flush()
         report = self._report(ping.inbox, ping.number)
         if report != PING:
             self._link.post(ping.inbox, report)
 
     def _check_up(self, inbox: str) -> bytes:
-        """Return what asks a caller whether it is alive, and to cancel the streams that it does not know."""
+        """Return the heartbeat message for a caller: its stream report, or PING for wire version 1."""
         return self._report(inbox, 0) if inbox in self._report_readers else PING
 
     def _report(self, inbox: str, ping: int) -> bytes:
@@ -202,7 +203,7 @@ class LinkServing:
         return PING
 
     def _part(self, inbox: str) -> None:
-        """Count one stream or ticket less that is shared with a caller."""
+        """Remove one stream or ticket of a caller from the count."""
         if self._callers.remove(inbox):
             self._report_readers.discard(inbox)
 

@@ -111,5 +111,5 @@ class HealthServer:
             return
         self._tasks.release(self._task)
         self._server.should_exit = True
-        await asyncio.gather(self._task, return_exceptions=True)  # one that failed was reported
-        self._sock.close()  # uvicorn has, unless its task failed
+        await asyncio.gather(self._task, return_exceptions=True)  # a failure was reported already
+        self._sock.close()  # uvicorn closed it, unless its task failed
