@@ -1,4 +1,4 @@
-"""Waits for what is asynchronous in code that is not: etcd and NATS of tests and benchmarks."""
+"""Runs coroutines from synchronous code: etcd and NATS of tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ T = TypeVar("T")
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
     """Runs `work` to its end, also while a loop runs in this thread.
 
-    It runs on the loop of a thread that lives as long as the process: a child ends with the thread that started it
-    (`children.spawn`), and is awaited on the loop on which it was started.
+    The loop's thread lives as long as the process: a child ends with the thread that started it (`children.spawn`), and
+    is awaited on the loop that started it.
     """
     return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 

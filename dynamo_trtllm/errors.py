@@ -152,7 +152,7 @@ class BadFrame(PlaneError):
 
 
 class VersionMismatch(PlaneError):
-    """Frontend and worker are too many releases apart to understand each other."""
+    """The wire versions of frontend and worker differ by more than 1."""
 
     code = "version_mismatch"
     retryable = True

@@ -38,7 +38,7 @@ def wire_mismatch(theirs: int) -> str:
         return ""
     return (
         f"wire version {theirs} is too far from {WIRE_VERSION}, which this process speaks: only neighboring versions "
-        "work together; upgrade the older side one release at a time"
+        "work together; upgrade the side with the lower wire version until the two differ by at most 1"
     )
 
 
@@ -168,9 +168,10 @@ class LegStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What one engine step made for one request. A stream ends with exactly one chunk that has `finish_reason`.
+    """Tokens of one request: of one engine step as sent, possibly of several as received. A stream ends with exactly
+    one chunk that has `finish_reason`.
 
-    Not the garbage collector's: it is in no cycle, and those that wait in a busy frontend are many.
+    `gc=False`: chunks form no cycles, and a busy frontend holds many.
     """
 
     token_ids: TokenIds = msgspec.field(default_factory=token_ids)
@@ -219,7 +220,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     serves_whole: bool = False  # a decode worker that can also prefill
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
-    wire: int = 1  # its WIRE_VERSION; a worker of version 1 does not say it
+    wire: int = 1  # WIRE_VERSION of the worker; version 1 does not send it
 
 
 # --- control verbs (design: every instance has `generate` and `control`) -------------------------------

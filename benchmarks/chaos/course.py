@@ -19,7 +19,7 @@ from benchmarks.stream import Record
 
 _WHOLE_S = 60.0
 _MARGIN_S = 5.0
-_LONGER = 1.4  # times the watch of the other side
+_LONGER = 1.4  # a long fault lasts this many stall timeouts of the other side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Course:
         return self.hung_s or outage_s + 2 * options.stall_timeout_s + options.hold_s + _MARGIN_S
 
     def osl_of(self, fault: Fault, options: Options) -> int:
-        """Tokens per answer: more where answers must be under way before, during and after the fault."""
+        """Return the tokens per answer; a long fault needs answers that outlast it."""
         if fault.watch_s is None:
             return self.osl
         watch_s = fault.watch_s(options)
@@ -56,9 +56,10 @@ class Course:
 
 
 async def run(deployment: Deployment, fault: Fault, course: Course, texts: Sequence[str]) -> Verdict:
-    """Judges it and leaves the deployment whole. `texts`: undisturbed answers of the length that the fault needs.
+    """Run the fault, evaluate every request, restore the deployment.
 
-    Raises NotServing when it can't be made whole again.
+    `texts`: undisturbed answers of the length that the fault needs. Raise NotServing when the deployment can't be
+    restored.
     """
     outage_s, osl = course.outage_of(fault, deployment.options), course.osl_of(fault, deployment.options)
     hung_s = course.silence_s(deployment.options, outage_s)
@@ -69,7 +70,8 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
     wanted = load(deployment, osl=osl, streams=course.streams, timeout_s=whole_s, ramp_s=ramp_s)
 
     def note_sent(record: Record) -> None:
-        if fault.watch_s and record.index >= course.streams:  # all are under way, and none may have ended yet
+        # all streams have sent a request; with long answers none may have ended
+        if fault.watch_s and record.index >= course.streams:
             runs.set()
 
     client = Client(wanted, on_open=note_sent, on_record=lambda _: runs.set())

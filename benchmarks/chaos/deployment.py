@@ -34,7 +34,7 @@ class Options:
     ticket_ttl_s: float = 5.0
     hold_s: float = 5.0
     is_launcher_victim: bool = False  # etcd and NATS are the launcher's own then, and end with it
-    has_network: bool = False  # the frontend is at a NATS server of its own, behind a relay
+    has_network: bool = False  # the frontend has its own NATS server, behind a relay
 
     @property
     def workers(self) -> tuple[str, ...]:

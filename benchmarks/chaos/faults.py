@@ -31,8 +31,9 @@ class Fault:
     spares_requests: bool = False  # none may be answered with an error before its first token
     migrates: bool = False  # streams must have been continued elsewhere, or it has not struck
     is_launcher: bool = False  # only what is left afterwards is judged
-    has_network: bool = False  # it is done to the network between frontend and workers
-    watch_s: Callable[[Options], float] | None = None  # how long the other side waits: answers outlive the fault then
+    has_network: bool = False  # acts on the network between frontend and workers
+    # stall timeout of the other side; if set, answers outlast the fault
+    watch_s: Callable[[Options], float] | None = None
 
 
 async def _signal(name: str, number: signal.Signals, scene: Scene) -> None:
@@ -91,7 +92,7 @@ async def _launcher(number: signal.Signals, scene: Scene) -> None:
 
 
 async def _lose(wanted: Callable[[Frame], bool], scene: Scene) -> None:
-    """Every third message that brings such a frame, and at least one."""
+    """Drop every third message with such a frame, and at least one."""
     losses = Losses(wanted, nth=3)
     scene.network.change(losses)
     try:
@@ -171,7 +172,7 @@ def _of_frontend() -> list[Fault]:
         Fault(name="freeze-frontend", what="SIGSTOP of the frontend, then SIGCONT", apply=partial(_freeze, FRONTEND)),
         Fault(
             name="freeze-frontend-long",
-            what="SIGSTOP of the frontend until its workers have given it up, under answers that take longer",
+            what="SIGSTOP of the frontend for longer than its workers' stall timeout, during long answers",
             apply=partial(_freeze, FRONTEND),
             watch_s=lambda options: options.worker_stall_timeout_s,
         ),
@@ -213,7 +214,7 @@ def _of_intruders() -> list[Fault]:
         ),
         Fault(
             name="bad-record",
-            what="records in etcd that no worker wrote, some in the name of a living one",
+            what="records in etcd that no worker wrote, some with the id of a live worker",
             apply=intruders.bad_record,
             spares_requests=True,
         ),
@@ -231,7 +232,7 @@ FAULTS = {
         *_of_server("nats", spares=False),
         Fault(
             name="freeze-worker-long",
-            what="SIGSTOP of a decode worker until the frontend has given it up, under answers that take longer",
+            what="SIGSTOP of decode-1 for longer than the frontend's stall timeout, during long answers",
             apply=partial(_freeze, "decode-1"),
             spares_requests=True,
             migrates=True,

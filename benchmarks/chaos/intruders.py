@@ -36,7 +36,7 @@ _GREEDY_S = 120.0  # more than they are let stay
 _FULL = 0.8  # of the blocks: less than one greedy request is free then
 _GARBAGE_EVERY_S = 0.1
 _CONNECT_S = 5.0
-_LEASE_TTL_S = 60.0  # of records that are taken away again anyway
+_LEASE_TTL_S = 60.0  # upper bound; records are removed after the fault
 
 
 async def slow_consumers(scene: Scene) -> None:
@@ -138,7 +138,7 @@ async def _decode_instance(scene: Scene) -> Instance:
     try:
         found = await live_peers(
             discovery, deployment.namespace, model=deployment.options.model, role=Role.PREFILL
-        )  # those of the other role
+        )  # live_peers returns workers of the other role
     finally:
         await discovery.aclose()
     return found[0]
@@ -146,7 +146,10 @@ async def _decode_instance(scene: Scene) -> Instance:
 
 @asynccontextmanager
 async def _written(scene: Scene, records: Mapping[str, bytes]) -> AsyncIterator[None]:
-    """The records are in etcd while entered. Raises NotServing when /health does not show each as rejected."""
+    """Write the records to etcd for the context.
+
+    Raise NotServing when /health does not list as many rejected records.
+    """
     store = EtcdStore(scene.deployment.servers["etcd"].address)
     lease = await store.grant(_LEASE_TTL_S)
     try:

@@ -46,7 +46,7 @@ class Stage:
         self._options = options
         self._plan = plan
         self._deployment: Deployment | None = None
-        self._left: list[str] = []  # by the deployments before it
+        self._left: list[str] = []  # left over by earlier deployments
         self._texts: dict[int, Sequence[str]] = {}  # undisturbed answers by their length in tokens
 
     async def run(self, fault: Fault) -> Verdict:
@@ -73,7 +73,7 @@ class Stage:
             self._deployment = Deployment(options)
             self._deployment.start()
             osl = self._plan.osl
-            self._texts[osl] = await undisturbed(self._deployment, osl=osl)  # also: it works
+            self._texts[osl] = await undisturbed(self._deployment, osl=osl)  # also checks that the deployment works
         return self._deployment
 
     def close(self) -> list[str]:
@@ -147,7 +147,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--streams", type=int, default=16, help="requests under way at once")
     add("--osl", type=int, default=50, help="tokens per answer")
     add("--engine", choices=("mock", "torch"), default="mock", help="torch: tiny-gpt-oss on the CPU, greedy")
-    add("--stall-timeout-s", type=float, default=5.0, help="the frontend's --stall-timeout-s; the workers' is twice it")
+    twice = "--stall-timeout-s of the frontend; the workers get twice as much"
+    add("--stall-timeout-s", type=float, default=5.0, help=twice)
     add("--hung-s", type=float, help="longest silence; default: the fault's time + 2 x stall timeout + 10")
     add("--json", action="store_true", help="one JSON object instead of the table")
     args = parser.parse_args(argv)

@@ -22,7 +22,7 @@ _CLUSTER = ("--cluster_name", "chaos")
 
 
 class Network:
-    """Made on the main thread; closed by `close`."""
+    """Create it on the main thread; end it with `close`."""
 
     def __init__(self, folder: Path) -> None:
         ports = [free_ports(), free_ports()]
@@ -38,7 +38,7 @@ class Network:
         return f"nats://{self._relay.address}"
 
     def change(self, copies: Copies | None) -> None:
-        """From now on messages of the frontend arrive as often as `copies` says."""
+        """Set how often each message from and to the frontend arrives; None: once."""
         self._relay.copies = copies
 
     async def cut_route(self, seconds: float) -> None:
@@ -53,7 +53,7 @@ class Network:
 
 
 class Losses:
-    """Loses every `nth` message with a frame that is `wanted`, counted from the first one. `count`: so far."""
+    """Drops every `nth` message with a `wanted` frame, beginning with the first. `count`: dropped so far."""
 
     def __init__(self, wanted: Callable[[Frame], bool], nth: int) -> None:
         self._wanted = wanted

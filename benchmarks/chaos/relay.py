@@ -1,4 +1,4 @@
-"""A network between a client and its server: it can be cut, and it can lose and repeat single messages of NATS."""
+"""A relay between client and server that can cut the connection, and drop or repeat NATS messages."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Self
 
-Copies = Callable[[bytes], int]  # the body of a message to how often it arrives
+Copies = Callable[[bytes], int]  # message body → copies to forward
 
 _LINE_BYTES = 1 << 20  # the longest line of NATS' protocol is INFO
 _WITH_BODY = (b"MSG", b"HMSG", b"PUB", b"HPUB")  # their last word is the size of what follows
 
 
 class Relay:
-    """A TCP relay to a server, which itself goes on when it is cut."""
+    """A TCP relay to a server. Cutting it does not stop the server."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("nats://").rpartition(":")
@@ -69,12 +69,12 @@ class Relay:
             sink.close()
 
     async def _next(self, source: asyncio.StreamReader) -> bytes:
-        """Return what goes on next; nothing at the end."""
+        """Return the next bytes to forward; b"" at the end."""
         return await source.read(65536)
 
 
 class NatsRelay(Relay):
-    """Knows where NATS' messages begin and end. `copies` says how often each arrives; None: as it is."""
+    """Parses NATS messages. `copies` returns how often to forward one; None: once."""
 
     copies: Copies | None = None
 

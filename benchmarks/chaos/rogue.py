@@ -23,7 +23,7 @@ _AN_HOUR_S = 3600.0
 
 
 class Relay:
-    """`plane.base.Service`: the good worker's, but for the last chunks."""
+    """A `plane.base.Service` that forwards to a good worker and changes its last chunks."""
 
     def __init__(self, plane: Plane, good: Instance, spoil: Spoil) -> None:
         self._plane, self._good, self._spoil = plane, good, spoil
@@ -45,9 +45,9 @@ class Relay:
 
 @asynccontextmanager
 async def registered(deployment: Deployment, spoil: Spoil, wire: int = WIRE_VERSION) -> AsyncIterator[None]:
-    """It is a worker of the deployment while entered, which says that it speaks this wire version.
+    """Register the rogue worker with this wire version for the context.
 
-    Raises NotServing when it never was asked for anything.
+    Raise NotServing when no request reached it.
     """
     servers = deployment.servers
     async with AsyncExitStack() as stack:
@@ -79,7 +79,7 @@ def late(chunk: Chunk) -> Chunk:
 
 
 def newer(chunk: Chunk) -> Chunk:
-    """As of a later version, which has a finish reason more."""
+    """Return the chunk with a finish reason that only a later version knows."""
     return msgspec.structs.replace(chunk, finish_reason="a reason of a later version")
 
 

@@ -21,6 +21,6 @@ class Scene:
 
     @property
     def network(self) -> Network:
-        """Return what is between the frontend and its NATS server, for faults that ask for it."""
+        """Return the deployment's network, for faults with `has_network`."""
         assert self.deployment.network is not None
         return self.deployment.network

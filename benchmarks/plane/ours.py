@@ -22,7 +22,7 @@ class Ours:
     framing_tokens = 3  # <|channel|>final<|message|>
 
     def __init__(self, checkout: Path | None = None) -> None:
-        """`checkout`: of another commit, whose package is run instead of this one."""
+        """`checkout`: folder of another commit, whose package runs instead."""
         self.name = "ours" if checkout is None else "beside"
         self._checkout = checkout
 

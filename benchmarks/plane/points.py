@@ -57,7 +57,7 @@ def select(names: Iterable[str], *, quick: bool) -> list[Point]:
 
 
 class Engines(NamedTuple):
-    """What the workers of a point are."""
+    """Pace and number of the worker pairs of a point."""
 
     pace_s: float
     pairs: int = 1

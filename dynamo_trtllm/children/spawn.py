@@ -34,8 +34,8 @@ def spawn(
     """Starts `argv` in a process group of its own (a Ctrl-C reaches this process only, which stops it in order).
 
     On Linux the child gets SIGKILL when the *thread* that called spawn ends (that is how PR_SET_PDEATHSIG counts), so
-    call it from the main thread, or from one that lives as long as the process. Other systems have no such tie.
-    Grandchildren are not tied. Raises ConfigError when the program is not there.
+    call it from the main thread, or from one that lives as long as the process. On other systems a child may outlive
+    its parent. Grandchildren always may. Raises ConfigError when the program is not there.
     """
     program = shutil.which(argv[0])
     if program is None:

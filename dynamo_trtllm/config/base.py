@@ -114,8 +114,7 @@ class ConnectionConfig(Config):
     def _namespace_is_a_name(cls, value: str) -> str:
         if not _NAME.fullmatch(value):
             raise ValueError(
-                "may not be empty, longer than 256 characters, or hold '/', '.', '*', '>', white space or control "
-                "characters"
+                "must have 1 to 256 characters and no '/', '.', '*', '>', white space or control characters"
             )
         return value
 

@@ -105,7 +105,10 @@ class DeploymentConfig(Config):
     )
     workers: list[WorkerSpec] = Field(min_length=1, description="at least one")
     restart: RestartConfig = Field(default=RestartConfig(), description="what happens when a process dies")
-    ready_timeout_s: PositiveFloat = Field(default=120.0, description="longest wait in seconds until a process serves")
+    ready_timeout_s: PositiveFloat = Field(
+        default=120.0,
+        description="longest wait in seconds until a process is ready; beyond it the deployment is stopped",
+    )
 
     @model_validator(mode="after")
     def _names_differ(self) -> DeploymentConfig:

@@ -164,18 +164,18 @@ examples, one prefill and one decode worker of the same model:
     )
     stall_timeout_s: PositiveFloat = Field(
         default=10.0,
-        description="seconds without an answer after which a frontend counts as dead and its requests are ended",
+        description="seconds without an answer after which a frontend counts as dead and the worker ends its requests",
         json_schema_extra=setting(CONTROL),
     )
     system_host: Annotated[str, Field(min_length=1)] = Field(
         default="0.0.0.0",
-        description="address of --system-port; probes and scrapers of other machines reach the default",
+        description="address that --system-port listens on; the default accepts connections from other machines",
         json_schema_extra=setting(PROCESS, env="DYN_SYSTEM_HOST"),
     )
     system_port: Port | None = Field(
         default=None,
-        description="port of /live /ready /health /metrics; 0 takes a free one; without it off, or a free loopback "
-        "port when the launcher starts the worker",
+        description="port for /live, /ready, /health and /metrics; 0 takes a free one. Default: disabled, or a free "
+        "loopback port when the launcher starts the worker",
         json_schema_extra=setting(PROCESS, env="DYN_SYSTEM_PORT"),
     )
     drain_timeout_s: PositiveFloat = Field(
@@ -293,8 +293,8 @@ class FrontendConfig(ConnectionConfig):
     )
     stall_timeout_s: PositiveFloat = Field(
         default=5.0,
-        description="seconds without an answer after which a worker counts as dead. A stream that lost a message is "
-        "retried as soon",
+        description="seconds without an answer after which a worker counts as dead; also the longest wait for the "
+        "acknowledgement of a request. Streams are checked for lost messages three times in this time",
         json_schema_extra=setting(HTTP, "--stall-timeout"),
     )
     response_store: Literal["auto", "memory", "jetstream"] = Field(

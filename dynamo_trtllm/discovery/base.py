@@ -30,10 +30,11 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A record was rejected and stands for no instance; it comes again when the reason changes."""
+    """A record was rejected. The event comes again when the reason changes, and with reason None when the record is
+    gone or valid."""
 
     key: str  # as `keys.shown_key` gives it: escaped and bounded
-    reason: str | None  # None: the key is gone, or its record is good now
+    reason: str | None  # None: the record is gone or valid
 
 
 Event = Up | Down | Rejected | Synced
@@ -54,9 +55,9 @@ class Discovery(Protocol):
         ...
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """Up or Rejected for what is there, Synced, then every change. Never ends by itself: while the store is away
-        nothing is yielded and nothing is taken down; after it is back, differences are, and who is missing has some
-        time to register again first. Consume with `aclosing`."""
+        """Yield Up or Rejected for each record that is there, then Synced, then every change; never end. While the
+        store is unreachable, yield nothing. Afterwards yield the differences; a missing instance has some time to
+        register again. Consume with `aclosing`."""
         ...
 
     async def aclose(self) -> None: ...

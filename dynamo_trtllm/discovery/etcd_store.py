@@ -114,13 +114,13 @@ def _pem(path: Path | None, field: str) -> bytes | None:
 
 
 def key_text(key: bytes) -> str:
-    """Reads a key as text, which `key_bytes` turns back into the same bytes. Never raises: etcd takes any bytes as a
-    key, and one that is no UTF-8 may neither end a reader nor read as the key of something else."""
+    """Decode a key so that `key_bytes` restores it. Never raises: etcd accepts any bytes as a key, and one that is not
+    UTF-8 must neither stop a watcher nor equal another key."""
     return key.decode("utf-8", "surrogateescape")
 
 
 def key_bytes(key: str) -> bytes:
-    """Writes a key as etcd holds it."""
+    """Encode a key; restore the bytes of one that `key_text` decoded."""
     return key.encode("utf-8", "surrogateescape")
 
 

@@ -42,7 +42,7 @@ def check_name(name: str) -> None:
     """Names become parts of keys and subjects. Raises ConfigError for one that would break them."""
     if not name or _BREAKS_A_NAME.search(name):
         raise ConfigError(
-            f"name {name!r} may not be empty or hold '/', '.', '*', '>', white space or control characters"
+            f"name {name!r} must not be empty or contain '/', '.', '*', '>', white space or control characters"
         )
     if len(name) > MOST_NAME_CHARACTERS:
         raise ConfigError(f"name {name[:32]!r}... has {len(name)} characters; use at most {MOST_NAME_CHARACTERS}")
@@ -75,8 +75,7 @@ def instance_id_of(key: str) -> int:
 
 
 def shown_key(key: str) -> str:
-    """Escapes a key as `repr` does and bounds it, for logs and people: a key may hold anything. One that is cut ends in
-    its hash, so that keys that begin alike still look different."""
+    """Escape a key like `repr` and bound its length. A shortened key ends in its hash, so that similar keys differ."""
     text = repr(key[: _SHOWN_CHARACTERS + 1])[1:-1]
     if len(text) <= _SHOWN_CHARACTERS:
         return text

@@ -14,18 +14,18 @@ logger = logging.getLogger(__name__)
 
 News = Up | Down | Rejected
 
-MOST_REJECTED: Final = 10_000  # keys that are remembered as rejected: anything that reaches the store can write more
-MOST_WAITING_BYTES: Final = 16 << 20  # of the records among them whose id stands under another key
+MOST_REJECTED: Final = 10_000  # rejected keys that are stored; any client of etcd can write more
+MOST_WAITING_BYTES: Final = 16 << 20  # bytes of rejected records whose instance id another key has
 
 
 class Mirror:
-    """The records that stand for instances, by key, and what was rejected. Equal records are news once.
+    """Valid instance records by key, and the rejected ones. An unchanged record produces no event.
 
     What a list lacks has left, or the store lost it and its owner will put it again: a list can't tell which. So it is
     down when lists have lacked it for `grace_s`. What is reported as deleted is down at once.
 
-    An id stands under one key, the first that came with it. A later key with the same id is rejected; it is looked at
-    again when the first one goes.
+    An instance id belongs to the first key that has it. A later key with this id is rejected, and checked again when
+    the first one is removed.
     """
 
     def __init__(self, *, grace_s: float = 0.0) -> None:
@@ -59,8 +59,7 @@ class Mirror:
         return news
 
     def put(self, key: str, record: bytes) -> list[News]:
-        """News when `key` now holds `record`. One that is rejected stands for no instance; the log says so once per
-        key."""
+        """Return the events when `key` holds `record`. A rejected record is logged once per key."""
         self._missing.pop(key, None)
         if self._records.get(key) == record:
             return []
@@ -71,7 +70,8 @@ class Mirror:
             return [*self._removed(key), *self._reject(key, str(exc))]
         holder = self._holders.get(instance.id, key)
         if holder != key:
-            news = self._reject(key, f"instance {instance.id:x} stands already, under the key {shown_key(holder)}")
+            reason = f"instance id {instance.id:x} is already registered under the key {shown_key(holder)}"
+            news = self._reject(key, reason)
             self._wait(instance.id, key, record)
             return news
         news = self._forget(key)
@@ -84,7 +84,7 @@ class Mirror:
         return [*self._forget(key), *self._removed(key)]
 
     def _removed(self, key: str) -> list[News]:
-        """News when no instance stands under `key` any more; another key may then stand for it."""
+        """Return the events when the instance of `key` is removed; another key with its id may replace it."""
         self._missing.pop(key, None)
         news = self._take_down(key)
         if news:
@@ -109,14 +109,14 @@ class Mirror:
             if len(self._rejected) >= MOST_REJECTED:
                 self._say_full()
                 return []
-            logger.warning("a record is rejected: %s: %s", shown, reason)
+            logger.warning("etcd record rejected: %s: %s", shown, reason)
         self._rejected[shown] = reason
         return [Rejected(shown, reason)]
 
     def _say_full(self) -> None:
         if not self._has_said_full:
             self._has_said_full = True
-            logger.warning("%d records are rejected, further ones are neither logged nor shown", MOST_REJECTED)
+            logger.warning("%d etcd records rejected; further ones are not logged or listed", MOST_REJECTED)
 
     def _forget(self, key: str) -> list[News]:
         """News when `key` is not rejected any more."""
@@ -136,7 +136,7 @@ class Mirror:
         return [Rejected(shown, None) for shown in gone]
 
     def _wait(self, instance_id: int, key: str, record: bytes) -> None:
-        """Keeps a rejected record for the time when its id is free; beyond the bound the next list brings it."""
+        """Store a rejected record until its id is free. Beyond the bound, the next listing brings it again."""
         self._stop_waiting(key)
         if shown_key(key) in self._rejected and self._waiting_bytes + len(record) <= MOST_WAITING_BYTES:
             self._waiting.setdefault(instance_id, {})[key] = record

@@ -1,8 +1,7 @@
-"""What may stand in a record of the store, which anything that reaches etcd can write. Pure functions.
+"""Validates instance records, which any client of etcd can write. Pure functions.
 
-Readers take nothing for granted: a record that fails here stands for no instance. Fields that a newer version adds are
-skipped, and names of renderers and parsers that this version does not have pass: whether it can use them is decided
-where they are used.
+A record that fails a check is rejected. Unknown fields are ignored. Unknown names of renderers and parsers are accepted
+here and checked where they are used.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class BadRecord(Exception):
-    """A record stands for no instance. The text says why; it is bounded and has no control characters."""
+    """A record is rejected. The message is bounded and has no control characters."""
 
     def __init__(self, reason: str) -> None:
         escaped = _CONTROL.sub(lambda found: repr(found.group())[1:-1], reason[: _MOST_REASON + 1])
@@ -46,13 +45,13 @@ class BadRecord(Exception):
 
 
 def read_instance(key: str, record: bytes) -> Instance:
-    """Reads the instance that a record under this key stands for. Raises BadRecord."""
+    """Return the instance in a record. Raise BadRecord when it is not valid for this key."""
     try:
         endpoint, instance_id = keys.parse_instance_key(key)
     except ValueError as exc:
         raise BadRecord(f"the key is not of the form {keys.PREFIX}/NAMESPACE/COMPONENT/ENDPOINT/ID") from exc
     if len(record) > MOST_RECORD_BYTES:
-        raise BadRecord(f"the record has {len(record)} bytes; at most {MOST_RECORD_BYTES} are read")
+        raise BadRecord(f"the record has {len(record)} bytes; the limit is {MOST_RECORD_BYTES}")
     try:
         instance = codec.decode(record, Instance)
     except BadFrame as exc:
@@ -68,18 +67,20 @@ def read_instance(key: str, record: bytes) -> Instance:
 
 
 def written(instance: Instance) -> tuple[str, bytes]:
-    """Writes the key and the record of an instance. Raises ConfigError for one that every reader would reject, so that
-    its own process says so."""
+    """Return key and record of an instance. Raise ConfigError when readers would reject them."""
     key, record = keys.instance_key(keys.endpoint_of(instance), instance.id), codec.encode(instance)
     try:
         read_instance(key, record)
     except BadRecord as exc:
-        raise ConfigError(f"this worker can't register, because frontends would reject its record: {exc}") from exc
+        raise ConfigError(
+            f"this worker can't register, because frontends would reject its record: {exc}; fix this value and start "
+            "the worker again"
+        ) from exc
     return key, record
 
 
 def check_model_name(name: str) -> None:
-    """Checks a served model's name, which a worker can do before it loads. Raises ConfigError."""
+    """Check the served model name before loading. Raise ConfigError."""
     try:
         _check_model_name("the served model name", name)
     except BadRecord as exc:
@@ -87,14 +88,14 @@ def check_model_name(name: str) -> None:
 
 
 def _check_place(instance: Instance, endpoint: keys.EndpointId, instance_id: int) -> None:
-    """The key is what puts, deletes and leases act on, so it alone says whose record this is."""
+    """Check that id, endpoint and subject agree with the key, on which puts, deletes and leases act."""
     _check_number("id", instance.id, 0, _MOST_ID)
     if instance.id != instance_id:
-        raise BadRecord(f"the key says id {instance_id:x} and the record {instance.id:x}")
+        raise BadRecord(f"id is {instance_id:x} in the key and {instance.id:x} in the record")
     own = keys.endpoint_of(instance)
     for field, expected, found in zip(own._fields, endpoint, own, strict=True):
         if found != expected:
-            raise BadRecord(f"the key says {field} {_shown(expected)} and the record {_shown(found)}")
+            raise BadRecord(f"{field} is {_shown(expected)} in the key and {_shown(found)} in the record")
         try:
             keys.check_name(found)
         except ConfigError as exc:
@@ -161,7 +162,7 @@ def _check_number(field: str, value: int, least: int, most: int) -> None:
 
 def _check_size(field: str, values: Collection[object], most: int) -> None:
     if len(values) > most:
-        raise BadRecord(f"{field} has {len(values)} entries; at most {most} are taken")
+        raise BadRecord(f"{field} has {len(values)} entries; the limit is {most}")
 
 
 def _check_text(field: str, value: str, *, least: int = 1, most: int) -> None:

@@ -38,7 +38,7 @@ def build_app(
 ) -> Starlette:
     """The whole HTTP surface of a frontend. Starts and closes nothing of what it is given.
 
-    `store`: where responses are kept; None: in this process. `awaited`: as of `Colleagues`.
+    `store`: where responses are kept; None: in this process. `awaited`: returns why `/ready` answers 503, or None.
     """
     permits = Permits(config.max_inflight, config.max_queued)
     metrics.watch(choices=lambda: permits.taken, queued=lambda: permits.queued)

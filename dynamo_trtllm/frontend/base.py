@@ -55,7 +55,7 @@ class Colleagues(Protocol):
         ...
 
     def awaited(self) -> str | None:
-        """Says which processes do not take requests yet, for people; None: all of them do."""
+        """Return why not all processes of this frontend are ready, as text for `/ready`; None when they are."""
         ...
 
     def on_parted(self, stop: Callable[[], None]) -> None:

@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _PROMPT_TOKENS = 8
 _AT_ONCE = 4
 _PASSED = "ok"
-_MOST_SAID = 300  # characters of an unexpected error at /health
+_MOST_SAID = 300  # longest text of an unexpected exception in /health, in characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,8 @@ class Canaries:
         self._options = options
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
-        self._broke: set[Pair] = set()  # whose canary raised what none may, since it last passed
+        # pairs whose canary raised an unexpected exception and has not passed since
+        self._broke: set[Pair] = set()
 
     async def run(self, plane: Plane, metrics: CanaryMetrics) -> None:
         """Until cancelled."""
@@ -91,14 +92,15 @@ class Canaries:
         """As `_try`; an unexpected exception is the failure of this pair alone."""
         try:
             code = await self._try(pair)
-        # What a worker says of itself goes into its canary, and an exception would end the canaries of all pairs, and
-        # with them the frontend. The traceback is logged once, for the canary is repeated.
+        # A canary uses data that workers send. An exception would end the canaries of all pairs and the frontend. The
+        # traceback is logged once per pair until its canary passes.
         except Exception as exc:  # noqa: BLE001
             code = InternalError.code
             if pair not in self._broke:
                 self._broke.add(pair)
                 prefill, decode = ("none" if each is None else f"{each:x}" for each in pair)
-                _log.error("a canary failed unexpectedly: prefill %s, decode %s", prefill, decode, exc_info=exc)
+                text = "canary raised an unexpected exception: prefill %s, decode %s"
+                _log.error(text, prefill, decode, exc_info=exc)
             self._note(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}")
         if code == _PASSED:
             self._broke.discard(pair)

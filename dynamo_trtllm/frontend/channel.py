@@ -22,7 +22,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class Served(msgspec.Struct, frozen=True, tag=True):
-    """The sender takes requests. From the parent, which takes none itself: all of its processes do."""
+    """The sender is ready. From the parent: all of its processes are."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):

@@ -136,7 +136,8 @@ class Crew:
             await asyncio.gather(talking, return_exceptions=True)
 
     def _note_served(self, name: str) -> None:
-        """Says so to all processes when the last one serves: `/ready` means the same whichever of them answers."""
+        """Note that a process is ready. When all are, notify each, so that `/ready` answers the same in every
+        process."""
         self._served.add(name)
         if len(self._served) == self._config.workers:
             for channel in self._channels.values():

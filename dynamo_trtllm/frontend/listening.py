@@ -40,10 +40,10 @@ def listening(host: str, port: int, *, is_shared: bool = False) -> socket.socket
 
 @contextmanager
 def repeated(sock: socket.socket) -> Iterator[list[socket.socket]]:
-    """Yields a listening socket under several file descriptors, to serve at all of them.
+    """Yield duplicates of a listening socket, so that uvloop accepts several connections per iteration.
 
-    uvloop accepts one connection per descriptor and turn of the loop: under load, when turns are long, clients that
-    come together would wait for seconds to be accepted, while those that came before are served at full speed.
+    uvloop accepts one per descriptor and iteration; under load, the last of many simultaneous clients would wait for
+    seconds.
     """
     with ExitStack() as stack:
         yield [sock, *(stack.enter_context(sock.dup()) for _ in range(ACCEPTS_PER_TURN - 1))]

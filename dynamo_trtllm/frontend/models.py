@@ -28,8 +28,8 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-MOST_FILES_BYTES: Final = 256 << 20  # of one card's files together; what a worker says of their size is no bound
-_MOST_SAID: Final = 300  # characters of a library's error in our own
+MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; a worker's stated size is not trusted
+_MOST_SAID: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
 
 
@@ -188,7 +188,7 @@ class Models:
         raise error
 
     async def _fetch_from(self, holder: Instance, sha256: str, most_bytes: int) -> bytes:
-        """The file in pieces. Raises BadFrame for another content or size, or as `Plane.control`."""
+        """Fetch the file in pieces. Raise BadFrame for wrong content or size, and as `Plane.control`."""
         data = bytearray()
         total_bytes: int | None = None
         while total_bytes is None or len(data) < total_bytes:
@@ -197,7 +197,7 @@ class Models:
             if total_bytes is None:
                 total_bytes = piece.total_bytes
             if wrong := _wrong_size(piece, len(data), total_bytes, most_bytes):
-                raise BadFrame(f"instance {holder.id:x} sent file {sha256} {wrong}; restart it")
+                raise BadFrame(f"instance {holder.id:x} sent file {sha256} {wrong}")
             data += piece.data
         if hashlib.sha256(data).hexdigest() != sha256:
             raise BadFrame(f"instance {holder.id:x} sent another file than {sha256}; restart it")
@@ -211,25 +211,31 @@ class Models:
 
 
 def _renderer(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
-    """As `renderer_for`, for a worker thread. Raises InternalError for whatever else comes out of it."""
+    """Call `renderer_for`, in a thread; turn an exception that is no DynamoError into InternalError."""
     try:
         return renderer_for(card, files)
     except DynamoError:
         raise
-    # The files are a worker's, and the tokenizer library answers some that are broken with a panic, which is no
-    # Exception. One model's files must not end the task that loads it. No cancellation arrives in a thread.
+    # The tokenizer library panics on some broken files; a panic is a BaseException. It must not end the loading task. A
+    # thread receives no cancellation.
     except BaseException as exc:
-        raise InternalError(f"its files make the renderer fail: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}") from exc
+        raise InternalError(
+            f"the renderer of model {card.name!r} fails on its files: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}; "
+            "replace them on the workers"
+        ) from exc
 
 
 def _wrong_size(piece: FilePiece, offset: int, total_bytes: int, most_bytes: int) -> str:
-    """What can't be of a piece's sizes; "" when all can."""
+    """Return what is wrong with the sizes in a piece; "" when nothing is."""
     if piece.total_bytes != total_bytes:
-        return f"as {total_bytes} bytes and then as {piece.total_bytes}"
+        return f"with total size {total_bytes}, then {piece.total_bytes}; restart it"
     if not 0 <= total_bytes <= most_bytes:
-        return f"as {total_bytes} bytes, where 0 to {most_bytes} are taken"
+        return (
+            f"with size {total_bytes}; allowed are 0 to {most_bytes} bytes; the files of a model may have "
+            f"{MOST_FILES_BYTES >> 20} MiB together"
+        )
     if offset + len(piece.data) > total_bytes:
-        return f"with {offset + len(piece.data)} bytes, of {total_bytes}"
+        return f"with {offset + len(piece.data)} bytes where {total_bytes} were announced; restart it"
     if not piece.data and offset < total_bytes:
-        return f"with only {offset} bytes, of {total_bytes}"
+        return f"with only {offset} of {total_bytes} bytes; restart it"
     return ""

@@ -147,7 +147,7 @@ OPERATIONS: Final = (
         method="get",
         path="/ready",
         id="ready",
-        about="Whether this frontend takes requests; why it does not yet. Says nothing of the models.",
+        about="Whether this frontend takes requests, and why not. Does not depend on workers.",
         answer="FrontendReady",
         otherwise=((503, "FrontendReady"),),
     ),

@@ -42,7 +42,7 @@ class Answers:
     """One method per path."""
 
     def __init__(self, models: Catalog, metrics: FrontendMetrics, awaited: Callable[[], str | None]) -> None:
-        """`awaited`: as of `Colleagues`."""
+        """`awaited`: returns why `/ready` answers 503, or None."""
         self._models = models
         self._metrics = metrics
         self._awaited = awaited
@@ -87,7 +87,7 @@ class Answers:
         return json_response(body | {"message": "; ".join(lacking)} if lacking else body)
 
     async def serves(self, _: Request) -> Response:
-        """200 once every process of this frontend takes requests, 503 with the reason before."""
+        """Answer 200 when this frontend takes requests, otherwise 503 with the reason."""
         if awaited := self._awaited():
             return json_response({"status": "loading", "reason": awaited}, 503, retry_headers(503))
         return json_response({"status": "ready", "reason": ""})

@@ -43,8 +43,8 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
     """
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
-        # In a flood of requests this process reads an acknowledgement seconds after it came. A shorter time-out would
-        # blame workers for that, and send their requests again.
+        # Under overload this process reads an acknowledgement seconds after it arrived. A shorter timeout would count
+        # the worker as unreachable and send the request again.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)
         stack.push_async_callback(plane.aclose)

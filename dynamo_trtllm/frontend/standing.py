@@ -27,7 +27,7 @@ class PairRow(TypedDict):
 
 
 class RejectedRow(TypedDict):
-    """One record of the store that stands for no instance."""
+    """One rejected etcd record."""
 
     key: str  # escaped, and cut where it is long
     reason: str
@@ -71,7 +71,7 @@ def mismatches(view: ModelView) -> list[str]:
 
 
 def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRow]:
-    """Lists the first of the rejected records, given as key to reason: /health stays small, however many there are."""
+    """List the first rejected records, sorted by key, so that /health stays small."""
     return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
 
 

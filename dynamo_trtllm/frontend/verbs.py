@@ -38,7 +38,7 @@ class PostedVerbs:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("%s failed", task.get_name(), exc_info=error)
+            _log.error("control request to a worker failed unexpectedly", exc_info=error)
 
     async def _carry(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
         for pause_s in (*_PAUSES_S, None):

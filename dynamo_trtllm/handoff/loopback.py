@@ -117,7 +117,7 @@ class LoopbackCarrier:
         return held
 
     def check(self) -> None:
-        """Nothing runs in the background here."""
+        """Do nothing: there is no background work."""
 
     async def aclose(self) -> None:
         self._open.pop(self._id, None)

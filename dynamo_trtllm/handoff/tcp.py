@@ -116,7 +116,7 @@ class TcpCarrier:
 
     def check(self) -> None:
         if self._accepting is not None and self._accepting.done():
-            raise EngineFailed("KV transfer over tcp takes no connections any more: its accept loop ended")
+            raise EngineFailed("KV transfer over tcp accepts no connections: its accept loop ended; restart the worker")
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""Asks a process over its port whether it serves: HTTP, and for NATS the protocol of its clients. Starts nothing.
+"""Checks over the network whether a process is ready: by HTTP, or by PING for NATS. Starts nothing.
 
-httptools reads the answers from a stream of asyncio. It is installed already, and no HTTP client for asyncio is. The
-client of the standard library blocks a thread, and a launcher that stops would have to wait for that thread.
+httptools is a dependency already; an asyncio HTTP client is not. The standard library's client would block a thread
+that a stopping launcher has to wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class NotYet(Exception):
-    """The process does not serve. The message says why, for people."""
+    """The process is not ready. The message says why."""
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class ReadyAnswer(msgspec.Struct, frozen=True):
 async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
     """Calls `ask` again and again until it returns. Raises NotYet with the last reason when it has not in `within_s`.
 
-    The pauses grow: what begins to serve is noticed when a tenth more of its start has passed, at the latest.
+    Pauses grow to a tenth of the time waited, at most 1 s.
     """
     now = asyncio.get_running_loop().time
     began, why = now(), ""
@@ -49,7 +49,7 @@ async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
             async with asyncio.timeout(limit_s):
                 return await ask()
         except TimeoutError:
-            if limit_s == _ONE_ANSWER_S or not why:  # or the end of the wait has cut an answer off
+            if limit_s == _ONE_ANSWER_S or not why:  # else the total limit cut this attempt short
                 why = "it does not answer"
         except (NotYet, OSError) as exc:
             why = str(exc)
@@ -72,7 +72,7 @@ async def etcd_serves(host: str, port: int) -> None:
     """Asks an etcd on its client port. Raises as `ready`."""
     status, answer = await _get(host, port, "/health", _EtcdHealth)
     if status != 200 or answer.health != "true":
-        raise NotYet(f"not healthy: {answer.reason}")
+        raise NotYet(f"etcd is not healthy: {answer.reason}" if answer.reason else "etcd is not healthy")
 
 
 async def nats_serves(host: str, port: int) -> None:
@@ -80,11 +80,11 @@ async def nats_serves(host: str, port: int) -> None:
     async with _connection(host, port) as (reader, writer):
         greeting = await reader.readline()
         if not greeting.startswith(b"INFO "):
-            raise NotYet(f"it greets with {greeting!r} instead of INFO")
+            raise NotYet(f"the server is not NATS: it sent {greeting!r} instead of INFO")
         writer.write(b'CONNECT {"verbose":false}\r\nPING\r\n')
         answer = await reader.readline()
         if answer != b"PONG\r\n":
-            raise NotYet(f"it answers {answer!r} to PING")
+            raise NotYet(f"NATS answered {answer!r} to PING")
 
 
 async def is_taken(host: str, port: int) -> bool:
@@ -127,7 +127,7 @@ async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
                 data = await reader.read(_READ_BYTES)
                 read_bytes += len(data)
                 if not data or read_bytes > _LONGEST_ANSWER_BYTES:
-                    raise ConnectionError(f"the answer to GET {path} has no end")
+                    raise ConnectionError(f"the answer to GET {path} is incomplete or too long")
                 parser.feed_data(data)
         return parser.get_status_code(), msgspec.json.decode(body.data, type=form)
     except (httptools.HttpParserError, msgspec.DecodeError) as exc:

@@ -47,7 +47,7 @@ class ProcessSpec:
         return self.name == FRONTEND
 
     def arguments(self, port: int) -> list[str]:
-        """Completes `argv` with the port that it takes in this life."""
+        """Return `argv` with the port of this start."""
         return [*self.argv, f"{self.port_flag}={port}"]
 
 
@@ -62,8 +62,8 @@ class Addresses:
 def processes(
     deployment: DeploymentConfig, addresses: Addresses, environ: Mapping[str, str] | None = None
 ) -> list[ProcessSpec]:
-    """In the order of their start. `environ` is what they inherit. Raises ConfigError for what a process would refuse,
-    and for what only a launcher can't do."""
+    """Return the processes in start order. `environ`: what they inherit. Raise ConfigError for settings that a process
+    or the launcher rejects."""
     common = {"namespace": deployment.namespace, "etcd_endpoints": addresses.etcd}
     env = {f"{ENV_PREFIX}NATS_SERVER": addresses.nats}  # it may hold a password, and everybody can read command lines
     specs = []
@@ -142,7 +142,7 @@ def _worker(
     config = _as_read(WorkerConfig, name, argv, {**environ, **env})
     host = config.system_host
     if config.system_port is None and config.source_of("system_host") == DEFAULT_SOURCE:
-        host = _LOOPBACK  # no one but the launcher asks at a port that it has chosen
+        host = _LOOPBACK  # only the launcher uses a port that it chose
         argv.append(f"--system-host={host}")
     return ProcessSpec(
         name=name,
@@ -172,12 +172,12 @@ def _without(argv: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 def _check_ports(specs: Sequence[ProcessSpec]) -> None:
-    """Two processes on one port: the launcher would take the answer of one for that of the other."""
+    """Raise ConfigError when two processes share a port: the launcher could mistake one's answer for the other's."""
     for one, other in combinations([spec for spec in specs if spec.port], 2):
         if one.port == other.port and (one.host == other.host or {one.host, other.host} & {*_EVERY_INTERFACE}):
             raise ConfigError(
-                f"{one.name} and {other.name} both have port {one.port}; give each its own, or "
-                f"{other.port_flag} 0, which is a free one"
+                f"{one.name} and {other.name} both use port {one.port}; give each its own, or {other.port_flag}=0 for "
+                "a free one"
             )
 
 

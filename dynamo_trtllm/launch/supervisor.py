@@ -89,7 +89,7 @@ class Supervisor:
             raise failure
 
     async def _unless_stopped(self, start: Coroutine[Any, Any, Addresses]) -> Addresses:
-        """Raises _Stopped when `stop` comes first; `start` has then ended too."""
+        """Return what `start` returns. Raise _Stopped when `stop` comes first, after `start` was cancelled."""
         starting = asyncio.create_task(start, name="start of servers")
         stopping = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
@@ -213,7 +213,7 @@ class Supervisor:
         return status, last_line
 
     def _port_of(self, spec: ProcessSpec) -> int:
-        """Its own, else one that is free now and that no other process here was given."""
+        """Return the configured port, or a free one that no process of this launcher has."""
         if spec.port:
             return spec.port
         given = {running.port for running in self._running.values()}

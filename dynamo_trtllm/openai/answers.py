@@ -95,7 +95,7 @@ _BASICS: dict[str, Schema] = {
             "pairs": _list(ref("Pair")) | {"description": "Whether KV was seen to move, by requests or canaries."},
             "mismatched": _list(TEXT) | {"description": "Instances that fit none of the other role, and why."},
             "rejected_records": _list(_obj({"key": TEXT, "reason": TEXT}))
-            | {"description": "Records in etcd that stand for no instance, and why; at most 100. Keys are escaped."},
+            | {"description": "Rejected etcd records and the reasons; at most 100. Keys are escaped."},
         },
         {"message": TEXT},
         "Of the deployment; the process itself is well when this is answered.",

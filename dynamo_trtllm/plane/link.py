@@ -1,6 +1,6 @@
 """What a request plane needs of a message transport, and the heartbeat to the peers at its other end.
 
-Transports deliver at most once, and in order per pair of listener and poster; `linked` builds on that alone.
+Transports deliver at most once, and in order per pair of listener and sender; `linked` builds on that alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Link(Protocol):
 class Heartbeat:
     """Asks each peer with running streams, once per interval, whether it is alive.
 
-    A message transport does not say when a peer dies. `message` returns what to send to a peer, and `heard` a number
+    A message transport does not report when a peer dies. `message` returns what to send to a peer, and `heard` a number
     that changes with each sign of life from it. `lost` is called when a peer gave none. The owner reads the answers.
     """
 
@@ -101,7 +101,7 @@ class Heartbeat:
         return is_last
 
     async def _run(self) -> None:
-        async with asyncio.TaskGroup() as group:  # one silent peer does not delay what others are asked
+        async with asyncio.TaskGroup() as group:  # a silent peer must not delay the others
             while True:
                 await asyncio.sleep(self._interval_s)
                 for peer in self._streams.keys() - self._asking:

@@ -88,7 +88,7 @@ class LinkPlane:
         self._workers = Heartbeat(
             link,
             limits.ping_interval_s,
-            message=self._next_ping,
+            message=self._ping_message,
             heard=self._frames_from,
             lost=self._worker_lost,
             tasks=self._tasks,
@@ -118,7 +118,7 @@ class LinkPlane:
         ended = False
         try:
             await self._open(subject, stream, request)
-            arrivals.acknowledged_at = self._pings
+            arrivals.last_ping_before_ack = self._pings
             chunk = await arrivals.get()
             while True:
                 ended = chunk.finish_reason is not None
@@ -189,7 +189,7 @@ class LinkPlane:
         try:
             batch = read_batch(data)
         except BadFrame as exc:
-            # It can't be told which streams it was for. Those that lost a frame end at the next ping.
+            # The streams of this message are unknown. Those that lost a frame end at the next ping.
             self._unreadable += 1
             if self._unreadable.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: no flood of lines
                 _log.warning(
@@ -201,12 +201,12 @@ class LinkPlane:
             self._compare(batch.report)
 
     def _compare(self, report: StreamReport) -> None:
-        """End the streams that lost a message on their way here, and those that the worker runs for no reader."""
+        """End streams that lost a message; cancel streams in the worker that this process no longer reads."""
         sent = dict(report.streams)
         running = self._running.get(report.subject, {})
         if report.ping:
             for stream, arrivals in running.items():
-                arrivals.check(report.ping, sent.get(stream))
+                arrivals.compare_with_worker(report.ping, sent.get(stream))
         if report.subject in self._subjects:
             # The first cancel was lost, or is still on its way. A stream that ended with its last frame is not
             # cancelled: the report is an old one, or lists a ticket that is in use.
@@ -214,7 +214,7 @@ class LinkPlane:
             for stream in again[:_CANCELS_AT_ONCE]:
                 self._cancel(report.subject, stream)
 
-    def _next_ping(self, _subject: str) -> bytes:
+    def _ping_message(self, _subject: str) -> bytes:
         self._pings += 1
         return encode(Envelope(Ping(self._inbox_subject, self._pings)))
 

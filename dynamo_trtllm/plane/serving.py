@@ -55,9 +55,9 @@ _REMEMBERED_OPENINGS = 16_384  # a repeated message comes soon after the first
 
 
 def _check_inbox(inbox: str) -> None:
-    """Raise BadFrame for an inbox longer than any that is made: NATS ends the connection of who posts there."""
+    """Raise BadFrame for an overlong inbox name: NATS closes the connection of a client that publishes to one."""
     if len(inbox) > _LONGEST_INBOX:
-        raise BadFrame(f"an inbox of {len(inbox)} characters; at most {_LONGEST_INBOX} are taken")
+        raise BadFrame(f"the inbox name has {len(inbox)} characters; the limit is {_LONGEST_INBOX}")
 
 
 def control_subject(subject: str) -> str:
@@ -83,7 +83,7 @@ class LinkServing:
         self._link = link
         self._service = service
         self._legs: dict[LegKey, Leg] = {}
-        self._by_inbox: dict[str, dict[int, Leg]] = {}  # the same ones
+        self._by_inbox: dict[str, dict[int, Leg]] = {}  # the same streams, by inbox
         self._idle = asyncio.Event()  # no leg runs
         self._idle.set()
         self._handed = Handed()
@@ -94,14 +94,15 @@ class LinkServing:
         self._callers = Heartbeat(
             link,
             ping_interval_s,
-            message=self._check_up,
+            message=self._ping_message,
             heard=self._heard_from,
             lost=self._caller_lost,
             tasks=tasks,
         )
         self._messages: Counter[str] = Counter()  # by inbox, while its owner is asked
-        self._report_readers: set[str] = set()  # inboxes of callers that understand reports, while they are asked
-        self._opened: dict[LegKey, None] = {}  # the latest streams, oldest first, also those that have ended
+        # inboxes of callers of wire version 2 or later that have streams or tickets
+        self._report_readers: set[str] = set()
+        self._latest_openings: dict[LegKey, None] = {}  # keys of the latest requests, ended ones too, oldest first
         self._subject = ""
         self._accepting = True
         self._is_closed = False
@@ -154,7 +155,7 @@ class LinkServing:
                 self._answer(reply, Answer())
                 self._answer_ping(body)
                 return
-            is_new = LegKey(body.inbox, body.stream) not in self._opened
+            is_new = LegKey(body.inbox, body.stream) not in self._latest_openings
             if is_new and not self._accepting:
                 raise Draining("the worker takes no new requests")
             if mismatch := wire_mismatch(body.wire):
@@ -193,14 +194,14 @@ class LinkServing:
     # --- liveness --------------------------------------------------------------------------------------
 
     def _answer_ping(self, ping: Ping) -> None:
-        """Send the caller its streams as they are now, after all frames that were sent before."""
+        """Send the caller a report of its streams, after all frames sent so far."""
         self._flush()
         report = self._report(ping.inbox, ping.number)
         if report != PING:
             self._link.post(ping.inbox, report)
 
-    def _check_up(self, inbox: str) -> bytes:
-        """Return what asks a caller whether it is alive, and to cancel the streams that it does not know."""
+    def _ping_message(self, inbox: str) -> bytes:
+        """Return the heartbeat message for a caller: its stream report, or PING for wire version 1."""
         return self._report(inbox, 0) if inbox in self._report_readers else PING
 
     def _report(self, inbox: str, ping: int) -> bytes:
@@ -212,20 +213,21 @@ class LinkServing:
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._link.max_message_bytes:
             return data
-        logger.warning("the report of %d streams of %s is too large to send: %d bytes", len(streams), inbox, len(data))
+        text = "stream report for %s is too large: %d streams, %d bytes; lost messages of these streams go unnoticed"
+        logger.warning(text, inbox, len(streams), len(data))
         return PING
 
     def _heard_from(self, inbox: str) -> int:
         """Return a number that changes with each message of a caller."""
         return self._messages[inbox]
 
-    def _join(self, inbox: str) -> None:
+    def _watch(self, inbox: str) -> None:
         """Count one more stream or ticket of a caller."""
         self._callers.add(inbox)
         self._messages[inbox] += 1
 
-    def _part(self, inbox: str) -> None:
-        """Count one stream or ticket less of a caller."""
+    def _unwatch(self, inbox: str) -> None:
+        """Remove one stream or ticket of a caller from the count."""
         if self._callers.remove(inbox):
             self._report_readers.discard(inbox)
             del self._messages[inbox]
@@ -236,11 +238,11 @@ class LinkServing:
         leg = Leg(LegKey(opening.inbox, opening.stream))
         self._legs[leg.key] = leg
         self._by_inbox.setdefault(opening.inbox, {})[opening.stream] = leg
-        self._opened[leg.key] = None
-        if len(self._opened) > _REMEMBERED_OPENINGS:
-            del self._opened[next(iter(self._opened))]
+        self._latest_openings[leg.key] = None
+        if len(self._latest_openings) > _REMEMBERED_OPENINGS:
+            del self._latest_openings[next(iter(self._latest_openings))]
         self._idle.clear()
-        self._join(opening.inbox)
+        self._watch(opening.inbox)
         if opening.wire >= _REPORTS_SINCE:
             self._report_readers.add(opening.inbox)
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
@@ -281,7 +283,7 @@ class LinkServing:
             del self._by_inbox[leg.key.inbox]
         if not self._legs:
             self._idle.set()
-        self._part(leg.key.inbox)
+        self._unwatch(leg.key.inbox)
         self._fail(leg, InternalError("the request failed in the worker; see its log"))
         if leg.cancelled:  # before or after its last chunk was sent: who asked for it is gone
             self._refuse(leg.key)
@@ -312,7 +314,8 @@ class LinkServing:
             text = "caller %s is gone (%s); %d streams closed, %d tickets taken back"
             logger.warning(text, inbox, error, len(gone), len(handed))
         for leg in gone:
-            self._fail(leg, StreamIncomplete(f"the worker gave this stream up: its caller did not answer ({error})"))
+            text = f"the worker ended this stream because its frontend did not answer: {error}"
+            self._fail(leg, StreamIncomplete(text))
             self._stop(leg)
         for key in handed:
             self._refuse(key)
@@ -332,7 +335,7 @@ class LinkServing:
         """Until it is released or expires, its caller is watched."""
         self._forget_expired()
         self._handed.put(key, ticket, frames)
-        self._join(key.inbox)
+        self._watch(key.inbox)
 
     def _forget_expired(self) -> None:
         for key in self._handed.expired(time.time()):
@@ -341,7 +344,7 @@ class LinkServing:
     def _forget_ticket(self, key: LegKey) -> HandoffTicket | None:
         ticket = self._handed.pop(key)
         if ticket is not None:
-            self._part(key.inbox)
+            self._unwatch(key.inbox)
         return ticket
 
     def _refuse(self, key: LegKey) -> None:

@@ -53,7 +53,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
 
 class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    """Asks a worker for a `StreamReport` of the streams of `inbox`, which is sent there after all earlier frames."""
+    """Ask a worker to send a `StreamReport` to `inbox`, after all earlier frames."""
 
     inbox: str
     number: int  # counts from 1; the report repeats it
@@ -129,13 +129,13 @@ class _RawBatch(msgspec.Struct, frozen=True, array_like=True):
     report: msgspec.Raw = _NIL
 
 
-PING = b""  # to any inbox or generate subject: answered with the same. All that a peer of wire version 1 understands
+PING = b""  # the receiver replies with the same bytes; the only ping of wire version 1
 
 
 def read_batch(data: bytes) -> Batch:
-    """Return the batch in `data`. A frame that can't be read, as one of a later version, fails its own stream only.
+    """Return the batch in `data`. An unreadable frame fails its own stream only.
 
-    Raises BadFrame when not even the frames can be told apart.
+    Raise BadFrame when the message can't be split into frames.
     """
     try:
         return decode(data, Batch)
@@ -157,7 +157,7 @@ def read_batch(data: bytes) -> Batch:
 
 
 def _read_frame(data: msgspec.Raw) -> Frame | None:
-    """Return the frame, or one that ends its stream, or None when its stream is unknown."""
+    """Return the frame, a failure for its stream, or None when even the stream number can't be read."""
     try:
         return decode(data, Frame)
     except BadFrame as exc:
@@ -166,7 +166,7 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
         header = decode(data, _FrameHeader)
     except BadFrame:
         return None
-    unreadable = StreamIncomplete(f"a frame can't be read, its sender may be of another version: {reason}")
+    unreadable = StreamIncomplete(f"a frame can't be read ({reason}); its sender may run another version")
     return Frame(header.stream, header.number, failure=Failure.of(unreadable))
 
 
@@ -210,7 +210,8 @@ class Arrivals:
     """The receiving end of one stream: checks the numbers, keeps what the reader has not taken, bounded."""
 
     max_pending_tokens: int
-    acknowledged_at: int | None = None  # number of the last ping sent to the worker before it acknowledged the opening
+    # number of the last ping, to any worker, that was sent before the worker acknowledged the opening
+    last_ping_before_ack: int | None = None
     _chunks: deque[Chunk] = field(default_factory=deque)
     _pending_tokens: int = 0
     _next_number: int = 0
@@ -218,7 +219,7 @@ class Arrivals:
     _error: Exception | None = None
     _sink: Sink | None = None  # set while a reader that has one waits, and nothing else is to come before
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: list[Frame] = field(default_factory=list)  # arrived and come before any other
+    waiting: list[Frame] = field(default_factory=list)  # arrived, not yet fed
 
     @property
     def received(self) -> int:
@@ -226,7 +227,7 @@ class Arrivals:
         return self._next_number + len(self.waiting)
 
     def catch_up(self) -> int:
-        """Feed the frames that wait, those in a row that hold only tokens as one. Return how many that made."""
+        """Feed the waiting frames; merge consecutive frames that hold only tokens. Return the number fed."""
         frames, self.waiting = self.waiting, []
         count, row = 0, list[Chunk]()
         for frame in frames:
@@ -274,12 +275,12 @@ class Arrivals:
         self._chunks.append(chunk)
         self._arrived.set()
 
-    def check(self, ping: int, sent: int | None) -> None:
+    def compare_with_worker(self, ping: int, sent: int | None) -> None:
         """End as incomplete when the worker's answer to `ping` shows that frames were lost.
 
         `sent`: how many frames the worker had sent; None: it does not run the stream, or has sent its last frame.
         """
-        if self.acknowledged_at is None or self.acknowledged_at >= ping:
+        if self.last_ping_before_ack is None or self.last_ping_before_ack >= ping:
             return  # the worker may not have had the opening yet when it answered
         self.catch_up()
         if sent is None:

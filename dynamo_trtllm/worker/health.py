@@ -91,7 +91,8 @@ class HealthServer:
         except OSError as exc:
             sock.close()
             raise ConfigError(
-                f"--system-port {self._port} on {self._host} can't be used ({exc.strerror}); choose another or 0",
+                f"--system-port {self._port} can't be opened on --system-host {self._host} ({exc.strerror}). Choose "
+                "another port (0 takes a free one) or another address",
                 field="system_port",
             ) from exc
         self._server = uvicorn.Server(
@@ -112,5 +113,5 @@ class HealthServer:
             return
         self._tasks.release(self._task)
         self._server.should_exit = True
-        await asyncio.gather(self._task, return_exceptions=True)  # one that failed was reported
-        self._sock.close()  # uvicorn has, unless its task failed
+        await asyncio.gather(self._task, return_exceptions=True)  # a failure was reported already
+        self._sock.close()  # uvicorn closed it, unless its task failed

@@ -91,7 +91,7 @@ class Worker:
         self._metrics = WorkerMetrics()
         self._health = Health(instance_id=f"{self.instance_id:x}")
         self._stop = asyncio.Event()
-        self._wake = asyncio.Event()  # set with every reason to look whether to go on
+        self._wake = asyncio.Event()  # set when `_until_stopped` must check again
         self._tasks = BackgroundTasks(self._background_failed)
 
     def run(self) -> None:
@@ -241,8 +241,8 @@ class Worker:
         return self._config.served_model_name or Path(self._config.model_path).name
 
     async def _until_stopped(self, parts: _Parts) -> None:
-        """Returns when asked to stop. Raises EngineFailed when the engine is no longer fit, or said to be so,
-        Disconnected when there will be no request plane any more, and what ended a background task."""
+        """Return when asked to stop. Raise EngineFailed when the engine failed or a restart was requested, Disconnected
+        when the request plane is gone for good, and the failure of a background task."""
         while not self._stop.is_set():
             if parts.service.restart_asked.is_set():
                 raise EngineFailed(f"asked to restart: {parts.service.restart_reason}")

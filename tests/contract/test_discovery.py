@@ -249,7 +249,7 @@ async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_i
     await world.write(ghost_key, codec.encode(real))
     async with aclosing(world.join().watch(world.namespace)) as events:
         there = await take(events, 3)
-        reason = "the key says id aaaa and the record 1"
+        reason = "id is aaaa in the key and 1 in the record"
         assert there == [Up(real), Rejected(ghost_key, reason), Synced()]
         await world.write(ghost_key, None)
         assert await take_rejected(events, ghost_key) is None
@@ -280,7 +280,7 @@ async def test_watch_when_an_id_comes_under_a_second_key_then_that_is_up_only_af
         await world.join().register(second)
         assert await take(events, 1) == [Up(first)]
         reason = await take_rejected(events, key_of(second))
-        assert reason == f"instance 1 stands already, under the key {key_of(first)}"
+        assert reason == f"instance id 1 is already registered under the key {key_of(first)}"
         await registration.aclose()
         assert await take(events, 3) == [Down(1), Rejected(key_of(second), None), Up(second)]
 

@@ -118,7 +118,7 @@ async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network
     async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         serving._caller_lost(bench.caller._inbox_subject, StreamIncomplete("no answer"))  # type: ignore[attr-defined]
-        with pytest.raises(StreamIncomplete, match="the worker gave this stream up"):
+        with pytest.raises(StreamIncomplete, match="the worker ended this stream"):
             await asyncio.wait_for(anext(chunks), SOON_S)
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 

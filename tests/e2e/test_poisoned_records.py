@@ -103,7 +103,7 @@ def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_them_a
     intruder.put(deep_key.encode(), b"\x81\xa1x" + b"\x91" * 100_000)
     until(lambda: {ghost_key, thief_key, deep_key} <= rejected(cluster).keys(), SOON_S)
     reasons = rejected(cluster)
-    assert reasons[ghost_key] == f"the key says id aaaa and the record {worker}"
+    assert reasons[ghost_key] == f"id is aaaa in the key and {worker} in the record"
     assert reasons[thief_key].startswith("subject is 'intruder.generate-1'; instance ")
     assert real_key.decode() not in reasons
 

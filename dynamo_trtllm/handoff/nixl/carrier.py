@@ -66,7 +66,8 @@ class NixlCarrier:
             return
         threads = {"nixl-notices": self._listener.is_alive(), "nixl-fetch": self._fetching.is_alive()}
         if ended := [name for name, is_alive in threads.items() if not is_alive]:
-            raise EngineFailed(f"KV transfer over {self.name} stands still: thread {' and '.join(ended)} ended")
+            names = " and ".join(ended)
+            raise EngineFailed(f"KV transfer over {self.name} stopped: thread {names} ended; restart the worker")
 
     def _require_running(self, wanted: str) -> None:
         if self._vendor.agent is None or self._closing:

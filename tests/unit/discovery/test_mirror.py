@@ -107,7 +107,7 @@ def test_put_when_unreadable_then_rejected_once_with_one_warning(caplog: pytest.
         assert len(mirror.put("v1/instances/dynamo/odd", entry(ONE)[1])) == 1
     assert key == ODD_KEY
     assert reason is not None
-    assert caplog.records[0].getMessage() == f"a record is rejected: {ODD_KEY}: {reason}"
+    assert caplog.records[0].getMessage() == f"etcd record rejected: {ODD_KEY}: {reason}"
     assert len(caplog.records) == 2
 
 
@@ -161,7 +161,7 @@ def test_put_when_the_record_is_of_another_id_then_it_stands_for_no_instance_and
     mirror.put(*entry(ONE))
     ghost_key = entry(THREE)[0]
     ((_, reason),) = reasons(mirror.put(ghost_key, entry(ONE)[1]))
-    assert reason == "the key says id 3 and the record 1"
+    assert reason == "id is 3 in the key and 1 in the record"
     assert reasons(mirror.removed(ghost_key)) == [(ghost_key, None)]
     assert mirror.put(*entry(ONE)) == []  # it stands as before
 
@@ -178,14 +178,14 @@ def test_put_when_its_id_stands_under_another_key_then_rejected_until_that_one_g
     second_key, third_key = entry(moved(ONE))[0], entry(moved(ONE, "zzzz"))[0]
     for second in (moved(ONE), moved(ONE, "zzzz")):
         ((_, reason),) = reasons(mirror.put(*entry(second)))
-        assert reason == f"instance 1 stands already, under the key {entry(ONE)[0]}"
+        assert reason == f"instance id 1 is already registered under the key {entry(ONE)[0]}"
         assert mirror.put(*entry(second)) == []
     assert mirror.put(*entry(ONE)) == []
     assert mirror.removed(entry(ONE)[0]) == [
         Down(1),
         Rejected(second_key, None),
         Up(moved(ONE)),
-        Rejected(third_key, f"instance 1 stands already, under the key {second_key}"),
+        Rejected(third_key, f"instance id 1 is already registered under the key {second_key}"),
     ]
     assert mirror.removed(third_key) == [Rejected(third_key, None)]
     assert mirror.removed(second_key) == [Down(1)]
@@ -229,7 +229,7 @@ def test_put_when_more_are_rejected_than_are_remembered_then_no_news_and_one_war
     odd = [f"v1/instances/dynamo/odd-{number}" for number in range(6)]
     assert [len(mirror.put(key, b"")) for key in odd] == [1, 1, 1, 0, 0, 0]
     assert len(caplog.records) == 4
-    assert "3 records are rejected, further ones are neither logged nor shown" in caplog.text
+    assert "3 etcd records rejected; further ones are not logged or listed" in caplog.text
     assert mirror.removed(odd[5]) == []
     mirror.removed(odd[0])
     assert len(mirror.put(odd[5], b"")) == 1  # there is a place again

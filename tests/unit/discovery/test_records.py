@@ -101,10 +101,10 @@ def test_record_when_its_key_is_not_an_instances_then_rejected(key: str) -> None
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        (KEY[:-1] + "aaaa", "the key says id aaaa and the record 1"),
-        (KEY.replace("dynamo", "green"), "the key says namespace 'green' and the record 'dynamo'"),
-        (KEY.replace("tensorrt_llm", "prefill"), "the key says component 'prefill' and the record 'tensorrt_llm'"),
-        (KEY.replace("generate", "x\udcff"), r"the key says endpoint 'x\udcff' and the record 'generate'"),
+        (KEY[:-1] + "aaaa", "id is aaaa in the key and 1 in the record"),
+        (KEY.replace("dynamo", "green"), "namespace is 'green' in the key and 'dynamo' in the record"),
+        (KEY.replace("tensorrt_llm", "prefill"), "component is 'prefill' in the key and 'tensorrt_llm' in the record"),
+        (KEY.replace("generate", "x\udcff"), r"endpoint is 'x\udcff' in the key and 'generate' in the record"),
     ],
 )
 def test_record_when_it_is_of_another_key_then_rejected_with_both(key: str, said: str) -> None:
@@ -200,7 +200,7 @@ def raw(**fields: Any) -> bytes:
         (raw(id=-1), "id is -1"),
         (raw(card=None), "$.card"),
         (b"\x81\xa5later" + b"\x91" * 100_000 + b"\xc0", "recursion"),
-        (raw(later="x" * MOST_RECORD_BYTES), f"at most {MOST_RECORD_BYTES} are read"),
+        (raw(later="x" * MOST_RECORD_BYTES), f"the limit is {MOST_RECORD_BYTES}"),
     ],
     ids=range(10),
 )

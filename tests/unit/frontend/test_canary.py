@@ -236,7 +236,7 @@ async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_fail
         await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
         assert bench.book.record((None, 3)).reason.startswith("internal: ZeroDivisionError: ")
         await bench.until(lambda: bench.book.is_shut((None, 3)))
-        said = [record for record in caplog.records if record.getMessage().startswith("a canary failed unexpectedly")]
+        said = [record for record in caplog.records if record.getMessage().startswith("canary raised")]
         assert [(each.levelno, each.exc_info is not None) for each in said] == [(logging.ERROR, True)]
         await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))  # the same instance with a sound card
         await bench.until(lambda: bench.book.record((None, 3)).state is PairState.WORKING)

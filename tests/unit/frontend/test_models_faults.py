@@ -47,12 +47,12 @@ class Sizes:
 @pytest.mark.parametrize(
     ("piece", "said"),
     [
-        (lambda offset: FilePiece(b"x", -1), "as -1 bytes, where 0 to 268435456 are taken"),
-        (lambda offset: FilePiece(b"x", MOST_FILES_BYTES + 1), "as 268435457 bytes, where 0 to 268435456 are taken"),
-        (lambda offset: FilePiece(b"xx", 10 - offset), "as 10 bytes and then as 8"),
-        (lambda offset: FilePiece(b"xx", 10 + offset), "as 10 bytes and then as 12"),
-        (lambda offset: FilePiece(b"xxxx", 10), "with 12 bytes, of 10"),
-        (lambda offset: FilePiece(b"" if offset else b"xx", 10), "with only 2 bytes, of 10"),
+        (lambda offset: FilePiece(b"x", -1), "with size -1; allowed are 0 to 268435456 bytes"),
+        (lambda offset: FilePiece(b"x", MOST_FILES_BYTES + 1), "with size 268435457; allowed are 0 to 268435456 bytes"),
+        (lambda offset: FilePiece(b"xx", 10 - offset), "with total size 10, then 8; restart it"),
+        (lambda offset: FilePiece(b"xx", 10 + offset), "with total size 10, then 12; restart it"),
+        (lambda offset: FilePiece(b"xxxx", 10), "with 12 bytes where 10 were announced; restart it"),
+        (lambda offset: FilePiece(b"" if offset else b"xx", 10), "with only 2 of 10 bytes; restart it"),
     ],
     ids=["negative", "too large", "shrinking", "growing", "beyond its end", "short"],
 )
@@ -83,7 +83,8 @@ async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_ser
     assert sizes[-1] < sum(sizes) - 1  # each alone is small enough
     await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
     await until(lambda: "can't be served yet" in caplog.text)
-    assert " are taken; restart it" in caplog.text
+    assert "the files of a model may have" in caplog.text
+    assert "restart it" not in caplog.text
 
 
 class Panic(BaseException):
@@ -112,8 +113,8 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
     with pytest.raises(EngineNotReady):
         frontend.models.get("oss")
     (record,) = [record for record in caplog.records if "can't be served yet" in record.message]
-    expected = f"model oss can't be served yet (internal): its files make the renderer fail: {type(fault).__name__}: "
-    assert record.getMessage() == expected + str(fault)
+    expected = f"the renderer of model 'oss' fails on its files: {type(fault).__name__}: {fault}"
+    assert record.getMessage() == f"model oss can't be served yet (internal): {expected}; replace them on the workers"
     assert (record.levelno, record.exc_info is not None) == (logging.ERROR, True)
     monkeypatch.setattr(models_module, "renderer_for", make)
     await served(frontend, "oss")

@@ -113,7 +113,7 @@ def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_
 )
 def test_processes_when_two_have_the_same_port_then_both_are_named(changes, names):
     of = deployment(**changes).model_copy(update={"frontend": {}})
-    with pytest.raises(ConfigError, match=f"{names} both have port"):
+    with pytest.raises(ConfigError, match=f"{names} both use port"):
         processes(of, ADDRESSES)
 
 

@@ -186,9 +186,9 @@ async def test_close_when_frames_wait_then_they_are_dropped_and_the_others_go_on
 
 async def test_check_when_frames_wait_then_they_count_as_arrived() -> None:
     arrivals = behind(*(Frame(1, n, Chunk(token_ids=token_ids([n]))) for n in range(3)))
-    arrivals.acknowledged_at = 0
-    arrivals.check(1, 3)
-    arrivals.check(1, 3)
+    arrivals.last_ping_before_ack = 0
+    arrivals.compare_with_worker(1, 3)
+    arrivals.compare_with_worker(1, 3)
     assert list((await arrivals.get()).token_ids) == [0, 1, 2]
 
 

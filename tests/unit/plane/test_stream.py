@@ -132,7 +132,7 @@ async def test_arrivals_when_a_frame_is_repeated_then_it_is_taken_once() -> None
 
 
 @pytest.mark.parametrize(
-    ("acknowledged_at", "ping", "sent", "message"),
+    ("last_ping_before_ack", "ping", "sent", "message"),
     [
         (None, 1, None, ""),  # not acknowledged: the worker may never have had it
         (1, 1, None, ""),  # acknowledged after the ping was sent
@@ -143,11 +143,11 @@ async def test_arrivals_when_a_frame_is_repeated_then_it_is_taken_once() -> None
     ],
 )
 async def test_check_when_frames_of_an_acknowledged_stream_were_lost_then_incomplete(
-    acknowledged_at: int | None, ping: int, sent: int | None, message: str
+    last_ping_before_ack: int | None, ping: int, sent: int | None, message: str
 ) -> None:
     arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, 1, make_chunk(2)))
-    arrivals.acknowledged_at = acknowledged_at
-    arrivals.check(ping, sent)
+    arrivals.last_ping_before_ack = last_ping_before_ack
+    arrivals.compare_with_worker(ping, sent)
     assert [len((await arrivals.get()).token_ids) for _ in range(2)] == [1, 1]
     if message:
         with pytest.raises(StreamIncomplete, match=message):
@@ -161,8 +161,8 @@ async def test_check_when_frames_of_an_acknowledged_stream_were_lost_then_incomp
 async def test_check_when_the_last_frame_has_arrived_then_the_stream_is_whole() -> None:
     last = make_chunk(1, finish=FinishReason.STOP)
     arrivals = make_arrivals(Frame(1, 0, last))
-    arrivals.acknowledged_at = 0
-    arrivals.check(1, None)
+    arrivals.last_ping_before_ack = 0
+    arrivals.compare_with_worker(1, None)
     assert await arrivals.get() == last
 
 

@@ -51,5 +51,5 @@ async def test_server_when_a_host_is_given_then_it_listens_nowhere_else(caplog: 
 async def test_server_when_the_port_is_taken_then_the_error_names_it_and_where() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--system-port {port} on 127.0.0.1 can't be used"):
+        with pytest.raises(ConfigError, match=f"--system-port {port} can't be opened on --system-host 127.0.0.1"):
             await HealthServer("127.0.0.1", port, Health(), metrics, BackgroundTasks()).__aenter__()
