@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, ClassVar
@@ -20,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, Overloaded, RequestTimeout
 from dynamo_trtllm.frontend.errors import answer
+from dynamo_trtllm.frontend.listening import Acceptor
 from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, HeldHead, Turn
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicor
         max_header_bytes=config.max_header_bytes,
         receive_timeout_s=config.receive_timeout_s,
     )
-    return uvicorn.Server(
+    return HttpServer(
         uvicorn.Config(
             app,
             http=_protocol_with(limits),
@@ -63,6 +65,18 @@ def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicor
             backlog=backlog,
         )
     )
+
+
+class HttpServer(uvicorn.Server):
+    """Accepts through `Acceptor` at the sockets that it is given."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        self.servers = [Acceptor(sock, self._make_protocol) for sock in sockets or ()]  # type: ignore[misc]
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        protocol = self.config.http_protocol_class
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
 
 def _allow_files(wanted: int) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 
 from dynamo_trtllm.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTS_PER_TURN = 64  # a new request takes 1 to 2 ms of work
+_PAUSE_S = 0.1
 
 
 def bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
@@ -38,15 +42,58 @@ def listening(host: str, port: int, *, is_shared: bool = False) -> socket.socket
     return sock
 
 
-@contextmanager
-def repeated(sock: socket.socket) -> Iterator[list[socket.socket]]:
-    """Yield duplicates of a listening socket, so that uvloop accepts several connections per iteration.
+class Acceptor:
+    """Accepts connections at a listening socket until `close`, several per iteration of the event loop.
 
-    uvloop accepts one per descriptor and iteration; under load, the last of many simultaneous clients would wait for
-    seconds.
+    uvloop accepts one per iteration. Under load, when iterations are long, the last of many clients that connect at the
+    same moment would wait for seconds while the first ones are served at full speed. `make_protocol` is called once per
+    connection. The socket stays its owner's.
     """
-    with ExitStack() as stack:
-        yield [sock, *(stack.enter_context(sock.dup()) for _ in range(ACCEPTS_PER_TURN - 1))]
+
+    def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self._sock = sock
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        self._loop.add_reader(sock, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                connection, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # that client has gone again
+                continue
+            except OSError as exc:  # no file descriptors or memory: what runs has to end first
+                _log.warning("connections wait, the system takes no more: %s", exc)
+                self._loop.remove_reader(self._sock)
+                self._pause = self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._sock, self._accept)
+                return
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            task = self._loop.create_task(self._serve(connection), name="http-accept")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError as exc:
+            connection.close()
+            _log.debug("a client left while it was accepted: %s", exc)
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self._sock)
+
+    async def wait_closed(self) -> None:
+        """Wait until the connections that were accepted have their protocols. uvicorn calls it after `close`."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 def _taken(host: str, port: int, exc: OSError) -> ConfigError:

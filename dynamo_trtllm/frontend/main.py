@@ -19,7 +19,7 @@ from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.base import Alone, Colleagues
 from dynamo_trtllm.frontend.connection import http_server
 from dynamo_trtllm.frontend.door import Door
-from dynamo_trtllm.frontend.listening import BACKLOG, listening, repeated
+from dynamo_trtllm.frontend.listening import BACKLOG, listening
 from dynamo_trtllm.observe import logging as observe_logging
 
 PROG = "python -m dynamo_trtllm.frontend"
@@ -55,7 +55,7 @@ def _run_crew(config: FrontendConfig) -> int:
 
 async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleagues) -> None:
     """Serves on `sock`, which it closes, until SIGTERM or SIGINT. Raises what `serving.keep_serving` raises."""
-    with sock, repeated(sock) as sockets:
+    with sock:
         door = Door()
         server = http_server(door, config, backlog=BACKLOG)
         server.config.load()  # imports, which a second thread must not do at the same time
@@ -73,7 +73,7 @@ async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleag
         _log.info("listening on http://%s:%d", *sock.getsockname()[:2])
         try:
             # `serve` would raise the signal once more at its end, which kills the process before it closed anything
-            await server._serve(sockets)
+            await server._serve([sock])
         finally:
             work.cancel()
             (ended,) = await asyncio.gather(work, return_exceptions=True)

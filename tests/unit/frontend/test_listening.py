@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from contextlib import ExitStack
 
 import pytest
 import uvloop
 
-from dynamo_trtllm.frontend.listening import ACCEPTS_PER_TURN, listening, repeated
+from dynamo_trtllm.frontend.listening import ACCEPTS_PER_TURN, Acceptor, listening
+from tests.waiting import SOON_S
 
 CLIENTS = 4 * ACCEPTS_PER_TURN
 HOST = "127.0.0.1"
@@ -23,34 +25,78 @@ class Counted(asyncio.Protocol):
         transport.close()
 
 
-async def turns_to_accept_all(sockets: list[socket.socket]) -> int:
+async def turns_to_accept_all(sock: socket.socket) -> int:
     """How often the loop turns until every client that has connected before is accepted."""
     Counted.made = turns = 0
-    loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(Counted, sock=sock) for sock in sockets]
+    acceptor = Acceptor(sock, Counted)
     while Counted.made < CLIENTS:
         await asyncio.sleep(0)
         turns += 1
         assert turns < 20 * CLIENTS
-    for server in servers:
-        server.close()
-        await server.wait_closed()
+    acceptor.close()
     return turns
 
 
-def test_repeated_when_many_clients_wait_then_a_turn_accepts_several() -> None:
+def test_acceptor_when_many_clients_wait_then_a_turn_accepts_several() -> None:
     with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sock = stack.enter_context(listening(HOST, 0))
-        sockets = stack.enter_context(repeated(sock))
         for _ in range(CLIENTS):
             stack.enter_context(socket.create_connection(sock.getsockname()))
-        assert runner.run(turns_to_accept_all(sockets)) < CLIENTS / 2
+        assert runner.run(turns_to_accept_all(sock)) < CLIENTS / 2
 
 
-def test_repeated_when_left_then_connections_are_refused() -> None:
-    with listening(HOST, 0) as sock:
-        address = sock.getsockname()
-        with repeated(sock) as sockets:
-            assert len({each.fileno() for each in sockets}) == ACCEPTS_PER_TURN
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(address)
+class NoDelay(asyncio.Protocol):
+    value: asyncio.Future[int]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        sock = transport.get_extra_info("socket")
+        self.value.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        transport.close()
+
+
+def test_acceptor_when_a_client_is_accepted_then_small_writes_are_not_held_back() -> None:
+    async def accept(sock: socket.socket) -> int:
+        NoDelay.value = asyncio.get_running_loop().create_future()
+        acceptor = Acceptor(sock, NoDelay)
+        try:
+            return await asyncio.wait_for(NoDelay.value, SOON_S)
+        finally:
+            acceptor.close()
+
+    with listening(HOST, 0) as sock, socket.create_connection(sock.getsockname()):
+        assert asyncio.run(accept(sock))
+
+
+def test_acceptor_when_there_are_no_file_descriptors_then_it_accepts_once_there_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Short:
+        """A socket whose first accepts fail as the system's do."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock = sock
+            self.failures = 2
+
+        def fileno(self) -> int:
+            return self._sock.fileno()
+
+        def setblocking(self, flag: bool) -> None:
+            self._sock.setblocking(flag)
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self._sock.accept()
+
+    async def accept(short: Short) -> None:
+        Counted.made = 0
+        acceptor = Acceptor(short, Counted)  # type: ignore[arg-type]
+        async with asyncio.timeout(SOON_S):
+            while not Counted.made:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        acceptor.close()
+
+    with listening(HOST, 0) as sock, socket.create_connection(sock.getsockname()):
+        asyncio.run(accept(Short(sock)))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
