@@ -9,10 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engine.base import Engine, HasStats
 from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.frontend.base import Alone
+from dynamo_trtllm.frontend.listening import listening
+from dynamo_trtllm.frontend.main import serve
 from dynamo_trtllm.frontend.models import Models
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
@@ -134,3 +137,10 @@ async def until(condition: Callable[[], bool], within_s: float, told: Callable[[
                 await asyncio.sleep(0.01)
     except TimeoutError:
         raise AssertionError(f"not so within {within_s:g} s: {told()}") from None
+
+
+def start_frontend(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[None], str]:
+    """A frontend and its address."""
+    chosen = FrontendConfig(etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0)
+    sock = listening("127.0.0.1", 0)
+    return asyncio.create_task(serve(chosen, sock, Alone())), f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import uuid
 
 import httpx
 import pytest
 
-from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import InternalError
-from dynamo_trtllm.frontend.base import Alone
-from dynamo_trtllm.frontend.listening import listening
-from dynamo_trtllm.frontend.main import serve
-from tests.integration.living import Living, config, pairs
+from tests.integration.living import Living, config, pairs, start_frontend
 from tests.waiting import SOON_S
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 120, "stream": True}
-
-
-def start(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[None], str]:
-    """A frontend and its address."""
-    chosen = FrontendConfig(etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0)
-    sock: socket.socket = listening("127.0.0.1", 0)
-    return asyncio.create_task(serve(chosen, sock, Alone())), f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
 async def end(name: str) -> None:
@@ -38,7 +26,7 @@ async def end(name: str) -> None:
 async def test_frontend_when_a_background_task_dies_then_ready_names_it_and_the_process_ends(
     etcd_server: str, nats_server: str, name: str
 ) -> None:
-    serving, url = start(etcd_server, nats_server, f"t{uuid.uuid4().hex}")
+    serving, url = start_frontend(etcd_server, nats_server, f"t{uuid.uuid4().hex}")
     async with asyncio.timeout(2 * SOON_S), httpx.AsyncClient() as client:
         while (await client.get(f"{url}/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -56,7 +44,7 @@ async def test_stream_when_a_background_task_dies_then_it_is_finished_first(
 ) -> None:
     chosen = config(etcd_server, nats_server, override_engine_args={"step_s": 0.02})
     pairs(chosen, living)
-    serving, url = start(etcd_server, nats_server, chosen.namespace)
+    serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
     async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(timeout=None) as client:
         while (await client.get(f"{url}/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

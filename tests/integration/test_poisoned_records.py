@@ -1,0 +1,111 @@
+"""Records in etcd that no worker wrote: a frontend stays up, shows them, and asks only the workers that are there."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import grpc.aio
+import httpx
+import msgspec
+from etcd3aio.kv import KVService
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
+from dynamo_trtllm.messages import Instance, ModelCard, Role
+from tests.instances import make_instance
+from tests.integration.living import Living, config, pairs, start_frontend
+from tests.waiting import SOON_S
+
+GOOD: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+
+
+class Intruder:
+    """Writes what it likes under the keys of one namespace."""
+
+    def __init__(self, etcd: str, namespace: str) -> None:
+        self._etcd = etcd
+        self.namespace = namespace
+        self._written: list[bytes] = []
+
+    async def put(self, key: bytes, record: bytes) -> None:
+        self._written.append(key)
+        await self._call(partial(KVService.put, key=key, value=record))
+
+    async def get(self, instance_id: str) -> tuple[bytes, Instance]:
+        """The key and the record of a live instance."""
+        prefix = namespace_prefix(self.namespace).encode()
+        reply = await self._call(partial(KVService.get, key=prefix, range_end=prefix[:-1] + b"0"))
+        (kv,) = [kv for kv in reply.kvs if kv.key.endswith(f"/{instance_id}".encode())]
+        return kv.key, codec.decode(kv.value, Instance)
+
+    async def delete_all(self) -> None:
+        while self._written:
+            await self._call(partial(KVService.delete, key=self._written.pop()))
+
+    async def _call(self, call: Any) -> Any:
+        async with grpc.aio.insecure_channel(self._etcd) as channel:
+            return await call(KVService(channel), timeout=SOON_S)
+
+
+async def rejected(client: httpx.AsyncClient) -> dict[str, str]:
+    rows = (await client.get("/health")).json()["rejected_records"]
+    return {row["key"]: row["reason"] for row in rows}
+
+
+async def until_rejected(client: httpx.AsyncClient, keys: set[str]) -> dict[str, str]:
+    async with asyncio.timeout(SOON_S):
+        while not keys <= (rows := await rejected(client)).keys():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    return rows
+
+
+async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_them_and_serves(
+    etcd_server: str, nats_server: str, living: Living
+) -> None:
+    """Some are there before it starts, and would have ended it at each start."""
+    chosen = config(etcd_server, nats_server)
+    prefix = namespace_prefix(chosen.namespace)
+    intruder = Intruder(etcd_server, chosen.namespace)
+    await intruder.put(prefix.encode() + b"\xff\xfe", b"")
+    card = ModelCard(name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony")
+    odd = msgspec.structs.replace(make_instance(0xC, namespace=chosen.namespace), card=card)
+    await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), codec.encode(odd))
+    pairs(chosen, living)
+    serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
+    async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(base_url=url, timeout=None) as client:
+        while (await client.get("/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        assert await rejected(client) == {
+            rf"{prefix}\udcff\udcfe": "the key is not of the form v1/instances/NAMESPACE/COMPONENT/ENDPOINT/ID",
+            f"{prefix}tensorrt_llm/generate/c": "card.vocab_size is 0; it must be from 1 to 16777216",
+        }
+
+        (worker,) = [each for each in living.workers if each._config.disaggregation_mode is Role.DECODE]
+        number = f"{worker.instance_id:x}"
+        real_key, real = await intruder.get(number)
+        ghost_key = f"{prefix}tensorrt_llm/generate/aaaa"
+        thief = msgspec.structs.replace(real, component="zzz", subject="intruder.generate-1")
+        thief_key = instance_key(endpoint_of(thief), thief.id)
+        deep_key = f"{prefix}tensorrt_llm/generate/d"
+        await intruder.put(ghost_key.encode(), codec.encode(real))
+        await intruder.put(thief_key.encode(), codec.encode(thief))
+        await intruder.put(deep_key.encode(), b"\x81\xa1x" + b"\x91" * 100_000)
+        reasons = await until_rejected(client, {ghost_key, thief_key, deep_key})
+        assert reasons[ghost_key] == f"id is aaaa in the key and {number} in the record"
+        assert reasons[thief_key].startswith("subject is 'intruder.generate-1'; instance ")
+        assert real_key.decode() not in reasons
+
+        for _ in range(4):  # to whichever decode worker there is
+            answer = await client.post("/v1/chat/completions", json=GOOD)
+            assert answer.status_code == 200, answer.text
+        assert len((await client.get("/health")).json()["instances"]) == 2
+
+        await intruder.delete_all()
+        async with asyncio.timeout(SOON_S):
+            while await rejected(client):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert not serving.done()
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
