@@ -238,7 +238,6 @@ FAULTS = {
             migrates=True,
             watch_s=lambda options: options.stall_timeout_s,
         ),
-        *_of_network(),
         *_of_intruders(),
         Fault(
             name="rolling",
@@ -247,6 +246,7 @@ FAULTS = {
             spares_requests=True,
             victims=WORKERS,
         ),
+        *_of_network(),  # a deployment of their own; so have those of the launcher
         *_of_launcher(),
     )
 }
