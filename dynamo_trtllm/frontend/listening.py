@@ -54,7 +54,8 @@ class Acceptor:
         self._sock = sock
         self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_short = False  # of file descriptors or memory
         self._pause: asyncio.TimerHandle | None = None
         sock.setblocking(False)
         self._loop.add_reader(sock, self._accept)
@@ -68,15 +69,23 @@ class Acceptor:
             except ConnectionError:  # that client has gone again
                 continue
             except OSError as exc:  # no file descriptors or memory: what runs has to end first
-                _log.warning("connections wait, the system takes no more: %s", exc)
+                if not self._is_short:  # once, and not at each attempt
+                    self._is_short = True
+                    _log.warning("new connections wait until the system has resources for them: %s", exc)
                 self._loop.remove_reader(self._sock)
                 self._pause = self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._sock, self._accept)
                 return
+            self._is_short = False
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = self._loop.create_task(self._serve(connection), name="http-accept")
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a connection could not be served", exc_info=error)
 
     async def _serve(self, connection: socket.socket) -> None:
         try:

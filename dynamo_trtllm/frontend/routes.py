@@ -89,7 +89,7 @@ class Answers:
     async def serves(self, _: Request) -> Response:
         """Answer 200 when this frontend takes requests, otherwise 503 with the reason."""
         if awaited := self._awaited():
-            return json_response({"status": "loading", "reason": awaited}, 503, retry_headers(503))
+            return json_response({"status": "not_ready", "reason": awaited}, 503, retry_headers(503))
         return json_response({"status": "ready", "reason": ""})
 
     async def live(self, _: Request) -> Response:

@@ -111,7 +111,9 @@ def model_names(deployment: DeploymentConfig) -> list[str]:
 def reachable(listening: str) -> str:
     """HOST:PORT for a client on this machine, of the HOST:PORT that a server listens on."""
     host, _, port = listening.rpartition(":")
-    return f"localhost:{port}" if host in (*_EVERY_INTERFACE, _LOOPBACK) else listening
+    if host in (*_EVERY_INTERFACE, _LOOPBACK):
+        return f"localhost:{port}"
+    return f"[{host}]:{port}" if ":" in host else listening
 
 
 def _model_name(flags: Mapping[str, Any]) -> str:

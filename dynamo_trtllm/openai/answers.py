@@ -75,7 +75,7 @@ _BASICS: dict[str, Schema] = {
     ),
     "ModelList": _obj({"object": {"const": "list"}, "data": _list(ref("Model"))}),
     "Ready": _obj({"model": TEXT, "status": _one("ready", "not_ready")}, {"message": TEXT}),
-    "FrontendReady": _obj({"status": _one("ready", "loading"), "reason": TEXT}),
+    "FrontendReady": _obj({"status": _one("ready", "loading", "not_ready"), "reason": TEXT}),
     "Live": _obj({"status": {"const": "live"}}),
     "Health": _obj(
         {

@@ -91,7 +91,7 @@ async def test_ready_of_the_frontend_when_other_processes_are_awaited_then_503_w
     served.awaited = None
     after = await ask(served, "GET", "/ready")
     assert (before.status_code, before.headers["retry-after"]) == (503, "1")
-    assert before.json() == {"status": "loading", "reason": "other processes of this frontend are starting"}
+    assert before.json() == {"status": "not_ready", "reason": "other processes of this frontend are starting"}
     assert (after.status_code, after.json()) == (200, {"status": "ready", "reason": ""})
 
 
