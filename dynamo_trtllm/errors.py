@@ -6,19 +6,29 @@ succeed elsewhere before a token left. HTTP statuses are not here: they are one 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+from dynamo_trtllm.sanitize import mask_credentials, shorten
+
+MESSAGE_CHARS: Final = 4_000
+FIELD_CHARS: Final = 200
 
 
 class DynamoError(Exception):
-    """Root of the tree. The message says what to change; the cause is kept with `raise … from`."""
+    """Root of the tree. The message says what to change; the cause is kept with `raise … from`.
+
+    Message and field may quote what a client sent: more than MESSAGE_CHARS and FIELD_CHARS characters lose their
+    middle. Passwords in addresses are masked.
+    """
 
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
+        message = mask_credentials(shorten(message, MESSAGE_CHARS))
         super().__init__(message)
         self.message = message
-        self.field = field  # the request or configuration field at fault, if one is
+        self.field = field and shorten(field, FIELD_CHARS)  # the request or configuration field at fault, if one is
 
 
 class ConfigError(DynamoError):

@@ -1,46 +1,145 @@
-"""Log lines of one process: one format, to stderr. Configured by entry points only, never on import."""
+"""Log lines of one process, as text or JSON, to stderr. Configured by entry points only, never on import.
+
+A value of a record may be what a client or a peer sent. The formatters are the one place that makes it safe to show:
+they cut it, mask passwords and escape what could forge a line.
+"""
 
 from __future__ import annotations
 
 import contextvars
+import json
 import logging
 import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final
+
+from dynamo_trtllm.sanitize import escape_controls, mask_credentials, shorten
 
 # Set where a request enters a process; every line logged while it is served carries it.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
 
-FORMAT = "%(asctime)s.%(msecs)03d %(levelname)s %(process_name)s %(request_id)s %(name)s: %(message)s"
-TIME_FORMAT = "%Y-%m-%dT%H:%M:%S"
+VALUE_CHARS: Final = 1_000  # longest value within a message; an error's own text is no longer
+LINE_CHARS: Final = 4_000  # longest message, and longest line of a traceback
+_ID_CHARS: Final = 200  # a worker's peer sends any
+_TRACEBACK_LINES: Final = 200  # the first and the last halves of more are shown
 
 
-class _Context(logging.Filter):
-    """Puts the process's name and the request's id on each record."""
+def setup(level: str, process_name: str, log_format: str = "text") -> None:
+    """Log to stderr from `level` (debug, info, warning, error) on. Calling it again replaces the former setting.
 
-    def __init__(self, process_name: str) -> None:
-        super().__init__()
-        self._process_name = process_name
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.process_name = self._process_name
-        record.request_id = request_id.get()
-        return True
-
-
-class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic only in the stubs
-    """Ours, so that a second `setup` replaces it and leaves other handlers alone."""
-
-
-def setup(level: str, process_name: str) -> None:
-    """Log to stderr from `level` (debug, info, warning, error) on. `process_name`: as in "prefill-1"; idempotent."""
+    `process_name` is on every line, such as "prefill-1". `log_format` is "text" or "json".
+    """
     root = logging.getLogger()
     for handler in [h for h in root.handlers if isinstance(h, _OwnHandler)]:
         root.removeHandler(handler)
     handler = _OwnHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(FORMAT, TIME_FORMAT))
-    handler.addFilter(_Context(process_name))
+    handler.setFormatter(JsonFormatter(process_name) if log_format == "json" else TextFormatter(process_name))
     root.addHandler(handler)
     # Other packages speak from warnings on; asked for debug, they are heard too.
     root.setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
     logging.getLogger("dynamo_trtllm").setLevel(level.upper())
     logging.getLogger("uvicorn.access").disabled = True  # one line per finished request is ours
     logging.captureWarnings(True)
+
+
+def json_line(*, time_s: float, level: str, process: str, logger: str, message: str, **more: str | None) -> str:
+    """Return one log entry as a JSON object in one line of ASCII. `time_s` is in seconds since the epoch."""
+    entry = {"time": _iso(time_s), "level": level, "process": process, "logger": logger, "message": message, **more}
+    return json.dumps(entry).replace("\x7f", "\\u007f")
+
+
+class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic only in the stubs
+    """Ours, so that a second `setup` replaces it and leaves other handlers alone."""
+
+
+class TextFormatter(logging.Formatter):
+    """One line per record; the lines of a traceback follow, indented, so that none looks like a record."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = f"{_iso(record.created)} {record.levelname} {self._process_name} {_served()} {record.name}: "
+        message = escape_controls(head + _message(record))
+        return "\n".join([message, *(f"  {line}" for line in _traceback(record))])
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line. The standard library's encoder escapes all but printable ASCII."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        served = _served()
+        return json_line(
+            time_s=record.created,
+            level=record.levelname.lower(),
+            process=self._process_name,
+            logger=record.name,
+            message=_message(record),
+            request_id=None if served == "-" else served,
+            exception="\n".join(_traceback(record)) or None,
+        )
+
+
+class _Cut:
+    """A value of a record that is shown in at most VALUE_CHARS characters, by `%s` and by `%r`."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __str__(self) -> str:
+        return shorten(str(self._value), VALUE_CHARS)
+
+    def __repr__(self) -> str:
+        return shorten(repr(self._value), VALUE_CHARS)
+
+
+def _iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _served() -> str:
+    return shorten(request_id.get(), _ID_CHARS)
+
+
+def _message(record: logging.LogRecord) -> str:
+    text, args = str(record.msg), record.args
+    if isinstance(args, Mapping):
+        text = text % {name: _bounded(value) for name, value in args.items()}
+    elif args:
+        text = text % tuple(map(_bounded, args))
+    return mask_credentials(shorten(text.rstrip("\n"), LINE_CHARS))
+
+
+def _bounded(value: Any) -> Any:
+    return value if isinstance(value, int | float) else _Cut(value)  # `%d` takes numbers only
+
+
+def _traceback(record: logging.LogRecord) -> list[str]:
+    """The lines of the record's exception and stack, each safe to show."""
+    lines = [
+        escape_controls(mask_credentials(shorten(line, LINE_CHARS)))
+        for chunk in _traceback_chunks(record)
+        for line in _lines_of(chunk)
+    ]
+    half = _TRACEBACK_LINES // 2
+    return lines if len(lines) <= _TRACEBACK_LINES else [*lines[:half], "...", *lines[-half:]]
+
+
+def _traceback_chunks(record: logging.LogRecord) -> Iterator[str]:
+    if isinstance(record.exc_info, tuple) and record.exc_info[0] is not None:
+        yield from traceback.TracebackException(*record.exc_info).format()
+    if record.stack_info:
+        yield from record.stack_info.splitlines()
+
+
+def _lines_of(chunk: str) -> list[str]:
+    """Several only of a frame, which is code. The line breaks of an exception's message may come from a client."""
+    text = chunk.strip("\n")
+    return text.split("\n") if text.lstrip(" |+-").startswith('File "') else [text]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypedDict
 
+from dynamo_trtllm.sanitize import shorten
+
 LONGEST = 1000  # characters of an error's words: what a request holds may be megabytes, and is quoted
 
 
@@ -19,9 +21,4 @@ class ErrorBody(TypedDict):
 
 
 def error_body(message: str, *, type: str, param: str | None = None, code: str | None = None) -> ErrorBody:
-    return {"error": {"message": _cut(message), "type": type, "param": param and _cut(param), "code": code}}
-
-
-def _cut(text: str) -> str:
-    half = LONGEST // 2
-    return text if len(text) <= LONGEST else f"{text[:half]} … {text[-half:]}"
+    return {"error": {"message": shorten(message, LONGEST), "type": type, "param": param, "code": code}}

@@ -55,7 +55,12 @@ def test_subclass_without_a_row_then_its_parents() -> None:
 
 def test_error_when_it_quotes_megabytes_then_its_words_are_cut_in_the_middle() -> None:
     quoted = "x" * 1_000_000
-    error = answer(InvalidRequest(f"{quoted} is not a known field; leave it out", field=quoted)).body["error"]
-    assert error["message"].startswith("xxx")
-    assert error["message"].endswith("is not a known field; leave it out")
-    assert max(len(error["message"]), len(error["param"] or "")) < 1100
+    error = InvalidRequest(f"{quoted} is not a known field; leave it out", field=quoted)
+    body = answer(error).body["error"]
+    for message in (error.message, str(error), body["message"]):
+        assert message.startswith("xxx")
+        assert message.endswith("is not a known field; leave it out")
+    assert len(error.message) < 4_100
+    assert len(body["message"]) < 1_100
+    assert error.field == body["param"]
+    assert len(body["param"] or "") < 210

@@ -1,0 +1,59 @@
+"""Makes text that others wrote safe to show in logs, errors and tables: escapes, shortens, masks. Pure."""
+
+from __future__ import annotations
+
+import re
+
+MASK = "***"
+
+# Control characters of ASCII and Latin-1, line and paragraph separators, invisible and bidirectional formatting
+# characters, lone surrogates, and tags: each can end a line, move the cursor or reorder what a terminal shows.
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+_WORD = re.compile(r"[^\s'\"]+")
+_PEM = re.compile(r"(-----BEGIN [A-Z ]{0,64}-----).*?(?:(?=-----END )|\Z)", re.DOTALL)
+_PORT = re.compile(r"(\d{1,5}/?)?")
+
+
+def escape_controls(text: str) -> str:
+    """Return `text` with every character that could forge a line or reorder it escaped, as in `\\n` and `\\u2028`."""
+    return _UNSAFE.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return found.group().encode("unicode_escape").decode("ascii")
+
+
+def shorten(text: str, longest: int) -> str:
+    """Return `text`, or its beginning and its end when it has more than `longest` characters."""
+    half = longest // 2
+    return text if len(text) <= longest else f"{text[:half]} … {text[-half:]}"
+
+
+def mask_credentials(text: str) -> str:
+    """Return `text` with the user and password of each address in it masked, and PEM blocks emptied."""
+    if "@" in text:
+        text = _WORD.sub(_without_credentials, text)
+    return _PEM.sub(rf"\1 {MASK} ", text) if "-----BEGIN " in text else text
+
+
+def _without_credentials(found: re.Match[str]) -> str:
+    word = found.group()
+    before, at, after = word.rpartition("@")
+    if ":" not in before:  # no address with a user: an email address, a decorator
+        return word
+    scheme, separator, _ = before.partition("://")
+    return (f"{scheme}{separator}" if separator else "") + MASK + at + after
+
+
+def mask_address(value: str) -> str:
+    """Return the value of an address setting with user and password masked, also when it is no valid address."""
+    scheme, separator, rest = value.rpartition("://")
+    if "@" in value:
+        scheme, separator, _ = value.partition("://") if separator else ("", "", "")
+        return f"{scheme}{separator}{MASK}@{value.rpartition('@')[2]}"
+    host, colon, port = rest.partition(":")
+    is_address = rest.startswith("[") or not colon or "," in rest or _PORT.fullmatch(port)
+    return value if is_address else f"{scheme}{separator}{host}:{MASK}"  # a password whose `@host` was forgotten
