@@ -1,4 +1,4 @@
-"""The id of each request: taken from `X-Request-Id` or made, put on every answer. Raw ASGI."""
+"""The id of each request: taken from `X-Request-Id` or made, put on every answer and log line. Raw ASGI."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import secrets
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo_trtllm.frontend.http import header
+from dynamo_trtllm.observe import logging as observe_logging
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
 
 
 class RequestIds:
-    """Takes or makes `X-Request-Id` and puts it on every answer."""
+    """Takes or makes `X-Request-Id`, puts it on every answer and on the lines logged while the request is served."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -27,6 +28,8 @@ class RequestIds:
         request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
         state["echoed_id"] = request_id
+        # It stays set: the server logs what the app raises in this task, which serves no other request.
+        observe_logging.request_id.set(request_id)
         state["request_id"] = request_id if ENGINE_ID.fullmatch(request_id) else ""
 
         async def send_with_id(message: Message) -> None:
