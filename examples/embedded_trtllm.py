@@ -24,7 +24,7 @@ def main() -> None:
     try:
         config = load(WorkerConfig, prog=PROG, description="A TensorRT-LLM worker of my own.").config
         config = config.model_copy(update={"engine": "trtllm"})
-        observe_logging.setup(config.log_level, config.disaggregation_mode)
+        observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
         Worker(config).run()  # until SIGTERM, which drains
     except ConfigError as exc:
         exit_with(PROG, exc)

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit status: 0 when the namespace is clear, 1 when something is left or not reached, 2 for a bad command line."""
     try:
         config = load(ClearNamespaceConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
-        observe_logging.setup(config.log_level, "clear")
+        observe_logging.setup(config.log_level, "clear", config.log_format)
         is_clear = asyncio.run(clear(config, _answered))
     except ConfigError as exc:
         exit_with(PROG, exc)

@@ -17,6 +17,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 EngineName = Literal["trtllm", "vllm", "torch", "mock"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 DEFAULT_SOURCE = "default"
 CODE_SOURCE = "configuration"
@@ -107,6 +108,11 @@ class ConnectionConfig(Config):
     )
     log_level: LogLevel = Field(
         default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
+    )
+    log_format: LogFormat = Field(
+        default="text",
+        description="format of log lines: text, or json (one object per line)",
+        json_schema_extra=setting(PROCESS),
     )
 
     @field_validator("namespace")

@@ -22,6 +22,7 @@ from dynamo_trtllm.config.base import (
     Config,
     ConnectionConfig,
     EngineName,
+    LogFormat,
     LogLevel,
     NonNegativeFloat,
     NonNegativeInt,
@@ -368,6 +369,11 @@ class LaunchConfig(Config):
     )
     log_level: LogLevel = Field(
         default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
+    )
+    log_format: LogFormat = Field(
+        default="text",
+        description="format of log lines: text, or json (one object per line); also of the processes that it starts",
+        json_schema_extra=setting(PROCESS),
     )
 
 

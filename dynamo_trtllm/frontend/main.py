@@ -34,7 +34,7 @@ def main() -> None:
     """Exit status: 0 after a signal, 2 for a bad configuration, 1 for anything that failed later."""
     try:
         config = load(FrontendConfig, prog=PROG, description=DESCRIPTION).config
-        observe_logging.setup(config.log_level, "frontend")
+        observe_logging.setup(config.log_level, "frontend", config.log_format)
         if config.workers > 1:
             raise SystemExit(_run_crew(config))
         uvloop.run(serve(config, listening(config.http_host, config.http_port), Alone()))

@@ -80,7 +80,7 @@ def main() -> None:
     """Exit statuses as of `frontend.main`."""
     try:
         config = load(MemberConfig, prog=PROG, description=DESCRIPTION).config
-        observe_logging.setup(config.log_level, f"frontend-{config.number}")
+        observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
         uvloop.run(_serve(config))
     except ConfigError as exc:
         exit_with(PROG, exc)

@@ -1,9 +1,14 @@
-"""The launcher's output: whole lines of many processes, each after the name of who said it."""
+"""The launcher's output: whole lines of many processes, each with the name of its process."""
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Iterator, Sequence
 from typing import TextIO
+
+from dynamo_trtllm.observe.logging import LINE_CHARS, json_line
+from dynamo_trtllm.sanitize import shorten
 
 LAUNCHER = "launch"
 _COLORS = ("36", "33", "32", "35", "34", "31")
@@ -11,10 +16,15 @@ _LONGEST_LINE_BYTES = 1 << 20
 
 
 class Console:
-    """Writes to `stream`; in color only on a terminal. Names that are not known get no padding."""
+    """Writes to `stream`; in color only on a terminal. Names that are not known get no padding.
 
-    def __init__(self, stream: TextIO, names: Sequence[str]) -> None:
+    With `is_json` every line is a JSON object: a line of a process that is one keeps its fields, any other becomes the
+    `message` of one.
+    """
+
+    def __init__(self, stream: TextIO, names: Sequence[str], *, is_json: bool = False) -> None:
         self._stream = stream
+        self._is_json = is_json
         self._width = max(len(name) for name in (LAUNCHER, *names))
         shown = stream.isatty()
         self._colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)} if shown else {}
@@ -26,11 +36,27 @@ class Console:
 
     def line(self, name: str, text: str) -> None:
         """One line of one process."""
+        if self._is_json:
+            self._stream.write(f"{_json_entry(name, text)}\n")
+            self._stream.flush()
+            return
         prefix = f"{name:<{self._width}} |"
         if name in self._colors:
             prefix = f"\x1b[{self._colors[name]}m{prefix}\x1b[0m"
         self._stream.write(f"{prefix} {text}\n")
         self._stream.flush()
+
+
+def _json_entry(name: str, text: str) -> str:
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError):
+        entry = None
+    if not isinstance(entry, dict):
+        message = shorten(text, LINE_CHARS)
+        return json_line(time_s=time.time(), level="info", process=name, logger="output", message=message)
+    own = str(entry.get("process", ""))
+    return json.dumps(entry | {"process": own if own.startswith(f"{name}-") else name})  # a process of a frontend
 
 
 class LineSplitter:

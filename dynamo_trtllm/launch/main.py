@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
-from dynamo_trtllm.config.load import exit_with, load, process_environment
+from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment
 from dynamo_trtllm.config.models import LaunchConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
@@ -27,7 +27,7 @@ def main() -> None:
     before `--once` was done."""
     try:
         config = load(LaunchConfig, prog=PROG, description=_DESCRIPTION).config
-        observe_logging.setup(config.log_level, "launch")
+        observe_logging.setup(config.log_level, "launch", config.log_format)
         deployment = load_deployment(config.deployment, process_environment())
         if config.model is not None:
             deployment = with_model(deployment, config.model)
@@ -44,10 +44,10 @@ def main() -> None:
 
 
 async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
+    environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": config.log_format}
     # found out now, not after the servers were started
-    environ = process_environment()
     specs = processes(deployment, Addresses(etcd="localhost", nats="localhost"), environ)
-    console = Console(sys.stdout, [spec.name for spec in specs])
+    console = Console(sys.stdout, [spec.name for spec in specs], is_json=config.log_format == "json")
     supervisor = Supervisor(deployment, console, environ)
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)

@@ -21,7 +21,7 @@ def main() -> None:
     """Exit status: 0 after a drain, 2 for a bad configuration, 1 for anything that failed later."""
     try:
         config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=described.table).config
-        observe_logging.setup(config.log_level, config.disaggregation_mode)
+        observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
         if config.dump_config_to is not None:
             described.dump(config, config.dump_config_to)
         Worker(config).run()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 from dynamo_trtllm.launch.console import Console, LineSplitter
 
@@ -27,6 +28,22 @@ def test_line_when_a_terminal_then_each_name_has_its_color():
     assert first.startswith("\x1b[36m")
     assert second.startswith("\x1b[33m")
     assert first.endswith("\x1b[0m x")
+
+
+def test_line_when_json_then_each_is_an_object_with_the_name_of_its_process() -> None:
+    stream = Terminal()
+    console = Console(stream, ["frontend", "prefill-2"], is_json=True)
+    console.line("prefill-2", '{"time": "t", "level": "error", "process": "prefill", "message": "own"}')
+    console.line("frontend", '{"process": "frontend-3", "message": "of one of its processes"}')
+    console.line("prefill-2", "\x1b[31mof a library")
+    console.line("prefill-2", "[" * 100_000)
+    console.say("two\nlines")
+    own, member, library, nested, *said = map(json.loads, stream.getvalue().splitlines())
+    assert own == {"time": "t", "level": "error", "process": "prefill-2", "message": "own"}
+    assert member["process"] == "frontend-3"
+    assert (library["process"], library["message"], library["level"]) == ("prefill-2", "\x1b[31mof a library", "info")
+    assert len(nested["message"]) < 4_100
+    assert [(line["process"], line["message"]) for line in said] == [("launch", "two"), ("launch", "lines")]
 
 
 def test_feed_when_lines_come_in_pieces_then_they_come_out_whole():
