@@ -44,12 +44,21 @@ def setting(
     env: str | None = None,
     positional: bool = False,
     words: Mapping[str, str] | None = None,
+    is_address: bool = False,
 ) -> JsonDict:
     """How a field shows on the command line: its help group, further spellings, a well-known environment variable.
 
-    `words`: flags without a value, each with the value that it stands for.
+    `words`: flags without a value, each with the value that it stands for. `is_address`: it may hold a password, which
+    is shown nowhere.
     """
-    return {"group": group, "flags": list(flags), "env": env, "positional": positional, "words": dict(words or {})}
+    return {
+        "group": group,
+        "flags": list(flags),
+        "env": env,
+        "positional": positional,
+        "words": dict(words or {}),
+        "is_address": is_address,
+    }
 
 
 class Config(BaseModel):
@@ -84,7 +93,7 @@ class ConnectionConfig(Config):
     etcd_endpoints: str = Field(
         default="http://localhost:2379",
         description="etcd addresses, comma-separated",
-        json_schema_extra=setting(CONTROL, env="ETCD_ENDPOINTS"),
+        json_schema_extra=setting(CONTROL, env="ETCD_ENDPOINTS", is_address=True),
     )
     etcd_ca: Path | None = Field(
         default=None,
@@ -104,7 +113,7 @@ class ConnectionConfig(Config):
     nats_server: str = Field(
         default="nats://localhost:4222",
         description="NATS address",
-        json_schema_extra=setting(CONTROL, env="NATS_SERVER"),
+        json_schema_extra=setting(CONTROL, env="NATS_SERVER", is_address=True),
     )
     log_level: LogLevel = Field(
         default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)

@@ -21,7 +21,9 @@ examples:
 """
 
     url: str = Field(
-        default="http://localhost:8000", description="address of a frontend", json_schema_extra=setting(HTTP)
+        default="http://localhost:8000",
+        description="address of a frontend",
+        json_schema_extra=setting(HTTP, is_address=True),
     )
     model: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,

@@ -33,6 +33,7 @@ class Flag:
     kind: type  # bool, dict, int, float, Path or str
     choices: tuple[str, ...]
     words: Mapping[str, str]  # flags that take no value -> the value each stands for
+    is_address: bool  # may hold a password
 
     def convert(self, text: str, source: str) -> Any:
         """What the model takes for this text. `source` is named in errors. Raises ConfigError."""
@@ -67,6 +68,7 @@ def _flag(name: str, info: FieldInfo) -> Flag:
         kind=kind,
         choices=choices,
         words=typing.cast("dict[str, str]", shown["words"]),
+        is_address=bool(shown["is_address"]),
     )
 
 

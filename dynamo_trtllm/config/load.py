@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NoReturn, TypeVar
 
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
@@ -21,6 +21,7 @@ from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
 from dynamo_trtllm.config.models import PROCESS_CONFIGS
 from dynamo_trtllm.config.wording import nearest, table
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.sanitize import MASK, mask_address, mask_credentials
 
 ENV_PREFIX = "DYN_TRTLLM_"
 
@@ -81,8 +82,11 @@ def is_color_refused() -> bool:
 
 
 def config_table(loaded: Loaded[C]) -> str:
-    """Field, value and source, one line each."""
-    rows = [(name, _shown(getattr(loaded.config, name)), source) for name, source in loaded.sources.items()]
+    """Field, value and source, one line each. Passwords are masked."""
+    flags = {flag.field: flag for flag in flags_of(type(loaded.config))}
+    rows = [
+        (name, _shown(flags[name], getattr(loaded.config, name)), source) for name, source in loaded.sources.items()
+    ]
     return table([("field", "value", "source"), *rows])
 
 
@@ -110,8 +114,13 @@ def _text(value: Any) -> str:
     return str(value.value) if isinstance(value, Enum) else str(value)
 
 
-def _shown(value: Any) -> str:
-    return "-" if value is None else _text(value)
+def _shown(flag: Flag, value: Any) -> str:
+    """The value for people."""
+    if value is None:
+        return "-"
+    if flag.kind is SecretStr:
+        return MASK
+    return mask_address(_text(value)) if flag.is_address else mask_credentials(_text(value))
 
 
 def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
@@ -153,4 +162,4 @@ def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, s
     if error["type"] == "missing":
         return f"{flags[name].names[0]} is missing; give it, or set {ENV_PREFIX}{name.upper()}"
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return f"{sources[name]} is {_text(error['input'])!r}: {message}"
+    return f"{sources[name]} is {_shown(flags[name], error['input'])!r}: {message}"

@@ -36,6 +36,7 @@ from etcd3aio._protobuf import (
 from etcd3aio.kv import prefix_range_end
 
 from dynamo_trtllm.errors import ConfigError, Unreachable
+from dynamo_trtllm.sanitize import mask_address
 
 CALL_TIMEOUT_S = 3.0
 Change: TypeAlias = tuple[str, bytes | None]  # key, record; None: it was deleted
@@ -57,7 +58,7 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         if "@" in part:
             raise ConfigError(
-                f"etcd endpoint {part.rpartition('@')[2]!r}: user names are not supported; give https://HOST:PORT and "
+                f"etcd endpoint {mask_address(part)!r}: user names are not supported; give https://HOST:PORT and "
                 "a client certificate with --etcd-cert and --etcd-key",
                 field="etcd_endpoints",
             )

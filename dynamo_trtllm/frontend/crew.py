@@ -18,7 +18,7 @@ from dynamo_trtllm.children.child import Child
 from dynamo_trtllm.children.restart import decide, describe
 from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.config.deployment import RestartConfig
-from dynamo_trtllm.config.load import to_argv
+from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, MemberConfig
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.channel import Channel
@@ -41,9 +41,15 @@ def held_port(config: FrontendConfig) -> socket.socket:
 
 
 def member_argv(config: FrontendConfig, number: int, port: int) -> list[str]:
-    """The command line of one process. `number` counts from 1."""
-    settings = config.model_dump() | {"http_port": port, "number": number}
+    """The command line of one process, which everybody can read: `member_environ` has what may hold a password.
+    `number` counts from 1."""
+    settings = config.model_dump(exclude={"nats_server"}) | {"http_port": port, "number": number}
     return [sys.executable, "-m", _MODULE, *to_argv(MemberConfig, settings)]
+
+
+def member_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of every process."""
+    return {**environ, f"{ENV_PREFIX}NATS_SERVER": config.nats_server}
 
 
 def worst(statuses: Mapping[str, int]) -> int:
@@ -65,7 +71,7 @@ class Crew:
     def __init__(self, config: FrontendConfig, port: int, environ: Mapping[str, str]) -> None:
         self._config = config
         self._port = port
-        self._environ = environ
+        self._environ = member_environ(config, environ)
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}
         self._channels: dict[str, Channel] = {}

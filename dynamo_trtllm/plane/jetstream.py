@@ -25,6 +25,7 @@ from nats.js.kv import KeyValue
 from dynamo_trtllm.errors import Disconnected, Unreachable
 from dynamo_trtllm.plane.nats import close_client, whole_connect
 from dynamo_trtllm.plane.store import StoreLimits, too_large
+from dynamo_trtllm.sanitize import mask_address
 
 _log = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ def _reached(url: str, cure: str) -> Iterator[None]:
     try:
         yield
     except (nats_errors.Error, OSError, TimeoutError) as exc:
-        said = f"JetStream at {url.rpartition('@')[2]} can't be used ({str(exc) or type(exc).__name__})"
+        said = f"JetStream at {mask_address(url)} can't be used ({str(exc) or type(exc).__name__})"
         raise Unreachable(f"{said}; {cure}") from exc
 
 

@@ -22,6 +22,7 @@ from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
 from dynamo_trtllm.plane.link import Lost, Receive
 from dynamo_trtllm.plane.linked import LinkPlane, PlaneLimits
+from dynamo_trtllm.sanitize import mask_address
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class NatsLink:
     def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
         self._tasks = tasks or BackgroundTasks()
         self._url = url
-        self._address = url.rpartition("@")[2]  # without credentials, for people
+        self._address = mask_address(url)
         self._client = Client()
         self._ended = asyncio.Event()  # for good, and not by us
         self._up = asyncio.Event()  # there is a connection, as far as the client knows

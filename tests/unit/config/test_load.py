@@ -186,6 +186,26 @@ def test_load_when_print_config_is_typed_then_each_field_is_shown_with_its_sourc
     assert ["nats_server", "nats://n:1", "environment", "NATS_SERVER"] in [line.split() for line in lines]
 
 
+@pytest.mark.parametrize("words", [["--nats-server"], ["--model", "m", "--print-config", "--nats-server"]])
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("nats://user:secret@n:1", "nats://***@n:1"),
+        ("nats://secret@n:1", "nats://***@n:1"),
+        ("user:secret@n:1", "***@n:1"),
+        ("nats://user:secret@@n:1", "nats://***@n:1"),
+        ("nats://user:a secret/with 'all@n:1/path", "nats://***@n:1/path"),
+        ("nats://user:secret", "nats://user:***"),
+    ],
+)
+def test_address_with_a_password_when_it_is_shown_or_rejected_then_it_is_masked(capsys, words, address, shown):
+    with pytest.raises((SystemExit, ConfigError)) as stop:
+        load(WorkerConfig, prog="w", description="d", argv=[*words, address], environ={})
+    text = capsys.readouterr().out + str(stop.value)
+    assert "secret" not in text
+    assert shown in text or "--model" in str(stop.value)
+
+
 def test_config_table_when_a_value_is_an_enum_then_its_flag_spelling_is_shown():
     table = config_table(load_worker("--model m --disaggregation-mode prefill"))
     assert ["disaggregation_mode", "prefill", "flag", "--disaggregation-mode"] in [

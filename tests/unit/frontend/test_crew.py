@@ -9,7 +9,7 @@ import pytest
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, MemberConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.frontend.crew import held_port, member_argv, worst
+from dynamo_trtllm.frontend.crew import held_port, member_argv, member_environ, worst
 from dynamo_trtllm.frontend.listening import bound, listening
 
 HOST = "127.0.0.1"
@@ -17,10 +17,13 @@ HOST = "127.0.0.1"
 
 def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
     words = ["--workers", "3", "--http-port", "0", "--max-inflight", "7", "--decode-fallback", "--namespace", "n"]
+    words += ["--nats-server", "nats://user:secret@host:1"]
     config = load(FrontendConfig, prog="frontend", description="", argv=words, environ={}).config
     _, dash_m, module, *argv = member_argv(config, 2, 8123)
     assert (dash_m, module) == ("-m", "dynamo_trtllm.frontend.member")
-    environ = {"DYN_TRTLLM_MAX_INFLIGHT": "9"}  # inherited, and beaten by what the parent settled
+    assert "secret" not in " ".join(argv)
+    inherited = {"DYN_TRTLLM_MAX_INFLIGHT": "9", "DYN_TRTLLM_NATS_SERVER": "nats://b:2"}  # the parent's settings win
+    environ = member_environ(config, inherited)
     read = load(MemberConfig, prog="member", description="", argv=argv, environ=environ).config
     assert (read.number, read.http_port) == (2, 8123)
     same = {name: getattr(config, name) for name in FrontendConfig.model_fields if name != "http_port"}
