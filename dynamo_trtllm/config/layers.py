@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,9 @@ from dynamo_trtllm.config.wording import nearest
 from dynamo_trtllm.errors import ConfigError
 
 OVERRIDE_SOURCE = "--override-engine-args"
+MAX_YAML_BYTES = 256 << 10
+MAX_YAML_VALUES = 10_000  # takes a second or two to read; engine arguments have a few hundred
+MAX_YAML_DEPTH = 64
 CONFIG_FOLDERS = ("engine_configs", "kernels_config")  # they travel in the wheel
 
 _log = logging.getLogger(__name__)
@@ -115,7 +118,29 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, which plain YAML loading answers by dropping the first."""
+    """Refuses a key that is given twice, which plain YAML loading answers by dropping the first, and a document that
+    is large or deep once every alias is written out: nine lines of aliases can stand for a billion values."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._level = 0
+        self._extents: dict[int, _Extent] = {}  # by id of a node that is complete; the document keeps them alive
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark
+        self._level += 1
+        _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)  # before more is read
+        is_alias = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if is_alias and id(node) not in self._extents:
+            raise yaml.composer.ComposerError(None, None, "an alias stands within what it refers to", mark)
+        if node is not None and not is_alias:
+            inner = [self._extents[id(child)] for child in _children(node)]
+            extent = _Extent(1 + sum(each.values for each in inner), 1 + max((each.depth for each in inner), default=0))
+            _check_extent(extent, mark)
+            self._extents[id(node)] = extent
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -128,6 +153,29 @@ class _StrictLoader(yaml.SafeLoader):
                 )
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+
+class _Extent(NamedTuple):
+    """Of a part of a document, with each alias counted as what it refers to."""
+
+    values: int
+    depth: int
+
+
+def _check_extent(extent: _Extent, mark: yaml.Mark) -> None:
+    if extent.values > MAX_YAML_VALUES:
+        problem = f"more than {MAX_YAML_VALUES} values, each alias written out; give a smaller file"
+        raise yaml.composer.ComposerError(None, None, problem, mark)
+    if extent.depth > MAX_YAML_DEPTH:
+        raise yaml.composer.ComposerError(None, None, f"more than {MAX_YAML_DEPTH} levels; nest less", mark)
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.SequenceNode):
+        yield from node.value
+    elif isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
 
 
 def located(path: Path) -> Path:
@@ -167,9 +215,14 @@ def _alias(path: Path) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; empty for an empty file. Raises ConfigError naming file and line."""
+    """The mapping in a YAML file; empty for an empty file. Raises ConfigError naming file and line, also for a file
+    that is too large, too deep, or too large with its aliases written out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_YAML_BYTES + 1)
+        if len(data) > MAX_YAML_BYTES:
+            raise ConfigError(f"{path}: has more than {MAX_YAML_BYTES} bytes; give a smaller file")
+        text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{path}: can't be read: {getattr(exc, 'strerror', None) or exc}") from exc
     try:
@@ -178,6 +231,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(exc, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError(f"{where}: {getattr(exc, 'problem', None) or exc}") from exc
+    except ValueError as exc:  # of a value that looks like a date and is none, or like an integer and is too long
+        raise ConfigError(f"{path}: {exc}; quote the value") from exc
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -10,6 +10,12 @@ from dynamo_trtllm.config.wording import table
 from dynamo_trtllm.errors import ConfigError
 
 
+def bomb(line: str) -> str:
+    """Ten lines, each of which stands for ten times the one before it."""
+    lines = (line.replace("ALIASES", ", ".join([f"*a{n - 1}"] * 10)).replace("NAME", f"a{n}") for n in range(1, 10))
+    return "a0: &a0 {x: 1}\n" + "".join(lines)
+
+
 def merged(*values: dict[str, Any]) -> layers.Merged:
     return merge([Layer(value, source) for value, source in zip(values, "abcdef", strict=False)])
 
@@ -112,7 +118,16 @@ def test_read_yaml_when_the_file_is_empty_then_nothing_is_set(tmp_path):
         ("a: [1\nb: 2\n", ":2: "),
         ("1: 2\n", "key 1 is not text"),
         ("a: !!python/object:os.system {}\n", ":1: "),
+        (bomb("NAME: &NAME [ALIASES]\n"), ":5: more than 10000 values, each alias written out"),
+        (bomb("NAME: &NAME {<<: [ALIASES]}\n"), ":5: more than 10000 values"),
+        ("a: &a\n  b: [*a]\n", ":2: an alias stands within what it refers to"),
+        ("a: " + "[" * 100_000, ":1: more than 64 levels"),
+        ("a:\n" + "".join(f"  - &n{n} [{f'*n{n - 1}' if n else ''}]\n" for n in range(70)), ":66: more than 64 levels"),
+        ("a: " + "x" * 300_000, "has more than 262144 bytes"),
+        ("a: 2026-99-99\n", "month must be in 1..12; quote the value"),
+        ("a: " + "1" * 5_000, "integer string conversion"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_read_yaml_when_the_file_is_bad_then_file_and_line_are_named(tmp_path, text, wanted):
     path = tmp_path / "a.yaml"
