@@ -1,5 +1,6 @@
 """Every TensorRT-LLM file in engine_configs/ against each release it claims, and the list of what was not read."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests import not_read
 RELEASES = {release.name: release for release in releases()}
 FILES = not_read.files()
 CLAIMS = [(path, name) for path in FILES for name in not_read.claimed(path)]
+_TRUSTS = re.compile(rb"trust.remote.code\W{1,3}(?i:true|yes|on|1)\b|--trust.remote.code\b(?!=false)")
 GPT_OSS = not_read.ROOT / "engine_configs" / "gpt-oss-120b"
 
 
@@ -108,6 +110,29 @@ def test_file_when_it_names_a_moe_backend_then_the_profile_of_its_gpu_allows_it(
 def test_file_when_it_is_a_guides_then_it_has_the_guides_values(file: str, expected: dict[str, object]) -> None:
     merged = args(GPT_OSS / file, "1.2.1")
     assert {key: merged.get(key) for key in expected} == expected
+
+
+def test_shipped_files_then_none_has_an_engine_run_code_from_a_model_folder() -> None:
+    folders = (
+        "benchmarks",
+        "deploy",
+        "docs",
+        "dynamo_trtllm",
+        "engine_configs",
+        "examples",
+        "kernels_config",
+        "scripts",
+    )
+    paths = [path for folder in folders for path in (not_read.ROOT / folder).rglob("*") if path.is_file()]
+    texts = {path: path.read_bytes() for path in (*paths, not_read.ROOT / "README.md") if path.suffix != ".pyc"}
+    assert sum(path.suffix in (".yaml", ".yml") for path in texts) > 60
+    assert [path for path, text in texts.items() if _TRUSTS.search(text)] == []
+
+
+def test_trust_remote_code_when_a_user_sets_it_then_the_engine_gets_it(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("trust_remote_code: true\n")
+    assert args(GPT_OSS / "prefill.yaml", "1.2.1").get("trust_remote_code") in (None, False)
+    assert args(tmp_path / "own.yaml", "1.2.1").get("trust_remote_code") is True
 
 
 def test_engine_when_it_needs_a_name_then_no_release_lacks_it() -> None:
