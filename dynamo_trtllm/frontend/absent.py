@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import math
+
 ABSENT_S = 5.0
 
 
 class Absent:
-    """They are passed by for a while, unless there is no other, and then one request tries them again."""
+    """They are passed by for a while, unless there is no other, and then one request tries them again.
+
+    `ids` is read per request: it returns the same set until one comes or goes.
+    """
 
     def __init__(self) -> None:
         self._until: dict[int, float] = {}
+        self._ids: frozenset[int] = frozenset()
+        self._next_until = math.inf  # when the first of them is tried again
 
     def note(self, instance_id: int, now: float) -> None:
         """`now` in seconds of a clock that only rises."""
         self._until[instance_id] = now + ABSENT_S
+        self._changed()
 
     def forget(self, instance_id: int) -> None:
         """It was seen to work."""
-        if self._until:
-            self._until.pop(instance_id, None)
+        if self._until.pop(instance_id, None) is not None:
+            self._changed()
 
-    def ids(self, now: float) -> set[int]:
-        if not self._until:
-            return set()
-        self._until = {instance_id: until for instance_id, until in self._until.items() if until > now}
-        return set(self._until)
+    def ids(self, now: float) -> frozenset[int]:
+        if self._next_until <= now:
+            self._until = {instance_id: until for instance_id, until in self._until.items() if until > now}
+            self._changed()
+        return self._ids
+
+    def _changed(self) -> None:
+        self._next_until = min(self._until.values(), default=math.inf)
+        if self._ids != self._until.keys():
+            self._ids = frozenset(self._until)

@@ -161,12 +161,12 @@ class Pipeline:
         absent = self._absent.ids(time.monotonic())
         if absent:
             try:
-                return self._place_without(recovery.gone | absent, recovery, turn)
+                return self._place_without(absent | recovery.gone if recovery.gone else absent, recovery, turn)
             except NoInstances:
                 pass  # better one that may be back than none
-        return self._place_without(recovery.gone, recovery, turn)
+        return self._place_without(frozenset(recovery.gone), recovery, turn)
 
-    def _place_without(self, ids: set[int], recovery: Recovery, turn: int) -> Placement:
+    def _place_without(self, ids: frozenset[int], recovery: Recovery, turn: int) -> Placement:
         model = recovery.request.model
         view = self._view.model(model).without(ids)
         fallback = self._options.decode_fallback
@@ -277,7 +277,7 @@ class Pipeline:
     def _other_decode(self, prefill: Instance, asked: set[int]) -> Instance | None:
         """Another one that can redeem this prefill instance's tickets."""
         model = prefill.card.name
-        view, key = self._view.model(model).without(asked | self._absent.ids(time.monotonic())), pairing_key(prefill)
+        view, key = self._view.model(model).without(self._absent.ids(time.monotonic()) | asked), pairing_key(prefill)
         able = [d for d in view.decode if view.keys[d.id] == key and not self._book.is_shut((prefill.id, d.id))]
         return able[next(self._turns[model]) % len(able)] if able else None
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dynamo_trtllm.handoff.tickets import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelCard, Role
+
+_REDUCED_VIEWS = 16  # that one view keeps
 
 PairingKey: TypeAlias = tuple[tuple[str, object], ...]
 
@@ -28,17 +30,23 @@ class ModelView:
     decode: tuple[Instance, ...] = ()
     aggregated: tuple[Instance, ...] = ()
     keys: Mapping[int, PairingKey] = field(init=False)  # by instance id, made once per change and read per request
+    _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         keys = {instance.id: pairing_key(instance) for instance in (*self.prefill, *self.decode)}
         object.__setattr__(self, "keys", keys)
 
-    def without(self, ids: Collection[int]) -> ModelView:
-        """The same view lacking these instances."""
+    def without(self, ids: frozenset[int]) -> ModelView:
+        """Return the view without these instances. A view keeps those it made last: requests ask for the same few."""
         if not ids:
             return self
-        kept = (tuple(i for i in group if i.id not in ids) for group in (self.prefill, self.decode, self.aggregated))
-        return ModelView(*kept)
+        reduced = self._reduced.get(ids)
+        if reduced is None:
+            groups = (self.prefill, self.decode, self.aggregated)
+            if len(self._reduced) >= _REDUCED_VIEWS:
+                self._reduced.clear()
+            reduced = self._reduced[ids] = ModelView(*(tuple(i for i in each if i.id not in ids) for each in groups))
+        return reduced
 
     def missing_roles(self) -> list[Role]:
         """Roles without which no request of this model can run; empty when it can."""
@@ -46,6 +54,9 @@ class ModelView:
             return []
         have = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         return [role for role, instances in have.items() if not instances]
+
+
+_NO_INSTANCES = ModelView()
 
 
 @dataclass(slots=True)
@@ -72,7 +83,7 @@ class ClusterView:
         self.changed = asyncio.Event()
 
     def model(self, name: str) -> ModelView:
-        return self._models.get(name, ModelView())
+        return self._models.get(name, _NO_INSTANCES)
 
     def models(self) -> dict[str, ModelCard]:
         """Name to card, for every model that has an instance.

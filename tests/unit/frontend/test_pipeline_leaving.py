@@ -11,6 +11,7 @@ from dynamo_trtllm.frontend.absent import ABSENT_S, Absent
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.messages import Release, ReleaseOutcome, Role
 from dynamo_trtllm.router.policy import Placement
+from dynamo_trtllm.router.view import ModelView
 from tests.instances import make_instance
 from tests.unit.frontend.legs import FINISHED, Cluster, handoff, request
 from tests.waiting import SOON_S
@@ -110,12 +111,29 @@ async def test_release_when_the_holder_is_away_for_a_moment_then_it_is_told_agai
     assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)] * 2
 
 
+async def test_requests_while_a_worker_is_absent_then_the_view_is_made_once_and_not_per_request(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.view.add(make_instance(1, role=Role.DECODE))  # registered, and nothing listens there
+    await cluster.add(2, Role.PREFILL, *([handoff(f"t{number}")] for number in range(20)))
+    await cluster.add(3, Role.DECODE, *([FINISHED] * 20))
+    made: list[ModelView] = []
+    build = ModelView.__post_init__
+    monkeypatch.setattr(ModelView, "__post_init__", lambda self: (made.append(self), build(self)))
+    for _ in range(20):
+        assert await cluster.tokens() == [10, 11, 12, 13]
+    assert [[decode.id for decode in view.decode] for view in made] == [[3]]
+
+
 def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
     absent = Absent()
     assert absent.ids(0.0) == set()
     absent.note(1, 10.0)
     absent.note(2, 12.0)
     absent.forget(3)
+    both = absent.ids(12.0)
+    absent.note(1, 10.0)
+    assert absent.ids(12.0) is both
     assert absent.ids(10.0 + ABSENT_S) == {2}
     absent.forget(2)
     assert absent.ids(0.0) == set()
