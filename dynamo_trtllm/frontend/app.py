@@ -51,7 +51,11 @@ def build_app(
         running=Running(),
     )
     answers = Answers(models, metrics, awaited)
-    shelf = Shelf(store or MemoryStore(store_limits(config)), shared=config.shares_responses)
+    shelf = Shelf(
+        store or MemoryStore(store_limits(config)),
+        shared=config.shares_responses,
+        on_write_failed=metrics.response_not_stored,
+    )
     responses = Responses(shelf)
     app = Starlette(
         routes=[
@@ -74,6 +78,7 @@ def build_app(
     )
     app.router.redirect_slashes = False
     app.state.running = edge.running
+    app.state.close_responses = shelf.aclose
     return app
 
 

@@ -64,6 +64,7 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
             return tasks.reason or colleagues.awaited()
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
+        stack.push_async_callback(app.state.close_responses)
         work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended(), "pairs": forget_gone(view, book)}
         if tries_pairs:
             options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)

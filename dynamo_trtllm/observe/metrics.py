@@ -64,6 +64,7 @@ TABLE = (
     Metric("frontend", "retries_total", "counter", "legs run again before a token left", ("model",)),
     Metric("frontend", "migrations_total", "counter", "requests continued elsewhere after a token left", ("model",)),
     Metric("frontend", "canaries_total", "counter", "requests of two tokens through idle pairs", ("model", "code")),
+    Metric("frontend", "responses_not_stored_total", "counter", "responses that could not be stored", ("code",)),
     Metric("worker", "requests_total", "counter", "finished legs", ("phase", "code")),
     Metric("worker", "output_tokens_total", "counter", "tokens generated", ("phase",)),
     Metric("worker", "running", "gauge", "requests in the batch"),
@@ -175,6 +176,10 @@ class FrontendMetrics:
     def canary_finished(self, *, model: str, code: str) -> None:
         """`code`: "ok", "canary" (answered, and not as it should be), "gone", or an error's code."""
         self._labelled("canaries_total", model, code).inc()
+
+    def response_not_stored(self, code: str) -> None:
+        """`code`: of the error that kept a finished response out of the store."""
+        self._labelled("responses_not_stored_total", code).inc()
 
     def observe_ttft(self, *, model: str, seconds: float) -> None:
         self._labelled("ttft_seconds", model).observe(seconds)

@@ -27,6 +27,10 @@ class Frontend:
     client: httpx.AsyncClient
     store: JetStreamStore
 
+    async def written(self) -> None:
+        """All that was made is in the store, or is not going to be."""
+        await self.front.app.state.close_responses()
+
     async def made(self, **fields: Any) -> dict[str, Any]:
         response = await self.client.post("/v1/responses", json={"model": MODEL, "input": "hi"} | fields)
         assert response.status_code == 200, response.text
@@ -37,8 +41,8 @@ async def opened(nats: str, namespace: str) -> Frontend:
     served = front(chunk("why", ids=[REASONING]), chunk("{}", ids=[CALL]), stop())
     store = await JetStreamStore.connect(nats, namespace, LIMITS)
     config = FrontendConfig(response_store="jetstream")
-    app = build_app(config, served.catalog, served.pipeline, served.metrics, store)
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://frontend")
+    served.app = build_app(config, served.catalog, served.pipeline, served.metrics, store)
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend")
     return Frontend(served, client, store)
 
 
@@ -48,6 +52,7 @@ async def frontends(nats_server: str) -> AsyncIterator[tuple[Frontend, Frontend]
     both = (await opened(nats_server, namespace), await opened(nats_server, namespace))
     yield both
     for each in both:
+        await each.written()
         await each.client.aclose()
         await each.store.aclose()
 
@@ -87,9 +92,11 @@ async def test_store_when_it_is_away_then_answers_come_and_look_ups_are_told_to_
     server = own_nats()
     here = await opened(server.address, "n")
     first = await here.made()
+    await here.written()
     server.kill()
     response = await here.made()
     assert response["status"] == "completed"
+    await here.written()
     assert f"{response['id']} is not stored" in caplog.text
     looked_up = await here.client.get(f"/v1/responses/{first['id']}")
     assert looked_up.status_code == 503

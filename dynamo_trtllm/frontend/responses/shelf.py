@@ -5,19 +5,26 @@ That a response was deleted or has gone does not break the later ones of its con
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError, InvalidRequest, ResponseNotFound
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InternalError, InvalidRequest, ResponseNotFound
 from dynamo_trtllm.frontend.responses.ids import MARK_CHARS, PREFIX, is_response_id, mark_of, response_of
 from dynamo_trtllm.plane.store import Store, StoreLimits
 
 _log = logging.getLogger(__name__)
+
+_WRITE_S: Final = 30.0  # longest write of one response
+_CLOSE_S: Final = 5.0  # longest wait for the writes under way when the frontend ends
+_PENDING_BYTES: Final = 64 << 20  # of writes under way; beyond, an answer waits for its own
+_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between the looks for a response that another frontend has made
 
 
 def store_limits(config: FrontendConfig) -> StoreLimits:
@@ -43,26 +50,43 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 class Shelf:
     """Names and finds responses. `shared`: other frontends find them too."""
 
-    def __init__(self, store: Store, *, shared: bool) -> None:
+    def __init__(
+        self, store: Store, *, shared: bool, on_write_failed: Callable[[str], None] = lambda code: None
+    ) -> None:
+        """`on_write_failed` is called with the error's code for each response that could not be stored."""
         self._store = store
+        self._writes = PendingWrites(store, on_write_failed)
         self._shared = shared
         self._mark = secrets.token_hex(MARK_CHARS // 2)
         self.id_prefix = PREFIX + self._mark
 
     async def keep(self, kept: Kept) -> None:
-        """Readable once it returned. A store that is away costs the client a later look, not the answer."""
-        response_id = kept.response["id"]
-        try:
-            await self._store.put(response_id, codec.encode(kept))
-        except DynamoError as exc:
-            _log.warning("%s is not stored (%s): %s", response_id, exc.code, exc.message)
+        """Readable here once it returned. A store that is slow or away costs the client a later look, not the answer:
+        the write goes on after this has returned."""
+        await self._writes.start(kept.response["id"], codec.encode(kept))
+
+    async def aclose(self) -> None:
+        """Wait a bounded time for the writes under way. The store stays open."""
+        await self._writes.aclose()
 
     async def find(self, response_id: str, field: str | None = None) -> Kept:
         """Raises ResponseNotFound, with `field` for the request's field that names it; Disconnected, Unreachable."""
-        data = await self._store.get(response_id) if is_response_id(response_id) else None
+        data = await self._read(response_id) if is_response_id(response_id) else None
         if data is None:
             raise self.missing(response_id, field)
         return codec.decode(data, Kept)
+
+    async def _read(self, response_id: str) -> bytes | None:
+        if (data := self._writes.data(response_id)) is not None:
+            return data
+        data = await self._store.get(response_id)
+        if self._shared and mark_of(response_id) != self._mark:
+            for pause_s in _PAUSES_S:  # another frontend may still be writing what its client has already got
+                if data is not None:
+                    break
+                await asyncio.sleep(pause_s)
+                data = await self._store.get(response_id)
+        return data
 
     async def find_item(self, item_id: str, field: str) -> dict[str, Any]:
         """The item of a kept response's input or output. Raises as `find`."""
@@ -76,6 +100,7 @@ class Shelf:
 
     async def drop(self, response_id: str) -> None:
         """Raises as `find`."""
+        await self._writes.finished(response_id)  # it would come back
         await self.find(response_id)
         await self._store.delete(response_id)
 
@@ -99,3 +124,72 @@ class Shelf:
                 "conversation as input"
             )
         return ResponseNotFound(f"response {response_id!r} is not stored here: {why}", field=field)
+
+
+class _Write(NamedTuple):
+    data: bytes
+    task: asyncio.Task[None]
+
+
+class PendingWrites:
+    """The writes to a store that are under way, each with its value, which is readable here until it ends.
+
+    A write that fails is logged and counted, and its value is gone.
+    """
+
+    def __init__(self, store: Store, on_failed: Callable[[str], None]) -> None:
+        self._store = store
+        self._on_failed = on_failed
+        self._writes: dict[str, _Write] = {}
+        self._bytes = 0
+
+    async def start(self, key: str, data: bytes) -> None:
+        """Return at once, unless more than _PENDING_BYTES are under way: then when this write has ended."""
+        before = self._writes.get(key)
+        task = asyncio.create_task(self._write(key, data, before), name=f"write of {key}")
+        write = self._writes[key] = _Write(data, task)
+        task.add_done_callback(lambda _: self._ended(key, write))
+        self._bytes += len(data)
+        if self._bytes > _PENDING_BYTES:
+            await asyncio.wait({task})
+
+    def data(self, key: str) -> bytes | None:
+        """The value that is being written under `key`."""
+        write = self._writes.get(key)
+        return None if write is None else write.data
+
+    async def finished(self, key: str) -> None:
+        """Wait for the write of `key`, if one is under way: at most _WRITE_S."""
+        if (write := self._writes.get(key)) is not None:
+            await asyncio.wait({write.task})
+
+    async def aclose(self) -> None:
+        """Give all writes _CLOSE_S, then cancel them."""
+        tasks = {write.task for write in self._writes.values()}
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_CLOSE_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
+    async def _write(self, key: str, data: bytes, before: _Write | None) -> None:
+        async with asyncio.timeout(_WRITE_S):
+            if before is not None:  # the later value is the one to stay
+                await asyncio.wait({before.task})
+            await self._store.put(key, data)
+
+    def _ended(self, key: str, write: _Write) -> None:
+        self._bytes -= len(write.data)
+        if self._writes[key] is write:
+            del self._writes[key]
+        if write.task.cancelled():
+            error: BaseException | None = DeadlineExceeded("the frontend ended before it was written")
+        elif isinstance(error := write.task.exception(), TimeoutError):
+            error = DeadlineExceeded(f"the store took more than {_WRITE_S:g} s")
+        if error is None:
+            return
+        code = error.code if isinstance(error, DynamoError) else InternalError.code
+        _log.warning(
+            "%s is not stored (%s): %s", key, code, error, exc_info=None if isinstance(error, DynamoError) else error
+        )
+        self._on_failed(code)

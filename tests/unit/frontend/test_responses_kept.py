@@ -9,6 +9,12 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import Disconnected
+from dynamo_trtllm.frontend.app import build_app
+from dynamo_trtllm.frontend.responses import shelf
+from dynamo_trtllm.frontend.responses.shelf import store_limits
+from dynamo_trtllm.plane.store import MemoryStore
 from tests.unit.frontend.responses_client import (
     EVENT,
     ITEM,
@@ -18,6 +24,7 @@ from tests.unit.frontend.responses_client import (
     body,
     check_error,
     check_unknown,
+    events,
     made,
     parsed,
 )
@@ -191,3 +198,104 @@ async def test_stream_when_its_client_leaves_then_the_response_is_forgotten() ->
     await asyncio.gather(task, return_exceptions=True)
     assert served.pipeline.running == 0
     check_error(await ask(served, "GET", path), 404, "response_not_found")
+
+
+class SlowStore(MemoryStore):
+    """Writes nothing until `go`; then fails with `error`, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__(store_limits(FrontendConfig()))
+        self.go = asyncio.Event()
+        self.error: Exception | None = None
+        self.puts = self.gets = 0
+
+    async def get(self, key: str) -> bytes | None:
+        self.gets += 1
+        return await super().get(key)
+
+    async def put(self, key: str, value: bytes) -> None:
+        self.puts += 1
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        await super().put(key, value)
+
+
+def over(store: SlowStore, **config: Any) -> Front:
+    served = front(chunk("Hel"), stop("lo"))
+    served.app = build_app(
+        FrontendConfig.model_validate(config), served.catalog, served.pipeline, served.metrics, store
+    )
+    return served
+
+
+async def test_stream_when_the_store_is_slow_then_its_end_comes_and_the_response_is_found() -> None:
+    store = SlowStore()
+    served = over(store)
+    final = (await events(served))[-1]["response"]
+    path = f"{PATH}/{final['id']}"
+    assert (final["status"], store.puts, store.used_bytes) == ("completed", 1, 0)
+    assert (await ask(served, "GET", path)).json() == final
+    following = await made(served, previous_response_id=final["id"])
+    deleting = asyncio.create_task(ask(served, "DELETE", path))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not deleting.done()
+    store.go.set()
+    assert (await deleting).status_code == 200  # after the write, which would bring it back
+    check_error(await ask(served, "GET", path), 404, "response_not_found")
+    await served.app.state.close_responses()
+    assert (await ask(served, "GET", f"{PATH}/{following['id']}")).json() == following
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(Disconnected("away"), "disconnected"), (RuntimeError("a fault of ours"), "internal")]
+)
+async def test_response_when_its_write_fails_then_logged_counted_and_gone(
+    caplog: pytest.LogCaptureFixture, error: Exception, code: str
+) -> None:
+    store = SlowStore()
+    store.error = error
+    served = over(store)
+    response = await made(served)
+    path = f"{PATH}/{response['id']}"
+    assert (await ask(served, "GET", path)).status_code == 200
+    store.go.set()
+    await served.app.state.close_responses()
+    check_error(await ask(served, "GET", path), 404, "response_not_found")
+    assert f"{response['id']} is not stored ({code})" in caplog.text
+    assert f'responses_not_stored_total{{code="{code}"}} 1.0' in served.metrics.render().decode()
+
+
+async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "_CLOSE_S", 0.01)
+    served = over(SlowStore())
+    await made(served)
+    await served.app.state.close_responses()
+    assert 'responses_not_stored_total{code="deadline"} 1.0' in served.metrics.render().decode()
+
+
+async def test_answer_when_many_bytes_are_being_written_then_it_waits_for_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shelf, "_PENDING_BYTES", 1)
+    store = SlowStore()
+    making = asyncio.create_task(made(over(store)))
+    while not store.puts:  # noqa: ASYNC110  # a store has no event for it
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not making.done()
+    store.go.set()
+    assert (await making)["status"] == "completed"
+
+
+async def test_response_when_another_frontend_is_writing_it_then_found_once_it_is_there() -> None:
+    store = SlowStore()
+    here, there = over(store, response_store="jetstream"), over(store, response_store="jetstream")
+    response = await made(here)
+    looking = asyncio.create_task(ask(there, "GET", f"{PATH}/{response['id']}"))
+    while not store.gets:  # noqa: ASYNC110  # a store has no event for it
+        await asyncio.sleep(0)
+    store.go.set()
+    assert (await looking).json() == response
+    assert store.gets > 1
