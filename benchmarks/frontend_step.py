@@ -26,7 +26,7 @@ from dynamo_trtllm.frontend.preprocess import Identity, prepare_chat
 from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.frontend.sse import ChatEvents
 from dynamo_trtllm.frontend.standing import Standing
-from dynamo_trtllm.frontend.writer import WRITER
+from dynamo_trtllm.http_server.writer import WRITER
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelCard, token_ids
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.openai.chat import ChatRequest

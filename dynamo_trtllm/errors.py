@@ -1,7 +1,7 @@
 """Every error that crosses a room, as one tree with stable codes.
 
 The code is wire format and metric label: it is never renamed. `retryable` says whether the same request may
-succeed elsewhere before a token left. HTTP statuses are not here: they are one table in `frontend/errors.py`.
+succeed elsewhere before a token left. HTTP statuses are not here: they are one table in `http_server/errors.py`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import Permits, Running
 from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.endpoints import CHAT, TEXT
-from dynamo_trtllm.frontend.errors import answer
 from dynamo_trtllm.frontend.exchange import Generation
 from dynamo_trtllm.frontend.http import internal
 from dynamo_trtllm.frontend.request_ids import RequestIds
@@ -24,6 +23,7 @@ from dynamo_trtllm.frontend.responses.routes import response_routes
 from dynamo_trtllm.frontend.responses.shelf import Shelf, store_limits
 from dynamo_trtllm.frontend.routes import Answers, docs, error_response, json_response, openapi
 from dynamo_trtllm.frontend.run import Edge
+from dynamo_trtllm.http_server.errors import answer
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.plane.store import MemoryStore, Store
 

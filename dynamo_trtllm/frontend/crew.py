@@ -22,7 +22,7 @@ from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, MemberConfig
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.channel import Channel
-from dynamo_trtllm.frontend.listening import bound, listening
+from dynamo_trtllm.network.listening import bound, listening
 from dynamo_trtllm.observe.snapshot import Ledger, Snapshot
 
 _MODULE = "dynamo_trtllm.frontend.member"

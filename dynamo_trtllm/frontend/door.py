@@ -11,9 +11,9 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_trtllm.errors import Draining
-from dynamo_trtllm.frontend.errors import RETRY_AFTER_S, retry_headers
 from dynamo_trtllm.frontend.http import Reply
 from dynamo_trtllm.frontend.request_ids import RequestIds
+from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, retry_headers
 
 _STARTING = "this frontend is starting"
 _EARLY = {

@@ -21,7 +21,7 @@ from dynamo_trtllm.frontend.http import (
 )
 from dynamo_trtllm.frontend.record import Record
 from dynamo_trtllm.frontend.run import Edge, Run
-from dynamo_trtllm.frontend.writer import WRITER
+from dynamo_trtllm.http_server.writer import WRITER
 
 log = logging.getLogger(__name__)
 

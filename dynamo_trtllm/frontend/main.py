@@ -17,9 +17,9 @@ from dynamo_trtllm.config.load import exit_with, load, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.base import Alone, Colleagues
-from dynamo_trtllm.frontend.connection import http_server
 from dynamo_trtllm.frontend.door import Door
-from dynamo_trtllm.frontend.listening import BACKLOG, listening
+from dynamo_trtllm.http_server.connection import http_server
+from dynamo_trtllm.network.listening import BACKLOG, listening
 from dynamo_trtllm.observe import logging as observe_logging
 
 PROG = "python -m dynamo_trtllm.frontend"

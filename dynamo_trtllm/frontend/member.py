@@ -18,8 +18,8 @@ from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import MemberConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.channel import Channel
-from dynamo_trtllm.frontend.listening import listening
 from dynamo_trtllm.frontend.main import DESCRIPTION, serve
+from dynamo_trtllm.network.listening import listening
 from dynamo_trtllm.observe import logging as observe_logging
 from dynamo_trtllm.observe.snapshot import Snapshot
 

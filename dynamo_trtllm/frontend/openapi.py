@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import dynamo_trtllm
-from dynamo_trtllm.frontend.errors import RETRY_LATER, TABLE
+from dynamo_trtllm.http_server.errors import RETRY_LATER, TABLE
 from dynamo_trtllm.openai.answers import ANSWERS, TEXT, Schema, ref
 from dynamo_trtllm.openai.chat import ChatRequest
 from dynamo_trtllm.openai.completions import CompletionRequest

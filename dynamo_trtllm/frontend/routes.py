@@ -16,8 +16,8 @@ from starlette.responses import Response
 from dynamo_trtllm.discovery.keys import endpoint_of
 from dynamo_trtllm.errors import DynamoError, EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend.base import Catalog
-from dynamo_trtllm.frontend.errors import INVALID, answer, retry_headers
 from dynamo_trtllm.frontend.openapi import document
+from dynamo_trtllm.http_server.errors import INVALID, answer, retry_headers
 from dynamo_trtllm.messages import Instance
 from dynamo_trtllm.observe.metrics import CONTENT_TYPE, FrontendMetrics
 from dynamo_trtllm.openai.errors import error_body

@@ -19,11 +19,11 @@ from dynamo_trtllm.frontend.admission import Permits, Running
 from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.choices import likeliest, together
 from dynamo_trtllm.frontend.dialect import B, Dialect, Events, Heading, Job
-from dynamo_trtllm.frontend.errors import RETRY_AFTER_S
 from dynamo_trtllm.frontend.http import ClientGone, Reply
 from dynamo_trtllm.frontend.postprocess import Piece, pieces
 from dynamo_trtllm.frontend.preprocess import Identity, Plan, Prepared
 from dynamo_trtllm.frontend.record import Record
+from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.openai.wire import parse

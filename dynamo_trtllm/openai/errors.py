@@ -1,4 +1,4 @@
-"""The body of every error answer. Which error gets which status and type is in `frontend/errors`."""
+"""The body of every error answer. Which error gets which status and type is in `http_server/errors`."""
 
 from __future__ import annotations
 

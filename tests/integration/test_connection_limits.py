@@ -15,7 +15,7 @@ import pytest
 import uvicorn
 
 from dynamo_trtllm.frontend import http
-from dynamo_trtllm.frontend.connection import http_server
+from dynamo_trtllm.http_server.connection import http_server
 from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
 from tests.waiting import SOON_S
 

@@ -10,7 +10,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, MemberConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.frontend.crew import held_port, member_argv, member_environ, worst
-from dynamo_trtllm.frontend.listening import bound, listening
+from dynamo_trtllm.network.listening import bound, listening
 
 HOST = "127.0.0.1"
 

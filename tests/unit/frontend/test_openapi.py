@@ -14,8 +14,8 @@ import pytest
 from starlette.routing import Route
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.frontend.errors import TABLE
 from dynamo_trtllm.frontend.openapi import document
+from dynamo_trtllm.http_server.errors import TABLE
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
 from tests.unit.frontend.scripted import CALL, MODEL, REASONING, Catalog, Front, chunk, front, stop

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.frontend.errors import TABLE, answer
+from dynamo_trtllm.http_server.errors import TABLE, answer
 
 DOCS = Path(__file__).parents[3] / "docs"
 

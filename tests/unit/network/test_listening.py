@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 import uvloop
 
-from dynamo_trtllm.frontend.listening import ACCEPTS_PER_TURN, Acceptor, listening
+from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, listening
 from tests.waiting import SOON_S
 
 CLIENTS = 4 * ACCEPTS_PER_TURN

@@ -20,9 +20,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, Overloaded, RequestTimeout
-from dynamo_trtllm.frontend.errors import answer
-from dynamo_trtllm.frontend.listening import Acceptor
-from dynamo_trtllm.frontend.writer import WRITER, CycleWriter, HeldHead, Turn
+from dynamo_trtllm.http_server.errors import answer
+from dynamo_trtllm.http_server.writer import WRITER, CycleWriter, HeldHead, Turn
+from dynamo_trtllm.network.listening import Acceptor
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
