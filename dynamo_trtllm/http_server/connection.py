@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, ClassVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import orjson
 import uvicorn
@@ -22,7 +22,7 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, Overloaded, RequestTimeout
 from dynamo_trtllm.http_server.errors import answer
 from dynamo_trtllm.http_server.writer import WRITER, CycleWriter, HeldHead, Turn
-from dynamo_trtllm.network.listening import Acceptor
+from dynamo_trtllm.network.listening import Acceptor, allow_files
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -33,96 +33,116 @@ _OTHER_FILES = 128  # log, etcd, NATS, model files, and refused connections that
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
 _GRACE_S = 5.0  # for the answer to a body that came too slowly, before the connection is cut
 _LINGER_S = 1.0  # for a refused client to read why: closed at once, what it still sends would wipe the answer out
+_order = count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
+    """Limits of one server. One connection too many is refused with 429, unless it takes the place of another."""
+
     max_connections: int
     max_header_bytes: int  # request line and headers
     receive_timeout_s: float  # for the head from its first byte (or the connection) on, then for the body
+    keep_alive_timeout_s: float  # of an idle connection
+    answer_timeout_s: float | None = None  # until the client has taken an answer; None: as long as the app allows
+    closes_least_recent: bool = False  # one connection too many closes the one that has been silent for longest
 
 
 def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicorn.Server:
     """Listens nowhere yet. Lets this process have as many open files as it may have connections."""
-    _allow_files(config.max_connections + _OTHER_FILES)
+    allow_files(config.max_connections + _OTHER_FILES, ", or lower --max-connections")
     limits = ConnectionLimits(
         max_connections=config.max_connections,
         max_header_bytes=config.max_header_bytes,
         receive_timeout_s=config.receive_timeout_s,
+        keep_alive_timeout_s=config.keep_alive_timeout_s,
     )
-    return HttpServer(
-        uvicorn.Config(
-            app,
-            http=_protocol_with(limits),
-            timeout_keep_alive=config.keep_alive_timeout_s,  # type: ignore[arg-type]  # goes to call_later
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,  # nothing asks for a client's address
-            server_header=False,
-            timeout_graceful_shutdown=_SHUTDOWN_S,
-            backlog=backlog,
-        )
-    )
+    return HttpServer(app, limits, backlog=backlog, shutdown_s=_SHUTDOWN_S)
 
 
 class HttpServer(uvicorn.Server):
-    """Accepts through `Acceptor` at the sockets that it is given."""
+    """Accepts through `Acceptor` at the sockets that it is given. Listens nowhere yet.
+
+    `shutdown_s`: longest wait for running requests at its end.
+    """
+
+    def __init__(self, app: ASGIApp, limits: ConnectionLimits, *, backlog: int, shutdown_s: int) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=type("Protocol", (LimitedProtocol,), {"limits": limits, "turn": Turn()}),
+                timeout_keep_alive=limits.keep_alive_timeout_s,  # type: ignore[arg-type]  # goes to call_later
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,  # nothing asks for a client's address
+                server_header=False,
+                timeout_graceful_shutdown=shutdown_s,
+                backlog=backlog,
+            )
+        )
+        self._limits = limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
-        self.servers = [Acceptor(sock, self._make_protocol) for sock in sockets or ()]  # type: ignore[misc]
+        self.servers = [Acceptor(sock, self._connect, self._relieve) for sock in sockets or ()]  # type: ignore[misc]
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+        except OSError as exc:
+            connection.close()
+            _log.debug("a client left while it was accepted: %s", exc)
+
+    def _relieve(self) -> bool:
+        return self._limits.closes_least_recent and _close_least_recent(self.server_state.connections)
 
     def _make_protocol(self) -> asyncio.Protocol:
         protocol = self.config.http_protocol_class
         return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
 
-def _allow_files(wanted: int) -> None:
-    """One connection more than the system lets would wait unanswered, and nobody would know why."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
-        _log.warning(
-            "the system lets this process have %d open files, too few for --max-connections: raise it (ulimit -n) to "
-            "%d or lower --max-connections",
-            most,
-            wanted,
-        )
-
-
-def _protocol_with(limits: ConnectionLimits) -> type[LimitedProtocol]:
-    """For uvicorn, which makes one per connection."""
-    return type("Protocol", (LimitedProtocol,), {"limits": limits, "turn": Turn()})
+def _close_least_recent(connections: set[Any]) -> bool:
+    """Close the connection whose last request, or opening, was longest ago. Return whether there was one."""
+    if not connections:
+        return False
+    oldest: LimitedProtocol = min(connections, key=lambda each: each.heard)
+    connections.discard(oldest)
+    oldest.transport.abort()  # not `close`, which waits until the client has taken what was written
+    return True
 
 
 class LimitedProtocol(HttpToolsProtocol):
+    """One connection; uvicorn makes it."""
+
     limits: ClassVar[ConnectionLimits]
     turn: ClassVar[Turn]
 
+    heard = 0  # when it was opened or the head of its newest request was complete, as a place in the order of these
     _in_head = True  # or before it
     _received_bytes = 0  # of a head that is not complete
     _parsed_bytes = 0
     _refused = False
     _timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
+    _answer_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.heard = next(_order)
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
-            self.connections.discard(self)
-            self._refuse(
-                Overloaded(f"{self.limits.max_connections} connections are open, the most this server has; try later")
-            )
-            return
+            if not self.limits.closes_least_recent:
+                self.connections.discard(self)
+                most = self.limits.max_connections
+                self._refuse(Overloaded(f"{most} connections are open, the most this server has; try later"))
+                return
+            _close_least_recent(self.connections)
         self._arm(self.limits.receive_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._disarm_answer()
         super().connection_lost(exc)
         # uvicorn tells only the newest request, which may wait behind this one
         if self._answering is not None and not self._answering.response_complete:
@@ -131,7 +151,20 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
+        if self.limits.answer_timeout_s is not None:
+            self._disarm_answer()
+            self._answer_timer = self.loop.call_later(self.limits.answer_timeout_s, self._cut_answer, cycle)
         super()._start_asgi_task(cycle, app)
+
+    def _cut_answer(self, cycle: RequestResponseCycle) -> None:
+        """The client had its time: end the connection unless the answer has left."""
+        if not cycle.response_complete or self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+    def _disarm_answer(self) -> None:
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -159,6 +192,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._received_bytes, self._parsed_bytes = False, 0, 0
+        self.heard = next(_order)
         self._arm(self.limits.receive_timeout_s + _GRACE_S)
         super().on_headers_complete()
         self.scope["state"][WRITER] = CycleWriter(self.cycle, self.turn)

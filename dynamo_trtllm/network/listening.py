@@ -1,24 +1,33 @@
-"""The port of a frontend, taken before anything is started: that it is in use is the first thing to be said."""
+"""Listening sockets: binding them, accepting connections, and open files enough for these."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import math
+import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeAlias
 
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections that wait to be accepted
-ACCEPTS_PER_TURN = 64  # a new request takes 1 to 2 ms of work
-_PAUSE_S = 0.1
+ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
+_PAUSE_S = 0.1  # after the system refused a connection
+_RELIEVED_S = 0.001  # the same, when connections are being closed for it
+_LOG_EVERY_S = 10.0
+_UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})  # what is wrong with the listening socket itself
+
+Relieve: TypeAlias = Callable[[], bool]
 
 
-def bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+def bound(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
     """Not listening yet, so that no connection comes here. `is_shared`: other processes may bind and listen too, all
-    of which have to say so. Raises ConfigError."""
+    of which have to say so. `setting`: the flags are --{setting}-host and --{setting}-port. Raises ConfigError."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -27,18 +36,18 @@ def bound(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
         sock.bind((host, port))
     except OSError as exc:
         sock.close()
-        raise _taken(host, port, exc) from exc
+        raise _taken(host, port, setting, exc) from exc
     return sock
 
 
-def listening(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+def listening(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
     """As `bound`; clients may connect, and wait to be served."""
-    sock = bound(host, port, is_shared=is_shared)
+    sock = bound(host, port, is_shared=is_shared, setting=setting)
     try:
         sock.listen(BACKLOG)
     except OSError as exc:
         sock.close()
-        raise _taken(host, port, exc) from exc
+        raise _taken(host, port, setting, exc) from exc
     return sock
 
 
@@ -46,17 +55,28 @@ class Acceptor:
     """Accepts connections at a listening socket until `close`, several per iteration of the event loop.
 
     uvloop accepts one per iteration. Under load, when iterations are long, the last of many clients that connect at the
-    same moment would wait for seconds while the first ones are served at full speed. `make_protocol` is called once per
-    connection. The socket stays its owner's.
+    same moment would wait for seconds while the first ones are served at full speed. The socket stays its owner's.
     """
 
-    def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, sock: socket.socket, serve: Callable[[socket.socket], Coroutine[Any, Any, None]], relieve: Relieve
+    ) -> None:
+        """Start to accept.
+
+        Args:
+            serve: run in a task of its own for each connection, which it closes in the end.
+            relieve: called when the system has no file descriptor for another connection: has idle ones closed within
+                the next iterations of the loop. Returns whether there were any.
+        """
         self._sock = sock
-        self._make_protocol = make_protocol
+        self._serve = serve
+        self._relieve = relieve
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_short = False  # of file descriptors or memory
+        self._failures = 0  # since the last log line about them
+        self._logged_at = -math.inf
         self._pause: asyncio.TimerHandle | None = None
+        self.broken: OSError | None = None  # why no connection can be accepted any more
         sock.setblocking(False)
         self._loop.add_reader(sock, self._accept)
 
@@ -68,31 +88,44 @@ class Acceptor:
                 return
             except ConnectionError:  # that client has gone again
                 continue
-            except OSError as exc:  # no file descriptors or memory: what runs has to end first
-                if not self._is_short:  # once, and not at each attempt
-                    self._is_short = True
-                    _log.warning("new connections wait until the system has resources for them: %s", exc)
-                self._loop.remove_reader(self._sock)
-                self._pause = self._loop.call_later(_PAUSE_S, self._loop.add_reader, self._sock, self._accept)
+            except OSError as exc:  # usually no file descriptors or memory
+                self._failed(exc)
                 return
-            self._is_short = False
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            task = self._loop.create_task(self._serve(connection), name="http-accept")
+            task = self._loop.create_task(self._serve(connection), name="accepted-connection")
             self._tasks.add(task)
             task.add_done_callback(self._ended)
+
+    def _failed(self, exc: OSError) -> None:
+        """Pause, so that connections end meanwhile; then try again, unless the socket itself is unusable."""
+        self._loop.remove_reader(self._sock)
+        if exc.errno in _UNUSABLE:
+            self.broken = exc
+            _log.error("no connection can be accepted any more at port %s: %s", self._port(), exc)
+            return
+        self._failures += 1
+        if self._loop.time() >= self._logged_at + _LOG_EVERY_S:
+            _log.warning(
+                "new connections at port %s wait until the system has resources for them: %s (failed attempts: %d)",
+                self._port(),
+                exc,
+                self._failures,
+            )
+            self._failures, self._logged_at = 0, self._loop.time()
+        pause_s = _RELIEVED_S if self._relieve() else _PAUSE_S
+        self._pause = self._loop.call_later(pause_s, self._loop.add_reader, self._sock, self._accept)
+
+    def _port(self) -> str:
+        try:
+            return str(self._sock.getsockname()[1])
+        except OSError:  # it was closed
+            return "unknown"
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a connection could not be served", exc_info=error)
-
-    async def _serve(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection)
-        except OSError as exc:
-            connection.close()
-            _log.debug("a client left while it was accepted: %s", exc)
 
     def close(self) -> None:
         """Accept no more."""
@@ -101,12 +134,38 @@ class Acceptor:
         self._loop.remove_reader(self._sock)
 
     async def wait_closed(self) -> None:
-        """Wait until the connections that were accepted have their protocols. uvicorn calls it after `close`."""
+        """Wait until the tasks of accepted connections have ended. uvicorn calls it after `close`."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    async def aclose(self) -> None:
+        """Accept no more, and cancel the tasks of accepted connections."""
+        self.close()
+        for task in self._tasks:
+            task.cancel()
+        await self.wait_closed()
 
-def _taken(host: str, port: int, exc: OSError) -> ConfigError:
+
+def allow_files(wanted: int, hint: str) -> None:
+    """Raise this process's limit of open files to `wanted` where the system lets it; log a warning with `hint` where
+    it does not. A connection beyond the limit would wait unanswered."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        _log.warning(
+            "the system lets this process have %d open files, fewer than %d: raise the limit (ulimit -n) to %d%s",
+            most,
+            wanted,
+            wanted,
+            hint,
+        )
+
+
+def _taken(host: str, port: int, setting: str, exc: OSError) -> ConfigError:
     return ConfigError(
-        f"--http-port {port} on {host} can't be used ({exc.strerror}); stop what uses it or choose another",
-        field="http_port",
+        f"--{setting}-port {port} can't be opened on --{setting}-host {host} ({exc.strerror}); stop what uses it, or "
+        "choose another port (0 takes a free one) or address",
+        field=f"{setting}_port",
     )

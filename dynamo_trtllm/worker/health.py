@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.http_server.connection import ConnectionLimits, HttpServer
+from dynamo_trtllm.network.listening import BACKLOG, listening
 
 _log = logging.getLogger(__name__)
 
+# Probes and scrapes are short; connections that stay open without a request must not keep these out.
+LIMITS = ConnectionLimits(
+    max_connections=64,
+    max_header_bytes=16 << 10,
+    receive_timeout_s=5.0,
+    keep_alive_timeout_s=5.0,
+    answer_timeout_s=5.0,
+    closes_least_recent=True,
+)
 _REACHED_AS_LOCALHOST = ("0.0.0.0", "::", "127.0.0.1")
 
 
@@ -78,32 +86,18 @@ class HealthServer:
         self._host = host
         self._port = port
         self._app = health_app(health, render_metrics)
-        self._server: uvicorn.Server | None = None
+        self._server: HttpServer | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> HealthServer:
         if self._port is None:
             return self
-        self._sock = sock = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((self._host, self._port))
-        except OSError as exc:
-            sock.close()
-            raise ConfigError(
-                f"--system-port {self._port} can't be opened on --system-host {self._host} ({exc.strerror}). Choose "
-                "another port (0 takes a free one) or another address",
-                field="system_port",
-            ) from exc
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                self._app, ws="none", log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
-            )
-        )
+        self._sock = listening(self._host, self._port, setting="system")
+        self._server = HttpServer(self._app, LIMITS, backlog=BACKLOG, shutdown_s=1)
         # `serve` would take the process's signals, which are the worker's
-        self._task = self._tasks.start(self._server._serve([sock]), "worker-health")
+        self._task = self._tasks.start(self._server._serve([self._sock]), "worker-health")
         shown = "localhost" if self._host in _REACHED_AS_LOCALHOST else self._host
-        _log.info("health at http://%s:%d", shown, sock.getsockname()[1])
+        _log.info("health at http://%s:%d", shown, self._sock.getsockname()[1])
         return self
 
     async def __aexit__(

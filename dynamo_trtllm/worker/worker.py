@@ -28,6 +28,7 @@ from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
 from dynamo_trtllm.errors import DynamoError, EngineFailed
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role
+from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
 from dynamo_trtllm.plane.linked import PlaneLimits
@@ -45,6 +46,7 @@ _CHECK_EVERY_S = 2.0  # engines are asked, they do not tell: how soon a dead eng
 # So long an engine thread that comes back from its GPU may wait for the GIL while the loop has work. With Python's own
 # 5 ms the worst of a hundred steps waited just that.
 SWITCH_S = 0.0005
+_FILES = 8192  # open at once: KV transfers, each a connection, and 128 or so for everything else
 _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
 _VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}  # as Dynamo's vLLM workers
 
@@ -104,6 +106,7 @@ class Worker:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("Worker.run takes signals and needs the main thread; elsewhere await Worker.serve")
         sys.setswitchinterval(SWITCH_S)
+        allow_files(_FILES, "; until then fewer KV transfers may run at once")
         uvloop.run(self._run_with_signals())
 
     def stop(self) -> None:

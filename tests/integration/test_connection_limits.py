@@ -352,7 +352,7 @@ async def test_server_when_the_system_lets_it_have_no_more_then_it_is_said(
     files = Files(monkeypatch, 1000)
     async with serving(max_connections=2000):
         assert files.limits == (1000, 1000)
-    assert "raise it (ulimit -n) to 2128" in caplog.text
+    assert "raise the limit (ulimit -n) to 2128, or lower --max-connections" in caplog.text
 
 
 async def test_request_when_malformed_then_400() -> None:

@@ -66,5 +66,5 @@ def test_held_port_when_no_member_listens_then_a_connection_is_refused() -> None
 
 
 def test_bound_when_the_port_is_used_then_refused_by_name() -> None:
-    with listening(HOST, 0) as taken, pytest.raises(ConfigError, match="can't be used"):
+    with listening(HOST, 0) as taken, pytest.raises(ConfigError, match="can't be opened"):
         bound(HOST, taken.getsockname()[1], is_shared=True)

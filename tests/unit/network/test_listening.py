@@ -1,11 +1,14 @@
-"""The frontend's port while many connect at once. On uvloop, whose way of accepting is what is at stake."""
+"""A listening port while many connect at once. On uvloop, whose way of accepting is what is at stake."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, cast
 
 import pytest
 import uvloop
@@ -25,10 +28,20 @@ class Counted(asyncio.Protocol):
         transport.close()
 
 
+def acceptor_of(sock: socket.socket, protocol: Callable[[], asyncio.Protocol], idle: int = 0) -> Acceptor:
+    """`idle`: how often there is a connection to close when there are no file descriptors."""
+    left = iter(range(idle))
+
+    async def serve(connection: socket.socket) -> None:
+        await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+
+    return Acceptor(sock, serve, lambda: next(left, None) is not None)
+
+
 async def turns_to_accept_all(sock: socket.socket) -> int:
     """How often the loop turns until every client that has connected before is accepted."""
     Counted.made = turns = 0
-    acceptor = Acceptor(sock, Counted)
+    acceptor = acceptor_of(sock, Counted)
     while Counted.made < CLIENTS:
         await asyncio.sleep(0)
         turns += 1
@@ -57,7 +70,7 @@ class NoDelay(asyncio.Protocol):
 def test_acceptor_when_a_client_is_accepted_then_small_writes_are_not_held_back() -> None:
     async def accept(sock: socket.socket) -> int:
         NoDelay.value = asyncio.get_running_loop().create_future()
-        acceptor = Acceptor(sock, NoDelay)
+        acceptor = acceptor_of(sock, NoDelay)
         try:
             return await asyncio.wait_for(NoDelay.value, SOON_S)
         finally:
@@ -67,36 +80,54 @@ def test_acceptor_when_a_client_is_accepted_then_small_writes_are_not_held_back(
         assert asyncio.run(accept(sock))
 
 
-def test_acceptor_when_there_are_no_file_descriptors_then_it_accepts_once_there_are(
-    caplog: pytest.LogCaptureFixture,
+class Failing:
+    """A socket whose first accepts fail as the system's do."""
+
+    def __init__(self, sock: socket.socket, number: int, failures: int) -> None:
+        self._sock = sock
+        self._number = number
+        self.failures = failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(self._number, os.strerror(self._number))
+        return self._sock.accept()
+
+
+@pytest.mark.parametrize("idle", [0, 30])
+def test_acceptor_when_there_are_no_file_descriptors_then_it_accepts_once_there_are_and_says_so_once(
+    idle: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Short:
-        """A socket whose first accepts fail as the system's do."""
-
-        def __init__(self, sock: socket.socket) -> None:
-            self._sock = sock
-            self.failures = 2
-
-        def fileno(self) -> int:
-            return self._sock.fileno()
-
-        def setblocking(self, flag: bool) -> None:
-            self._sock.setblocking(flag)
-
-        def accept(self) -> tuple[socket.socket, object]:
-            if self.failures:
-                self.failures -= 1
-                raise OSError(errno.EMFILE, "Too many open files")
-            return self._sock.accept()
-
-    async def accept(short: Short) -> None:
+    async def accept(failing: Failing) -> None:
         Counted.made = 0
-        acceptor = Acceptor(short, Counted)  # type: ignore[arg-type]
+        acceptor = acceptor_of(cast("socket.socket", failing), Counted, idle)
         async with asyncio.timeout(SOON_S):
             while not Counted.made:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+        assert acceptor.broken is None
         acceptor.close()
 
     with listening(HOST, 0) as sock, socket.create_connection(sock.getsockname()):
-        asyncio.run(accept(Short(sock)))
+        asyncio.run(accept(Failing(sock, errno.EMFILE, failures=max(2, idle))))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_acceptor_when_its_socket_is_of_no_use_then_it_says_so_and_gives_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def accept(sock: socket.socket) -> OSError | None:
+        acceptor = acceptor_of(sock, Counted)
+        sock.shutdown(socket.SHUT_RDWR)
+        async with asyncio.timeout(SOON_S):
+            while acceptor.broken is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        acceptor.close()
+        return acceptor.broken
+
+    with listening(HOST, 0) as sock:
+        broken = asyncio.run(accept(sock))
+    assert broken is not None
+    assert broken.errno == errno.EINVAL
+    assert "no connection can be accepted any more" in caplog.text

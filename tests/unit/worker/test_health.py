@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import logging
 import re
 import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.http_server import connection
+from dynamo_trtllm.http_server.connection import LimitedProtocol
+from dynamo_trtllm.worker import health
 from dynamo_trtllm.worker.health import Health, HealthServer, health_app
+from tests.waiting import SOON_S
 
 
 def metrics() -> bytes:
@@ -19,7 +28,7 @@ def metrics() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("health", "status", "said"),
+    ("state", "status", "said"),
     [
         (Health(instance_id="ab"), 503, {"status": "starting", "reason": ""}),
         (Health("loading", "reading weights", "ab"), 503, {"status": "loading", "reason": "reading weights"}),
@@ -29,9 +38,9 @@ def metrics() -> bytes:
     ],
 )
 async def test_ready_then_200_only_while_it_serves_and_the_instance_is_named(
-    health: Health, status: int, said: dict[str, str]
+    state: Health, status: int, said: dict[str, str]
 ) -> None:
-    transport = httpx.ASGITransport(app=health_app(health, metrics))
+    transport = httpx.ASGITransport(app=health_app(state, metrics))
     async with httpx.AsyncClient(transport=transport, base_url="http://worker") as client:
         ready, report = await client.get("/ready"), await client.get("/health")
     assert (ready.status_code, ready.json()) == (status, said | {"instance_id": "ab"})
@@ -53,3 +62,73 @@ async def test_server_when_the_port_is_taken_then_the_error_names_it_and_where()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--system-port {port} can't be opened on --system-host 127.0.0.1"):
             await HealthServer("127.0.0.1", port, Health(), metrics, BackgroundTasks()).__aenter__()
+
+
+@asynccontextmanager
+async def served(
+    monkeypatch: pytest.MonkeyPatch, render: Callable[[], bytes] = metrics, **limits: Any
+) -> AsyncIterator[int]:
+    """Yield the port of a server with other limits. No task of it may fail."""
+    monkeypatch.setattr(health, "LIMITS", dataclasses.replace(health.LIMITS, **limits))
+    tasks = BackgroundTasks()
+    async with HealthServer("127.0.0.1", 0, Health(), render, tasks) as server:
+        yield server._sock.getsockname()[1]
+    tasks.check()
+
+
+async def test_server_when_all_connections_are_idle_then_the_longest_silent_one_gives_way_to_a_probe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with AsyncExitStack() as stack, asyncio.timeout(SOON_S):
+        port = await stack.enter_async_context(served(monkeypatch, max_connections=8))
+        idle = []
+        for number in range(8):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"[: None if number in (0, 5) else 20])
+            if number in (0, 5):
+                assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+            idle.append((reader, writer))
+        idle[0][1].write(b"\r\nGET /live HTTP/1.1\r\nHost: x\r\n\r\n")  # it is the one heard last now
+        assert b"200 OK" in await idle[0][0].readuntil(b'live"}HTTP/1.1 200 OK')
+        async with httpx.AsyncClient() as client:
+            for _ in range(3):  # each on a connection of its own
+                assert (await client.get(f"http://127.0.0.1:{port}/live", headers={"Connection": "close"})).is_success
+        await idle[1][0].read()  # to its end
+        assert not any(idle[number][0].at_eof() for number in (0, 5, 7))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /live HT", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_server_when_a_client_falls_silent_then_its_connection_ends(
+    sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with (
+        asyncio.timeout(SOON_S),
+        served(monkeypatch, receive_timeout_s=0.1, keep_alive_timeout_s=0.1) as port,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent)
+        await reader.read()  # to its end
+        writer.close()
+
+
+async def test_server_when_a_client_does_not_read_its_answer_then_its_connection_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = b"# " + bytes(32 << 20)  # more than the sockets' buffers hold
+    ended = asyncio.Event()
+
+    class Observed(LimitedProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            ended.set()
+
+    monkeypatch.setattr(connection, "LimitedProtocol", Observed)
+    async with (
+        asyncio.timeout(SOON_S),
+        served(monkeypatch, lambda: large, answer_timeout_s=0.1) as port,
+    ):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+        await ended.wait()
+        writer.transport.abort()
