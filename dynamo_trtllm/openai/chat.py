@@ -8,9 +8,28 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from dynamo_trtllm.openai.sampling import NO_OPS, SamplingFields
 from dynamo_trtllm.openai.schemas import Schema, schema_text
-from dynamo_trtllm.openai.wire import Wire, invalid, kind_of, unsupported
+from dynamo_trtllm.openai.wire import (
+    MAX_ITEMS,
+    Id,
+    Label,
+    List,
+    LongText,
+    Object,
+    Wire,
+    check_size,
+    first_repeated,
+    invalid,
+    kind_of,
+    shown,
+    unsupported,
+)
 
 MAX_TOOLS = 512
+MAX_TOOLS_BYTES = 256 << 10  # of JSON, of all tools together
+MAX_TOOL_CALLS = 512  # of one message
+MAX_ARGUMENTS = 1 << 20  # characters of one call's arguments
+MAX_TEMPLATE_ARGS = 64
+MAX_TEMPLATE_BYTES = 64 << 10  # of JSON, of all template arguments
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may have less
 
@@ -21,16 +40,18 @@ def _text(value: Any) -> Any:
         return value
     if not isinstance(value, list):
         invalid(f"must be a string or a list of text parts, not {kind_of(value)}")
+    if len(value) > MAX_ITEMS:
+        invalid(f"may hold {MAX_ITEMS} parts at most, not {len(value)}")
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
-            unsupported(f"holds a part of type {kind!r} at index {index}; only text is supported")
+            unsupported(f"holds a part of type {shown(kind)} at index {index}; only text is supported")
         text = part.get("text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(text, str):
             invalid(f'must hold parts of the form {{"type": "text", "text": "…"}}; the one at index {index} is not')
-        if extra := sorted(part.keys() - {"type", "text"} - TextPart.hints):
-            unsupported(f"holds a part with {extra[0]!r} at index {index}, which is not supported; leave it out")
+        for name in part.keys() - {"type", "text"} - TextPart.hints:
+            unsupported(f"holds a part with {shown(name)} at index {index}, which is not supported; leave it out")
         texts.append(text)
     return "\n".join(texts)
 
@@ -39,11 +60,13 @@ class TextPart(Wire):
     hints: ClassVar = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["text"]
-    text: str
+    text: LongText
 
 
-Text = Annotated[str, BeforeValidator(_text, json_schema_input_type=str | list[TextPart])]
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+_Parts = Annotated[List[TextPart], Field(max_length=MAX_ITEMS)]
+Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongText | _Parts)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
 
 
 class SystemMessage(Wire):
@@ -59,14 +82,14 @@ class UserMessage(Wire):
 
 
 class CalledFunction(Wire):
-    name: str = Field(min_length=1)
-    arguments: str = "{}"
+    name: Id
+    arguments: Arguments = "{}"
 
 
 class AssistantToolCall(Wire):
     no_ops: ClassVar = {"index": tuple(range(128))}  # clients send back what they read in a stream
 
-    id: str = Field(min_length=1)
+    id: Id
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -78,9 +101,9 @@ class AssistantMessage(Wire):
     role: Literal["assistant"]
     content: Text = ""
     name: Name | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # how other servers spell it
-    tool_calls: list[AssistantToolCall] = Field(default_factory=list)
+    reasoning_content: LongText | None = None
+    reasoning: LongText | None = None  # how other servers spell it
+    tool_calls: List[AssistantToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -92,23 +115,26 @@ class AssistantMessage(Wire):
 class ToolMessage(Wire):
     role: Literal["tool"]
     content: Text
-    tool_call_id: str = Field(min_length=1)
+    tool_call_id: Id
     name: Name | None = None
 
 
 ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
+Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
+
+
 class Function(Wire):
     name: Name
-    description: str = ""
+    description: Description = ""
     parameters: Schema = Field(default_factory=dict)
     strict: bool = False
 
 
 def _function_only(value: Any) -> Any:
     if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
-        unsupported(f"of type {kind!r} is not supported; only 'function' is")
+        unsupported(f"of type {shown(kind)} is not supported; only 'function' is")
     return value
 
 
@@ -117,7 +143,29 @@ class FunctionTool(Wire):
     function: Function
 
 
-Tools = list[Annotated[FunctionTool, BeforeValidator(_function_only)]]
+def check_tools(value: Any) -> Any:
+    """Tools as they were sent, once they are known to be small enough: models are shown all of them."""
+    check_size(value, MAX_TOOLS_BYTES)
+    return value
+
+
+Tools = Annotated[
+    List[Annotated[FunctionTool, BeforeValidator(_function_only)]],
+    Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
+    BeforeValidator(check_tools),
+]
+
+
+def _template_args(value: Any) -> Any:
+    check_size(value, MAX_TEMPLATE_BYTES)
+    return value
+
+
+TemplateArgs = Annotated[
+    Object[Label, Any],
+    Field(max_length=MAX_TEMPLATE_ARGS, description=f"At most {MAX_TEMPLATE_BYTES} bytes of JSON."),
+    BeforeValidator(_template_args),
+]
 
 
 class JsonSchema(Wire):
@@ -146,12 +194,12 @@ class Choice(Wire):
     """A `tool_choice`, in whichever form it was sent."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
-    name: str = ""  # of the function, when mode is "named"
-    allowed: tuple[str, ...] | None = None  # None: all tools
+    name: Label = ""  # of the function, when mode is "named"
+    allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None  # None: all tools
 
 
 class FunctionName(Wire):
-    name: str
+    name: Label
 
 
 class ToolNamed(Wire):
@@ -161,7 +209,7 @@ class ToolNamed(Wire):
 
 class AllowedTools(Wire):
     mode: Literal["auto", "required"]
-    tools: list[ToolNamed]
+    tools: List[ToolNamed] = Field(max_length=MAX_TOOLS)
 
 
 class ToolsAllowed(Wire):
@@ -199,16 +247,16 @@ class ChatRequest(SamplingFields):
         {"audio", "prediction", "function_call", "web_search_options", "moderation", "echo", "best_of", "suffix"}
     )
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: int | None = Field(None, ge=1)
-    tools: Tools = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: Tools = Field(default_factory=list)
     tool_choice: Annotated[Choice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = Choice()
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     reasoning_effort: Effort | None = None
-    chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_args: TemplateArgs = Field(default_factory=dict)
+    chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
     response_format: ResponseFormat | None = None
 
     @model_validator(mode="after")
@@ -218,10 +266,8 @@ class ChatRequest(SamplingFields):
             invalid("is only allowed with logprobs set to true", field="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             invalid("differs from max_completion_tokens; send one of them", field="max_tokens")
-        names = [tool.function.name for tool in self.tools]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                invalid(f"names the function {name!r} twice", field="tools")
+        if (name := first_repeated(tool.function.name for tool in self.tools)) is not None:
+            invalid(f"names the function {name!r} twice", field="tools")
         self._check_effort()
         return self
 
@@ -229,7 +275,7 @@ class ChatRequest(SamplingFields):
         both = self.chat_template_args.keys() & self.chat_template_kwargs.keys()
         for name in sorted(both):
             if self.chat_template_args[name] != self.chat_template_kwargs[name]:
-                invalid(f"and chat_template_kwargs give {name!r} two values", field="chat_template_args")
+                invalid(f"and chat_template_kwargs give {shown(name)} two values", field="chat_template_args")
         effort = self.template_args.get("reasoning_effort")
         if effort is not None and effort not in get_args(Effort):
             invalid(f"reasoning_effort must be one of {', '.join(get_args(Effort))}", field="chat_template_args")

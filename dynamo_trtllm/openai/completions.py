@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 from pydantic import BeforeValidator, Field, model_validator
 
 from dynamo_trtllm.openai.sampling import MAX_CHOICES, NO_OPS, SamplingFields, TokenId
-from dynamo_trtllm.openai.wire import invalid, kind_of, unsupported
+from dynamo_trtllm.openai.wire import MAX_VALUES, List, LongText, invalid, kind_of, shown, unsupported
 
 DEFAULT_MAX_TOKENS = 16  # the API's own
 
@@ -32,13 +32,14 @@ def _ids(value: Any, where: str) -> list[int]:
         invalid(f"must hold strings or lists of token ids; {kind_of(value)} at {where} is neither")
     for index, item in enumerate(value):
         if type(item) is not int or not 0 <= item < 1 << 32:
-            invalid(f"must be a list of token ids; {item!r} at {where}[{index}] is none")
+            invalid(f"must be a list of token ids; {shown(item)} at {where}[{index}] is none")
     return value
 
 
-_Text = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[TokenId], Field(min_length=1)]
-PromptSent: TypeAlias = _Text | _Ids | Annotated[list[_Text | _Ids], Field(min_length=1, max_length=MAX_CHOICES)]
+_Text = Annotated[LongText, Field(min_length=1)]
+_Ids = Annotated[List[TokenId], Field(min_length=1, max_length=MAX_VALUES)]
+PromptSent: TypeAlias = _Text | _Ids | Annotated[List[_Text | _Ids], Field(min_length=1, max_length=MAX_CHOICES)]
+Prompts = Annotated[List[LongText | Annotated[List[int], Field(max_length=MAX_VALUES)]], Field(max_length=MAX_CHOICES)]
 
 
 class CompletionRequest(SamplingFields):
@@ -46,7 +47,7 @@ class CompletionRequest(SamplingFields):
 
     no_ops: ClassVar = NO_OPS | {"suffix": ("",), "add_special_tokens": (True,)}
 
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts, json_schema_input_type=PromptSent)]
+    prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptSent)]
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool = False
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)

@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from dynamo_trtllm.openai.wire import Wire, invalid, kind_of, unsupported
+from dynamo_trtllm.openai.chat import Arguments
+from dynamo_trtllm.openai.wire import MAX_ITEMS, Id, Label, List, LongText, Wire, invalid, kind_of, shown, unsupported
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -24,6 +25,8 @@ def texts(value: Any) -> Any:
         return [value]
     if not isinstance(value, list):
         invalid(f"must be a string or a list of parts, not {kind_of(value)}")
+    if len(value) > MAX_ITEMS:
+        invalid(f"may hold {MAX_ITEMS} parts at most, not {len(value)}")
     return [_text(part, index) for index, part in enumerate(value)]
 
 
@@ -31,9 +34,9 @@ def _text(part: Any, index: int) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         invalid(f'must hold parts of the form {{"type": "input_text", "text": "…"}}; the one at index {index} is not')
     if part["type"] not in _TEXT_PARTS:
-        unsupported(f"holds a part of type {part['type']!r} at index {index}; only text is supported")
+        unsupported(f"holds a part of type {shown(part['type'])} at index {index}; only text is supported")
     for name in part.keys() - _PART_FIELDS:
-        unsupported(f"holds a part with the field {name!r} at index {index}, which is not supported; leave it out")
+        unsupported(f"holds a part with the field {shown(name)} at index {index}, which is not supported; leave it out")
     if part.get("annotations"):
         unsupported(f"holds a part with annotations at index {index}, which are not supported; leave them out")
     text = part.get("text")
@@ -49,10 +52,13 @@ class Part(Wire):
     no_ops: ClassVar = {"annotations": ([],)}
 
     type: Literal["input_text", "output_text"]
-    text: str
+    text: LongText
 
 
-Texts = Annotated[list[str], BeforeValidator(texts, json_schema_input_type=str | list[Part])]
+_Parts = Annotated[List[Part], Field(max_length=MAX_ITEMS)]
+Texts = Annotated[
+    List[LongText], Field(max_length=MAX_ITEMS), BeforeValidator(texts, json_schema_input_type=LongText | _Parts)
+]
 
 
 class MessageItem(Wire):
@@ -61,28 +67,28 @@ class MessageItem(Wire):
     hints: ClassVar = frozenset({"status", "phase"})
 
     type: Literal["message"] = "message"
-    id: str | None = None
+    id: Label | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts
 
 
 class SummaryText(Wire):
     type: Literal["summary_text"]
-    text: str
+    text: LongText
 
 
 class ReasoningText(Wire):
     type: Literal["reasoning_text"]
-    text: str
+    text: LongText
 
 
 class ReasoningItem(Wire):
     refused: ClassVar = frozenset({"encrypted_content"})
 
     type: Literal["reasoning"]
-    id: str | None = None
-    summary: list[SummaryText] = Field(default_factory=list)
-    content: list[ReasoningText] = Field(default_factory=list)
+    id: Label | None = None
+    summary: List[SummaryText] = Field(default_factory=list, max_length=MAX_ITEMS)
+    content: List[ReasoningText] = Field(default_factory=list, max_length=MAX_ITEMS)
     status: Status | None = None
 
 
@@ -92,10 +98,10 @@ class FunctionCallItem(Wire):
     refused: ClassVar = frozenset({"namespace"})
 
     type: Literal["function_call"]
-    id: str | None = None
-    call_id: str = Field(min_length=1)
-    name: str = Field(min_length=1)
-    arguments: str
+    id: Label | None = None
+    call_id: Id
+    name: Id
+    arguments: Arguments
     status: Status | None = None
 
 
@@ -105,8 +111,8 @@ class FunctionOutputItem(Wire):
     refused: ClassVar = frozenset({"namespace"})
 
     type: Literal["function_call_output"]
-    id: str | None = None
-    call_id: str = Field(min_length=1)
+    id: Label | None = None
+    call_id: Id
     output: Texts
     status: Status | None = None
 
@@ -115,7 +121,7 @@ class ItemReference(Wire):
     """Stands for an item of a stored response."""
 
     type: Literal["item_reference"] = "item_reference"
-    id: str = Field(min_length=1)
+    id: Id
 
 
 def _typed(value: Any) -> Any:
@@ -126,7 +132,7 @@ def _typed(value: Any) -> Any:
     if not isinstance(kind, str):
         invalid("must be a string", field="type")
     if kind not in _TYPES:
-        unsupported(f"{kind!r} is not supported; the types of items taken are {', '.join(_TYPES)}", field="type")
+        unsupported(f"{shown(kind)} is not supported; the types of items taken are {', '.join(_TYPES)}", field="type")
     return value
 
 

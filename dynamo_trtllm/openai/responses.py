@@ -6,17 +6,27 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from dynamo_trtllm.openai.chat import MAX_TOOLS, Effort, Name
+from dynamo_trtllm.openai.chat import MAX_TOOLS, MAX_TOOLS_BYTES, Description, Effort, Name, check_tools
 from dynamo_trtllm.openai.response_items import InputItem
 from dynamo_trtllm.openai.sampling import NO_OPS, SamplingFields
 from dynamo_trtllm.openai.schemas import Schema, schema_text
-from dynamo_trtllm.openai.wire import Wire, invalid, kind_of, unsupported
+from dynamo_trtllm.openai.wire import (
+    MAX_ITEMS,
+    MAX_TEXT,
+    Id,
+    List,
+    LongText,
+    Wire,
+    first_repeated,
+    invalid,
+    kind_of,
+    shown,
+    unsupported,
+)
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_METADATA = 16
-
-Short = Annotated[str, Field(max_length=64)]
-Long = Annotated[str, Field(max_length=512)]
+MAX_INSTRUCTIONS = 256 << 10  # characters; every event that shows the response repeats them
+MAX_INCLUDED = 16
 
 
 class FunctionTool(Wire):
@@ -25,7 +35,7 @@ class FunctionTool(Wire):
 
     type: Literal["function"]
     name: Name
-    description: str = ""
+    description: Description = ""
     parameters: Schema = Field(default_factory=dict)
     strict: bool = False
 
@@ -33,7 +43,7 @@ class FunctionTool(Wire):
 def _tool(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        unsupported(f"{kind!r} is not supported; only functions, which the client calls, are", field="type")
+        unsupported(f"{shown(kind)} is not supported; only functions, which the client calls, are", field="type")
     return value
 
 
@@ -82,25 +92,25 @@ class TextConfig(Wire):
 
 class NamedTool(Wire):
     type: Literal["function"] = "function"
-    name: str = Field(min_length=1)
+    name: Id
 
 
 class AllowedTools(Wire):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[Annotated[NamedTool, BeforeValidator(_tool)]] = Field(min_length=1)
+    tools: List[Annotated[NamedTool, BeforeValidator(_tool)]] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 def _tool_choice(value: Any) -> Any:
     if isinstance(value, str):
         if value not in ("auto", "none", "required"):
-            invalid(f"must be 'auto', 'none', 'required' or an object, not {value!r}")
+            invalid(f"must be 'auto', 'none', 'required' or an object, not {shown(value)}")
         return value
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         invalid(f"must be a string or an object with a type, not {kind_of(value)}")
     if kind not in ("function", "allowed_tools"):
-        unsupported(f"of type {kind!r} is not supported; 'function' and 'allowed_tools' are")
+        unsupported(f"of type {shown(kind)} is not supported; 'function' and 'allowed_tools' are")
     return AllowedTools.model_validate(value) if kind == "allowed_tools" else NamedTool.model_validate(value)
 
 
@@ -109,6 +119,8 @@ def _input(value: Any) -> Any:
         invalid(f"must be a string or a list of items, not {kind_of(value)}")
     if not value:
         invalid("may not be empty")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        invalid(f"may have {MAX_TEXT} characters at most, not {len(value)}")
     return value if isinstance(value, list) else [{"role": "user", "content": value}]
 
 
@@ -117,19 +129,25 @@ def _include(value: Any) -> Any:
         invalid(f"must be a list, not {kind_of(value)}")
     for name in value:
         if name != LOGPROBS:
-            unsupported(f"of {name!r} is not supported; {LOGPROBS!r} is")
+            unsupported(f"of {shown(name)} is not supported; {LOGPROBS!r} is")
     return value
 
 
 ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | NamedTool | AllowedTools
-InputSent: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
-IncludeSent: TypeAlias = Literal["message.output_text.logprobs"]
+Items = Annotated[List[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
+InputSent: TypeAlias = Annotated[LongText, Field(min_length=1)] | Items
+Included = Annotated[List[Literal["message.output_text.logprobs"]], Field(max_length=MAX_INCLUDED)]
+Tools = Annotated[
+    List[Annotated[FunctionTool, BeforeValidator(_tool)]],
+    Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
+    BeforeValidator(check_tools),
+]
 
 
 class ResponseRequest(SamplingFields):
     """A request for a response; valid for any model."""
 
-    hints: ClassVar = frozenset({"prompt_cache_retention"})  # the others of chat are echoed here
+    hints: ClassVar = frozenset({"prompt_cache_retention"})
     no_ops: ClassVar = {name: values for name, values in NO_OPS.items() if name != "store"} | {
         "background": (False,),
         "truncation": ("disabled",),
@@ -148,27 +166,22 @@ class ResponseRequest(SamplingFields):
         }
     )
 
-    input: Annotated[list[InputItem], BeforeValidator(_input, json_schema_input_type=InputSent)]
-    instructions: str | None = None
-    previous_response_id: str | None = Field(None, min_length=1)
+    input: Annotated[Items, BeforeValidator(_input, json_schema_input_type=InputSent)]
+    instructions: str | None = Field(None, max_length=MAX_INSTRUCTIONS)
+    previous_response_id: Id | None = None
     store: bool = True
-    tools: list[Annotated[FunctionTool, BeforeValidator(_tool)]] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tools: Tools = Field(default_factory=list)
     tool_choice: Annotated[
-        str | NamedTool | AllowedTools, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)
+        Literal["auto", "none", "required"] | NamedTool | AllowedTools,
+        BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent),
     ] = "auto"
     parallel_tool_calls: bool = True
     max_tool_calls: int | None = Field(None, ge=1)  # counts built-in tools' calls, and there are none
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: Annotated[list[str], BeforeValidator(_include, json_schema_input_type=list[IncludeSent])] = Field(
-        default_factory=list
-    )
+    include: Annotated[Included, BeforeValidator(_include)] = Field(default_factory=list)
     reasoning: Reasoning = Reasoning()
     text: TextConfig = Field(default_factory=TextConfig)
-    metadata: dict[Short, Long] = Field(default_factory=dict, max_length=MAX_METADATA)
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> ResponseRequest:
@@ -177,10 +190,8 @@ class ResponseRequest(SamplingFields):
             unsupported("is not supported, except as 1; leave it out", field="n")
         if None not in (self.max_tokens, self.max_output_tokens) and self.max_tokens != self.max_output_tokens:
             invalid("differs from max_output_tokens; send one of them", field="max_tokens")
-        names = [tool.name for tool in self.tools]
-        for index, name in enumerate(names):
-            if name in names[:index]:
-                invalid(f"names the function {name!r} twice", field="tools")
+        if (name := first_repeated(tool.name for tool in self.tools)) is not None:
+            invalid(f"names the function {name!r} twice", field="tools")
         return self
 
     @property

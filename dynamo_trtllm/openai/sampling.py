@@ -6,12 +6,17 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from dynamo_trtllm.openai.wire import Body, Wire, invalid, kind_of
+from dynamo_trtllm.openai.wire import Body, Label, List, Object, Wire, invalid, kind_of, shown
 
 MAX_STOPS = 4
+MAX_STOP_CHARS = 1000  # of one stop string
+MAX_STOP_TOKENS = 64
 MAX_BIASED = 1024
 MAX_CHOICES = 128  # of one request, those of all its prompts together
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
 SEED_LIMIT = 1 << 63
+_ID_DIGITS = 10  # of the largest token id
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
@@ -24,10 +29,10 @@ def _bias(value: Any) -> Any:
         invalid(f"may name {MAX_BIASED} tokens at most, not {len(value)}")
     biases = {}
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit() and int(key) < 1 << 32):
-            invalid(f"must have token ids as keys; {key!r} is none")
+        if not (len(key) <= _ID_DIGITS and key.isascii() and key.isdigit() and int(key) < 1 << 32):
+            invalid(f"must have token ids as keys; {shown(key)} is none")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            invalid(f"must have numbers from -100 to 100 as values, not {bias!r} for token {key}")
+            invalid(f"must have numbers from -100 to 100 as values, not {shown(bias)} for token {key}")
         biases[int(key)] = float(bias)
     return biases
 
@@ -39,17 +44,24 @@ def _stops(value: Any) -> Any:
         invalid(f"must be a string or a list of strings, not {kind_of(value)}")
     if len(stops) > MAX_STOPS:
         invalid(f"may hold {MAX_STOPS} strings at most, not {len(stops)}")
+    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        invalid(f"may hold strings of {MAX_STOP_CHARS} characters at most")
     if "" in stops:
         invalid("may not hold an empty string")
     return stops
 
 
 BiasSent: TypeAlias = Annotated[
-    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Annotated[float, Field(ge=-100, le=100)]],
+    Object[
+        Annotated[str, Field(pattern=r"^[0-9]{1,9}$", max_length=_ID_DIGITS)], Annotated[float, Field(ge=-100, le=100)]
+    ],
     Field(max_length=MAX_BIASED),
 ]
-_Stop = Annotated[str, Field(min_length=1)]
-StopSent: TypeAlias = _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[List[Stop], Field(max_length=MAX_STOPS)]
+
+
+Metadata = Annotated[Object[Annotated[str, Field(max_length=MAX_METADATA_KEY)], Label], Field(max_length=MAX_METADATA)]
 
 
 class StreamOptions(Wire):
@@ -70,9 +82,7 @@ class NvExt(Wire):
 
 
 class SamplingFields(Body):
-    hints: ClassVar = frozenset(
-        {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-    )
+    hints: ClassVar = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
@@ -84,16 +94,21 @@ class SamplingFields(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=10)
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias, json_schema_input_type=BiasSent)] = Field(
-        default_factory=dict
-    )
+    logit_bias: Annotated[
+        Object[int, float], Field(max_length=MAX_BIASED), BeforeValidator(_bias, json_schema_input_type=BiasSent)
+    ] = Field(default_factory=dict)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
-    stop: Annotated[list[str], BeforeValidator(_stops, json_schema_input_type=StopSent)] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=64)
+    stop: Annotated[Stops, BeforeValidator(_stops, json_schema_input_type=Stop | Stops)] = Field(default_factory=list)
+    stop_token_ids: List[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     nvext: NvExt = Field(default_factory=NvExt)
+    # These four never change an answer; `/v1/responses` shows them again.
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    metadata: Metadata = Field(default_factory=dict)
 
     def check_stream_options(self) -> None:
         """For the models' own validators: options of a stream that is none are a mistake."""

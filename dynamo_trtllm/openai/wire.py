@@ -1,6 +1,8 @@
 """The base of all request models: JSON bytes to a checked model, or an error a person can act on.
 
 A field is honoured, is known to change nothing at the given value, or is refused by its name. Nothing is ignored.
+Every string, list and object has a bound, and a collection is refused at its first wrong element: a request costs
+memory and time in proportion to its size, whatever it holds.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
@@ -20,6 +22,23 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
 M = TypeVar("M", bound="Wire")
+K = TypeVar("K")
+V = TypeVar("V")
+
+MAX_VALUES: Final = 2 << 20  # of a body: commas, "[" and "{", those inside strings counted too
+MAX_CONTAINERS: Final = 256 << 10  # of a body: "[" and "{"; each costs up to 250 bytes of memory
+MAX_TEXT: Final = 32 << 20  # characters of a text that the model reads; --max-body-bytes is the bound in practice
+MAX_LABEL: Final = 512  # characters of a name or an id
+MAX_ITEMS: Final = 20_000  # of the lists that make a conversation: messages, items, parts of their content
+
+List = Annotated[list[V], Field(fail_fast=True)]
+Object = Annotated[dict[K, V], Field(fail_fast=True)]
+LongText = Annotated[str, Field(max_length=MAX_TEXT)]
+Label = Annotated[str, Field(max_length=MAX_LABEL)]
+Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
+
+_NO_MARKS: Final = bytes(set(range(256)) - set(b",[{"))
+_SHOWN: Final = 40  # characters of a client's text that an error quotes
 _REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
@@ -81,7 +100,7 @@ class Wire(BaseModel):
         elif name in cls.refused or name in cls.no_ops:
             reason = "is not supported; leave it out"
         else:
-            near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.6)
+            near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.6) if len(name) <= _SHOWN else ()
             reason = "is not a known field" + (f"; did you mean {near[0]!r}?" if near else "; leave it out")
         unsupported(reason, field=name)
 
@@ -89,7 +108,7 @@ class Wire(BaseModel):
 class Body(Wire):
     """What every request that asks for an answer holds."""
 
-    model: str = Field(min_length=1)
+    model: Id
     stream: bool = False
     timeout: float | None = Field(None, gt=0)  # seconds until the answer must be complete; the server has a most
 
@@ -121,7 +140,11 @@ def unsupported(reason: str, field: str | None = None) -> NoReturn:
 
 
 def parse(model: type[M], body: bytes) -> M:
-    """The checked request. Raises InvalidRequest or UnsupportedParameter with `field` set to the field at fault."""
+    """Returns the checked request. Safe on any thread.
+
+    Raises InvalidRequest or UnsupportedParameter with `field` set to the field at fault.
+    """
+    _check_count(body)
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as exc:
@@ -133,6 +156,36 @@ def parse(model: type[M], body: bytes) -> M:
         return model.model_validate(data)
     except ValidationError as exc:
         raise _translated(exc.errors(include_url=False)[0]) from exc
+
+
+def _check_count(body: bytes) -> None:
+    """Raises InvalidRequest for a body whose values would take far more memory than its bytes.
+
+    They are counted by the marks that each list, object and further element begins with. Marks inside strings count
+    as well: telling them apart costs more than parsing, and no context is as long as a text with so many of them.
+    """
+    if len(body) <= MAX_CONTAINERS:  # each takes a byte
+        return
+    marks = body.translate(None, _NO_MARKS)
+    if len(marks) > MAX_VALUES:
+        raise InvalidRequest(
+            f"the request body has more than {MAX_VALUES} values, counted by its ',', '[' and '{{'; send fewer"
+        )
+    if marks.count(b"[") + marks.count(b"{") > MAX_CONTAINERS:
+        raise InvalidRequest(
+            f"the request body has more than {MAX_CONTAINERS} lists and objects, counted by its '[' and '{{'; "
+            "send fewer"
+        )
+
+
+def check_size(value: Any, most: int) -> None:
+    """For validators: refuses a value whose JSON has more than `most` bytes, or is nested deeper than 254 levels."""
+    try:
+        size = len(orjson.dumps(value))
+    except orjson.JSONEncodeError:
+        invalid("is nested too deeply")
+    if size > most:
+        invalid(f"may have {most} bytes of JSON at most, not {size}")
 
 
 def request_schemas(*models: type[Wire]) -> dict[str, JsonSchemaValue]:
@@ -157,7 +210,30 @@ def _plain(schema: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
+    """Returns what JSON calls the value, with its article."""
     return _KINDS.get(type(value), "null")
+
+
+def shown(value: Any) -> str:
+    """Returns the value as an error quotes it: a number, the beginning of a text, or what kind of value it is."""
+    if isinstance(value, str):
+        return repr(cut(value))
+    return repr(value) if isinstance(value, int | float) else kind_of(value)
+
+
+def cut(text: str) -> str:
+    """Returns the beginning of a client's text, for an error."""
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def first_repeated(names: Iterable[str]) -> str | None:
+    """Returns the first name that was there before; None: each stands once."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def _translated(error: ErrorDetails) -> InvalidRequest:
@@ -178,7 +254,7 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
     if kind in ("missing", "union_tag_not_found"):
         return "is required"
     if kind == "union_tag_invalid":
-        return f"must be one of {context['expected_tags']}, not {context['tag']!r}"
+        return f"must be one of {context['expected_tags']}, not {shown(context['tag'])}"
     if kind in ("invalid", _UNSUPPORTED):
         return str(context["reason"])
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -190,11 +266,7 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
     wanted = error["msg"].replace("Input should be a valid", "must be a").replace("Input should", "must")
     wanted = wanted.replace("a integer", "an integer")
     wanted = wanted[0].lower() + wanted[1:]
-    return f"{wanted}, not {given!r}" if isinstance(given, int | float) else f"{wanted}, not {_shown(given)}"
-
-
-def _shown(given: Any) -> str:
-    return repr(given) if isinstance(given, str) and len(given) <= 40 else kind_of(given)
+    return f"{wanted}, not {shown(given)}"
 
 
 def _spelled(path: Iterable[int | str]) -> str:
@@ -204,6 +276,7 @@ def _spelled(path: Iterable[int | str]) -> str:
     """
     text, after_index = "", False
     for part in path:
+        part = cut(part) if isinstance(part, str) else part
         if isinstance(part, int):
             text += f"[{part}]"
         elif not (after_index and part in _ROLES) and not part.startswith("<"):

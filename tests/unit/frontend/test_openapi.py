@@ -132,7 +132,7 @@ async def test_errors_then_as_described(script: list[Any]) -> None:
 
 ACCEPTED: dict[str, list[dict[str, Any]]] = {
     "ChatRequest": [
-        chat(stop="x", seed=None, metadata={"a": 1}, functions=[]),
+        chat(stop="x", seed=None, metadata={"a": "1"}, functions=[]),
         chat(tool_choice={"type": "function", "function": {"name": "f"}}),
         {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "stop": ["a", "b"]},
         chat(logit_bias={"17": -100}, reasoning_effort="low", response_format={"type": "json_object"}),

@@ -59,7 +59,7 @@ def test_schema_that_makes_sense_then_taken_as_it_is(schema: dict[str, Any]) -> 
         ({"required": "a"}, "must have a list of names at /required"),
         ({"items": {"$ref": "https://example.com/x"}}, r"may only refer to itself \(#/…\) at /items/\$ref"),
         (nested(49), "is nested deeper than 48 schemas"),
-        ({"description": "x" * 70_000}, "may have 65536 bytes at most"),
+        ({"description": "x" * 70_000}, "may have 65536 bytes of JSON at most"),
     ],
 )
 def test_schema_that_makes_none_then_refused_with_the_place(schema: Any, reason: str) -> None:
