@@ -5,6 +5,7 @@ One `Output` per choice. Knows neither HTTP nor JSON.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -43,20 +44,26 @@ class Usage:
 
 
 class StopStrings:
-    """Finds the first stop string in text that comes in pieces; holds back what could be the start of one."""
+    """Finds the first stop string in text that comes in pieces; holds back what could be the start of one.
+
+    Looks at each character of the text once (Knuth-Morris-Pratt), however the text is cut.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
+        self._stops = tuple((stop, _borders(stop)) for stop in stops)
+        self._matched = [0] * len(stops)  # of each stop string, how much of its beginning the text ends with
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown now, and whether a stop string came right after it."""
-        text = self._held + text
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
+        """Returns the text that may be shown now, and whether a stop string came right after it."""
+        ends = [self._end(index, text) for index in range(len(self._stops))]
+        text, held = self._held + text, len(self._held)
+        found = [(held + end, -len(stop)) for end, (stop, _) in zip(ends, self._stops, strict=True) if end is not None]
+        if found:  # the one that ends first; of those that end together, the longest
+            end, size = min(found)
             self._held = ""
-            return text[: min(starts)], True
-        keep = max(self._overlap(text, stop) for stop in self._stops)
+            return text[: end + size], True
+        keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
@@ -64,13 +71,33 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
-        for size in range(min(len(stop) - 1, len(text)), 0, -1):
-            if text.endswith(stop[:size]):
-                return size
-        return 0
+    def _end(self, index: int, text: str) -> int | None:
+        """The place in the text behind the stop string; None: it does not end there."""
+        stop, borders = self._stops[index]
+        matched, at = self._matched[index], 0
+        while at < len(text):
+            if not matched and (at := text.find(stop[0], at)) < 0:
+                break
+            while matched and stop[matched] != text[at]:
+                matched = borders[matched - 1]
+            matched += stop[matched] == text[at]
+            at += 1
+            if matched == len(stop):
+                return at
+        self._matched[index] = matched
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Of each beginning of the text, the length of the longest shorter one that it ends with."""
+    borders, matched = [0], 0
+    for char in stop[1:]:
+        while matched and stop[matched] != char:
+            matched = borders[matched - 1]
+        matched += stop[matched] == char
+        borders.append(matched)
+    return tuple(borders)
 
 
 class Output:
