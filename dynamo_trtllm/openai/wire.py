@@ -25,8 +25,9 @@ M = TypeVar("M", bound="Wire")
 K = TypeVar("K")
 V = TypeVar("V")
 
-MAX_VALUES: Final = 2 << 20  # of a body: commas, "[" and "{", those inside strings counted too
-MAX_CONTAINERS: Final = 256 << 10  # of a body: "[" and "{"; each costs up to 250 bytes of memory
+MAX_VALUES: Final = 1_250_000  # of a body: ",", "[" and "{"; enough for 128 prompts of 8,192 token ids
+MAX_KEYS: Final = 500_000  # of a body: ":"
+MAX_CONTAINERS: Final = 200_000  # of a body: "[" and "{"; each takes up to 700 bytes of memory
 MAX_TEXT: Final = 32 << 20  # characters of a text that the model reads; --max-body-bytes is the bound in practice
 MAX_LABEL: Final = 512  # characters of a name or an id
 MAX_ITEMS: Final = 20_000  # of the lists that make a conversation: messages, items, parts of their content
@@ -37,7 +38,7 @@ LongText = Annotated[str, Field(max_length=MAX_TEXT)]
 Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
-_NO_MARKS: Final = bytes(set(range(256)) - set(b",[{"))
+_NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))
 _SHOWN: Final = 40  # characters of a client's text that an error quotes
 _REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
@@ -161,21 +162,20 @@ def parse(model: type[M], body: bytes) -> M:
 def _check_count(body: bytes) -> None:
     """Raises InvalidRequest for a body whose values would take far more memory than its bytes.
 
-    They are counted by the marks that each list, object and further element begins with. Marks inside strings count
-    as well: telling them apart costs more than parsing, and no context is as long as a text with so many of them.
+    They are counted by the marks that each list, object, key and further element has. Marks inside strings count as
+    well: to tell them apart costs more than parsing, and no context is as long as a text with so many of them.
     """
-    if len(body) <= MAX_CONTAINERS:  # each takes a byte
+    if len(body) <= MAX_CONTAINERS:  # each mark takes a byte
         return
     marks = body.translate(None, _NO_MARKS)
-    if len(marks) > MAX_VALUES:
-        raise InvalidRequest(
-            f"the request body has more than {MAX_VALUES} values, counted by its ',', '[' and '{{'; send fewer"
-        )
-    if marks.count(b"[") + marks.count(b"{") > MAX_CONTAINERS:
-        raise InvalidRequest(
-            f"the request body has more than {MAX_CONTAINERS} lists and objects, counted by its '[' and '{{'; "
-            "send fewer"
-        )
+    keys, containers = marks.count(b":"), marks.count(b"[") + marks.count(b"{")
+    for count, most, what in (
+        (containers, MAX_CONTAINERS, "lists and objects, counted by its '[' and '{'"),
+        (keys, MAX_KEYS, "keys, counted by its ':'"),
+        (len(marks) - keys, MAX_VALUES, "values, counted by its ',', '[' and '{'"),
+    ):
+        if count > most:
+            raise InvalidRequest(f"the request body has {count} {what}, and may have {most}; send fewer")
 
 
 def check_size(value: Any, most: int) -> None:

@@ -14,7 +14,16 @@ from dynamo_trtllm.openai.chat import ChatRequest
 from dynamo_trtllm.openai.completions import CompletionRequest
 from dynamo_trtllm.openai.responses import ResponseRequest
 from dynamo_trtllm.openai.schemas import check_schema
-from dynamo_trtllm.openai.wire import MAX_CONTAINERS, MAX_ITEMS, MAX_VALUES, Body, check_size, parse, request_schemas
+from dynamo_trtllm.openai.wire import (
+    MAX_CONTAINERS,
+    MAX_ITEMS,
+    MAX_KEYS,
+    MAX_VALUES,
+    Body,
+    check_size,
+    parse,
+    request_schemas,
+)
 
 BODIES: tuple[type[Body], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
 SCHEMAS = request_schemas(*BODIES)
@@ -135,8 +144,15 @@ def test_values_beyond_a_bound_then_one_error_is_made(model: type[Body]) -> None
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (b'{"messages":[' + b"0," * MAX_VALUES + b"0]}", f"more than {MAX_VALUES} values"),
-        (b'{"messages":[' + b"[]," * MAX_CONTAINERS + b"0]}", f"more than {MAX_CONTAINERS} lists and objects"),
+        (
+            b'{"messages":[' + b"0," * MAX_VALUES + b"0]}",
+            "values, counted by",
+        ),
+        (
+            b'{"messages":[' + b"[]," * MAX_CONTAINERS + b"0]}",
+            "lists and objects, counted by",
+        ),
+        (b'{"messages":{' + b'"":0,' * MAX_KEYS + b'"":0}}', "keys, counted by"),
         (b'{"' + b"k" * MAX_VALUES + b'":1}', "kkkk… is not a known field"),
         (b'{"model":"m","messages":[{"role":"' + b"r" * MAX_VALUES + b'"}]}', "not 'rrrr"),
         (b'{"model":"m","messages":[1' + b"0" * 400 + b"]}", "not valid JSON"),
