@@ -22,6 +22,7 @@ from dynamo_trtllm.render.tool_calls import END_TOOL_CALL, TOOL_CALL, CallReader
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
+MAX_ARGUMENT_VALUES: Final = 100_000  # of all tool calls of a conversation: each is an object in memory
 _CALL_READERS: Final[Mapping[str, Callable[[], CallReader] | None]] = {
     "none": None,
     "hermes": HermesCalls,
@@ -72,7 +73,9 @@ class ChatTemplateRenderer:
         self._is_byte_level = decoder.get("type") == "ByteLevel"
 
     def render(self, conversation: Conversation) -> TokenIds:
-        """The prompt with the assistant's turn begun. Raises InvalidRequest for what the template refuses."""
+        """The prompt with the assistant's turn begun. Raises InvalidRequest for what the template refuses, and for
+        arguments of tool calls with too many values or levels."""
+        _check_arguments(conversation)
         tools = [
             {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
             for t in conversation.tools
@@ -178,10 +181,24 @@ def _message(message: Message) -> dict[str, Any]:
     return shown
 
 
+def _check_arguments(conversation: Conversation) -> None:
+    """Values are counted by the marks that begin them, those inside strings too."""
+    texts = [call.arguments for message in conversation.messages for call in message.tool_calls]
+    count = sum(text.count(mark) for text in texts for mark in ",[{")
+    if count > MAX_ARGUMENT_VALUES:
+        raise InvalidRequest(
+            f"the arguments of all tool calls have {count} values, counted by their ',', '[' and '{{'; "
+            f"{MAX_ARGUMENT_VALUES} is the most: leave out older calls",
+            field="messages",
+        )
+
+
 def _arguments(text: str) -> object:
     """Templates expect the object, not its JSON; text that is no JSON is shown as it is."""
     try:
         return json.loads(text)
+    except RecursionError as exc:
+        raise InvalidRequest("the arguments of a tool call are nested too deeply", field="messages") from exc
     except ValueError:
         return text
 

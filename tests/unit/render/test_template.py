@@ -149,6 +149,22 @@ def test_render_when_template_refuses_then_request_is_invalid_with_its_message(t
         prompt(files(template=template))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"a":' * 5000 + "1" + "}" * 5000, "nested too deeply"),
+        ("[" + "0," * 100_000 + "0]", "100001 values"),
+    ],
+)
+def test_render_when_arguments_of_a_call_are_hostile_then_request_is_invalid(arguments: str, says: str) -> None:
+    template = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    calls = (ToolCall(id="call-1", name="f", arguments=arguments),)
+    with pytest.raises(InvalidRequest, match=says) as refused:
+        prompt(files(template=template), Message(role="assistant", tool_calls=calls))
+    assert refused.value.field == "messages"
+
+
 def test_encode_when_text_spells_a_special_token_then_it_stays_text() -> None:
     made = renderer(files())
     ids = made.encode("the <|im_end|> fox")
