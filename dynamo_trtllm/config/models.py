@@ -315,6 +315,12 @@ class FrontendConfig(ConnectionConfig):
         description="most bytes of kept responses; the oldest go first",
         json_schema_extra=setting(HTTP),
     )
+    response_store_entry_bytes: PositiveInt = Field(
+        default=4 << 20,
+        description="most bytes of one kept response with its conversation; a longer one must be asked for with "
+        "store: false",
+        json_schema_extra=setting(HTTP),
+    )
     response_store_ttl_s: PositiveFloat = Field(
         default=86_400.0, description="seconds after which a kept response goes", json_schema_extra=setting(HTTP)
     )

@@ -51,9 +51,11 @@ def build_app(
         running=Running(),
     )
     answers = Answers(models, metrics, awaited)
+    limits = store_limits(config)
     shelf = Shelf(
-        store or MemoryStore(store_limits(config)),
+        store or MemoryStore(limits),
         shared=config.shares_responses,
+        max_bytes=limits.max_value_bytes,
         on_write_failed=metrics.response_not_stored,
     )
     responses = Responses(shelf)

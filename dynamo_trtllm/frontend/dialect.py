@@ -27,6 +27,7 @@ class Heading:
     id: str
     model: str
     created: int
+    client: str = ""  # the network address that asked; "": not known
 
 
 class Phases(TypedDict):

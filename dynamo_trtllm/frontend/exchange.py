@@ -53,7 +53,7 @@ class Generation(Generic[B]):
             check_json(scope)
             config = self._edge.config
             raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s)
-            await until_gone(run.serve(raw, engine_id), receive, run.is_answered)
+            await until_gone(run.serve(raw, engine_id, _client(scope)), receive, run.is_answered)
         except ClientGone:
             return "cancelled"
         except DynamoError as error:
@@ -65,6 +65,11 @@ class Generation(Generic[B]):
             await run.fail(failure)
             return failure
         return "ok"
+
+
+def _client(scope: Scope) -> str:
+    address: tuple[str, int] | None = scope.get("client")
+    return address[0] if address is not None else ""
 
 
 def _engine_id(scope: Scope) -> str:

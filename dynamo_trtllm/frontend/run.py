@@ -56,9 +56,9 @@ class Run(Generic[B]):
         self._permits = 0
         self._arrived_at = time.time()
 
-    async def serve(self, raw: bytes, request_id: str) -> None:
+    async def serve(self, raw: bytes, request_id: str, client: str) -> None:
         """Sends the whole answer. Raises what kept it from that; `fail` tells the client then."""
-        job = await self._job(raw, request_id)
+        job = await self._job(raw, request_id, client)
         if job.body.stream:
             self._events = self._dialect.events(job)
         with self._edge.running.entered(job.heading.id):
@@ -90,7 +90,7 @@ class Run(Generic[B]):
         self._edge.permits.give_back(self._permits)
         self._permits = 0
 
-    async def _job(self, raw: bytes, request_id: str) -> Job[B]:
+    async def _job(self, raw: bytes, request_id: str, client: str) -> Job[B]:
         """Returns when it is this request's turn."""
         edge, dialect = self._edge, self._dialect
         off_loop = len(raw) > THREAD_BYTES
@@ -103,7 +103,8 @@ class Run(Generic[B]):
         self._record.planned(plan)
         await self._turn(len(plan.choices), deadline)
         answer_id = dialect.id_prefix + secrets.token_hex(16)
-        return Job(heading=Heading(id=answer_id, model=body.model, created=int(time.time())), body=body, plan=plan)
+        heading = Heading(id=answer_id, model=body.model, created=int(time.time()), client=client)
+        return Job(heading=heading, body=body, plan=plan)
 
     async def _turn(self, count: int, deadline: float) -> None:
         limit = self._edge.permits.limit

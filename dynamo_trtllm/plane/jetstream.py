@@ -24,7 +24,7 @@ from nats.js.kv import KeyValue
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
 from dynamo_trtllm.plane.nats import close_client, whole_connect
-from dynamo_trtllm.plane.store import StoreLimits, too_large
+from dynamo_trtllm.plane.store import StoreLimits
 from dynamo_trtllm.sanitize import mask_address
 
 _log = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ def bucket_of(namespace: str) -> str:
 
 
 class JetStreamStore:
-    """Made by `connect`."""
+    """Made by `connect`. The oldest values go first, of any owner: NATS knows no owners."""
 
-    def __init__(self, client: Client, bucket: KeyValue, max_bytes: int) -> None:
+    def __init__(self, client: Client, bucket: KeyValue, limits: StoreLimits) -> None:
         self._client = client
         self._bucket = bucket
-        self._max_bytes = max_bytes
+        self._limits = limits
         self._piece_bytes = client.max_payload - _HEADROOM_BYTES
 
     @classmethod
@@ -63,11 +63,10 @@ class JetStreamStore:
                 await _connect(client, url)
                 context = client.jetstream(timeout=_TIMEOUT_S)
                 bucket = await _bucket(context, bucket_of(namespace), limits)
-        return cls(client, bucket, limits.max_bytes)
+        return cls(client, bucket, limits)
 
-    async def put(self, key: str, value: bytes) -> None:
-        if len(value) > self._max_bytes:
-            raise too_large(len(value), self._max_bytes)
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
+        self._limits.check(value)
         first = self._piece_bytes - _COUNT.size
         rest = [value[start : start + self._piece_bytes] for start in range(first, len(value), self._piece_bytes)]
         with self._connected("write"):

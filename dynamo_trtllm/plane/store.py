@@ -15,11 +15,14 @@ from dynamo_trtllm.errors import PayloadTooLarge
 
 
 class Store(Protocol):
-    """Bytes by key. When a bound is reached the oldest values go; every value goes after a time."""
+    """Bytes by key. When a bound is reached old values go; every value goes after a time."""
 
-    async def put(self, key: str, value: bytes) -> None:
-        """Readable by everyone once it returned. Raises PayloadTooLarge for one that is larger than the whole store,
-        Disconnected or Unreachable when the store is away."""
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
+        """Stores a value, which everyone can read once this returned.
+
+        `owner`: whose value it is; a store may let go of the values of the owner who has most. Raises PayloadTooLarge
+        for a value beyond the limits, Disconnected or Unreachable when the store is away.
+        """
         ...
 
     async def get(self, key: str) -> bytes | None:
@@ -39,36 +42,59 @@ class StoreLimits:
 
     max_entries: int
     max_bytes: int
+    max_value_bytes: int  # of one value; not more than max_bytes
     ttl_s: float
 
+    def check(self, value: bytes) -> None:
+        """Raises PayloadTooLarge for a value that the store does not take."""
+        if len(value) > self.max_value_bytes:
+            raise PayloadTooLarge(
+                f"{len(value)} bytes are more than the {self.max_value_bytes} that a stored value may have"
+            )
 
-def too_large(size_bytes: int, max_bytes: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"{size_bytes} bytes are more than the store of {max_bytes} bytes holds; give it more")
+
+class _Owner:
+    """What the store has of one owner."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.keys: dict[str, None] = {}  # the oldest first
 
 
 class _Entry(NamedTuple):
     value: bytes
+    owner: str
     expires_s: float  # on the clock
 
 
 class MemoryStore:
-    """Values of this process, gone with it. `clock` gives seconds that only rise."""
+    """Values of this process, gone with it. `clock` gives seconds that only rise.
+
+    When it is full, the owner who has most loses its oldest value: no owner can push out the values of others who
+    have less.
+    """
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._limits = limits
         self._clock = clock
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the oldest first, which also expire first
+        self._owners: dict[str, _Owner] = {}
         self.used_bytes = 0
 
-    async def put(self, key: str, value: bytes) -> None:
-        if len(value) > self._limits.max_bytes:
-            raise too_large(len(value), self._limits.max_bytes)
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
+        limits = self._limits
+        limits.check(value)
         self._drop(key)
-        self._entries[key] = _Entry(value, self._clock() + self._limits.ttl_s)
-        self.used_bytes += len(value)
-        while self.used_bytes > self._limits.max_bytes or len(self._entries) > self._limits.max_entries:
-            self._drop(next(iter(self._entries)))
         self._expire()
+        while len(self._entries) >= limits.max_entries:
+            self._drop_oldest(max(self._owners.values(), key=lambda each: len(each.keys)))
+        while self.used_bytes + len(value) > limits.max_bytes:
+            self._drop_oldest(max(self._owners.values(), key=lambda each: each.used_bytes))
+        self._entries[key] = _Entry(value, owner, self._clock() + limits.ttl_s)
+        owned = self._owners.setdefault(owner, _Owner())
+        owned.keys[key] = None
+        owned.used_bytes += len(value)
+        self.used_bytes += len(value)
 
     async def get(self, key: str) -> bytes | None:
         self._expire()
@@ -89,7 +115,16 @@ class MemoryStore:
                 return
             self._drop(key)
 
+    def _drop_oldest(self, owned: _Owner) -> None:
+        self._drop(next(iter(owned.keys)))
+
     def _drop(self, key: str) -> None:
         entry = self._entries.pop(key, None)
-        if entry is not None:
-            self.used_bytes -= len(entry.value)
+        if entry is None:
+            return
+        self.used_bytes -= len(entry.value)
+        owned = self._owners[entry.owner]
+        owned.used_bytes -= len(entry.value)
+        del owned.keys[key]
+        if not owned.keys:
+            del self._owners[entry.owner]

@@ -24,8 +24,10 @@ MIB = 1 << 20
 Opened = Callable[[StoreLimits], Awaitable[Store]]
 
 
-def limits(*, max_entries: int = 100, max_bytes: int = 64 * MIB, ttl_s: float = 60.0) -> StoreLimits:
-    return StoreLimits(max_entries=max_entries, max_bytes=max_bytes, ttl_s=ttl_s)
+def limits(
+    *, max_entries: int = 100, max_bytes: int = 64 * MIB, max_value_bytes: int = 8 * MIB, ttl_s: float = 60.0
+) -> StoreLimits:
+    return StoreLimits(max_entries=max_entries, max_bytes=max_bytes, max_value_bytes=max_value_bytes, ttl_s=ttl_s)
 
 
 async def eventually(read: Callable[[], Awaitable[bytes | None]], wanted: bytes | None) -> bytes | None:
@@ -91,10 +93,10 @@ async def test_full_store_then_the_oldest_goes(opened: Opened) -> None:
     assert found == [False, True, True, True]
 
 
-async def test_value_larger_than_the_store_then_refused_and_the_others_stay(opened: Opened) -> None:
-    store = await opened(limits(max_bytes=MIB))
+async def test_value_larger_than_one_may_be_then_refused_and_the_others_stay(opened: Opened) -> None:
+    store = await opened(limits(max_value_bytes=MIB))
     await store.put("resp_1", b"small")
-    with pytest.raises(PayloadTooLarge, match="give it more"):
+    with pytest.raises(PayloadTooLarge, match="more than the 1048576 that a stored value may have"):
         await store.put("resp_2", bytes(MIB + 1))
     assert await store.get("resp_1") == b"small"
 
@@ -111,6 +113,18 @@ async def test_many_at_once_then_each_has_its_own(opened: Opened) -> None:
     await asyncio.gather(*(store.put(key, value) for key, value in values.items()))
     found = await asyncio.gather(*(store.get(key) for key in values))
     assert dict(zip(values, found, strict=True)) == values
+
+
+@pytest.mark.parametrize("full", [limits(max_entries=10), limits(max_bytes=100)], ids=["entries", "bytes"])
+async def test_memory_when_one_owner_fills_it_then_those_with_less_lose_nothing(full: StoreLimits) -> None:
+    store = MemoryStore(full)
+    for number in range(3):
+        await store.put(f"quiet_{number}", bytes(10), "quiet")
+    for number in range(50):
+        await store.put(f"loud_{number}", bytes(10), "loud")
+    found = [key for key in (f"loud_{number}" for number in range(50)) if await store.get(key) is not None]
+    assert found == [f"loud_{number}" for number in range(43, 50)]
+    assert [await store.get(f"quiet_{number}") for number in range(3)] == [bytes(10)] * 3
 
 
 async def test_memory_then_its_bytes_are_counted() -> None:

@@ -24,7 +24,7 @@ from tests.instances import make_instance
 from tests.waiting import SOON_S
 
 NO_LEASE = Lease(id=0, ttl_s=0)
-LIMITS = StoreLimits(max_entries=10, max_bytes=1 << 20, ttl_s=60.0)
+LIMITS = StoreLimits(max_entries=10, max_bytes=1 << 20, max_value_bytes=1 << 20, ttl_s=60.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dynamo_trtllm.plane.store import StoreLimits
 from tests.servers import TestServer
 from tests.unit.frontend.scripted import CALL, MODEL, REASONING, Front, chunk, front, stop
 
-LIMITS = StoreLimits(max_entries=100, max_bytes=64 << 20, ttl_s=60.0)
+LIMITS = StoreLimits(max_entries=100, max_bytes=64 << 20, max_value_bytes=1 << 20, ttl_s=60.0)
 TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from dynamo_trtllm import codec
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, RequestError
 from dynamo_trtllm.frontend.dialect import Job, Stats
 from dynamo_trtllm.frontend.postprocess import Piece, Usage
@@ -20,15 +21,18 @@ from dynamo_trtllm.openai.responses import AllowedTools, JsonSchemaFormat, Named
 class Answer:
     """The state that streamed and whole answers share."""
 
-    def __init__(self, job: Job[ResponseRequest]) -> None:
+    def __init__(self, job: Job[ResponseRequest], max_kept_bytes: int) -> None:
         assert isinstance(job.plan, TurnPlan)
         self.id = job.heading.id
+        self.client = job.heading.client
         self.stored = job.body.store
         self.transcript = Transcript(self.id, job.renderer)
         self._items = job.plan.items
         self._base = _echo(job)
         self._finish = ""
+        self._max_kept_bytes = max_kept_bytes
         self.final: dict[str, Any] | None = None  # what was answered, once it is complete
+        self.packed: bytes | None = None  # it, as it is kept; None: it is not
 
     def push(self, piece: Piece) -> list[Told]:
         self._finish = piece.finish or self._finish
@@ -59,10 +63,18 @@ class Answer:
         }
         if stats is not None:
             self.final["dynamo_trtllm"] = stats
+        self.packed = self.pack(self.final)
         return events
 
-    def kept(self, response: dict[str, Any]) -> Kept:
-        return Kept(response=response, items=self.input_items())
+    def pack(self, response: dict[str, Any]) -> bytes | None:
+        """Returns the response as it is kept. None: it is not to be kept, or too large, which `store` says then."""
+        if not self.stored:
+            return None
+        packed = codec.encode(Kept(response=response, items=self.input_items()))
+        if len(packed) <= self._max_kept_bytes:
+            return packed
+        response["store"] = False
+        return None
 
     def input_items(self) -> list[Item]:
         return named(self._items, self.id)
@@ -76,7 +88,7 @@ class ResponseEvents:
         self._next = 0
 
     def opening(self) -> bytes:
-        response = self.answer.in_progress()
+        response = orjson.Fragment(orjson.dumps(self.answer.in_progress()))
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._spelled({"type": kind, "response": response}) for kind in kinds)
 

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
+from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.dialect import Events, Fold, Job
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.preprocess import Identity, Plan
 from dynamo_trtllm.frontend.responses.answer import Answer, ResponseEvents, ResponseFold
 from dynamo_trtllm.frontend.responses.items import Item, characters, normalized
 from dynamo_trtllm.frontend.responses.plan import prepare_turn
-from dynamo_trtllm.frontend.responses.shelf import Shelf
+from dynamo_trtllm.frontend.responses.shelf import References, Shelf
 from dynamo_trtllm.openai.response_items import InputItem, ItemReference
 from dynamo_trtllm.openai.responses import ResponseRequest
+from dynamo_trtllm.openai.wire import MAX_TEXT
 
 THREAD_CHARS: Final = 64 << 10  # conversations of more are rendered in a thread, to not hold up other streams
 
@@ -32,13 +34,26 @@ class Responses:
         self.making: WeakValueDictionary[str, Answer] = WeakValueDictionary()
 
     async def plan(self, body: ResponseRequest, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
-        """Raises ResponseNotFound for what the request refers to and is not kept."""
+        """Raises ResponseNotFound for what the request refers to and is not kept, InvalidRequest for a conversation
+        that is too long to be kept."""
         items: list[Item] = []
+        references = References(self._shelf)
         if body.previous_response_id is not None:
-            previous = await self._shelf.find(body.previous_response_id, "previous_response_id")
-            items += previous.conversation
-        items += await self._own(body.input)
-        if off_loop or characters(items) > THREAD_CHARS:
+            items += await references.conversation(body.previous_response_id, "previous_response_id")
+        items += await _own(body.input, references)
+        size = characters(items)
+        if size > MAX_TEXT:
+            raise InvalidRequest(
+                f"the conversation has {size} characters with all that input refers to; {MAX_TEXT} is the most",
+                field="input",
+            )
+        if body.store and size + len(body.instructions or "") > self._shelf.max_bytes:
+            raise InvalidRequest(
+                f"store is true, and the conversation has {size} characters: a response is kept with at most "
+                f"{self._shelf.max_bytes} bytes of conversation (--response-store-entry-bytes); send store: false",
+                field="store",
+            )
+        if off_loop or size > THREAD_CHARS:
             return await asyncio.to_thread(prepare_turn, body, items, served, identity)
         return prepare_turn(body, items, served, identity)
 
@@ -51,19 +66,17 @@ class Responses:
     async def finished(self, job: Job[ResponseRequest], answer: Events | Fold) -> None:
         assert isinstance(answer, ResponseEvents | ResponseFold)
         made = answer.answer
-        assert made.final is not None
-        if job.body.store:
-            await self._shelf.keep(made.kept(made.final))
+        if made.packed is not None:
+            await self._shelf.keep(made.id, made.packed, made.client)
 
     def _answer(self, job: Job[ResponseRequest]) -> Answer:
-        answer = self.making[job.heading.id] = Answer(job)
+        answer = self.making[job.heading.id] = Answer(job, self._shelf.max_bytes)
         return answer
 
-    async def _own(self, given: Sequence[InputItem]) -> list[Item]:
-        """The request's items, references resolved."""
-        return [
-            await self._shelf.find_item(item.id, f"input[{index}].id")
-            if isinstance(item, ItemReference)
-            else normalized(item)
-            for index, item in enumerate(given)
-        ]
+
+async def _own(given: Sequence[InputItem], references: References) -> list[Item]:
+    """The request's items, references resolved."""
+    return [
+        await references.item(item.id, f"input[{index}].id") if isinstance(item, ItemReference) else normalized(item)
+        for index, item in enumerate(given)
+    ]

@@ -74,7 +74,7 @@ def characters(items: Iterable[Item]) -> int:
     return sum(
         len(item.get("output", ""))
         + len(item.get("arguments", ""))
-        + sum(len(p["text"]) for p in item.get("content", ()))
+        + sum(len(part["text"]) for name in ("content", "summary") for part in item.get(name, ()))
         for item in items
     )
 

@@ -94,8 +94,8 @@ class MadeResponses:
         if making is None or not self._running.cancel(making.id):
             return _json((await self._shelf.find(_id(request))).response)
         response = making.cancelled()
-        if making.stored:
-            await self._shelf.keep(making.kept(response))
+        if (packed := making.pack(response)) is not None:
+            await self._shelf.keep(making.id, packed, making.client)
         return _json(response)
 
     def _made_now(self, request: Request) -> Answer | None:

@@ -25,12 +25,14 @@ _WRITE_S: Final = 30.0  # longest write of one response
 _CLOSE_S: Final = 5.0  # longest wait for the writes under way when the frontend ends
 _PENDING_BYTES: Final = 64 << 20  # of writes under way; beyond, an answer waits for its own
 _PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between the looks for a response that another frontend has made
+MAX_REFERRED_BYTES: Final = 32 << 20  # of the kept responses that one request refers to
 
 
 def store_limits(config: FrontendConfig) -> StoreLimits:
     return StoreLimits(
         max_entries=config.response_store_entries,
         max_bytes=config.response_store_bytes,
+        max_value_bytes=min(config.response_store_entry_bytes, config.response_store_bytes),
         ttl_s=config.response_store_ttl_s,
     )
 
@@ -48,33 +50,39 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shelf:
-    """Names and finds responses. `shared`: other frontends find them too."""
+    """Names and finds responses. `shared`: other frontends find them too. `max_bytes`: of one that is kept."""
 
     def __init__(
-        self, store: Store, *, shared: bool, on_write_failed: Callable[[str], None] = lambda code: None
+        self,
+        store: Store,
+        *,
+        shared: bool,
+        max_bytes: int,
+        on_write_failed: Callable[[str], None] = lambda code: None,
     ) -> None:
         """`on_write_failed` is called with the error's code for each response that could not be stored."""
         self._store = store
         self._writes = PendingWrites(store, on_write_failed)
+        self.max_bytes = max_bytes
         self._shared = shared
         self._mark = secrets.token_hex(MARK_CHARS // 2)
         self.id_prefix = PREFIX + self._mark
 
-    async def keep(self, kept: Kept) -> None:
+    async def keep(self, response_id: str, kept: bytes, owner: str) -> None:
         """Readable here once it returned. A store that is slow or away costs the client a later look, not the answer:
         the write goes on after this has returned."""
-        await self._writes.start(kept.response["id"], codec.encode(kept))
+        await self._writes.start(response_id, kept, owner)
 
     async def aclose(self) -> None:
         """Wait a bounded time for the writes under way. The store stays open."""
         await self._writes.aclose()
 
-    async def find(self, response_id: str, field: str | None = None) -> Kept:
-        """Raises ResponseNotFound, with `field` for the request's field that names it; Disconnected, Unreachable."""
+    async def read(self, response_id: str, field: str | None = None) -> bytes:
+        """Returns a response as it is kept. Raises as `find`."""
         data = await self._read(response_id) if is_response_id(response_id) else None
         if data is None:
             raise self.missing(response_id, field)
-        return codec.decode(data, Kept)
+        return data
 
     async def _read(self, response_id: str) -> bytes | None:
         if (data := self._writes.data(response_id)) is not None:
@@ -88,15 +96,9 @@ class Shelf:
                 data = await self._store.get(response_id)
         return data
 
-    async def find_item(self, item_id: str, field: str) -> dict[str, Any]:
-        """The item of a kept response's input or output. Raises as `find`."""
-        response_id = response_of(item_id)
-        if response_id is None:
-            raise InvalidRequest(f"{field} is {item_id!r}, which is no name of an item of this server", field=field)
-        for item in (await self.find(response_id, field)).conversation:
-            if item["id"] == item_id:
-                return item
-        raise ResponseNotFound(f"{response_id} has no item {item_id!r}; send the item itself", field=field)
+    async def find(self, response_id: str, field: str | None = None) -> Kept:
+        """Raises ResponseNotFound, with `field` for the request's field that names it; Disconnected, Unreachable."""
+        return codec.decode(await self.read(response_id, field), Kept)
 
     async def drop(self, response_id: str) -> None:
         """Raises as `find`."""
@@ -143,10 +145,10 @@ class PendingWrites:
         self._writes: dict[str, _Write] = {}
         self._bytes = 0
 
-    async def start(self, key: str, data: bytes) -> None:
+    async def start(self, key: str, data: bytes, owner: str) -> None:
         """Return at once, unless more than _PENDING_BYTES are under way: then when this write has ended."""
         before = self._writes.get(key)
-        task = asyncio.create_task(self._write(key, data, before), name=f"write of {key}")
+        task = asyncio.create_task(self._write(key, data, owner, before), name=f"write of {key}")
         write = self._writes[key] = _Write(data, task)
         task.add_done_callback(lambda _: self._ended(key, write))
         self._bytes += len(data)
@@ -172,11 +174,11 @@ class PendingWrites:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
-    async def _write(self, key: str, data: bytes, before: _Write | None) -> None:
+    async def _write(self, key: str, data: bytes, owner: str, before: _Write | None) -> None:
         async with asyncio.timeout(_WRITE_S):
             if before is not None:  # the later value is the one to stay
                 await asyncio.wait({before.task})
-            await self._store.put(key, data)
+            await self._store.put(key, data, owner)
 
     def _ended(self, key: str, write: _Write) -> None:
         self._bytes -= len(write.data)
@@ -193,3 +195,48 @@ class PendingWrites:
             "%s is not stored (%s): %s", key, code, error, exc_info=None if isinstance(error, DynamoError) else error
         )
         self._on_failed(code)
+
+
+class _Conversation:
+    """All items of a kept response, and the first of each id: clients may give one twice."""
+
+    def __init__(self, items: list[dict[str, Any]]) -> None:
+        self.items = items
+        self.by_id = {item["id"]: item for item in reversed(items)}
+
+
+class References:
+    """The kept responses that one request refers to. Each is read once, however often it is referred to, and all of
+    them together have a bound: a reference is short, and what it stands for is not."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._read: dict[str, _Conversation] = {}  # by the response's id
+        self._bytes_left = MAX_REFERRED_BYTES
+
+    async def conversation(self, response_id: str, field: str) -> list[dict[str, Any]]:
+        """Returns everything said up to this response. Raises as `Shelf.find`, and InvalidRequest beyond the bound."""
+        return (await self._conversation(response_id, field)).items
+
+    async def item(self, item_id: str, field: str) -> dict[str, Any]:
+        """Returns an item of a kept response's input or output. Raises as `conversation`."""
+        response_id = response_of(item_id)
+        if response_id is None:
+            raise InvalidRequest(f"{field} is {item_id!r}, which is no name of an item of this server", field=field)
+        item = (await self._conversation(response_id, field)).by_id.get(item_id)
+        if item is None:
+            raise ResponseNotFound(f"{response_id} has no item {item_id!r}; send the item itself", field=field)
+        return item
+
+    async def _conversation(self, response_id: str, field: str) -> _Conversation:
+        if response_id not in self._read:
+            data = await self._shelf.read(response_id, field)
+            self._bytes_left -= len(data)
+            if self._bytes_left < 0:
+                raise InvalidRequest(
+                    f"the responses referred to have more than {MAX_REFERRED_BYTES} bytes together; send the items "
+                    "themselves",
+                    field=field,
+                )
+            self._read[response_id] = _Conversation(codec.decode(data, Kept).conversation)
+        return self._read[response_id]

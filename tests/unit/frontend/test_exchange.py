@@ -329,7 +329,7 @@ async def test_one_request_more_than_max_inflight_then_429_and_room_again_afterw
 
 async def test_long_body_then_it_is_prepared_in_a_thread_with_the_same_answer() -> None:
     served = front(stop("ok"))
-    response = await post(served, CHAT, chat(metadata={"pad": "x" * 100_000}))
+    response = await post(served, CHAT, chat(prompt_cache_options={"pad": "x" * 100_000}))
     assert response.json()["choices"][0]["message"]["content"] == "ok"
 
 

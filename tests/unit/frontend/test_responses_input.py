@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from dynamo_trtllm.frontend.responses import dialect
+from dynamo_trtllm.frontend.responses import dialect, shelf
 from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
+from dynamo_trtllm.plane.store import MemoryStore
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
 from tests.unit.frontend.scripted import CALL, REASONING, chunk, front, stop
 
@@ -174,3 +175,27 @@ async def test_long_conversation_then_rendered_off_the_loop(monkeypatch: pytest.
     await made(served, input="b" * 20, previous_response_id=first["id"])
     here = threading.current_thread().name
     assert [name == here for name in rendered_in] == [True, False]
+
+
+async def test_references_when_they_are_many_then_each_response_is_read_once_and_all_have_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = front(stop("Hello"))
+    response = await made(served)
+    get, reads = MemoryStore.get, []
+
+    async def counted(store: MemoryStore, key: str) -> bytes | None:
+        reads.append(key)
+        return await get(store, key)
+
+    monkeypatch.setattr(MemoryStore, "get", counted)
+    references = [{"id": response["output"][0]["id"]}] * 10
+    await made(served, input=references)
+    assert reads == [response["id"]]
+    monkeypatch.setattr(shelf, "MAX_REFERRED_BYTES", 100)
+    refused = await ask(served, "POST", PATH, json=body(input=references))
+    assert "more than 100 bytes" in check_error(refused, 400, "invalid_request", "input[0].id")
+    monkeypatch.undo()
+    monkeypatch.setattr(dialect, "MAX_TEXT", 20)
+    refused = await ask(served, "POST", PATH, json=body(input=references))
+    assert "50 characters" in check_error(refused, 400, "invalid_request", "input")

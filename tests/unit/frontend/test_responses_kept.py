@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import pytest
 from openai.types.responses import Response
 
@@ -102,11 +103,29 @@ async def test_store_when_it_is_full_then_the_oldest_goes() -> None:
     assert statuses == [404, 200, 200]
 
 
-async def test_store_when_a_response_is_larger_than_it_then_answered_all_the_same() -> None:
-    served = front(stop("x"), response_store_bytes=64)
+@pytest.mark.parametrize("limits", [{"response_store_bytes": 64}, {"response_store_entry_bytes": 64}])
+async def test_store_when_a_response_is_too_large_then_it_says_that_it_is_not_kept(limits: dict[str, int]) -> None:
+    served = front(stop("x"), **limits)
     response = await made(served)
-    assert response["status"] == "completed"
+    assert (response["status"], response["store"]) == ("completed", False)
     assert (await ask(served, "GET", f"{PATH}/{response['id']}")).status_code == 404
+
+
+async def test_store_when_the_conversation_is_too_long_then_refused_unless_it_is_not_kept() -> None:
+    served = front(stop("x"), response_store_entry_bytes=50)
+    long = body(input="h" * 30, instructions="i" * 30)
+    assert "store: false" in check_error(await ask(served, "POST", PATH, json=long), 400, "invalid_request", "store")
+    assert (await ask(served, "POST", PATH, json=long | {"store": False})).status_code == 200
+
+
+async def test_full_store_when_one_client_asks_much_then_those_of_others_stay() -> None:
+    served = front(stop("x"), response_store_entries=3)
+    first = await made(served)
+    for _ in range(5):
+        transport = httpx.ASGITransport(app=served.app, client=("192.0.2.7", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+            assert (await client.post(PATH, json=body())).status_code == 200
+    assert (await ask(served, "GET", f"{PATH}/{first['id']}")).status_code == 200
 
 
 @pytest.mark.parametrize("query", ["stream=true", "starting_after=3", "include=reasoning.encrypted_content"])
