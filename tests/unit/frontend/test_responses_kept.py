@@ -232,12 +232,12 @@ class SlowStore(MemoryStore):
         self.gets += 1
         return await super().get(key)
 
-    async def put(self, key: str, value: bytes) -> None:
+    async def put(self, key: str, value: bytes, owner: str = "") -> None:
         self.puts += 1
         await self.go.wait()
         if self.error is not None:
             raise self.error
-        await super().put(key, value)
+        await super().put(key, value, owner)
 
 
 def over(store: SlowStore, **config: Any) -> Front:
