@@ -6,7 +6,10 @@ A carrier moves pieces (address, bytes, device). Gathering KV blocks into pieces
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.handoff.checksums import Checksums
 
 
 class Piece(NamedTuple):
@@ -24,6 +27,7 @@ class Carrier(Protocol):
     """One per engine. All calls are made from the event loop; blocking vendor calls run on threads inside."""
 
     name: str  # for tickets, logs and people: "nixl/ucx", "tcp", "loopback"
+    checksums: Checksums
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         """`on_fetched(ticket_id)` is called on the loop each time a peer says that it has read an offer."""
@@ -61,10 +65,12 @@ class Carrier(Protocol):
         on_piece: OnPiece | None = None,
     ) -> None:
         """Reads an offer of equal piece sizes into own memory and tells its holder. Nothing is written to `pieces`
-        after this returns, raises or is cancelled. Raises HandoffTimeout, TransferFailed (peer dead, offer gone).
+        after this returns, raises or is cancelled. Raises HandoffTimeout, TransferFailed (peer dead, offer gone, wrong
+        checksum).
 
         `on_piece(index)` is called for every piece in order as soon as it is whole, on the loop or on a thread of the
-        carrier, never after this has ended; it must be quick. Until this returns, what was read may be void.
+        carrier, never after this has ended; it must be quick. Until this returns, what was read may be void: some
+        backends compare the checksum of all pieces last.
         """
         ...
 

@@ -17,18 +17,21 @@ import msgspec
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
+from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, OfferChecksum, combined, ended, result
 from dynamo_trtllm.handoff.memory import require_cpu, require_sizes
 
 
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     carrier_id: str
     sizes_bytes: list[int]
+    checksum: str = ""  # its method, see `checksums`
 
 
 @dataclass(slots=True)
 class _Held:
     pieces: tuple[Piece, ...]
     ready: int  # pieces that hold their data
+    checksum: OfferChecksum | None = None
 
 
 class LoopbackCarrier:
@@ -37,7 +40,8 @@ class LoopbackCarrier:
     name = "loopback"
     _open: ClassVar[dict[str, LoopbackCarrier]] = {}
 
-    def __init__(self) -> None:
+    def __init__(self, checksums: Checksums | None = None) -> None:
+        self.checksums = checksums or Checksums()
         self._id = uuid.uuid4().hex
         self._offers: dict[str, _Held] = {}
         self._changed = asyncio.Event()  # an offer advanced or ended; replaced each time
@@ -56,18 +60,30 @@ class LoopbackCarrier:
             raise TransferFailed("the loopback carrier is not running; start it before it offers")
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
-        self._offers[ticket_id] = _Held(tuple(pieces), len(pieces) if ready is None else ready)
-        return codec.encode(_Offer(carrier_id=self._id, sizes_bytes=[piece.num_bytes for piece in pieces]))
+        method = self.checksums.method(pieces)
+        held = _Held(tuple(pieces), len(pieces) if ready is None else ready)
+        if method:
+            held.checksum = OfferChecksum(self.checksums, held.pieces)
+            held.checksum.advance(held.ready)
+        self._offers[ticket_id] = held
+        sizes_bytes = [piece.num_bytes for piece in pieces]
+        return codec.encode(_Offer(carrier_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
     def advance(self, ticket_id: str, ready: int) -> None:
         held = self._offers.get(ticket_id)
         if held is not None:
             held.ready = ready
+            if held.checksum is not None:
+                held.checksum.advance(ready)
             self._tell_readers()
 
     async def withdraw(self, ticket_id: str) -> None:
-        if self._offers.pop(ticket_id, None) is not None:
-            self._tell_readers()
+        held = self._offers.pop(ticket_id, None)
+        if held is None:
+            return
+        self._tell_readers()
+        if held.checksum is not None:
+            await held.checksum.stop()
 
     def _tell_readers(self) -> None:
         self._changed.set()
@@ -82,7 +98,7 @@ class LoopbackCarrier:
         timeout_s: float,
         on_piece: OnPiece | None = None,
     ) -> None:
-        """See `Carrier.fetch`. Only waiting for pieces yields; the copies themselves take no part of `timeout_s`."""
+        """See `Carrier.fetch`. The copies themselves take no part of `timeout_s`."""
         try:
             facts = codec.decode(offer, _Offer)
         except BadFrame as exc:
@@ -92,11 +108,19 @@ class LoopbackCarrier:
         holder = self._open.get(facts.carrier_id)
         if holder is None:
             raise TransferFailed(f"ticket {ticket_id}: its holder is not in this process or is closed")
+        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
+        ours = theirs = NOTHING
         try:
             async with asyncio.timeout(timeout_s):
                 for index, target in enumerate(pieces):
-                    source = await holder._ready_piece(ticket_id, index)
+                    held = await holder._with_ready(ticket_id, index)
+                    source = held.pieces[index]
                     ctypes.memmove(target.address, source.address, source.num_bytes)
+                    if is_checked and held.checksum is not None:
+                        ours = combined(ours, await self._hashes(target))
+                        theirs = combined(theirs, await held.checksum.hashes(index))
+                        if ours != theirs:
+                            raise self.checksums.mismatch(ticket_id)
                     if on_piece is not None:
                         on_piece(index)
         except TimeoutError as exc:
@@ -105,10 +129,17 @@ class LoopbackCarrier:
         if holder._on_fetched is not None:
             asyncio.get_running_loop().call_soon(holder._on_fetched, ticket_id)
 
-    async def _ready_piece(self, ticket_id: str, index: int) -> Piece:
+    async def _hashes(self, piece: Piece) -> list[int]:
+        job = self.checksums.submit(piece)
+        try:
+            return await result(job)
+        finally:
+            await ended([job])
+
+    async def _with_ready(self, ticket_id: str, index: int) -> _Held:
         while (held := self._held(ticket_id)).ready <= index:
             await self._changed.wait()
-        return held.pieces[index]
+        return held
 
     def _held(self, ticket_id: str) -> _Held:
         held = self._offers.get(ticket_id)
@@ -123,3 +154,4 @@ class LoopbackCarrier:
         self._open.pop(self._id, None)
         self._offers.clear()
         self._tell_readers()
+        await asyncio.to_thread(self.checksums.close)

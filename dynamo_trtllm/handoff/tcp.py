@@ -1,7 +1,9 @@
 """KV over plain TCP, for hosts without NIXL: one connection per fetch, straight between sockets and memory.
 
 Moves CPU memory only. An offer carries a random token, without which the listener gives nothing away; the bytes
-themselves are not encrypted. One fetch is: `_ASK` and the ticket id, `_REPLY`, the pieces, `_ACK`.
+themselves are not encrypted. One fetch is: `_ASK` and the ticket id, `_REPLY`, the pieces, `_ACK`. Where the offer
+names a checksum, the reader asks with `_CHECKED`, and behind each piece follows the `_CHECKSUM` up to there; peers
+without checksums ask with `_PLAIN`.
 """
 
 from __future__ import annotations
@@ -14,20 +16,24 @@ import socket
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
+from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, result
 from dynamo_trtllm.handoff.memory import require_cpu, require_sizes, view
 
 _log = logging.getLogger(__name__)
 
-_MAGIC = b"DKV1"
+_PLAIN = b"DKV1"
+_CHECKED = b"DKV2"
 _TOKEN_BYTES = 32
 _ASK = struct.Struct(f"!4s{_TOKEN_BYTES}sH")  # magic, token, bytes of the ticket id that follows
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the offer stands, bytes that follow
+_CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 _BACKLOG = 4096  # fetches that begin in one moment: one that finds no place here tries again seconds later
 _ASK_TIMEOUT_S = 10.0  # a connection that does not ask is closed
@@ -39,6 +45,7 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     token: bytes
     sizes_bytes: list[int]
+    checksum: str = ""  # its method, see `checksums`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +53,7 @@ class _Held:
     pieces: tuple[Piece, ...]
     token: bytes
     ready: int  # pieces that hold their data
+    checksum: OfferChecksum | None
     advanced: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
     readers: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -54,12 +62,31 @@ class _Held:
             await self.advanced.wait()
 
 
+class _Ask(NamedTuple):
+    ticket_id: str
+    facts: _Offer
+    magic: bytes
+
+    def check_reply(self, magic: bytes, stands: bool, total_bytes: int) -> None:
+        """Raises TransferFailed unless the holder will send what it offered."""
+        ticket_id, facts = self.ticket_id, self.facts
+        if magic != self.magic:
+            raise TransferFailed(f"ticket {ticket_id}: {facts.host}:{facts.port} is no KV holder")
+        if not stands:
+            raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
+        if total_bytes != sum(facts.sizes_bytes):
+            raise TransferFailed(f"ticket {ticket_id}: its holder sends {total_bytes} bytes, not as it offered")
+
+
 class TcpCarrier:
     """A Carrier over TCP. `bind_host` is where it listens, `advertise_host` how other hosts reach that."""
 
     name = "tcp"
 
-    def __init__(self, bind_host: str = "0.0.0.0", advertise_host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, bind_host: str = "0.0.0.0", advertise_host: str = "127.0.0.1", checksums: Checksums | None = None
+    ) -> None:
+        self.checksums = checksums or Checksums()
         self._bind_host = bind_host
         self._advertise_host = advertise_host
         self._offers: dict[str, _Held] = {}
@@ -90,15 +117,22 @@ class TcpCarrier:
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         token = secrets.token_bytes(_TOKEN_BYTES)
-        self._offers[ticket_id] = _Held(
-            pieces=tuple(pieces), token=token, ready=len(pieces) if ready is None else ready
+        method = self.checksums.method(pieces)
+        held = self._offers[ticket_id] = _Held(
+            pieces=tuple(pieces),
+            token=token,
+            ready=len(pieces) if ready is None else ready,
+            checksum=OfferChecksum(self.checksums, tuple(pieces)) if method else None,
         )
+        if held.checksum is not None:
+            held.checksum.advance(held.ready)
         return codec.encode(
             _Offer(
                 host=self._advertise_host,
                 port=self._listener.getsockname()[1],
                 token=token,
                 sizes_bytes=[piece.num_bytes for piece in pieces],
+                checksum=method,
             )
         )
 
@@ -106,13 +140,18 @@ class TcpCarrier:
         held = self._offers.get(ticket_id)
         if held is not None:
             held.ready = ready
+            if held.checksum is not None:
+                held.checksum.advance(ready)
             held.advanced.set()
             held.advanced = asyncio.Event()
 
     async def withdraw(self, ticket_id: str) -> None:
         held = self._offers.pop(ticket_id, None)
-        if held is not None:
-            await _stop(set(held.readers))
+        if held is None:
+            return
+        await _stop(set(held.readers))
+        if held.checksum is not None:
+            await held.checksum.stop()
 
     def check(self) -> None:
         if self._accepting is not None and self._accepting.done():
@@ -137,26 +176,30 @@ class TcpCarrier:
             _prepare(connection)
             try:
                 async with asyncio.timeout(_ASK_TIMEOUT_S):
-                    ticket_id, token = await _read_ask(connection)
+                    magic, ticket_id, token = await _read_ask(connection)
                 held = self._offers.get(ticket_id)
                 if held is None or not hmac.compare_digest(held.token, token):
-                    await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(_MAGIC, False, 0))
+                    await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(magic, False, 0))
                     return
-                await self._send(connection, ticket_id, held)
+                await self._send(connection, magic, ticket_id, held)
             except (OSError, TimeoutError, EOFError, BadFrame) as exc:
                 _log.debug("carrier tcp: a connection ended early: %r", exc)
 
-    async def _send(self, connection: socket.socket, ticket_id: str, held: _Held) -> None:
+    async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, held: _Held) -> None:
         reader = asyncio.current_task()
         assert reader is not None
         held.readers.add(reader)  # `withdraw` ends it: the memory is not ours any more
         try:
             loop = asyncio.get_running_loop()
             total_bytes = sum(piece.num_bytes for piece in held.pieces)
-            await loop.sock_sendall(connection, _REPLY.pack(_MAGIC, True, total_bytes))
+            checksum = NOTHING
+            await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
             for index, piece in enumerate(held.pieces):
                 await held.until_ready(index)
                 await loop.sock_sendall(connection, view(piece))
+                if magic == _CHECKED and held.checksum is not None:
+                    checksum = combined(checksum, await held.checksum.hashes(index))
+                    await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
             await _receive(connection, memoryview(bytearray(len(_ACK))))
         finally:
             held.readers.discard(reader)
@@ -179,37 +222,53 @@ class TcpCarrier:
             raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
+        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
+        ask = _Ask(ticket_id, facts, _CHECKED if is_checked else _PLAIN)
         where = f"ticket {ticket_id}: its holder at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
-                await self._read(ticket_id, facts, pieces, on_piece)
+                await self._read(ask, pieces, on_piece)
         except TimeoutError as exc:
             raise HandoffTimeout(f"{where} did not send all of it within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} broke off: {exc}") from exc
 
-    async def _read(self, ticket_id: str, facts: _Offer, pieces: Sequence[Piece], on_piece: OnPiece | None) -> None:
-        loop = asyncio.get_running_loop()
+    async def _read(self, ask: _Ask, pieces: Sequence[Piece], on_piece: OnPiece | None) -> None:
+        loop, facts = asyncio.get_running_loop(), ask.facts
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             _prepare(connection)
             await loop.sock_connect(connection, (facts.host, facts.port))
-            ticket = ticket_id.encode()
-            await loop.sock_sendall(connection, _ASK.pack(_MAGIC, facts.token, len(ticket)) + ticket)
+            ticket = ask.ticket_id.encode()
+            await loop.sock_sendall(connection, _ASK.pack(ask.magic, facts.token, len(ticket)) + ticket)
             head = bytearray(_REPLY.size)
             await _receive(connection, memoryview(head))
-            magic, stands, total_bytes = _REPLY.unpack(head)
-            if magic != _MAGIC:
-                raise TransferFailed(f"ticket {ticket_id}: {facts.host}:{facts.port} is no KV holder")
-            if not stands:
-                raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
-            if total_bytes != sum(facts.sizes_bytes):
-                raise TransferFailed(f"ticket {ticket_id}: its holder sends {total_bytes} bytes, not as it offered")
+            ask.check_reply(*_REPLY.unpack(head))
+            checksum = NOTHING
             for index, piece in enumerate(pieces):
-                await _receive(connection, view(piece))
+                if ask.magic == _CHECKED:
+                    checksum = await self._receive_checked(connection, ask.ticket_id, piece, checksum)
+                else:
+                    await _receive(connection, view(piece))
                 if on_piece is not None:
                     on_piece(index)
             await loop.sock_sendall(connection, _ACK)
+
+    async def _receive_checked(self, connection: socket.socket, ticket_id: str, piece: Piece, before: int) -> int:
+        """Receive a piece and return the checksum up to it. A block is hashed while the next one arrives."""
+        jobs = []
+        try:
+            for block in blocks(piece):
+                await _receive(connection, view(block))
+                jobs.append(self.checksums.submit(block))
+            theirs = bytearray(_CHECKSUM.size)
+            await _receive(connection, memoryview(theirs))
+            checksum = combined(before, [found for job in jobs for found in await result(job)])
+        finally:
+            await ended(jobs)
+        if _CHECKSUM.pack(checksum) != theirs:
+            raise self.checksums.mismatch(ticket_id)
+        return checksum
 
     async def aclose(self) -> None:
         listener, self._listener = self._listener, None
@@ -218,6 +277,7 @@ class TcpCarrier:
         await _stop({task for task in (self._accepting, *self._connections) if task is not None})
         listener.close()
         self._offers.clear()
+        await asyncio.to_thread(self.checksums.close)
 
 
 def _prepare(connection: socket.socket) -> None:
@@ -225,15 +285,15 @@ def _prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-async def _read_ask(connection: socket.socket) -> tuple[str, bytes]:
+async def _read_ask(connection: socket.socket) -> tuple[bytes, str, bytes]:
     head = bytearray(_ASK.size)
     await _receive(connection, memoryview(head))
     magic, token, ticket_bytes = _ASK.unpack(head)
-    if magic != _MAGIC:
+    if magic not in (_PLAIN, _CHECKED):
         raise BadFrame("not a request for KV")
     ticket = bytearray(ticket_bytes)
     await _receive(connection, memoryview(ticket))
-    return ticket.decode(errors="replace"), token
+    return magic, ticket.decode(errors="replace"), token
 
 
 async def _receive(connection: socket.socket, target: memoryview) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import Piece
-from dynamo_trtllm.handoff.tcp import _ASK, _MAGIC, _REPLY, TcpCarrier
+from dynamo_trtllm.handoff.tcp import _ASK, _CHECKED, _REPLY, TcpCarrier
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
 
@@ -38,9 +38,9 @@ async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, async
 async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpCarrier, fetched: list[str]) -> None:
     source = content("a", 1000)
     offer = await holder.offer("t", split(source, [1000]))
-    reader, writer = await ask(offer, _ASK.pack(_MAGIC, bytes(32), 1) + b"t")
+    reader, writer = await ask(offer, _ASK.pack(_CHECKED, bytes(32), 1) + b"t")
     async with asyncio.timeout(SOON_S):
-        assert await reader.read() == _REPLY.pack(_MAGIC, False, 0)
+        assert await reader.read() == _REPLY.pack(_CHECKED, False, 0)
     writer.close()
     assert fetched == []
 
@@ -63,9 +63,9 @@ async def test_withdraw_when_a_reader_stopped_reading_then_its_connection_ends(
     source = content("a", 32 << 20)  # more than the sockets' buffers hold
     offer = await holder.offer("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
-    reader, writer = await ask(offer, _ASK.pack(_MAGIC, token, 1) + b"t")
+    reader, writer = await ask(offer, _ASK.pack(_CHECKED, token, 1) + b"t")
     async with asyncio.timeout(SOON_S):
-        assert await reader.readexactly(_REPLY.size) == _REPLY.pack(_MAGIC, True, len(source))
+        assert await reader.readexactly(_REPLY.size) == _REPLY.pack(_CHECKED, True, len(source))
         await holder.withdraw("t")
         assert holder._offers == {}
         assert len(await reader.read(-1)) < len(source)  # the end comes, and early
@@ -76,7 +76,7 @@ async def test_withdraw_when_a_reader_stopped_reading_then_its_connection_ends(
 async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: TcpCarrier) -> None:
     async def short(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(_ASK.size + 1)
-        writer.write(_REPLY.pack(_MAGIC, True, 1000) + bytes(400))
+        writer.write(_REPLY.pack(_CHECKED, True, 1000) + bytes(400))
         writer.close()
         await writer.wait_closed()
 
@@ -90,7 +90,7 @@ async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: T
 
 @pytest.mark.parametrize(
     ("reply", "message"),
-    [(_REPLY.pack(b"HTTP", True, 1000), "no KV holder"), (_REPLY.pack(_MAGIC, True, 999), "not as it offered")],
+    [(_REPLY.pack(b"HTTP", True, 1000), "no KV holder"), (_REPLY.pack(_CHECKED, True, 999), "not as it offered")],
     ids=["magic", "size"],
 )
 async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -11,11 +10,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, EngineFailed, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
+from dynamo_trtllm.handoff.checksums import Checksums, OfferChecksum, ended
 from dynamo_trtllm.handoff.memory import require_sizes
 from dynamo_trtllm.handoff.nixl.guards import Guards
 from dynamo_trtllm.handoff.nixl.moving import Mover
@@ -28,11 +29,12 @@ _NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two looks
 _LINGER_S = 2.0  # goes on looking after the last offer: over some transports its late readers get no answer otherwise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Held:
     slot: int
     in_region: bool  # nothing was registered for it or will be
     registered: Any | None = None  # of this offer alone
+    checksum: OfferChecksum | None = None
 
 
 class NixlCarrier:
@@ -40,11 +42,12 @@ class NixlCarrier:
 
     name = "nixl/ucx"
 
-    def __init__(self) -> None:
+    def __init__(self, checksums: Checksums | None = None) -> None:
+        self.checksums = checksums or Checksums()
         self._vendor = Vendor()
         self._agent_name = f"dynamo-{uuid.uuid4().hex}"
         self._guards = Guards()
-        self._reader = Reader(self._vendor, self._guards)
+        self._reader = Reader(self._vendor, self._guards, self.checksums)
         self._offers: dict[str, _Held] = {}
         self._wake = threading.Condition()
         self._closing = False
@@ -97,6 +100,7 @@ class NixlCarrier:
             offer = self._describe(ticket_id, slot, nonce, pieces)
         else:
             offer = await self._describe_elsewhere(ticket_id, slot, nonce, tuple(pieces))
+        self._begin_checksum(ticket_id, pieces)
         with self._wake:
             self._wake.notify()
         return offer
@@ -109,6 +113,19 @@ class NixlCarrier:
             if not self._closing:  # that ends all offers
                 self._registering.submit(self._discard, ticket_id)  # after the registration: it has one thread
             raise
+
+    def _begin_checksum(self, ticket_id: str, pieces: Sequence[Piece]) -> None:
+        held = self._offers.get(ticket_id)
+        if held is not None and self.checksums.method(pieces):
+            held.checksum = OfferChecksum(self.checksums, tuple(pieces), partial(self._set_checksum, held.slot))
+            held.checksum.advance(self._guards.look(held.slot).ready)
+
+    def _set_checksum(self, slot: int, checksum: int | None) -> None:
+        """Called on a thread of the checksums while the offer still has its slot."""
+        if checksum is None:
+            self._guards.wipe(slot)  # or its reader would wait for it
+        else:
+            self._guards.set_checksum(slot, checksum)
 
     def _describe(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[Piece]) -> bytes:
         """All of an offer, or nothing. On the thread of registrations unless it lies in a region."""
@@ -129,6 +146,7 @@ class NixlCarrier:
                 guard=self._guards.spot(slot),
                 nonce=nonce,
                 ready=self._guards.look(slot).ready,
+                checksum=self.checksums.method(pieces),
             )
         )
 
@@ -141,19 +159,23 @@ class NixlCarrier:
         if region is not None:
             return region.memory
         handle, memory = self._vendor.register(live)
-        self._offers[ticket_id] = _Held(slot=slot, in_region=False, registered=handle)
+        self._offers[ticket_id].registered = handle
         return memory
 
     def advance(self, ticket_id: str, ready: int) -> None:
         held = self._offers.get(ticket_id)
         if held is not None:
             self._guards.advance(held.slot, ready)
+            if held.checksum is not None:
+                held.checksum.advance(ready)
 
     async def withdraw(self, ticket_id: str) -> None:
         held = self._offers.get(ticket_id)
         if held is None:
             return
         self._guards.wipe(held.slot)  # at once: from here on no read of the offer counts
+        if held.checksum is not None:
+            await held.checksum.stop()  # it reads the memory, and writes to the slot
         if self._ending is not None:  # which ends all offers
             await asyncio.shield(self._ending)
         elif held.in_region:
@@ -217,8 +239,9 @@ class NixlCarrier:
             raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         self._require_running("fetches")
+        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
         slot = self._guards.take()
-        ask = Ask(ticket_id, facts, tuple(pieces), slot, deadline, on_piece)
+        ask = Ask(ticket_id, facts, tuple(pieces), slot, deadline, on_piece, is_checked)
         # What a GPU copies takes no time of this thread's; meeting a holder does, and so do copies by the CPU.
         step_now = facts.kind == "VRAM" and self._reader.peers.knows(facts)
         try:
@@ -239,6 +262,7 @@ class NixlCarrier:
 
     def _close(self) -> None:
         self._fetching.shutdown()
+        self.checksums.close()
         self._registering.submit(self._let_go)
         self._registering.shutdown()
         self._listener.join()
@@ -257,14 +281,8 @@ class NixlCarrier:
 
 async def _finished(work: Future[None]) -> None:
     """The result of work on a thread; when cancelled, only after it ended: it writes to the caller's memory."""
-    future = asyncio.wrap_future(work)
     try:
-        await asyncio.shield(future)
+        await asyncio.wrap_future(work)
     except asyncio.CancelledError:
-        work.cancel()  # has an effect only before its first step
-        while not future.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait([future])
-        if not future.cancelled():
-            future.exception()  # seen: its caller no longer cares
+        await ended([work])
         raise

@@ -1,5 +1,7 @@
 """One fetch, step by step: pieces as they become ready, a few in flight, then the guard, and a word to the holder.
 
+What is checked is hashed on threads as it lands; pieces in host memory are then read in parts, so that one is hashed
+while the next one comes. The checksum is in the guard, at which a reader looks last in any case.
 NIXL can only be polled: each fetch lets others have their turn while it waits, see `moving`.
 """
 
@@ -9,16 +11,19 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
-from dynamo_trtllm.handoff.nixl.guards import Guards, place_of_word
+from dynamo_trtllm.handoff.checksums import BLOCK_BYTES, NOTHING, Checksums, blocks, combined
+from dynamo_trtllm.handoff.nixl.guards import Guard, Guards, place_of_word, with_checksum
 from dynamo_trtllm.handoff.nixl.moving import LONGEST_SLEEP_S, Steps
 from dynamo_trtllm.handoff.nixl.peers import Peer, Peers
 from dynamo_trtllm.handoff.nixl.vendor import Offer, Spot, Vendor, guard_agent_of, kind_of, spot_of, use_devices
 
+_PART_BYTES = 4 * BLOCK_BYTES  # what posting a read costs is small beside it
 _IN_FLIGHT = 4  # reads of one fetch: hides what posting the next one costs
 
 
@@ -31,6 +36,16 @@ class Ask(NamedTuple):
     slot: int
     deadline: float
     on_piece: OnPiece | None
+    is_checked: bool
+
+
+class _Part(NamedTuple):
+    """What one read takes: a piece or a part of it."""
+
+    index: int  # of the piece
+    begin: int  # bytes from the start of the piece
+    memory: Piece
+    is_last: bool
 
 
 class _Way(NamedTuple):
@@ -46,9 +61,10 @@ class _Flight(NamedTuple):
 class Reader:
     """Fetches of one carrier; steps of all of them are taken on one thread."""
 
-    def __init__(self, vendor: Vendor, guards: Guards) -> None:
+    def __init__(self, vendor: Vendor, guards: Guards, checksums: Checksums) -> None:
         self._vendor = vendor
         self._guards = guards
+        self._checksums = checksums
         self.peers = Peers(vendor)
 
     def read(self, ask: Ask) -> Steps:
@@ -60,9 +76,12 @@ class Reader:
             self.peers.met(ask.offer) as peer,
             self._registered([piece for piece in ask.pieces if piece.num_bytes]),
         ):
-            run = _Run(self._vendor, self.peers, peer, ask, self._guards)
-            yield from run.data()
-            yield from run.guard()
+            run = _Run(self._vendor, self.peers, peer, ask, self._guards, self._checksums)
+            try:
+                yield from run.data()
+                yield from run.guard()
+            finally:
+                yield from run.end_hashing()
 
     @contextlib.contextmanager
     def _registered(self, pieces: Sequence[Piece]) -> Iterator[None]:
@@ -87,37 +106,47 @@ class _Run:
     peer: Peer
     ask: Ask
     guards: Guards
-    ready: int = field(init=False)
+    checksums: Checksums
+    ready: int = field(init=False)  # pieces
     _moved_at: float = field(default_factory=time.monotonic)
+    _hashing: list[list[Future[list[int]]]] = field(default_factory=list)  # by piece and part
 
     def __post_init__(self) -> None:
         self.ready = self.ask.offer.ready
 
     def data(self) -> Steps:
         """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
-        begun, total = 0, len(self.ask.pieces)
-        flying: deque[tuple[int, _Flight | None]] = deque()  # by piece; None: a piece without bytes
+        parts = deque(self._parts())
+        flying: deque[tuple[_Part, _Flight | None]] = deque()  # None: a piece without bytes
         try:
-            while begun < total or flying:
-                while begun < self.ready and len(flying) < _IN_FLIGHT:
-                    flying.append((begun, self._begin(begun)))
-                    begun += 1
+            while parts or flying:
+                while parts and parts[0].index < self.ready and len(flying) < _IN_FLIGHT:
+                    part = parts.popleft()
+                    flying.append((part, self._begin(part)))
                 if flying and self._is_done(flying[0][1]):
                     self._land(*flying.popleft())
                     yield 0.0
-                elif not (begun == self.ready < total and (yield from self._more_is_ready())):
+                elif not (parts and parts[0].index == self.ready and (yield from self._more_is_ready())):
                     yield self._waited_s()
         finally:
             if flying:
                 yield from self._abort([flight for _, flight in flying if flight is not None])
 
-    def _begin(self, index: int) -> _Flight | None:
-        piece, offer = self.ask.pieces[index], self.ask.offer
-        if not piece.num_bytes:
+    def _parts(self) -> Iterator[_Part]:
+        for index, piece in enumerate(self.ask.pieces):
+            is_cut = self.ask.is_checked and piece.device == "cpu"
+            parts = list(blocks(piece, _PART_BYTES)) if is_cut and piece.num_bytes else [piece]
+            for number, part in enumerate(parts, start=1):
+                yield _Part(index, part.address - piece.address, part, number == len(parts))
+
+    def _begin(self, part: _Part) -> _Flight | None:
+        memory, offer = part.memory, self.ask.offer
+        if not memory.num_bytes:
             return None
-        use_devices([piece])
-        ours = self.vendor.descriptors(spot_of(piece), kind_of([piece]))
-        theirs = self.vendor.descriptors(offer.spots[index], offer.kind)
+        use_devices([memory])
+        address, _, device = offer.spots[part.index]
+        ours = self.vendor.descriptors(spot_of(memory), kind_of([memory]))
+        theirs = self.vendor.descriptors((address + part.begin, memory.num_bytes, device), offer.kind)
         return self._post(_Way(self.vendor.agent, self.peer.name), "READ", ours, theirs)
 
     def _post_word(self, verb: str, ours: Spot, theirs: Spot) -> _Flight:
@@ -143,35 +172,68 @@ class _Run:
             raise TransferFailed(f"NIXL ended a read from {self.peer.name} with state {state}")
         return state == "DONE"
 
-    def _land(self, piece: int, flight: _Flight | None) -> None:
+    def _land(self, part: _Part, flight: _Flight | None) -> None:
         if flight is not None:
             flight.agent.release_xfer_handle(flight.handle)
         self._moved_at = time.monotonic()
-        if self.ask.on_piece is not None:
-            self.ask.on_piece(piece)
+        if self.ask.is_checked:
+            if part.begin == 0:
+                self._hashing.append([])
+            self._hashing[-1].append(self.checksums.submit(part.memory))
+        if part.is_last and self.ask.on_piece is not None:
+            self.ask.on_piece(part.index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
         before, said = self.ready, (yield from self._look())
-        self.ready = min(said, len(self.ask.pieces))
+        self.ready = min(said.ready, len(self.ask.pieces))
         if self.ready > before:
             self._moved_at = time.monotonic()
         return self.ready > before
 
     def guard(self) -> Steps:
-        """Tells the holder that its offer was read. Raises TransferFailed when it no longer stood: the data is void."""
+        """Tells the holder that its offer was read.
+
+        Raises TransferFailed when it no longer stood or its checksum is another one: the data is void.
+        """
         self._moved_at = time.monotonic()
-        yield from self._look()
+        ours = yield from self._checksum()
+        held = yield from self._look()
+        while ours is not None and not held.checksum:  # the holder is still computing it
+            yield self._waited_s()
+            held = yield from self._look()
+        if ours is not None and ours != held.checksum:
+            raise self.checksums.mismatch(self.ask.ticket_id)
         word, place = self.guards.word(self.ask.slot), place_of_word(self.ask.offer.guard)
         yield from self._finish(self._post_word("WRITE", word, place))
 
-    def _look(self) -> Generator[float, None, int]:
-        """How many pieces the holder says are ready. Raises TransferFailed when the offer no longer stands."""
+    def _checksum(self) -> Generator[float, None, int | None]:
+        """The checksum of what was read, when all of it is hashed; None where it is not checked."""
+        if not self.ask.is_checked:
+            return None
+        checksum = NOTHING
+        for jobs in self._hashing:
+            while not all(job.done() for job in jobs):
+                yield self._waited_s()
+            checksum = combined(checksum, [found for job in jobs for found in job.result()])
+        return checksum
+
+    def end_hashing(self) -> Steps:
+        """Returns when no thread reads the pieces any more."""
+        jobs = [job for jobs in self._hashing for job in jobs if not job.cancel()]
+        while not all(job.done() for job in jobs):
+            yield LONGEST_SLEEP_S
+
+    def _look(self) -> Generator[float, None, Guard]:
+        """What the holder's guard says. Raises TransferFailed when the offer no longer stands."""
         offer, slot = self.ask.offer, self.ask.slot
-        yield from self._finish(self._post_word("READ", self.guards.spot(slot), offer.guard))
+        ours, theirs = self.guards.spot(slot), offer.guard
+        if self.ask.is_checked:
+            ours, theirs = with_checksum(ours), with_checksum(theirs)
+        yield from self._finish(self._post_word("READ", ours, theirs))
         held = self.guards.look(slot)
         if held.nonce != offer.nonce:
             raise TransferFailed(f"ticket {self.ask.ticket_id}: its holder no longer offers it")
-        return held.ready
+        return held
 
     def _finish(self, flight: _Flight) -> Steps:
         done = False

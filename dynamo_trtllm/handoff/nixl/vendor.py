@@ -32,6 +32,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     guard: Spot
     nonce: bytes  # what the guard holds while the offer stands
     ready: int  # pieces that held their data when it was made
+    checksum: str = ""  # its method, see `checksums`; "": the guard has none
 
     @property
     def sizes_bytes(self) -> list[int]:

@@ -28,7 +28,7 @@ def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() ->
         say(holder, slot, reader, own)
         assert holder.was_read(slot)
         assert not holder.was_read(slot)
-        assert holder.look(slot) == Guard(nonce, 3)
+        assert holder.look(slot) == Guard(nonce, 3, 0)
 
 
 def test_was_read_when_the_word_comes_after_withdrawal_then_it_says_nothing_of_the_next_offer() -> None:

@@ -1,0 +1,203 @@
+"""Checksums of KV: holder and reader compute them on threads, and the reader compares them before the KV is used.
+
+The checksum of an offer covers all its pieces in order. Memory of the host is hashed with XXH3-64, memory of a GPU by a
+function of the engine, so that nothing here needs a GPU library. It finds faults, not forgery: it has no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import xxhash
+
+from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.handoff.memory import view
+
+_log = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 20  # hashed by itself: the reader hashes one while the next one arrives. Both sides must agree
+_INLINE_BYTES = 64 << 10  # a few microseconds: less than a thread takes to begin, and xxhash keeps the GIL for these
+_MOST_THREADS = 4
+
+NOTHING = 1  # the checksum of no pieces; 0 is none: it is not known yet
+HOST = "xxh3-64/1"  # names of methods, as offers carry them
+DEVICE = "device/1"
+
+ChecksumMode: TypeAlias = Literal["auto", "on", "off"]
+KV_CHECKSUMS = (
+    "auto: check KV that arrives in host memory, where the sender computes checksums; on: also in GPU memory, and "
+    "reject KV without a checksum; off: check nothing"
+)
+
+
+class Checksums:
+    """Threads, setting and counter of one KV transfer backend.
+
+    `mode`: see KV_CHECKSUMS. `device_checksum` returns the checksum of a piece in GPU
+    memory as an integer; it may block and is called on several threads.
+    """
+
+    def __init__(self, mode: ChecksumMode = "auto") -> None:
+        self.mode = mode
+        self.device_checksum: Callable[[Piece], int] | None = None
+        self.mismatches = 0  # fetches whose checksum was wrong
+        threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+        self._pool = ThreadPoolExecutor(threads, "kv-checksum")  # starts them when they are needed
+
+    def method(self, pieces: Sequence[Piece]) -> str:
+        """Return the name of the method that checks these pieces, or "" when they are not checked."""
+        if self.mode == "off":
+            return ""
+        if all(piece.device == "cpu" for piece in pieces):
+            return HOST
+        return DEVICE if self.mode == "on" and self.device_checksum is not None else ""
+
+    def is_checked(self, ticket_id: str, theirs: str, pieces: Sequence[Piece]) -> bool:
+        """Return whether a fetch into these pieces can compare checksums. `theirs`: the method that the offer names.
+
+        Raises TransferFailed when it can't and the mode is on.
+        """
+        if theirs and theirs == self.method(pieces):
+            return True
+        if self.mode == "on":
+            raise TransferFailed(
+                f"ticket {ticket_id}: its KV can't be checked: the holder sends checksum {theirs or 'none'!r}, this "
+                f"worker compares {self.method(pieces)!r}; upgrade both workers, or set kv_checksums to auto"
+            )
+        return False
+
+    def submit(self, piece: Piece, work: Callable[[], list[int]] | None = None) -> Future[list[int]]:
+        """Hash a piece on a thread, a small one at once; `work` is done in place of `hash`.
+
+        The memory must stay until the future is done, see `ended`. Raises TransferFailed after `close`.
+        """
+        work = work or partial(self.hash, piece)
+        if piece.device == "cpu" and piece.num_bytes <= _INLINE_BYTES:
+            done: Future[list[int]] = Future()
+            done.set_result(work())
+            return done
+        try:
+            return self._pool.submit(work)
+        except RuntimeError as exc:
+            raise TransferFailed("this worker's KV transfer was stopped") from exc
+
+    def hash(self, piece: Piece) -> list[int]:
+        """Return the hashes of a piece's blocks; a piece in GPU memory is one block. Blocks the calling thread."""
+        if piece.device == "cpu":
+            return [xxhash.xxh3_64_intdigest(view(block)) for block in blocks(piece)]
+        assert self.device_checksum is not None, "method() was asked before"
+        return [self.device_checksum(piece) % (1 << 64)]
+
+    def mismatch(self, ticket_id: str) -> TransferFailed:
+        """Count a wrong checksum. Returns the error to raise."""
+        self.mismatches += 1
+        error = TransferFailed(
+            f"ticket {ticket_id}: the checksum of its KV is wrong: the KV was changed on its way, or in the memory of "
+            "its holder after it was offered; look for failing memory or network hardware if this is seen again"
+        )
+        _log.warning("%s", error.message)
+        return error
+
+    def close(self) -> None:
+        """End the threads. Returns when none of them reads memory any more."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def blocks(piece: Piece, block_bytes: int = BLOCK_BYTES) -> Iterator[Piece]:
+    """Cut a piece into parts of that size; the last may be smaller."""
+    for begin in range(0, piece.num_bytes, block_bytes):
+        yield Piece(piece.address + begin, min(block_bytes, piece.num_bytes - begin), piece.device)
+
+
+def combined(before: int, hashes: Sequence[int]) -> int:
+    """Return the checksum of an offer up to a piece, from that up to the piece before it. Never 0."""
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)) or 1
+
+
+class OfferChecksum:
+    """The checksum of one offer at its holder, computed as its pieces become ready.
+
+    `on_complete` is called with the checksum of all pieces, on any thread, or with None when it can't be computed.
+    """
+
+    def __init__(
+        self, checksums: Checksums, pieces: Sequence[Piece], on_complete: Callable[[int | None], None] | None = None
+    ) -> None:
+        self._checksums = checksums
+        self._pieces = pieces
+        self._on_complete = on_complete
+        self._lock = threading.Lock()
+        self._hashes: dict[int, list[int]] = {}
+        self._jobs: list[Future[list[int]]] = []
+        if not pieces:
+            self._complete()
+
+    def advance(self, ready: int) -> None:
+        """Begin with the first `ready` pieces: they hold their data. Called on the loop."""
+        for index in range(len(self._jobs), min(ready, len(self._pieces))):
+            self._jobs.append(self._checksums.submit(self._pieces[index], partial(self._hash, index)))
+
+    def _hash(self, index: int) -> list[int]:
+        try:
+            found = self._checksums.hash(self._pieces[index])
+        except Exception:
+            _log.exception("the checksum of KV could not be computed; its offer ends")
+            if self._on_complete is not None:
+                self._on_complete(None)
+            raise
+        with self._lock:
+            self._hashes[index] = found
+            is_complete = len(self._hashes) == len(self._pieces)
+        if is_complete:
+            self._complete()
+        return found
+
+    def _complete(self) -> None:
+        if self._on_complete is None:
+            return
+        checksum = NOTHING
+        for index in range(len(self._pieces)):
+            checksum = combined(checksum, self._hashes[index])
+        self._on_complete(checksum)
+
+    async def hashes(self, index: int) -> list[int]:
+        """Return the hashes of a piece that is ready. Raises TransferFailed when the offer ends before."""
+        return await result(self._jobs[index])
+
+    async def stop(self) -> None:
+        """Return when no thread reads the pieces any more."""
+        await ended(self._jobs)
+
+
+async def result(job: Future[list[int]]) -> list[int]:
+    """Wait for hashes. Raises TransferFailed when they will not come; a cancelled caller must see to `ended`."""
+    if not job.done():
+        await asyncio.wait([asyncio.wrap_future(job)])
+    if job.cancelled():
+        raise TransferFailed("the checksum of KV was not computed: its offer was withdrawn, or its worker is stopping")
+    return job.result()
+
+
+async def ended(jobs: Iterable[Future[Any]]) -> None:
+    """Cancel work that no thread has begun and wait for the rest, also when cancelled: it uses its caller's memory."""
+    waiting = {asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()}
+    is_cancelled = False
+    while waiting:
+        try:
+            done, waiting = await asyncio.wait(waiting)
+        except asyncio.CancelledError:
+            is_cancelled = True
+        else:
+            for each in done:
+                each.exception()  # seen: it is raised where the work's result is awaited
+    if is_cancelled:
+        raise asyncio.CancelledError
