@@ -73,6 +73,7 @@ TABLE = (
     Metric("worker", "kv_blocks_total", "gauge", "KV blocks there are"),
     Metric("worker", "tickets_held", "gauge", "hand-offs not yet released"),
     Metric("worker", "ticket_kv_blocks", "gauge", "KV blocks that hand-offs not yet released hold"),
+    Metric("worker", "kv_checksum_mismatches_total", "counter", "KV fetches whose checksum was wrong; none was used"),
     Metric("worker", "legs", "gauge", "requests taken, those that wait in the engine included"),
     Metric("worker", "reserved", "gauge", "decode slots kept for requests whose prompt is processed elsewhere"),
 )
@@ -93,6 +94,8 @@ class EngineSnapshot(Protocol):
     def tickets_held(self) -> int: ...
     @property
     def ticket_kv_blocks(self) -> int: ...
+    @property
+    def kv_checksum_mismatches(self) -> int: ...
 
 
 _SNAPSHOT = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "tickets_held", "ticket_kv_blocks")
@@ -230,6 +233,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._metrics = _build("worker", self._registry)
+        self._mismatches = 0  # of the engine's, those that were counted
 
     def leg_finished(self, *, phase: str, code: str, output_tokens: int) -> None:
         """One leg ended. `code`: "ok", "cancelled" or an error's code."""
@@ -246,4 +250,6 @@ class WorkerMetrics:
         if engine is not None:
             for name in _SNAPSHOT:
                 self._metrics[name].set(getattr(engine, name))
+            self._metrics["kv_checksum_mismatches_total"].inc(engine.kv_checksum_mismatches - self._mismatches)
+            self._mismatches = engine.kv_checksum_mismatches
         return generate_latest(self._registry)

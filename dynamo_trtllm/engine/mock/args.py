@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dynamo_trtllm.handoff.checksums import KV_CHECKSUMS, ChecksumMode
+
 
 class MockArgs(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -18,3 +20,4 @@ class MockArgs(BaseModel):
     max_queue: Annotated[int, Field(gt=0)] = Field(4096, description="requests that may wait for a slot")
     max_seq_len: Annotated[int, Field(gt=0)] = Field(131072, description="prompt and output tokens of a request")
     carrier: Literal["tcp", "loopback", "nixl"] = Field("tcp", description="what moves the simulated KV")
+    kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)

@@ -10,6 +10,7 @@ answer from ending early means nothing to it and is taken. What a client could s
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import zlib
 from array import array
@@ -65,7 +66,7 @@ class MockEngine:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._model = config.served_model_name or Path(config.model_path).name
         self._instance_id = instance_id
-        self._carrier = carrier or select_carrier(args.carrier)
+        self._carrier = carrier or select_carrier(args.carrier, kv_checksums=args.kv_checksums)
         self._ticket_ttl_s = config.ticket_ttl_s
         self._handoff_timeout_s = config.handoff_timeout_s
         self._layout = KvLayout(
@@ -213,7 +214,8 @@ class MockEngine:
             self._idle.clear()
 
     def stats(self) -> EngineStats:
-        return self._steps.stats(len(self._held), sum(held.blocks for held in self._held.values()))
+        stats = self._steps.stats(len(self._held), sum(held.blocks for held in self._held.values()))
+        return dataclasses.replace(stats, kv_checksum_mismatches=self._carrier.checksums.mismatches)
 
     async def check(self) -> None:
         if self._step_task is None or self._step_task.done():

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.arguments import engine_arguments
+from dynamo_trtllm.handoff.checksums import KV_CHECKSUMS, ChecksumMode
 
 _Count = Annotated[int, Field(gt=0)]
 
@@ -27,6 +28,7 @@ class TorchArgs(BaseModel):
     )
     num_threads: _Count | None = Field(None, description="CPU threads; default 1 on CPU, untouched on a GPU")
     carrier: Literal["auto", "nixl", "tcp", "loopback"] = Field("auto", description="what moves KV between workers")
+    kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)
     max_num_tokens: _Count | None = Field(None, description="tokens in one step; default chunk plus batch size")
     max_batch_size: _Count = Field(16, description="requests in one step")
     max_seq_len: _Count | None = Field(None, description="prompt and output tokens of one request")

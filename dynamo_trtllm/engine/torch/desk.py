@@ -73,6 +73,7 @@ class Desk:
 
     async def start(self, staging: Staging) -> None:
         """Raises ConfigError or TransferFailed when the carrier can't move KV of this device at all."""
+        self._carrier.checksums.device_checksum = staging.checksum
         await self._carrier.start(self.let_go)
         try:
             await self._carrier.register(_piece(staging.region))
@@ -178,6 +179,11 @@ class Desk:
             _log.warning("withdrawing ticket %s: %s", ticket_id, exc)
         finally:
             self._retire(held.job)
+
+    @property
+    def checksum_mismatches(self) -> int:
+        """How many fetches brought other KV than was sent."""
+        return self._carrier.checksums.mismatches
 
     def check(self) -> None:
         """Raise EngineFailed when no KV can be transferred any more."""

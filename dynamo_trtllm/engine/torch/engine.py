@@ -6,6 +6,7 @@ Computes nothing itself: the model, the KV pool and every job belong to the batc
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -53,7 +54,8 @@ class TorchEngine:
         self._model_path = config.model_path
         self._model_name = config.served_model_name or Path(config.model_path).name
         if carrier is None and config.disaggregation_mode is not Role.AGGREGATED:
-            carrier = select_carrier(None if args.carrier == "auto" else args.carrier)
+            name = None if args.carrier == "auto" else args.carrier
+            carrier = select_carrier(name, kv_checksums=args.kv_checksums)
         self._handoff_timeout_s = config.handoff_timeout_s
         self._desk: Desk | None = None
         if carrier is not None:
@@ -289,7 +291,8 @@ class TorchEngine:
             return EngineStats(
                 running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0
             )
-        return self._batcher.stats()
+        mismatches = 0 if self._desk is None else self._desk.checksum_mismatches
+        return dataclasses.replace(self._batcher.stats(), kv_checksum_mismatches=mismatches)
 
     # --- called by the batcher, on the loop ------------------------------------------------------------
 

@@ -17,7 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dynamo_trtllm.engine.torch import checksum
 from dynamo_trtllm.engine.torch.kv import KvPool, zeros
+from dynamo_trtllm.handoff.base import Piece
 
 PIECE_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
 _ALIGNED_BYTES = 4096
@@ -46,6 +48,7 @@ class Staging:
         self.num_bytes = num_bytes
         self.region = zeros(num_bytes, pool.device)
         self._bounce: Tensor | None = None  # where a piece in host memory passes through the GPU
+        self._checking: torch.cuda.Stream | None = None  # where checksums are computed, beside the batcher's steps
         self._bouncing = threading.Lock()  # two copies by way of it follow each other, whichever threads queue them
 
     def move_to_host(self) -> None:
@@ -149,6 +152,17 @@ class Staging:
             passing = self._bounce[: len(piece)]
             passing.copy_(piece, non_blocking=True)
             self._pool.all_rows.index_copy_(0, some, self._as_rows(passing))
+
+    def checksum(self, piece: Piece) -> int:
+        """Return the checksum of a piece whose copies are done. On any thread, which waits for it."""
+        begin = piece.address - self.region.data_ptr()
+        memory = self.region[begin : begin + piece.num_bytes]
+        if memory.device.type != "cuda":
+            return checksum.checksum(memory)
+        with torch.cuda.device(memory.device):
+            self._checking = self._checking or torch.cuda.Stream()
+            with torch.cuda.stream(self._checking):
+                return checksum.checksum(memory)
 
     def _as_rows(self, piece: Tensor) -> Tensor:
         return piece.view(self._pool.width).view(-1, self._pool.all_rows.shape[1])

@@ -127,6 +127,8 @@ async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_mem
         num_bytes = 1 << 20
         region: Any = torch.empty(8, dtype=torch.uint8, device="meta")
 
+        checksum = None
+
         def move_to_host(self) -> None:
             self.region = torch.empty(8, dtype=torch.uint8)
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
+from dynamo_trtllm.engine.torch.checksum import checksum
 from dynamo_trtllm.engine.torch.kv import KvPool
 from dynamo_trtllm.engine.torch.staging import Parcel, Staging
+from dynamo_trtllm.handoff.base import Piece
 from dynamo_trtllm.messages import KvLayout
 
 WINDOWS = (8, None)
@@ -114,3 +118,30 @@ def test_take_when_prompts_follow_each_other_then_the_same_memory_is_used_again(
     first = taken(staging, 40)
     staging.give_back(first)
     assert taken(staging, 12).begin == first.begin
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 4096, 32_768 * 3 + 5])
+def test_checksum_when_bits_flip_then_another_and_alike_wherever_the_bytes_lie(num_bytes: int) -> None:
+    chance = random.Random(num_bytes)
+    memory = torch.frombuffer(bytearray(chance.randbytes(num_bytes + 8)), dtype=torch.uint8)
+    part = memory[4 : 4 + num_bytes]
+    found = checksum(part)
+    assert checksum(torch.cat([memory[:1], part])[1:]) == found
+    for _ in range(50):
+        changed = part.clone()
+        for at in {chance.randrange(num_bytes) for _ in range(chance.randrange(1, 4))}:
+            changed[at] ^= 128  # the highest bit: errors of two of them must not make up for each other
+        assert checksum(changed) != found
+    assert num_bytes < 8 or checksum(part.roll(4)) != found
+
+
+def test_checksum_when_computed_by_another_version_then_the_same() -> None:
+    words = torch.arange(100_000, dtype=torch.int32) * 40_503
+    assert checksum(words.view(torch.uint8)) == -3381459360522869011
+
+
+def test_checksum_when_given_a_piece_then_that_of_its_part_of_the_region() -> None:
+    staging = Staging(make_pool(), 3 * 4096)
+    staging.region.copy_(torch.arange(3 * 4096) % 251)
+    part = staging.region[4096:5096]
+    assert staging.checksum(Piece(part.data_ptr(), 1000)) == checksum(part)
