@@ -248,7 +248,11 @@ class Launched(ABC):
         """Of one of the frontend's counters, over all its labels."""
         return total(self.url, counter)
 
+    def worker_gauges(self, name: str) -> dict[str, float]:
+        """Return a worker's numbers without labels, by their short names."""
+        return gauges(self._health.get(name, ""))
+
     def kv_share(self, name: str) -> float:
         """Of a worker's KV blocks that are in use."""
-        numbers = gauges(self._health.get(name, ""))
+        numbers = self.worker_gauges(name)
         return numbers.get("kv_blocks_used", 0.0) / numbers.get("kv_blocks_total", 1.0)

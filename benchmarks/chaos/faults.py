@@ -205,6 +205,11 @@ def _of_intruders() -> list[Fault]:
         Fault(name="slow-consumer", what="clients that stop reading, then read on", apply=intruders.slow_consumers),
         Fault(name="full-kv", what="long requests for more KV than there is, then gone", apply=intruders.full_kv),
         Fault(name="dead-transfer", what="a prefill worker whose KV never arrives", apply=intruders.dead_transfer),
+        Fault(
+            name="corrupt-kv",
+            what="a prefill worker whose KV arrives with flipped bits",
+            apply=intruders.corrupt_kv,
+        ),
         Fault(name="garbage", what="bytes and frames that nobody meant, on all subjects", apply=intruders.garbage),
         Fault(
             name="version-skew",

@@ -89,6 +89,20 @@ async def dead_transfer(scene: Scene) -> None:
         await asyncio.sleep(scene.outage_s)
 
 
+async def corrupt_kv(scene: Scene) -> None:
+    """A prefill worker more, whose KV arrives with flipped bits. Raise NotServing when no worker counts it."""
+    before = await asyncio.to_thread(_mismatches, scene.deployment)
+    async with rogue.corrupting() as spoil, rogue.registered(scene.deployment, spoil):
+        await asyncio.sleep(scene.outage_s)
+    if await asyncio.to_thread(_mismatches, scene.deployment) <= before:
+        raise NotServing("no worker counts a KV checksum that was wrong, though bits of KV were flipped")
+
+
+def _mismatches(deployment: Deployment) -> float:
+    """Of the decode workers together, so far."""
+    return sum(deployment.worker_gauges(name).get("kv_checksum_mismatches_total", 0.0) for name in _DECODERS)
+
+
 async def late_ticket(scene: Scene) -> None:
     """A prefill worker more, all of whose tickets have expired."""
     async with rogue.registered(scene.deployment, rogue.late):

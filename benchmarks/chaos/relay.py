@@ -1,4 +1,4 @@
-"""A relay between client and server that can cut the connection, and drop or repeat NATS messages."""
+"""Relays between client and server that can cut the connection, drop or repeat NATS messages, and change bytes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Self
 
 Copies = Callable[[bytes], int]  # message body → copies to forward
+Change = Callable[[bytes], bytes]  # bytes → what is forwarded in their place
 
 _LINE_BYTES = 1 << 20  # the longest line of NATS' protocol is INFO
 _WITH_BODY = (b"MSG", b"HMSG", b"PUB", b"HPUB")  # their last word is the size of what follows
@@ -28,6 +29,10 @@ class Relay:
         relay = cls(address)
         await relay.mend()
         return relay
+
+    def point_at(self, host: str, port: int) -> None:
+        """Set the server of further connections."""
+        self._target = (host, port)
 
     @property
     def address(self) -> str:
@@ -88,3 +93,13 @@ class NatsRelay(Relay):
             times = 1 if self.copies is None else self.copies(body[:-2])
             if times:
                 return (line + body) * times
+
+
+class ChangingRelay(Relay):
+    """Passes what it forwards through `change`."""
+
+    change: Change | None = None
+
+    async def _next(self, source: asyncio.StreamReader) -> bytes:
+        data = await super()._next(source)
+        return data if self.change is None or not data else self.change(data)

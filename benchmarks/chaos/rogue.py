@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -10,6 +11,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 import msgspec
 
 from benchmarks.chaos.deployment import Deployment, NotServing
+from benchmarks.chaos.relay import ChangingRelay
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest, Instance, Restart, Role
@@ -20,6 +22,7 @@ from dynamo_trtllm.worker.loading import live_peers
 Spoil = Callable[[Chunk], Chunk]  # of a last chunk, which has a ticket
 _LEASE_TTL_S = 2.0
 _AN_HOUR_S = 3600.0
+_KV_BYTES = 128  # a request for KV has fewer
 
 
 class Relay:
@@ -94,15 +97,47 @@ async def black_hole() -> AsyncIterator[Spoil]:
     server = await asyncio.start_server(take, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
 
-    def spoil(chunk: Chunk) -> Chunk:
-        assert chunk.ticket is not None
-        offer = msgspec.msgpack.decode(chunk.ticket.opaque) | {"host": "127.0.0.1", "port": port}
-        ticket = msgspec.structs.replace(chunk.ticket, opaque=msgspec.msgpack.encode(offer))
-        return msgspec.structs.replace(chunk, ticket=ticket)
-
     try:
-        yield spoil
+        yield lambda chunk: _moved(chunk, port)[0]
     finally:
         server.close()
         for writer in taken:
             writer.transport.abort()
+
+
+def flipped(data: bytes) -> bytes:
+    """Return KV with one bit changed; what is too short for KV as it is."""
+    if len(data) < _KV_BYTES:
+        return data
+    changed = bytearray(data)
+    changed[random.randrange(len(data) // 2, len(data))] ^= 1 << random.randrange(8)
+    return bytes(changed)
+
+
+@asynccontextmanager
+async def corrupting() -> AsyncIterator[Spoil]:
+    """Tickets of the tcp carrier whose KV comes through a relay that flips bits of it."""
+    relay = await ChangingRelay.start("127.0.0.1:0")
+    relay.change = flipped
+    port = int(relay.address.rpartition(":")[2])
+
+    def spoil(chunk: Chunk) -> Chunk:
+        moved, address = _moved(chunk, port)
+        relay.point_at(*address)
+        return moved
+
+    try:
+        yield spoil
+    finally:
+        await relay.cut()
+
+
+def _moved(chunk: Chunk, port: int) -> tuple[Chunk, tuple[str, int]]:
+    """Return the chunk with KV at a port of this host, and the address where it was."""
+    assert chunk.ticket is not None
+    opaque = msgspec.msgpack.decode(chunk.ticket.opaque)
+    offer = msgspec.msgpack.decode(opaque["offer"]) if "offer" in opaque else opaque  # the torch engine says more
+    moved = offer | {"host": "127.0.0.1", "port": port}
+    opaque = opaque | {"offer": msgspec.msgpack.encode(moved)} if "offer" in opaque else moved
+    ticket = msgspec.structs.replace(chunk.ticket, opaque=msgspec.msgpack.encode(opaque))
+    return msgspec.structs.replace(chunk, ticket=ticket), (offer["host"], offer["port"])

@@ -1,0 +1,173 @@
+"""The contract of KV transfer backends: KV that arrives is KV that was sent, or the fetch fails."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Literal, Protocol
+
+import msgspec
+import pytest
+
+from benchmarks.chaos.relay import ChangingRelay
+from benchmarks.chaos.rogue import flipped
+from dynamo_trtllm.errors import HandoffError, TransferFailed
+from dynamo_trtllm.handoff.base import Carrier, Piece
+from dynamo_trtllm.handoff.checksums import BLOCK_BYTES, ChecksumMode
+from dynamo_trtllm.handoff.select import select_carrier
+from tests.contract.carriers import KINDS
+from tests.contract.handoff_holder import content, split
+from tests.waiting import SOON_S
+
+TRANSFERS = 300
+LARGE = [3 * BLOCK_BYTES + 17, 100_000]  # several blocks, hashed on threads
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Start(Protocol):
+    async def __call__(self, mode: ChecksumMode = "auto") -> Carrier: ...
+
+
+@pytest.fixture
+async def start(kind: str) -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def started(mode: ChecksumMode = "auto") -> Carrier:
+            carrier = select_carrier(kind, kv_checksums=mode)
+            await carrier.start(lambda ticket_id: None)
+            stack.push_async_callback(carrier.aclose)
+            return carrier
+
+        yield started
+
+
+async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_the_rest_is_right(start: Start) -> None:
+    holder, reader, chance = await start(), await start(), random.Random(7)
+    source, target, flips = content("a", 3 * BLOCK_BYTES), bytearray(3 * BLOCK_BYTES), 0
+    for side, memory in ((holder, source), (reader, target)):
+        await side.register(split(memory, [len(memory)])[0])
+    for number in range(TRANSFERS):
+        sizes = [chance.choice((0, 1, 9, 4096, chance.randrange(20_000))) for _ in range(chance.randrange(1, 5))]
+        if number % 50 == 0:
+            sizes.append(chance.randrange(100_000, 2 * BLOCK_BYTES))
+        offer = await holder.offer("t", split(source, sizes))
+        target[: sum(sizes)] = bytes(sum(sizes))
+        await reader.fetch("t", offer, split(target, sizes), timeout_s=SOON_S)
+        assert target[: sum(sizes)] == source[: sum(sizes)]
+        if sum(sizes) and chance.random() < 0.5:
+            source[chance.randrange(sum(sizes))] ^= 1 << chance.randrange(8)
+            flips += 1
+            with pytest.raises(TransferFailed, match="checksum of its KV is wrong"):
+                await reader.fetch("t", offer, split(target, sizes), timeout_s=SOON_S)
+        await holder.withdraw("t")
+    assert reader.checksums.mismatches == flips > TRANSFERS / 4
+    assert holder.checksums.mismatches == 0
+
+
+async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdrawal_does_too(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, reader = await start(), await start()
+    begun, gate, hash_piece = threading.Event(), threading.Event(), holder.checksums.hash
+
+    def late(piece: Piece) -> list[int]:
+        begun.set()
+        assert gate.wait(SOON_S)
+        return hash_piece(piece)
+
+    monkeypatch.setattr(holder.checksums, "hash", late)
+    source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
+    for ends in ("fetched", "withdrawn"):
+        gate.clear()
+        begun.clear()
+        offer = await holder.offer("t", split(source, LARGE))
+        fetch = asyncio.create_task(reader.fetch("t", offer, split(target, LARGE), timeout_s=SOON_S))
+        assert await asyncio.to_thread(begun.wait, SOON_S)
+        ending = asyncio.create_task(holder.withdraw("t")) if ends == "withdrawn" else None
+        await asyncio.wait([fetch, *([ending] if ending else [])], timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        assert ending is None or not ending.done()  # a thread still reads the memory
+        assert ends == "withdrawn" or not fetch.done()
+        gate.set()
+        if ending is not None:
+            await ending
+            with pytest.raises(TransferFailed):
+                await fetch
+        else:
+            await fetch
+            assert target == source
+            await holder.withdraw("t")
+
+
+@pytest.mark.parametrize("modes", [("off", "auto"), ("auto", "off"), ("before", "auto")], ids="-".join)
+async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_and_right(
+    start: Start, modes: tuple[ChecksumMode | Literal["before"], ChecksumMode]
+) -> None:
+    """A holder of an earlier version says nothing of checksums in its offer."""
+    holder, reader = await start("off" if modes[0] == "before" else modes[0]), await start(modes[1])
+    source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
+    offer = await holder.offer("t", split(source, LARGE))
+    if modes[0] == "before":
+        facts = msgspec.msgpack.decode(offer)
+        del facts["checksum"]
+        offer = msgspec.msgpack.encode(facts)
+    await reader.fetch("t", offer, split(target, LARGE), timeout_s=SOON_S)
+    assert target == source
+
+
+async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer_failed_says_what_to_do(
+    start: Start,
+) -> None:
+    holder, reader = await start("off"), await start("on")
+    source, target = content("a", 100), bytearray(100)
+    offer = await holder.offer("t", split(source, [100]))
+    with pytest.raises(TransferFailed, match="set kv_checksums to auto"):
+        await reader.fetch("t", offer, split(target, [100]), timeout_s=SOON_S)
+    assert target == bytes(100)
+
+
+@pytest.mark.parametrize("kind", ["tcp"], indirect=True)
+async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: Start) -> None:
+    holder, reader, chance = await start(), await start(), random.Random(8)
+    relay = await ChangingRelay.start("127.0.0.1:0")
+    failed = 0
+    for number in range(TRANSFERS):
+        sizes = [chance.randrange(200, 9000) for _ in range(chance.randrange(1, 4))]
+        source, target = content(str(number), sum(sizes)), bytearray(sum(sizes))
+        facts = msgspec.msgpack.decode(await holder.offer("t", split(source, sizes)))
+        relay.point_at(facts["host"], facts["port"])
+        relay.change = flipped if chance.random() < 0.5 else None
+        offer = msgspec.msgpack.encode(facts | {"port": int(relay.address.rpartition(":")[2])})
+        try:
+            await reader.fetch("t", offer, split(target, sizes), timeout_s=SOON_S)
+        except HandoffError:
+            assert relay.change is not None
+            failed += 1
+        else:
+            assert relay.change is None
+            assert target == source
+        await holder.withdraw("t")
+    await relay.cut()
+    assert reader.checksums.mismatches == failed > TRANSFERS / 4
+
+
+@pytest.mark.parametrize("kind", ["nixl"], indirect=True)
+async def test_fetch_when_its_holder_can_not_compute_the_checksum_then_transfer_failed_at_once(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder, reader = await start(), await start()
+
+    def broken(piece: Piece) -> list[int]:
+        raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(holder.checksums, "hash", broken)
+    source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
+    offer = await holder.offer("t", split(source, LARGE))
+    with pytest.raises(TransferFailed, match="no longer offers"):
+        await reader.fetch("t", offer, split(target, LARGE), timeout_s=SOON_S)
