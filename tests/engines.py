@@ -13,7 +13,7 @@ from typing import Any
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets
 from dynamo_trtllm.engine.mock.engine import MockEngine
-from dynamo_trtllm.handoff.loopback import LoopbackCarrier
+from dynamo_trtllm.handoff.base import Carrier
 from dynamo_trtllm.handoff.select import select_carrier
 from dynamo_trtllm.messages import (
     Chunk,
@@ -29,7 +29,9 @@ from dynamo_trtllm.messages import (
 from tests.waiting import SOON_S
 
 
-def make(kind: str, folder: Path, role: Role, *, carrier: str = "loopback", ttl_s: float = 60.0, **args: Any) -> Engine:
+def make(
+    kind: str, folder: Path, role: Role, *, carrier: str | Carrier = "loopback", ttl_s: float = 60.0, **args: Any
+) -> Engine:
     config = WorkerConfig(
         model_path=str(folder),
         served_model_name="tiny",
@@ -46,7 +48,7 @@ def make(kind: str, folder: Path, role: Role, *, carrier: str = "loopback", ttl_
         from dynamo_trtllm.engine.vllm.engine import VllmEngine
 
         return VllmEngine(config, instance_id=number)
-    chosen = LoopbackCarrier() if carrier == "loopback" else select_carrier(carrier)
+    chosen = select_carrier(carrier) if isinstance(carrier, str) else carrier
     if kind == "mock":
         return MockEngine(config, instance_id=number, carrier=chosen)
     from dynamo_trtllm.engine.torch.engine import TorchEngine

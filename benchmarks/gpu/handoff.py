@@ -5,7 +5,7 @@ scattered block list into another, copies out of and into the blocks included. P
 one behind the other; so "in flight" is 64 tickets redeemed at once (KV: four under way at any time, or as many as fit).
 "alone" is one at a time. What arrives is compared with what was held.
 
-python -m benchmarks.gpu.handoff [--device cuda|cpu] [--out results.json]
+python -m benchmarks.gpu.handoff [--device cuda|cpu] [--kv-checksums auto|on|off] [--only-bytes] [--out results.json]
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from benchmarks.gpu import result
 from benchmarks.gpu.handoff_ends import End, Plan, Prompt, Reader, Times, device_of, hold, run_as_worker
 from dynamo_trtllm.engine.torch.staging import PIECE_BYTES
+from dynamo_trtllm.handoff.checksums import KV_CHECKSUMS, ChecksumMode
 
 MIB = 1 << 20
-SIZES = {"cuda": [MIB // 16, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB], "cpu": [MIB // 16, MIB]}
+SIZES = {
+    "cuda": [MIB // 16, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 1024 * MIB, 4096 * MIB],
+    "cpu": [MIB // 16, MIB, 64 * MIB],
+}
 TOKENS = {"cuda": [1 << n for n in range(10, 18)], "cpu": [256, 512]}
 PIECES = {"cuda": [16 * MIB, 32 * MIB, 64 * MIB, 128 * MIB, 256 * MIB], "cpu": [MIB, 4 * MIB]}
 STAGING_BYTES = {"cuda": 8192 * MIB, "cpu": 64 * MIB}
@@ -112,12 +116,15 @@ async def measure(plan: Plan, wishes: Any) -> dict[str, Any]:
     reader = Reader(End(plan, 1), wishes)
     try:
         await reader.start()
-        return await _measure(reader, plan.device)
+        return await _measure(reader, plan)
     finally:
         await reader.stop()
 
 
-async def _measure(reader: Reader, kind: str) -> dict[str, Any]:
+async def _measure(reader: Reader, plan: Plan) -> dict[str, Any]:
+    kind = plan.device
+    if plan.only_bytes:
+        return {"contiguous": {size: await contiguous(reader, size) for size in SIZES[kind]}}
     default, compared, repeats = PIECE_BYTES[kind], TOKENS_OF_PIECES[kind], REPEATS[kind]
     return {
         "contiguous": {size: await contiguous(reader, size) for size in SIZES[kind]},
@@ -128,8 +135,8 @@ async def _measure(reader: Reader, kind: str) -> dict[str, Any]:
     }
 
 
-def run(kind: str) -> dict[str, Any]:
-    plan = Plan(kind, TOKENS[kind][-1], STAGING_BYTES[kind])
+def run(kind: str, kv_checksums: ChecksumMode = "auto", *, only_bytes: bool = False) -> dict[str, Any]:
+    plan = Plan(kind, TOKENS[kind][-1], STAGING_BYTES[kind], kv_checksums, only_bytes)
     spawning = multiprocessing.get_context("spawn")
     ours, theirs = spawning.Pipe()
     holder = spawning.Process(target=hold, args=(plan, theirs), daemon=True)
@@ -139,7 +146,7 @@ def run(kind: str) -> dict[str, Any]:
     holder.join(30)
     if kind == "cuda":
         torch.cuda.empty_cache()
-    sizes = {*SIZES[kind], *(row["bytes"] for row in found["kv"].values())}
+    sizes = {*SIZES[kind], *(row["bytes"] for row in found.get("kv", {}).values())}
     found["peer copy"] = {size: peer_copy(kind, size) for size in sorted(sizes)}
     return found
 
@@ -150,11 +157,11 @@ def bars(found: dict[str, Any]) -> list[result.Row]:
     for size, wanted in ((64 * MIB, 0.97), (1024 * MIB, 0.99)):
         if row := found["contiguous"].get(size):
             judged.append(_share(f"{_size(size)} in one piece, of peer copy", row, peer[size], wanted))
-    prompts = {tokens: row for tokens, row in found["kv"].items() if tokens in (8192, 32768)}
+    prompts = {tokens: row for tokens, row in found.get("kv", {}).items() if tokens in (8192, 32768)}
     judged += [
         _share(f"KV of {tokens} tokens, of peer copy", row, peer[row["bytes"]], 0.80) for tokens, row in prompts.items()
     ]
-    if row := found["kv"].get(8192):
+    if row := found.get("kv", {}).get(8192):
         took_ms = 1e3 * row["alone_s"]
         judged.append(
             result.Row(what="KV of 8192 tokens, alone", value=f"{took_ms:.2f} ms", bar="<= 1.5 ms", met=took_ms <= 1.5)
@@ -172,13 +179,20 @@ def show(found: dict[str, Any]) -> None:
     peer = found["peer copy"]
     print(f"\n{'':>16} {'peer copy':>18} {'in flight':>18} {'ratio':>6} {'alone us':>9} {'peer us':>9}")
     rows = [(_size(size), size, row) for size, row in found["contiguous"].items()]
-    rows += [(f"{tokens} tokens", row["bytes"], row) for tokens, row in found["kv"].items()]
+    rows += [(f"{tokens} tokens", row["bytes"], row) for tokens, row in found.get("kv", {}).items()]
     for name, size, row in rows:
         queued, theirs = row.get("queued_s", row["alone_s"]), peer[size]
         print(
             f"{name:>16} {size / theirs['queued_s'] / 1e9:13.1f} GB/s {size / queued / 1e9:13.1f} GB/s "
             f"{theirs['queued_s'] / queued:6.2f} {1e6 * row['alone_s']:9.0f} {1e6 * theirs['alone_s']:9.0f}"
         )
+    if "kv" in found:
+        _show_prompts(found)
+    for row in bars(found):
+        print(f"{row.what}: {row.value}, wanted {row.bar}: {'met' if row.met else 'NOT MET'}")
+
+
+def _show_prompts(found: dict[str, Any]) -> None:
     print("\none prompt alone: GB/s of the copies out of and into blocks, microseconds of each phase")
     kinds = [(f"{tokens} tokens", row) for tokens, row in found["kv"].items()]
     kinds += [(f"pieces {_size(size)}", row) for size, row in found["pieces"].items()]
@@ -188,8 +202,6 @@ def show(found: dict[str, Any]) -> None:
         gather, scatter = (row["bytes"] / row[key] / 1e9 for key in ("gather_alone_s", "scatter_alone_s"))
         print(f"{name:>16} {1e6 * row['alone_s']:8.0f} us; out {gather:.0f}, in {scatter:.0f}; {phases}")
     print("\nGB/s of ways to copy: " + ", ".join(f"{name} {speed:.0f}" for name, speed in found["kernels"].items()))
-    for row in bars(found):
-        print(f"{row.what}: {row.value}, wanted {row.bar}: {'met' if row.met else 'NOT MET'}")
 
 
 def _size(num_bytes: int) -> str:
@@ -199,14 +211,17 @@ def _size(num_bytes: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal in small sizes")
+    parser.add_argument("--kv-checksums", choices=get_args(ChecksumMode), default="auto", help=KV_CHECKSUMS)
+    parser.add_argument("--only-bytes", action="store_true", help="measure only contiguous pieces, not prompts")
     parser.add_argument("--out", type=Path, help="write results and circumstances to this JSON file")
     arguments = parser.parse_args()
     begun = time.perf_counter()
-    found = run(arguments.device)
+    found = run(arguments.device, arguments.kv_checksums, only_bytes=arguments.only_bytes)
     show(found)
     print(f"took {time.perf_counter() - begun:.0f} s")
     if arguments.out is not None:
         setup = {"device": arguments.device, "gpus": GPUS, "kv": "gpt-oss-120b, bf16, blocks of 32 tokens"}
+        setup["kv_checksums"] = arguments.kv_checksums
         seconds = time.perf_counter() - begun
         made = result.result("handoff", setup=setup, seconds=seconds, rows=bars(found), detail=found)
         result.write(made, arguments.out)

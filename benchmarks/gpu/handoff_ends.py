@@ -22,6 +22,7 @@ from torch import Tensor
 from dynamo_trtllm.engine.torch.kv import KvPool
 from dynamo_trtllm.engine.torch.staging import Parcel, Staging
 from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.handoff.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.handoff.nixl import NixlCarrier
 from dynamo_trtllm.messages import KvLayout
 from dynamo_trtllm.worker.worker import SWITCH_S
@@ -39,6 +40,8 @@ class Plan(NamedTuple):
     device: str  # cpu or cuda
     most_tokens: int
     staging_bytes: int
+    kv_checksums: ChecksumMode = "auto"
+    only_bytes: bool = False  # no prompts
 
 
 class Prompt(NamedTuple):
@@ -75,7 +78,8 @@ class End:
         blocks = -(-plan.most_tokens // LAYOUT.block_tokens)
         self.pool = KvPool(LAYOUT, blocks + blocks // 8, windows=WINDOWS, device=self.device)
         self.staging = Staging(self.pool, plan.staging_bytes)
-        self.carrier = NixlCarrier()
+        self.carrier = NixlCarrier(Checksums(plan.kv_checksums))
+        self.carrier.checksums.device_checksum = self.staging.checksum
 
     async def start(self, on_fetched: Any) -> None:
         await self.carrier.start(on_fetched)
