@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, field_validator
 from pydantic.config import JsonDict
+
+from dynamo_trtllm.network.addresses import is_wildcard
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _one_address(value: str) -> str:
+    if is_wildcard(value):
+        raise ValueError(
+            f"{value} is no address that other workers can connect to; give one of this host's addresses here, and "
+            "0.0.0.0 or :: to --kv-transfer-bind-host"
+        )
+    return value
+
+
+def _ip_address(value: str) -> str:
+    ip_address(value)  # its ValueError names the value
+    return value
+
+
+ReachableHost = Annotated[str, AfterValidator(_one_address)]
+IpAddress = Annotated[str, AfterValidator(_ip_address)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 EngineName = Literal["trtllm", "vllm", "torch", "mock"]
 LogLevel = Literal["debug", "info", "warning", "error"]

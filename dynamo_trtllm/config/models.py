@@ -22,6 +22,7 @@ from dynamo_trtllm.config.base import (
     Config,
     ConnectionConfig,
     EngineName,
+    IpAddress,
     LogFormat,
     LogLevel,
     NonNegativeFloat,
@@ -29,6 +30,7 @@ from dynamo_trtllm.config.base import (
     Port,
     PositiveFloat,
     PositiveInt,
+    ReachableHost,
     setting,
 )
 from dynamo_trtllm.messages import Role
@@ -149,6 +151,18 @@ examples, one prefill and one decode worker of the same model:
         description="longest time in seconds for a prompt's KV to come from the prefill worker",
         json_schema_extra=setting(KV),
     )
+    kv_transfer_host: ReachableHost | None = Field(
+        default=None,
+        description="address or name of this host by which other workers reach it for KV over TCP, or for the handshake "
+        "of --engine vllm. Default: its address towards NATS, else towards etcd, else 127.0.0.1",
+        json_schema_extra=setting(KV),
+    )
+    kv_transfer_bind_host: IpAddress | None = Field(
+        default=None,
+        description="IP address to listen on for KV over TCP; 0.0.0.0 and :: mean every interface. Default: "
+        "--kv-transfer-host",
+        json_schema_extra=setting(KV),
+    )
     max_ticket_kv_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.5,
         description="share of the KV blocks that hand-offs not yet fetched may hold; beyond it a prefill worker "
@@ -199,6 +213,18 @@ examples, one prefill and one decode worker of the same model:
         if isinstance(data, dict) and data.get("engine") == "vllm":
             return {"disaggregation_mode": Role.DECODE, **data}
         return data
+
+    @model_validator(mode="after")
+    def _kv_transfer_hosts_are_used(self) -> WorkerConfig:
+        """Refuse addresses that the engine's own KV transfer would ignore."""
+        engines = ("torch", "mock")
+        for flag, value, users in (
+            ("--kv-transfer-host", self.kv_transfer_host, (*engines, "vllm")),
+            ("--kv-transfer-bind-host", self.kv_transfer_bind_host, engines),
+        ):
+            if value is not None and self.engine not in users:
+                raise ValueError(f"{flag} has an effect only with --engine {' or '.join(users)}; leave it out")
+        return self
 
     @field_validator("endpoint")
     @classmethod

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.handoff.base import Carrier
 from dynamo_trtllm.handoff.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.handoff.loopback import LoopbackCarrier
 from dynamo_trtllm.handoff.nixl import NixlCarrier
 from dynamo_trtllm.handoff.tcp import TcpCarrier
+from dynamo_trtllm.network.addresses import LOOPBACK
 
 _log = logging.getLogger(__name__)
 
@@ -17,35 +19,46 @@ CARRIERS = ("nixl", "tcp", "loopback")
 
 
 def select_carrier(
-    name: str | None,
-    *,
-    bind_host: str = "0.0.0.0",
-    advertise_host: str = "127.0.0.1",
-    kv_checksums: ChecksumMode = "auto",
+    name: str | None, config: WorkerConfig | None = None, *, kv_checksums: ChecksumMode = "auto"
 ) -> Carrier:
-    """The carrier called `name`; None: nixl where it is installed, tcp otherwise. The hosts are for tcp.
+    """The carrier called `name`; None: nixl where it is installed, tcp otherwise.
 
-    Raises ConfigError for an unknown name, or for nixl where it is not installed.
+    `config` has the addresses for tcp; without one, it serves this host only. Raises ConfigError for an unknown name,
+    for nixl where it is not installed, and for addresses of two families.
     """
     checksums = Checksums(kv_checksums)
     match name:
         case None:
-            return _best(bind_host, advertise_host, checksums)
+            return _best(config, checksums)
         case "nixl":
             return NixlCarrier(checksums)
         case "tcp":
-            return TcpCarrier(bind_host, advertise_host, checksums)
+            return _tcp(config, checksums)
         case "loopback":
             return LoopbackCarrier(checksums)
         case _:
             raise ConfigError(f"there is no carrier {name!r}; choose one of {', '.join(CARRIERS)}", field="carrier")
 
 
-def _best(bind_host: str, advertise_host: str, checksums: Checksums) -> Carrier:
+def _best(config: WorkerConfig | None, checksums: Checksums) -> Carrier:
     try:
         carrier = NixlCarrier(checksums)
     except ConfigError as exc:
         _log.info("KV moves over carrier tcp: %s", exc.message)
-        return TcpCarrier(bind_host, advertise_host, checksums)
+        return _tcp(config, checksums)
     _log.info("KV moves over carrier %s", carrier.name)
     return carrier
+
+
+def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpCarrier:
+    if config is None:
+        return TcpCarrier(checksums=checksums)
+    advertised = config.kv_transfer_host or LOOPBACK
+    bound = config.kv_transfer_bind_host or advertised
+    if (":" in bound) != (":" in advertised) and bound != "::":
+        raise ConfigError(
+            f"KV transfer can't listen at {bound} and be reached at {advertised}: one is an IPv6 address, the other is "
+            "not. Give --kv-transfer-bind-host and --kv-transfer-host of one family, or listen at ::",
+            field="kv_transfer_bind_host",
+        )
+    return TcpCarrier(bound, advertised, checksums)

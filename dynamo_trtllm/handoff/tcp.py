@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import logging
+import math
+import resource
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +29,8 @@ from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, HandoffTim
 from dynamo_trtllm.handoff.base import OnPiece, Piece
 from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, result
 from dynamo_trtllm.handoff.memory import require_cpu, require_sizes, view
+from dynamo_trtllm.network.addresses import LOOPBACK
+from dynamo_trtllm.network.listening import Acceptor
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +42,12 @@ _REPLY = struct.Struct("!4s?Q")  # magic, whether the offer stands, bytes that f
 _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 _BACKLOG = 4096  # fetches that begin in one moment: one that finds no place here tries again seconds later
-_ASK_TIMEOUT_S = 10.0  # a connection that does not ask is closed
-_ACCEPT_PAUSE_S = 0.1  # after the system refused a connection, usually for lack of file descriptors
+_ASK_TIMEOUT_S = 5.0  # a connection that does not ask is closed
+# Connections at once, and how many of them may not have asked yet: at most these, and at most one part in so many of
+# the files that this process may open, so that strangers leave enough for everything else.
+_MAX_CONNECTIONS, _PART_OF_FILES = 4096, 2
+_MAX_UNASKED, _UNASKED_PART_OF_FILES = 1024, 4
+_LOG_EVERY_S = 10.0
 
 
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,31 +89,40 @@ class _Ask(NamedTuple):
 
 
 class TcpCarrier:
-    """A Carrier over TCP. `bind_host` is where it listens, `advertise_host` how other hosts reach that."""
+    """A Carrier over TCP. `bind_host` is the IP address it listens on, `advertise_host` how other hosts reach that."""
 
     name = "tcp"
 
     def __init__(
-        self, bind_host: str = "0.0.0.0", advertise_host: str = "127.0.0.1", checksums: Checksums | None = None
+        self, bind_host: str = LOOPBACK, advertise_host: str = LOOPBACK, checksums: Checksums | None = None
     ) -> None:
         self.checksums = checksums or Checksums()
         self._bind_host = bind_host
         self._advertise_host = advertise_host
         self._offers: dict[str, _Held] = {}
-        self._connections: set[asyncio.Task[None]] = set()
+        self._unasked: dict[asyncio.Task[None], None] = {}  # connections that have asked for nothing, oldest first
+        self._closed = 0  # of them, to make room, since the last log line about it
+        self._logged_at = -math.inf
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._acceptor: Acceptor | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
         """Raises ConfigError when it can't listen at its host."""
         self._on_fetched = on_fetched
-        family = socket.AF_INET6 if ":" in self._bind_host else socket.AF_INET
+        host = self._bind_host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
         try:
-            self._listener = socket.create_server((self._bind_host, 0), family=family, backlog=_BACKLOG)
+            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as exc:
-            raise ConfigError(f"carrier tcp can't listen at {self._bind_host}: {exc}") from exc
-        self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(self._listener), name="tcp-handoff-accept")
+            raise ConfigError(
+                f"KV transfer over tcp can't listen at {host} ({exc.strerror}); give --kv-transfer-bind-host an "
+                "address of this host, or 0.0.0.0",
+                field="kv_transfer_bind_host",
+            ) from exc
+        self._acceptor = Acceptor(self._listener, self._serve, self._relieve)
+        port = self._listener.getsockname()[1]
+        _log.info("KV transfer over tcp: port %d at %s, advertised as %s", port, host, self._advertise_host)
 
     # --- the holder's side ---------------------------------------------------------------------------------
 
@@ -154,29 +173,23 @@ class TcpCarrier:
             await held.checksum.stop()
 
     def check(self) -> None:
-        if self._accepting is not None and self._accepting.done():
-            raise EngineFailed("KV transfer over tcp accepts no connections: its accept loop ended; restart the worker")
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as exc:
-                _log.warning("carrier tcp can't accept a connection: %s", exc)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            task = asyncio.create_task(self._serve(connection), name="tcp-handoff-serve")
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+        if self._acceptor is not None and self._acceptor.broken is not None:
+            raise EngineFailed(
+                f"KV transfer over tcp accepts no connections ({self._acceptor.broken}); restart the worker"
+            )
 
     async def _serve(self, connection: socket.socket) -> None:
         """One connection. What the peer does wrong ends it and concerns nobody else."""
         with connection:
-            _prepare(connection)
+            task = asyncio.current_task()
+            assert task is not None
+            if not self._has_room():
+                return
+            self._unasked[task] = None
             try:
                 async with asyncio.timeout(_ASK_TIMEOUT_S):
                     magic, ticket_id, token = await _read_ask(connection)
+                self._unasked.pop(task, None)
                 held = self._offers.get(ticket_id)
                 if held is None or not hmac.compare_digest(held.token, token):
                     await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(magic, False, 0))
@@ -184,6 +197,41 @@ class TcpCarrier:
                 await self._send(connection, magic, ticket_id, held)
             except (OSError, TimeoutError, EOFError, BadFrame) as exc:
                 _log.debug("carrier tcp: a connection ended early: %r", exc)
+            finally:
+                self._unasked.pop(task, None)
+
+    def _has_room(self) -> bool:
+        """Make room for one connection more, if need be by closing the oldest that has asked for nothing."""
+        assert self._acceptor is not None
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files == resource.RLIM_INFINITY:
+            files = _PART_OF_FILES * _MAX_CONNECTIONS
+        is_full = self._acceptor.num_connections > min(_MAX_CONNECTIONS, files // _PART_OF_FILES)
+        if is_full or len(self._unasked) >= min(_MAX_UNASKED, files // _UNASKED_PART_OF_FILES):
+            if not self._drop(1):  # all have asked with the right token: this one tries again at another time
+                self._note_closed(1)
+                return False
+        return True
+
+    def _relieve(self) -> bool:
+        return self._drop((len(self._unasked) + 1) // 2)
+
+    def _drop(self, count: int) -> bool:
+        """Close the oldest connections that have asked for nothing. Return whether there were any."""
+        oldest = list(itertools.islice(self._unasked, count))
+        for task in oldest:
+            del self._unasked[task]
+            task.cancel()
+        if oldest:
+            self._note_closed(len(oldest))
+        return bool(oldest)
+
+    def _note_closed(self, count: int) -> None:
+        self._closed += count
+        now = time.monotonic()
+        if now >= self._logged_at + _LOG_EVERY_S:
+            _log.warning("KV transfer over tcp: too many connections; closed before they asked: %d", self._closed)
+            self._closed, self._logged_at = 0, now
 
     async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, held: _Held) -> None:
         reader = asyncio.current_task()
@@ -274,7 +322,8 @@ class TcpCarrier:
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        await _stop({task for task in (self._accepting, *self._connections) if task is not None})
+        if self._acceptor is not None:
+            await self._acceptor.aclose()
         listener.close()
         self._offers.clear()
         await asyncio.to_thread(self.checksums.close)

@@ -20,7 +20,14 @@ FRONTEND = "frontend"
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _LOOPBACK = "127.0.0.1"
 _STOP_MARGIN_S = 5.0
-_OF_ENGINE = ("extra_engine_args", "override_engine_args", "kernels_profile", *ENGINE_FLAGS)  # of one engine
+_OF_ENGINE = (  # of one engine
+    "extra_engine_args",
+    "override_engine_args",
+    "kernels_profile",
+    "kv_transfer_host",
+    "kv_transfer_bind_host",
+    *ENGINE_FLAGS,
+)
 _FRONTEND_STOP_S = 35.0  # it gives running requests 30 s
 
 C = TypeVar("C", bound=Config)

@@ -127,6 +127,11 @@ class Acceptor:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("a connection could not be served", exc_info=error)
 
+    @property
+    def num_connections(self) -> int:
+        """Connections whose `serve` runs."""
+        return len(self._tasks)
+
     def close(self) -> None:
         """Accept no more."""
         if self._pause is not None:

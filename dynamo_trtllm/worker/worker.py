@@ -26,8 +26,9 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.discovery.records import check_model_name
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
-from dynamo_trtllm.errors import DynamoError, EngineFailed
+from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role
+from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
@@ -75,6 +76,26 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
         return config  # it has no weights: the path only gives the name
     name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
     return config.model_copy(update={"model_path": str(resolve(config.model_path)), "served_model_name": name})
+
+
+def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
+    """The address at which other workers reach this one, as an IP address. May wait for the resolver of names.
+
+    Raises ConfigError for a name that has no address, or a wildcard's.
+    """
+    if config.engine not in ("torch", "mock", "vllm"):
+        return config
+    if config.kv_transfer_host is None:
+        host = address_towards([config.nats_server, *config.etcd_endpoints.split(",")])
+    else:
+        host = resolve_host(config.kv_transfer_host)
+    if is_wildcard(host):
+        raise ConfigError(
+            f"--kv-transfer-host {config.kv_transfer_host} means {host}, which no other worker can connect to; give "
+            "one of this host's addresses",
+            field="kv_transfer_host",
+        )
+    return config.model_copy(update={"kv_transfer_host": host})
 
 
 def _limits(config: WorkerConfig, info: EngineInfo) -> AdmissionLimits:
@@ -171,6 +192,7 @@ class Worker:
         self._config = config = await asyncio.to_thread(_resolved, self._config)
         check_model_name(self._model_name())
         await asyncio.to_thread(check_flags, config)
+        self._config = config = await asyncio.to_thread(_with_kv_transfer_host, config)
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
         await stack.enter_async_context(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import socket
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
+from dynamo_trtllm.errors import ConfigError, EngineFailed, HandoffTimeout, TransferFailed
+from dynamo_trtllm.handoff import tcp
 from dynamo_trtllm.handoff.base import Piece
 from dynamo_trtllm.handoff.tcp import _ASK, _CHECKED, _REPLY, TcpCarrier
 from tests.contract.handoff_holder import content, split
@@ -120,3 +124,88 @@ async def test_fetch_when_time_is_short_then_handoff_timeout(holder: TcpCarrier,
     offer = await holder.offer("t", split(source, [1000]))
     with pytest.raises(HandoffTimeout, match="within 0 s"):
         await holder.fetch("t", offer, split(target, [1000]), timeout_s=0)
+
+
+# --- addresses, and strangers that stay ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bound", "advertised"),
+    [(("127.0.0.2", "127.0.0.3"),) * 2, (("::1", "127.0.0.3"),) * 2, (("0.0.0.0", "::"), ("127.0.0.2", "::1"))],
+    ids=["two addresses", "two families", "every interface"],
+)
+async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from_there(
+    bound: tuple[str, str], advertised: tuple[str, str], fetched: list[str]
+) -> None:
+    async with AsyncExitStack() as stack:
+        one, two = (TcpCarrier(*hosts) for hosts in zip(bound, advertised, strict=True))
+        for number, (holder, reader) in enumerate([(one, two), (two, one)]):
+            await holder.start(fetched.append)
+            stack.push_async_callback(holder.aclose)
+            source, target = content("a", 1000), bytearray(1000)
+            offer = await holder.offer("t", split(source, [1000]))
+            facts = msgspec.msgpack.decode(offer)
+            assert facts["host"] == advertised[number]
+            await reader.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
+            assert target == source
+            if bound == advertised:  # and from nowhere else
+                with pytest.raises(ConnectionRefusedError):
+                    await asyncio.open_connection("127.0.0.4", facts["port"])
+
+
+async def test_start_when_the_address_is_not_of_this_host_then_config_error_names_the_flag() -> None:
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--kv-transfer-bind-host"):
+        await TcpCarrier("192.0.2.1").start(lambda _: None)
+
+
+async def test_check_when_the_listener_is_of_no_use_then_engine_failed(holder: TcpCarrier) -> None:
+    holder.check()
+    assert holder._listener is not None
+    holder._listener.shutdown(socket.SHUT_RDWR)
+    assert holder._acceptor is not None
+    async with asyncio.timeout(SOON_S):
+        while holder._acceptor.broken is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    with pytest.raises(EngineFailed, match="accepts no connections"):
+        holder.check()
+
+
+@pytest.mark.parametrize("files", [16, 1 << 20])
+async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_comes(
+    holder: TcpCarrier, files: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    if files > 16:
+        monkeypatch.setattr(tcp, "_MAX_UNASKED", 4)
+    source, target = content("a", 1000), bytearray(1000)
+    offer = await holder.offer("t", split(source, [1000]))
+    strangers = [await ask(offer, b"DKV1") for _ in range(12)]
+    async with asyncio.timeout(SOON_S):
+        await holder.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
+        assert target == source
+        for reader, _ in strangers[:8]:
+            assert await reader.read() == b""
+    assert not any(reader.at_eof() for reader, _ in strangers[-3:])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    for _, writer in strangers:
+        writer.close()
+
+
+async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once_and_later_succeeds(
+    holder: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 2)
+    source, target = content("a", 32 << 20), bytearray(32 << 20)  # more than the sockets' buffers hold
+    offer = await holder.offer("t", split(source, [len(source)]))
+    token = msgspec.msgpack.decode(offer)["token"]
+    readers = [await ask(offer, _ASK.pack(_MAGIC, token, 1) + b"t") for _ in range(2)]
+    async with asyncio.timeout(SOON_S):
+        for reader, _ in readers:
+            await reader.readexactly(_REPLY.size)
+        with pytest.raises(TransferFailed, match="broke off"):
+            await holder.fetch("t", offer, split(target, [len(source)]), timeout_s=SOON_S)
+        for _, writer in readers:
+            writer.transport.abort()
+        while target != source:
+            with suppress(TransferFailed):
+                await holder.fetch("t", offer, split(target, [len(source)]), timeout_s=SOON_S)

@@ -224,17 +224,6 @@ async def test_serve_when_a_background_task_dies_then_the_worker_says_which_and_
     assert part in worker._health.failure
 
 
-async def test_engine_when_its_accept_loop_for_kv_dies_then_the_worker_ends(etcd_server: str, nats_server: str) -> None:
-    chosen = config(etcd_server, nats_server, drain_timeout_s=0.5)
-    async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
-        serving = asyncio.create_task(Worker(chosen).serve())
-        await side.until_instances(1)
-        (accepting,) = [task for task in asyncio.all_tasks() if task.get_name() == "tcp-handoff-accept"]
-        accepting.cancel()
-        with pytest.raises(EngineFailed, match="accept loop ended"):
-            await serving
-
-
 async def test_serve_when_a_background_task_dies_while_the_engine_loads_then_it_ends_and_does_not_register(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

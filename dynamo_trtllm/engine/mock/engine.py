@@ -66,7 +66,7 @@ class MockEngine:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._model = config.served_model_name or Path(config.model_path).name
         self._instance_id = instance_id
-        self._carrier = carrier or select_carrier(args.carrier, kv_checksums=args.kv_checksums)
+        self._carrier = carrier or select_carrier(args.carrier, config, kv_checksums=args.kv_checksums)
         self._ticket_ttl_s = config.ticket_ttl_s
         self._handoff_timeout_s = config.handoff_timeout_s
         self._layout = KvLayout(

@@ -55,7 +55,7 @@ class TorchEngine:
         self._model_name = config.served_model_name or Path(config.model_path).name
         if carrier is None and config.disaggregation_mode is not Role.AGGREGATED:
             name = None if args.carrier == "auto" else args.carrier
-            carrier = select_carrier(name, kv_checksums=args.kv_checksums)
+            carrier = select_carrier(name, config, kv_checksums=args.kv_checksums)
         self._handoff_timeout_s = config.handoff_timeout_s
         self._desk: Desk | None = None
         if carrier is not None:

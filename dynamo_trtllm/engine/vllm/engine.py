@@ -26,6 +26,7 @@ from dynamo_trtllm.engine.vllm.stats import StepStats
 from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS, Vendor, installed_version, load_vendor
 from dynamo_trtllm.engine.weights import weight_bytes
 from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.network.addresses import LOOPBACK
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class VllmEngine(LibraryEngine[Serving]):
         self._model = config.served_model_name or self._checkpoint.folder.name
         self._holder = instance_id
         self._role = config.disaggregation_mode
-        self._control_plane = config.nats_server
+        self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
         self._times = Times(config.ticket_ttl_s, config.handoff_timeout_s)
         self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
         gpus = gpu.visible_gpus()
@@ -91,7 +92,7 @@ class VllmEngine(LibraryEngine[Serving]):
         channel = None
         if self._role is not Role.AGGREGATED:
             ranks = self._args.count("data_parallel_size")
-            channel = side_channel.choose(self._control_plane, ranks, process_environment())
+            channel = side_channel.choose(self._kv_transfer_host, ranks, process_environment())
             _log.info("NixlConnector listens for handshakes at %s port %d", channel.host, channel.port)
         vendor = load_vendor()
         values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)

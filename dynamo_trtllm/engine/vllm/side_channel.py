@@ -7,10 +7,8 @@ as configuration (`connector.py`), and the environment is only read. Opens no la
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.errors import ConfigError
@@ -25,12 +23,12 @@ class SideChannel(NamedTuple):
     port: int  # the first; every further data-parallel rank has the next
 
 
-def choose(control_plane: str, ranks: int, environment: Mapping[str, str]) -> SideChannel:
-    """As the environment has it; else free ports at the address towards `control_plane`, which all workers reach.
+def choose(kv_transfer_host: str, ranks: int, environment: Mapping[str, str]) -> SideChannel:
+    """As the environment has it; else free ports at `kv_transfer_host`, an address of this host that all workers reach.
 
     Raises ConfigError for a port that is none, and when no ports are free.
     """
-    host = environment.get(HOST) or address_towards(control_plane)
+    host = environment.get(HOST) or kv_transfer_host
     port = environment.get(PORT)
     if port is None:
         return SideChannel(host, free_ports(ranks, host))
@@ -50,16 +48,3 @@ def listen_there(scheduler: Any, config: Any) -> None:
     host, port = (extra[key] for key in _KEYS)
     scheduler.side_channel_host = host
     scheduler.side_channel_port = port + config.parallel_config.data_parallel_index
-
-
-def address_towards(url: str) -> str:
-    """This host's address on the way to `url`; loopback when that is this host."""
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    try:
-        family, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port or 4222, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # sends nothing
-            address = str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
-    return address if address != "::1" else "127.0.0.1"

@@ -1,0 +1,54 @@
+"""Which address of this host other hosts reach. Opens no lasting socket."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import socket
+from collections.abc import Iterable
+from typing import Final
+from urllib.parse import urlsplit
+
+from dynamo_trtllm.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+LOOPBACK: Final = "127.0.0.1"
+_ANY_PORT = 4222  # for a URL without one; nothing is sent to it
+
+
+def address_towards(urls: Iterable[str]) -> str:
+    """Return this host's address on the way to the first of `urls` that leads to another interface than loopback.
+
+    Return 127.0.0.1 when none does. Block while names are resolved; send nothing to the URLs.
+    """
+    for url in urls:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        try:
+            target = socket.getaddrinfo(parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
+                probe.connect(target[4])  # chooses a route
+                address = ipaddress.ip_address(probe.getsockname()[0])
+        except OSError as exc:
+            _log.warning("can't find the address of this host towards %s: %s", parts.hostname, exc)
+            continue
+        if not address.is_loopback and not (address.version == 6 and address.is_link_local):
+            return str(address)
+    return LOOPBACK
+
+
+def resolve_host(host: str) -> str:
+    """Return the first IP address of an address or host name. Raise ConfigError when there is none. May block."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as exc:
+        raise ConfigError(f"host name {host!r} can't be resolved ({exc.strerror}); give an IP address") from exc
+
+
+def is_wildcard(host: str) -> bool:
+    """Return whether `host` means every interface, or several hosts: others can't connect to it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host in ("", "*")
+    return address.is_unspecified or address.is_multicast
