@@ -23,7 +23,7 @@ from dynamo_trtllm.engine.arguments import engine_arguments
 from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.engine.mock.args import MockArgs
 from dynamo_trtllm.engine.mock.steps import Sequence, Steps
-from dynamo_trtllm.errors import EngineFailed, EngineRefused
+from dynamo_trtllm.errors import EngineFailed, EngineRefused, TicketMismatch
 from dynamo_trtllm.handoff import tickets
 from dynamo_trtllm.handoff.base import Carrier, Piece
 from dynamo_trtllm.handoff.fetching import Destination, Within, fetch
@@ -131,12 +131,21 @@ class MockEngine:
         tokens = len(request.token_ids) + (1 if request.phase is Phase.PREFILL else request.sampling.max_tokens)
         return -(-tokens // self._args.kv_block_size)
 
+    def _kv_words(self, prompt_tokens: int) -> int:
+        return -(-prompt_tokens // self._args.kv_block_size) * _KV_WORDS
+
     async def _redeem(self, sequence: Sequence, ticket: HandoffTicket) -> Chunk:
         """Fetches the seed and replays the first tokens."""
         tickets.check(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
             raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
-        kv = array("I", bytes(ticket.kv_bytes))
+        kv_bytes = self._kv_words(len(sequence.request.token_ids)) * array("I").itemsize
+        if ticket.kv_bytes != kv_bytes:  # before so much memory is taken
+            raise TicketMismatch(
+                f"ticket {ticket.ticket_id}: kv_bytes is {ticket.kv_bytes} at prefill and {kv_bytes} at decode",
+                field="kv_bytes",
+            )
+        kv = array("I", bytes(kv_bytes))
         piece = Piece(kv.buffer_info()[0], ticket.kv_bytes)
         within = Within(sequence.request.deadline, self._handoff_timeout_s)
         await fetch(self._carrier, ticket, ticket.opaque, Destination([piece]), within)
@@ -159,8 +168,8 @@ class MockEngine:
 
     async def _hand_out(self, sequence: Sequence, first: int) -> HandoffTicket:
         prompt = len(sequence.request.token_ids)
-        blocks = -(-prompt // self._args.kv_block_size)
-        kv = array("I", [sequence.seed]) * (blocks * _KV_WORDS)
+        kv = array("I", [sequence.seed]) * self._kv_words(prompt)
+        blocks = len(kv) // _KV_WORDS
         kv_bytes = len(kv) * kv.itemsize
         self._num_tickets += 1
         ticket_id = f"{self._instance_id:x}-{self._num_tickets}"

@@ -130,7 +130,13 @@ async def test_close_when_a_ticket_is_held_then_it_is_withdrawn() -> None:
 
 @pytest.mark.parametrize(
     ("change", "error"),
-    [({"engine": "torch"}, TicketMismatch), ({"model": "other"}, TicketMismatch), ({"expires_at": 1.0}, TicketExpired)],
+    [
+        ({"engine": "torch"}, TicketMismatch),
+        ({"model": "other"}, TicketMismatch),
+        ({"expires_at": 1.0}, TicketExpired),
+        ({"kv_bytes": 1 << 60}, TicketMismatch),
+        ({"kv_bytes": 0}, TicketMismatch),
+    ],
 )
 async def test_decode_when_ticket_does_not_fit_then_refused_before_a_token_or_a_fetch(
     change: dict[str, Any], error: type[Exception]
