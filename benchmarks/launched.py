@@ -176,13 +176,16 @@ class Launched(ABC):
         for _ in self.processes():
             pass
 
-    def send(self, name: str, number: signal.Signals) -> None:
-        """To the launcher, a worker or the frontend. Raises NotServing when there is none of the name."""
+    def process(self, name: str) -> psutil.Process:
+        """The launcher, a worker or the frontend. Raises NotServing when there is none of the name."""
         for found, process in self.processes():
             if found == name:
-                process.send_signal(number)
-                return
+                return process
         raise NotServing(f"no process {name} runs")
+
+    def send(self, name: str, number: signal.Signals) -> None:
+        """Raises as `process`."""
+        self.process(name).send_signal(number)
 
     def resume_all(self) -> None:
         """Whatever a fault has frozen goes on."""
@@ -201,6 +204,10 @@ class Launched(ABC):
         return True
 
     # --- state -----------------------------------------------------------------------------------------
+
+    def health_url(self, name: str) -> str:
+        """Return the root of a worker's health and metrics, or "" when it has none yet."""
+        return self._health.get(name, "")
 
     def instance(self, name: str) -> str | None:
         """A worker's id in hexadecimal, while it serves."""

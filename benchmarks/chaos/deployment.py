@@ -84,11 +84,11 @@ class Deployment(Launched):
                 "stall-timeout-s": options.stall_timeout_s,
                 "hold-for-roles-s": options.hold_s,
             },
-            "workers": [self._worker(name) for name in options.workers],
+            "workers": [self._worker(name, number) for number, name in enumerate(options.workers)],
             "restart": {"max_restarts": 1000, "window_s": 1},
         }
 
-    def _worker(self, name: str) -> dict[str, Any]:
+    def _worker(self, name: str, number: int) -> dict[str, Any]:
         options = self.options
         flags = {
             "model": options.model,
@@ -98,6 +98,7 @@ class Deployment(Launched):
             "stall-timeout-s": options.worker_stall_timeout_s,
             "ticket-ttl-s": options.ticket_ttl_s,
             "system-port": 0,
+            "kv-transfer-host": f"127.0.0.{2 + number}",  # each its own, as on hosts of their own
         }
         env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1"}
         if self.network is not None:

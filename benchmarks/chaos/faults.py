@@ -223,6 +223,12 @@ def _of_intruders() -> list[Fault]:
             apply=intruders.bad_record,
             spares_requests=True,
         ),
+        Fault(
+            name="file-descriptors",
+            what="idle connections fill the health and KV ports of prefill-1, which may open few files",
+            apply=intruders.file_descriptors,
+            spares_requests=True,
+        ),
         Fault(name="late-ticket", what="a prefill worker whose clock is an hour behind", apply=intruders.late_ticket),
     ]
 

@@ -1,15 +1,18 @@
-"""Those who harm a deployment from outside: slow clients, greedy clients, spoiled tickets, garbage on the subjects."""
+"""Those who harm a deployment from outside: slow clients, greedy clients, spoiled tickets, garbage on the subjects,
+idle connections."""
 
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import msgspec
 import orjson
+import psutil
 
 from benchmarks.chaos import rogue
 from benchmarks.chaos.deployment import Deployment, NotServing
@@ -36,6 +39,11 @@ _GREEDY_S = 120.0  # more than they are let stay
 _FULL = 0.8  # of the blocks: less than one greedy request is free then
 _GARBAGE_EVERY_S = 0.5  # each time the newest stream loses a frame: one that is hit four times ends with an error
 _CONNECT_S = 5.0
+_VICTIM = "prefill-1"
+_STRANGERS = 150  # at each of its ports
+_FREE_FILES = 80  # that it may open beyond those it has open; fewer than its ports would let strangers have
+_AGAIN_S = 0.3  # between two connections of a stranger
+_PROBE_EVERY_S = 0.1
 _LEASE_TTL_S = 60.0  # upper bound; records are removed after the fault
 
 
@@ -177,6 +185,56 @@ async def _written(scene: Scene, records: Mapping[str, bytes]) -> AsyncIterator[
     finally:
         await store.revoke(lease)
         await store.aclose()
+
+
+async def file_descriptors(scene: Scene) -> None:
+    """Strangers that connect to the ports of a worker and ask for nothing, until it has no file descriptors left.
+
+    Raise NotServing when it does not answer /live, and when it was never short of them.
+    """
+    process = scene.deployment.process(_VICTIM)
+    listening = [each.laddr for each in process.net_connections() if each.status == psutil.CONN_LISTEN]
+    before = process.rlimit(resource.RLIMIT_NOFILE)
+    limit = process.num_fds() + _FREE_FILES
+    process.rlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    strangers = [
+        asyncio.create_task(_stay(*address), name="chaos-stranger") for address in listening for _ in range(_STRANGERS)
+    ]
+    try:
+        most = await _probe(scene, process)
+    finally:
+        process.rlimit(resource.RLIMIT_NOFILE, before)
+        for task in strangers:
+            task.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
+    if most < limit - 8:
+        raise NotServing(f"{_VICTIM} had at most {most} of {limit} files open: give it more --seconds")
+
+
+async def _stay(host: str, port: int) -> None:
+    """One stranger, that comes back whenever it is thrown out. Until cancelled."""
+    while True:
+        with suppress(OSError):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                await reader.read()
+            finally:
+                writer.transport.abort()
+        await asyncio.sleep(_AGAIN_S)
+
+
+async def _probe(scene: Scene, process: psutil.Process) -> int:
+    """Return the most files that the worker had open."""
+    url = f"{scene.deployment.health_url(_VICTIM)}/live"
+    most, until_s = 0, time.monotonic() + scene.outage_s
+    while time.monotonic() < until_s:
+        try:
+            await asyncio.to_thread(fetch, url)
+        except OSError as exc:
+            raise NotServing(f"{_VICTIM} did not answer /live while strangers filled its ports: {exc}") from exc
+        most = max(most, process.num_fds())
+        await asyncio.sleep(_PROBE_EVERY_S)
+    return most
 
 
 async def garbage(scene: Scene) -> None:
