@@ -10,10 +10,14 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets
 from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.handoff.base import Carrier
+from dynamo_trtllm.handoff.loopback import LoopbackCarrier
 from dynamo_trtllm.handoff.select import select_carrier
 from dynamo_trtllm.messages import (
     Chunk,
@@ -26,6 +30,10 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
+from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
+from dynamo_trtllm.worker.service import WorkerService
+from tests.instances import make_instance
 from tests.waiting import SOON_S
 
 
@@ -127,6 +135,17 @@ async def collect(engine: Engine, request: GenerateRequest) -> list[Chunk]:
 
 def tokens(chunks: list[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def error_code(engine: Engine, request: GenerateRequest) -> str:
+    """The code of the error that a worker over this engine answers with."""
+    instance = make_instance(1, role=Role.AGGREGATED)
+    admission = Admission(AdmissionLimits(), time.time)
+    service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
+    with pytest.raises(DynamoError) as caught:
+        async for _ in service.generate(request):
+            pass
+    return caught.value.code
 
 
 async def answer(engine: Engine, prompt: array[int], **sampling: Any) -> list[int]:

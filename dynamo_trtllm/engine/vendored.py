@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from dynamo_trtllm.engine.base import EngineStats
 from dynamo_trtllm.engine.held import HeldTickets
 from dynamo_trtllm.engine.loading import Loading, on_thread
-from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady
+from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady, EngineRefused
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome, Sampling, token_ids
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,18 @@ class Times(NamedTuple):
 
     ticket_ttl_s: float
     handoff_timeout_s: float
+
+
+def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Construct one of the library's request objects.
+
+    `library`: its name for people. Raise EngineRefused, with the library's reason, for values that it refuses. Its
+    other exceptions are bugs of this adapter and are not caught.
+    """
+    try:
+        return make(**values)
+    except (ValueError, AssertionError) as exc:
+        raise EngineRefused(f"{library} refused the request: {exc}") from exc
 
 
 class Counts(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from contextlib import aclosing
+from itertools import permutations, product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -31,6 +32,7 @@ from tests.engines import (
     check_nothing_left,
     check_stats,
     collect,
+    error_code,
     make,
     prompt_of,
     release,
@@ -233,7 +235,7 @@ async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_se
         await collect(engine, ask(prompt_of(64), phase=phase, max_tokens=1))
 
 
-@pytest.mark.parametrize(("theirs", "ours"), list(itertools.permutations(RELEASES, 2)))
+@pytest.mark.parametrize(("theirs", "ours"), list(permutations(RELEASES, 2)))
 async def test_ticket_when_decode_is_of_another_release_then_refused_by_name(
     theirs: str, ours: str, gpt_oss: Path
 ) -> None:
@@ -266,6 +268,24 @@ async def test_request_when_it_fails_then_named_and_the_engine_goes_on(trap: str
         assert type(caught.value) is FAILING[trap]
         await check_nothing_left(engines.whole)
     await engines.whole.check()
+    assert len(await answer(engines.whole, PROMPT)) == 8
+
+
+async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = "dynamo_trtllm.engine.trtllm", "tensorrt_llm"
+    bugs = [
+        (f"{ours}.{p}", "internal") for p in ("serving.make_call", "vendor.Vendor.arguments", "results.Reader.read")
+    ]
+    refusals = [(f"{theirs}.{p}", "engine_refused") for p in ("SamplingParams.__init__", "LLM.generate_async")]
+    cases = [*product(bugs, (ValueError, AttributeError)), *product(refusals, (ValueError,))]
+    for (place, code), error in cases:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, Mock(side_effect=error("wrong")))
+            assert await error_code(engines.whole, ask(PROMPT)) == code
+        await engines.whole.check()
+        await check_nothing_left(engines.whole)
     assert len(await answer(engines.whole, PROMPT)) == 8
 
 

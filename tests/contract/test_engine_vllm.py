@@ -11,8 +11,10 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -34,6 +36,7 @@ from tests.engines import (
     check_nothing_left,
     check_stats,
     collect,
+    error_code,
     make,
     prompt_of,
     release,
@@ -209,6 +212,33 @@ async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_
         await engines.whole.check()
     with pytest.raises(EngineFailed):
         await answer(engines.whole, PROMPT)
+
+
+async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = "dynamo_trtllm.engine.vllm", "vllm.sampling_params.SamplingParams.__init__"
+    bugs = [
+        (f"{ours}.{p}", "internal") for p in ("serving.make_call", "vendor.Vendor.arguments", "outputs.Reader.read")
+    ]
+    for (place, code), error in [
+        *product(bugs, (ValueError, AttributeError)),
+        ((theirs, "engine_refused"), ValueError),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(place, Mock(side_effect=error("wrong")))
+            assert await error_code(engines.whole, ask(PROMPT)) == code
+        await engines.whole.check()
+        await check_nothing_left(engines.whole)
+
+    async def refuse(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        raise ValueError("wrong")
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm.v1.engine.async_llm.AsyncLLM.generate", refuse)
+        assert await error_code(engines.whole, ask(PROMPT)) == "engine_refused"
+    assert len(await answer(engines.whole, PROMPT)) == 8
 
 
 async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Path) -> None:

@@ -27,6 +27,14 @@ KV_WAIT_S = 30.0  # longest wait for the KV of a cancelled decode leg: aborting 
 ANSWER_S = 10.0  # longest wait for the answer to an abort
 
 
+class VendorError(Exception):
+    """Wrap an exception that TensorRT-LLM raised instead of a result, to tell it from one of this adapter's own."""
+
+    def __init__(self, raised: Exception) -> None:
+        super().__init__(str(raised))
+        self.raised = raised
+
+
 class Flight:
     """Used by one task at a time: first the request's, then the one that winds it down."""
 
@@ -70,7 +78,7 @@ class Flight:
 
     async def step(self) -> Step:
         """The next result. Raises TimeoutError when it is overdue, NotMigratable for a stream that ends with no
-        reason, and whatever the vendor raises."""
+        reason, and VendorError for what the vendor raises."""
         await self._advance()
         if self.finished and self.result.outputs[0].finish_reason is None:
             raise NotMigratable("TensorRT-LLM ended a request with no reason")
@@ -113,6 +121,9 @@ class Flight:
             await self.result
         except StopAsyncIteration:
             pass
+        except VENDOR_ERRORS as exc:
+            self.finished = True
+            raise VendorError(exc) from exc
         self.finished = True
 
     def abort(self) -> None:
@@ -139,7 +150,7 @@ class Flight:
                 self.abort()  # it was done before it heard of the abort: its KV would wait for a decode worker
         except TimeoutError:
             _log.warning("request %s was aborted, and TensorRT-LLM did not answer in %g s", self.request_id, answer_s)
-        except VENDOR_ERRORS as exc:
+        except VendorError as exc:
             _log.debug("request %s ended after its abort: %s", self.request_id, exc)
 
     async def _first_result(self, wait_s: float) -> None:

@@ -16,7 +16,7 @@ from dynamo_trtllm.engine.base import EngineStats
 from dynamo_trtllm.engine.held import Terms, ticket_of
 from dynamo_trtllm.engine.trtllm import ticket as wire
 from dynamo_trtllm.engine.trtllm.desk import Desk
-from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS, Flight
+from dynamo_trtllm.engine.trtllm.flight import VENDOR_ERRORS, Flight, VendorError
 from dynamo_trtllm.engine.trtllm.requests import Call, Rules, make_call
 from dynamo_trtllm.engine.trtllm.results import HANDED_OVER, Reader
 from dynamo_trtllm.engine.trtllm.stats import StatsPoller
@@ -139,8 +139,8 @@ class Serving:
             logprobs=request.sampling.logprobs,
             first=first,
         )
+        arguments = self._vendor.arguments(call, disagg, vocab_size=self._rules.vocab_size)
         try:
-            arguments = self._vendor.arguments(call, disagg, vocab_size=self._rules.vocab_size)
             result = self._llm.generate_async(**arguments)
         except (self._vendor.request_error, *VENDOR_ERRORS) as exc:
             raise self._translated(exc) from exc
@@ -189,9 +189,8 @@ class Serving:
             step = await flight.step()
         except TimeoutError as exc:
             raise self._late(request, flight) from exc
-        except (self._vendor.request_error, *VENDOR_ERRORS) as exc:
-            flight.finished = True
-            raise self._translated(exc, flight) from exc
+        except VendorError as exc:
+            raise self._translated(exc.raised, flight) from exc.raised
         self._last_result_at = time.monotonic()
         if fetching:
             flight.due_in(request.deadline - time.time())

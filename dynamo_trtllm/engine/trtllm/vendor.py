@@ -16,11 +16,13 @@ from typing import Any
 
 from dynamo_trtllm.engine.trtllm.releases import Presence, Release, release_for
 from dynamo_trtllm.engine.trtllm.requests import Call
+from dynamo_trtllm.engine.vendored import construct
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
 PACKAGE = "tensorrt_llm"
+_LIBRARY = "TensorRT-LLM"
 INSTALL = "pip install tensorrt-llm on a machine with NVIDIA GPUs, or run in NVIDIA's TensorRT-LLM container"
 
 # Each class and the modules that may have it: releases moved some, and re-export others.
@@ -108,20 +110,20 @@ class Vendor:
     def arguments(self, call: Call, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
         """Keywords of `generate_async`, by name only: releases insert parameters in the middle.
 
-        Raises what the vendor's classes raise for values they refuse.
+        Raises EngineRefused for values that the vendor's classes refuse.
         """
         sampling = dict(call.sampling)
         if call.guided is not None:
-            sampling["guided_decoding"] = self.guided_decoding_params(**call.guided)
+            sampling["guided_decoding"] = construct(_LIBRARY, self.guided_decoding_params, call.guided)
         if call.bias:
             sampling["embedding_bias"] = _bias(call.bias, vocab_size)
         keywords = {
             "inputs": call.prompt,
-            "sampling_params": self.sampling_params(**sampling),
+            "sampling_params": construct(_LIBRARY, self.sampling_params, sampling),
             "streaming": call.streaming,
         }
         if disagg is not None:
-            keywords["disaggregated_params"] = self.disaggregated_params(**disagg)
+            keywords["disaggregated_params"] = construct(_LIBRARY, self.disaggregated_params, disagg)
         if call.cache_salt is not None:
             keywords["cache_salt"] = call.cache_salt
         return keywords

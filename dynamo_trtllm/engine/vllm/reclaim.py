@@ -9,8 +9,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from dynamo_trtllm.engine.vllm.vendor import VENDOR_ERRORS
-
 _log = logging.getLogger(__name__)
 _TRIES = 4
 _AGAIN_S = 0.25
@@ -20,11 +18,10 @@ Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> pe
 
 
 class Reclaimer:
-    """`release` is the call to the workers; `errors` what it may raise."""
+    """`release` is the call to the workers."""
 
-    def __init__(self, release: Release, errors: tuple[type[Exception], ...] = ()) -> None:
+    def __init__(self, release: Release) -> None:
         self._release = release
-        self._errors: tuple[type[Exception], ...] = (*VENDOR_ERRORS, *errors)
         self._wanted: dict[str, int] = {}  # id -> how often it was asked for
         self._wake = asyncio.Event()
         self._again: set[asyncio.TimerHandle] = set()
@@ -42,10 +39,11 @@ class Reclaimer:
             self._wake.clear()
             batch, self._wanted = self._wanted, {}
             try:
-                found = {each for worker in await self._release(sorted(batch)) for each in worker}
-            except self._errors as exc:
+                released = await self._release(sorted(batch))
+            except Exception as exc:  # noqa: BLE001  # vLLM wraps what fails in its workers in a bare one
                 _log.warning("vLLM could not free the KV of %d requests: %s", len(batch), exc)
                 continue
+            found = {each for worker in released for each in worker}
             for request_id, tried in batch.items():
                 if request_id not in found and tried + 1 < _TRIES:
                     self._later(request_id, tried + 1)

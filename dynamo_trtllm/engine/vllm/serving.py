@@ -53,7 +53,7 @@ class Serving:
         self._rules = rules
         self._times = times
         self._desk = Desk(terms, vendor.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
-        self._reclaimer = Reclaimer(self._release_kv, (vendor.dead,))
+        self._reclaimer = Reclaimer(self._release_kv)
         self._failed: EngineFailed | None = None
         self._flights: set[Flight] = set()
         self._aborts: set[asyncio.Task[None]] = set()
@@ -65,7 +65,7 @@ class Serving:
         """vLLM's processes end with this one, also when it is killed. Raises EngineFailed when they do not answer."""
         try:
             tied = await self._llm.collective_rpc(_DIE_WITH, timeout=_RELEASE_S, args=(os.getpid(),))
-        except (self._vendor.dead, *VENDOR_ERRORS) as exc:
+        except Exception as exc:  # vLLM wraps what fails in its workers in a bare one
             raise self.fail(f"vLLM's workers do not answer: {exc}") from exc
         if not all(tied):
             _log.warning("vLLM's processes outlive this one if it is killed: this system has no pidfd_open")
@@ -159,20 +159,33 @@ class Serving:
 
     async def _outputs(self, call: Call, flight: Flight) -> AsyncGenerator[Any, None]:
         """The vendor's outputs, its errors translated. Ends early when the flight was given up."""
+        stream = self._llm.generate(**self._vendor.arguments(call), request_id=flight.call_id)
         try:
-            stream = self._llm.generate(**self._vendor.arguments(call), request_id=flight.call_id)
-            async with aclosing(stream):
-                async for output in stream:
-                    flight.finished = flight.finished or bool(output.finished)
-                    if flight.reason is not None:
-                        return
-                    yield output
-        except self._vendor.dead as exc:
-            raise self.fail(f"vLLM's engine has died: {exc}") from exc
-        except self._vendor.broken as exc:
-            raise self._broken(flight, exc.__cause__ or exc) from exc
-        except VENDOR_ERRORS as exc:
-            raise self._broken(flight, exc) from exc
+            while True:
+                try:
+                    output = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except (self._vendor.dead, self._vendor.broken, *VENDOR_ERRORS) as exc:
+                    raise self._translated(flight, exc) from exc
+                flight.finished = flight.finished or bool(output.finished)
+                if flight.reason is not None:
+                    return
+                yield output
+        finally:
+            await self._close(stream, flight)
+
+    async def _close(self, stream: AsyncGenerator[Any, None], flight: Flight) -> None:
+        """Closed early, the vendor aborts the call. An engine that is found dead fails the other streams."""
+        try:
+            await stream.aclose()
+        except (self._vendor.dead, self._vendor.broken, *VENDOR_ERRORS) as exc:
+            _log.debug("end of %s: %s", flight.call_id, self._translated(flight, exc).message)
+
+    def _translated(self, flight: Flight, exc: Exception) -> DynamoError:
+        if isinstance(exc, self._vendor.dead):
+            return self.fail(f"vLLM's engine has died: {exc}")
+        return self._broken(flight, exc.__cause__ or exc if isinstance(exc, self._vendor.broken) else exc)
 
     def _broken(self, flight: Flight, exc: BaseException) -> DynamoError:
         """Whether an error of the vendor's is one request's, or the engine's end."""

