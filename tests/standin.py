@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+_CONNECTOR = "dynamo_trtllm.engine.vllm.connector"  # changes the vLLM that it finds when it is imported
 FAKES = Path(__file__).parent / "fakes"
 RELEASES = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc29")
 
@@ -76,6 +77,6 @@ def playing_vllm() -> Iterator[Any]:
 
 def _forget(package: str = "tensorrt_llm") -> None:
     """The release is settled when the package is imported."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == _CONNECTOR]:
         del sys.modules[name]
     importlib.invalidate_caches()

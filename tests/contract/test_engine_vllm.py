@@ -30,6 +30,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
 )
 from dynamo_trtllm.messages import Chunk, FinishReason, Guided, GuidedAlternative, Phase, ReleaseOutcome, Role
+from tests.contract.vllm_real import SPOILED, failed_reads
 from tests.engines import (
     answer,
     ask,
@@ -184,6 +185,16 @@ async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(engin
     with pytest.raises(TransferFailed):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
     await check_nothing_left(engines.decode)
+
+
+@pytest.mark.parametrize("how", SPOILED)
+async def test_decode_when_its_kv_cant_be_read_then_transfer_failed_and_nothing_of_it_is_cached(
+    engines: Engines, how: str
+) -> None:
+    """Without the connector's own report of failed reads the stand-in answers with other tokens, as vLLM does."""
+    assert await failed_reads(engines.prefill, engines.decode, [PROMPT, FULL], how) == []
+    for engine in engines:
+        await check_nothing_left(engine)
 
 
 async def test_generate_when_the_deadline_passes_then_aborted(engines: Engines) -> None:

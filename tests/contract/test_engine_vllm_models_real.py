@@ -5,16 +5,19 @@ Run with `pytest -m vllm`. Each pair of engines is gone before the next one come
 
 from __future__ import annotations
 
+import inspect
 import json
+import queue
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.contract.vllm_real import Pair, save_model, started
+from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, started
 from tests.engines import answer, ask, collect, prompt_of, tokens, two_legs
 from tests.tiny_models import save_tiny_llama4
 
@@ -59,6 +62,33 @@ async def test_two_legs_when_layers_see_a_window_then_no_prompt_length_loses_a_k
     """48 tokens seen, 32 in a block: prompts of 14 or 15 tokens in their last block, and full ones, are the edges."""
     lengths = [*range(206, 225), *range(14, 800, 32), *range(15, 800, 32)]
     assert await parted(windowed, lengths, sampling) == []
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(250, marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", SPOILED)
+async def test_decode_when_kv_of_two_groups_cant_be_read_then_transfer_failed_and_nothing_of_it_is_cached(
+    windowed: Pair, how: str, count: int
+) -> None:
+    """vLLM itself answers such a request with other tokens, and caches what they were made from."""
+    assert await all_failed_reads(windowed, count, how) == []
+
+
+async def test_failed_read_when_in_several_kv_groups_then_vllm_still_marks_no_block() -> None:
+    """When this fails, vLLM ends such requests itself: take the report of failed reads out of the connector."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    worker = SimpleNamespace(
+        _is_hma_required=True,
+        _recving_metadata={"r": SimpleNamespace(local_block_ids=([1, 2], [3]))},
+        _invalid_block_ids=queue.Queue(),
+        _failed_recv_reqs=queue.Queue(),
+        xfer_stats=SimpleNamespace(record_failed_transfer=lambda: None),
+    )
+    NixlBaseConnectorWorker._handle_failed_transfer(worker, "r", None)
+    assert worker._failed_recv_reqs.get_nowait() == "r"
+    assert worker._invalid_block_ids.empty()
+    assert "(req_block_ids,) =" in inspect.getsource(Scheduler._update_requests_with_invalid_blocks)
 
 
 async def test_two_legs_when_layers_see_by_chunks_then_no_prompt_length_loses_one(tmp_path: Path) -> None:

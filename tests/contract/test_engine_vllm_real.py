@@ -24,7 +24,7 @@ from dynamo_trtllm.engine.vllm import manifest
 from dynamo_trtllm.engine.vllm.ticket import unpack
 from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
-from tests.contract.vllm_real import ROOT, Pair, save_model, started
+from tests.contract.vllm_real import ROOT, SPOILED, Pair, all_failed_reads, save_model, started
 from tests.engines import (
     answer,
     ask,
@@ -130,6 +130,14 @@ async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_en
     release(pair.prefill, ticket)
     await check_nothing_left(pair.prefill)
     assert time.monotonic() - began < 10  # the lease is of 65 s
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(250, marks=pytest.mark.long)])
+@pytest.mark.parametrize("how", SPOILED)
+async def test_decode_when_kv_cant_be_read_then_transfer_failed_and_nothing_of_it_is_cached(
+    pair: Pair, how: str, count: int
+) -> None:
+    assert await all_failed_reads(pair, count, how) == []
 
 
 async def test_cancel_when_at_any_moment_of_either_leg_then_every_block_is_free(pair: Pair) -> None:

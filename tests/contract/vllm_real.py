@@ -1,18 +1,26 @@
-"""Real vLLM engines of tests, on GPUs or on this CPU: models, and pairs of a prefill and a decode engine."""
+"""Real vLLM engines of tests, on GPUs or on this CPU: models, pairs of a prefill and a decode engine, failed reads."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+import secrets
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
+from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import Engine
-from dynamo_trtllm.messages import Role
+from dynamo_trtllm.engine.vllm import ticket as wire
+from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.messages import HandoffTicket, Phase, ReleaseOutcome, Role
+from tests.engines import answer, ask, check_nothing_left, collect, prompt_of, release, ticket_from, tokens
 from tests.tiny_models import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +31,56 @@ CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OM
 class Pair(NamedTuple):
     prefill: Engine
     decode: Engine
+
+
+SPOILED = ("dead port", "blocks out of range")
+
+
+def spoiled(ticket: HandoffTicket, how: str, peer: str) -> HandoffTicket:
+    """A ticket whose KV can't be read. `peer`: of a dead port, the engine that is said to listen there."""
+    params = wire.unpack(ticket).params
+    if how == "dead port":
+        params |= {"remote_engine_id": peer, "remote_host": "127.0.0.1", "remote_port": free_ports(1, "127.0.0.1")}
+    else:
+        params |= {"remote_block_ids": [[block + 10**6 for block in group] for group in params["remote_block_ids"]]}
+    return msgspec.structs.replace(ticket, opaque=wire.pack(params, release="any", seed=None))
+
+
+async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[int]], how: str) -> list[str]:
+    """What is wrong after the KV of all prompts could not be read, at once: how each leg ended, what the decode engine
+    answers to the same prompt afterwards and from which cache, and what the good ticket still gives."""
+    wrong, peer = [], secrets.token_hex(8)
+
+    async def read(prompt: array[int]) -> HandoffTicket:
+        ticket = await ticket_from(prefill, prompt)
+        try:
+            chunks = await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=spoiled(ticket, how, peer)))
+            wrong.append(f"{len(prompt)} tokens: answered {tokens(chunks)}")
+        except TransferFailed:
+            pass
+        return ticket
+
+    tickets = await asyncio.gather(*(read(prompt) for prompt in prompts))
+    for n, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True)):
+        expected = await answer(prefill, prompt)
+        leg = ask(prompt, phase=Phase.DECODE, ticket=ticket) if n % 2 else ask(prompt)
+        chunks = await collect(decode, leg)
+        stats = chunks[-1].stats
+        if tokens(chunks) != expected or stats is None or stats.cached_tokens:
+            wrong.append(f"{len(prompt)} tokens, asked again: {tokens(chunks)} instead of {expected}, {stats}")
+        release(prefill, ticket, ReleaseOutcome.REDEEMED if n % 2 else ReleaseOutcome.REFUSED)
+    return wrong
+
+
+async def all_failed_reads(pair: Pair, count: int, how: str) -> list[str]:
+    """As `failed_reads`, of `count` prompts of 30 to 530 tokens, at most 25 at once, and that nothing is held then."""
+    wrong: list[str] = []
+    prompts = [prompt_of(30 + 37 * n % 500, secrets.randbits(30)) for n in range(count)]
+    for n in range(0, count, 25):
+        wrong += await failed_reads(pair.prefill, pair.decode, prompts[n : n + 25], how)
+    for engine in pair:
+        await check_nothing_left(engine)
+    return wrong
 
 
 def _gpus() -> int:

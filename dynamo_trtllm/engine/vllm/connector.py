@@ -7,16 +7,36 @@ still sees, where a KV block ends just there: prompts of one length in `block_si
 nobody says so. Layers that see by chunks lose a whole one, where it ends with the prompt. And a token behind the prompt
 would need a block that the prefill engine does not have, where the prompt fills its last one. Knows no requests but by
 vLLM's own records of them.
+
+A read that fails does not end its request in 0.24.0 where layers are in several KV groups (sliding window and full
+attention, as in gpt-oss): `_handle_failed_transfer` marks no block there, so the request counts as received, is
+answered from memory that was never written, and that memory enters the prefix cache. Here the worker half reports the
+failed requests with each step and the scheduler ends them before anything is computed or cached from their blocks.
 """
 
 from __future__ import annotations
 
+import functools
+import queue
+from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engine.vllm import side_channel, vendor
 from dynamo_trtllm.engine.vllm.requests import tokens_to_read
 
 _Base: Any = vendor.nixl_connector()
+_parts = vendor.scheduler_parts()
+
+
+@dataclass
+class FailedReads(_parts.worker_metadata):  # type: ignore[misc,name-defined]
+    """Hold the ids of requests whose KV could not be read since the last step, of one rank or of all."""
+
+    request_ids: frozenset[str]
+
+    def aggregate(self, other: FailedReads) -> FailedReads:
+        """Return the failed reads of both ranks."""
+        return FailedReads(self.request_ids | other.request_ids)
 
 
 class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typed here
@@ -26,6 +46,27 @@ class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typ
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             side_channel.listen_there(self.connector_scheduler, vllm_config)
+        self._failed: queue.SimpleQueue[str] = queue.SimpleQueue()  # handshakes fail on another thread
+        if self.connector_worker is not None:
+            self._watch_reads(self.connector_worker)
+
+    def _watch_reads(self, worker: Any) -> None:
+        """Note each failed read before vLLM does, so that no step can count it as received and not report it here."""
+        handle = worker._handle_failed_transfer
+
+        @functools.wraps(handle)
+        def noted(req_id: str, *args: Any, **keywords: Any) -> None:
+            self._failed.put(req_id)
+            handle(req_id, *args, **keywords)
+
+        worker._handle_failed_transfer = noted
+
+    def build_connector_worker_meta(self) -> FailedReads | None:
+        """Return what failed since the last call; vLLM calls it after each step, in each rank."""
+        found = set()
+        while not self._failed.empty():
+            found.add(self._failed.get())
+        return FailedReads(frozenset(found)) if found else None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """How many tokens beyond those computed here are read, and whether that happens between steps."""
@@ -46,5 +87,32 @@ def _keep_what_the_last_token_sees(manager: Any) -> None:
     manager.get_num_skipped_tokens = lambda self, num_computed_tokens: skipped(self, max(0, num_computed_tokens - 1))
 
 
+def _end_failed_reads(scheduler: Any) -> None:
+    """End requests whose KV could not be read with `FINISHED_ERROR`, as `kv_load_failure_policy: fail` promises.
+
+    This happens in the step that reports them as received: their blocks are freed and were not cached. A request that
+    vLLM has ended itself, or that was aborted, is not found any more.
+    """
+    update = scheduler.update_from_output
+
+    @functools.wraps(update)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = update(self, scheduler_output, model_runner_output)
+        report = getattr(model_runner_output.kv_connector_output, "kv_connector_worker_meta", None)
+        if not isinstance(report, FailedReads):
+            return outputs
+        for request_id in report.request_ids:
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            self.finish_requests(request_id, _parts.request_status.FINISHED_ERROR)
+            ended = _parts.output(request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
+            outputs.setdefault(request.client_index, _parts.outputs()).outputs.append(ended)
+        return outputs
+
+    scheduler.update_from_output = update_from_output
+
+
 for each in vendor.forgetful_managers():
     _keep_what_the_last_token_sees(each)
+_end_failed_reads(_parts.scheduler)

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dynamo_trtllm.engine import gpu
 from dynamo_trtllm.engine.vendored import construct
@@ -182,6 +182,27 @@ def forgetful_managers() -> list[Any]:
     """The classes that hold the KV blocks of layers which see only what is near: by a sliding window, or by chunks."""
     module = "vllm.v1.core.single_type_kv_cache_manager"
     return [_find(module, name) for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager")]
+
+
+class SchedulerParts(NamedTuple):
+    """The classes by which the scheduler of vLLM's engine process hears of failed reads and ends requests."""
+
+    scheduler: Any
+    request_status: Any
+    output: Callable[..., Any]  # of one request in one step
+    outputs: Callable[..., Any]  # of one client in one step
+    worker_metadata: Any  # base of what a connector reports from workers to the scheduler
+
+
+def scheduler_parts() -> SchedulerParts:
+    """Only in vLLM's own processes, which have these modules loaded."""
+    return SchedulerParts(
+        scheduler=_find("vllm.v1.core.sched.scheduler", "Scheduler"),
+        request_status=_find("vllm.v1.request", "RequestStatus"),
+        output=_find("vllm.v1.engine", "EngineCoreOutput"),
+        outputs=_find("vllm.v1.engine", "EngineCoreOutputs"),
+        worker_metadata=_find("vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorWorkerMetadata"),
+    )
 
 
 def kv_transfer_group() -> Any:

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from vllm.standin.tokens import logprobs, next_token
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 engines: dict[str, Core] = {}  # by the connector's engine id; a dead one is not in it
 _ids = itertools.count()
@@ -24,15 +26,27 @@ class Job:
     queue: asyncio.Queue[Any]
     output: list[int] = field(default_factory=list)
     blocks: int = 0
-    fetched: bool = False
+    status: RequestStatus = RequestStatus.WAITING
+    is_garbled: bool = False  # its KV was never written
+    cached_tokens: int = 0
+    client_index: int = 0
 
     @property
     def transfer(self) -> dict[str, Any]:
         return (self.sampling.extra_args or {}).get("kv_transfer_params") or {}
 
+    def is_finished(self) -> bool:
+        return self.status > RequestStatus.RUNNING
+
+    def get_finished_reason(self) -> str:
+        return self.status.name.removeprefix("FINISHED_").lower()
+
 
 class Core:
-    """One step per turn of the loop while there is work. `connector_worker` is what the extension looks for."""
+    """One step per turn of the loop while there is work. `connector_worker` is what the extension looks for.
+
+    A read that fails garbles its request, and the request's prompt in the prefix cache, unless somebody ends it first.
+    """
 
     def __init__(self, config: Any, record: Any) -> None:
         self.config, self.record = config, record
@@ -41,8 +55,11 @@ class Core:
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.leases: dict[str, int] = {}  # finished prefills -> blocks
-        self.connector_worker = SimpleNamespace(_reqs_to_send={})
-        self.connector = _connector(config)
+        self.scheduler = Scheduler(self._drop)
+        self.connector = _connector(config, "scheduler")
+        self.worker_half = _connector(config, "worker")
+        self.connector_worker = None if self.worker_half is None else self.worker_half.connector_worker
+        self.garbled: set[tuple[int, ...]] = set()  # first blocks of prompts whose cached KV was never written
         self.dead = False
         self.stuck = False  # no KV ever comes
         self.task = asyncio.get_running_loop().create_task(self._run(), name="standin-core")
@@ -50,13 +67,14 @@ class Core:
         engines[self.engine_id] = self
 
     def add(self, job: Job) -> None:
+        self.scheduler.requests[job.id] = job
         self.waiting.append(job)
         self.wake.set()
 
     def abort(self, external_id: str) -> None:
         for job in [*self.waiting, *self.running]:
             if job.id.rpartition("-")[0] == external_id:
-                self._end(job, "abort")
+                self._end(job, RequestStatus.FINISHED_ABORTED)
         self.wake.set()
 
     async def _run(self) -> None:
@@ -81,12 +99,26 @@ class Core:
         )
 
     def _step(self) -> None:
-        self._free_leases()
+        self._end_reads()
         for job in list(self.waiting):
             if len(self.running) < self.config.scheduler_config.max_num_seqs:
                 self._admit(job)
         for job in list(self.running):
             self._advance(job)
+
+    def _end_reads(self) -> None:
+        """What the workers tell of the last step, told to the scheduler."""
+        if self.worker_half is None:
+            return
+        told = SimpleNamespace(
+            finished_recving=self.connector_worker.get_finished() & set(self.scheduler.requests),
+            kv_connector_worker_meta=self.worker_half.build_connector_worker_meta(),
+        )
+        jobs = dict(self.scheduler.requests)
+        outputs = self.scheduler.update_from_output(None, SimpleNamespace(kv_connector_output=told))
+        self._free_leases()
+        for output in [each for client in outputs.values() for each in client.outputs]:
+            jobs[output.request_id].queue.put_nowait(self._output([], None, output.finish_reason, None))
 
     def _free_leases(self) -> None:
         held = self.connector_worker._reqs_to_send
@@ -96,19 +128,40 @@ class Core:
                 self.free += self.leases.pop(job_id)
 
     def _admit(self, job: Job) -> None:
+        if job.status is RequestStatus.WAITING and not self._allocate(job):
+            return
+        if job.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            received = self.scheduler.finished_recving_kv_req_ids
+            if job.id not in received:
+                return
+            received.remove(job.id)
+            if job.is_garbled:
+                self.garbled.add(self._first_block(job))
+        self.waiting.remove(job)
+        self.running.append(job)
+        job.status = RequestStatus.RUNNING
+
+    def _allocate(self, job: Job) -> bool:
+        """Takes the blocks it needs, and begins to read its KV if it has a ticket. False: there are too few."""
         needed = -(-(len(job.prompt) + job.sampling.max_tokens) // self.config.cache_config.block_size)
         if job.transfer.get("do_remote_decode"):
             needed = -(-len(job.prompt) // self.config.cache_config.block_size)
         if needed > self.free:
-            return
-        if job.transfer.get("do_remote_prefill") and not job.fetched:
-            if self.stuck or not self._fetch(job):
-                return
-        self.waiting.remove(job)
-        self.running.append(job)
+            return False
         job.blocks, self.free = needed, self.free - needed
+        if job.transfer.get("do_remote_prefill"):
+            job.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+            if not self.stuck:
+                self._fetch(job)
+        elif self._first_block(job) in self.garbled:
+            job.is_garbled, job.cached_tokens = True, self.config.cache_config.block_size
+        return True
 
-    def _fetch(self, job: Job) -> bool:
+    def _first_block(self, job: Job) -> tuple[int, ...]:
+        """By which the prefix cache finds a prompt again."""
+        return tuple(job.prompt[: self.config.cache_config.block_size])
+
+    def _fetch(self, job: Job) -> None:
         """Reads without asking whether the KV is still there, as NixlConnector does; then frees it over there."""
         other = engines.get(job.transfer["remote_engine_id"])
         size = self.config.cache_config.block_size
@@ -116,18 +169,19 @@ class Core:
         request = SimpleNamespace(kv_transfer_params=job.transfer, prompt_token_ids=job.prompt)
         count, _ = self.connector.get_num_new_matched_tokens(request, 0)
         assert -(-count // size) == theirs, "blocks of both sides are paired from the end"
-        if other is None:
-            self._end(job, "error")
-            return False
+        if other is None or max(job.transfer["remote_block_ids"][0]) > other.config.cache_config.num_gpu_blocks:
+            job.is_garbled = True
+            self.connector_worker._handle_failed_transfer(job.id, None)
+            return
         expiry = other.connector_worker._reqs_to_send
         if job.transfer["remote_request_id"] in expiry:
             expiry[job.transfer["remote_request_id"]] = 0.0
-        job.fetched = True
-        return True
+        self.connector_worker.received(job.id)
 
     def _advance(self, job: Job) -> None:
         sampling = job.sampling
-        token = next_token(job.prompt, job.output, sampling, self.config.vocab_size)
+        prompt = job.prompt[::-1] if job.is_garbled else job.prompt
+        token = next_token(prompt, job.output, sampling, self.config.vocab_size)
         job.output.append(token)
         finish = None
         if token in sampling.stop_token_ids and len(job.output) >= sampling.min_tokens:
@@ -136,9 +190,10 @@ class Core:
             finish = "length"
         told = None if sampling.logprobs is None else [logprobs(token, sampling.logprobs)]
         params = self._lease(job) if finish and job.transfer.get("do_remote_decode") else None
-        job.queue.put_nowait(self._output([token], told, finish, params))
+        job.queue.put_nowait(self._output([token], told, finish, params, job.cached_tokens))
         if finish:
-            self._end(job, None, keep=params is not None)
+            job.blocks = 0 if params is not None else job.blocks  # they are the lease's
+            self._end(job, RequestStatus.FINISHED_STOPPED)
 
     def _lease(self, job: Job) -> dict[str, Any]:
         seconds = self.config.kv_transfer_config.kv_connector_extra_config["kv_lease_duration"]
@@ -147,7 +202,7 @@ class Core:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": (list(range(job.blocks)),),
+            "remote_block_ids": (list(range(job.blocks)), list(range(job.blocks))[-2:]),  # full attention, window
             "remote_engine_id": self.engine_id,
             "remote_request_id": job.id,
             "remote_host": "127.0.0.1",
@@ -156,19 +211,24 @@ class Core:
             "remote_num_tokens": len(job.prompt),
         }
 
-    def _end(self, job: Job, finish: str | None, *, keep: bool = False) -> None:
+    def _end(self, job: Job, status: RequestStatus) -> None:
+        self.scheduler.finish_requests(job.id, status)
+        if status is not RequestStatus.FINISHED_STOPPED:
+            job.queue.put_nowait(self._output([], None, job.get_finished_reason(), None))
+
+    def _drop(self, job: Job) -> None:
         for group in (self.waiting, self.running):
             if job in group:
                 group.remove(job)
-        if not keep:
-            self.free += job.blocks
-        if finish is not None:
-            job.queue.put_nowait(self._output([], None, finish, None))
+        self.free += job.blocks
 
-    def _output(self, tokens: list[int], told: Any, finish: str | None, params: Any) -> Any:
+    def _output(self, tokens: list[int], told: Any, finish: str | None, params: Any, cached_tokens: int = 0) -> Any:
         completion = SimpleNamespace(token_ids=tokens, logprobs=told, finish_reason=finish)
         return SimpleNamespace(
-            outputs=[completion], finished=finish is not None, kv_transfer_params=params, num_cached_tokens=0
+            outputs=[completion],
+            finished=finish is not None,
+            kv_transfer_params=params,
+            num_cached_tokens=cached_tokens,
         )
 
     def die(self) -> None:
@@ -184,10 +244,10 @@ class Core:
         self.running.clear()
 
 
-def _connector(config: Any) -> Any:
+def _connector(config: Any, role: str) -> Any:
     """As vLLM finds it: by its name in a module. None: whole requests only."""
     transfer = config.kv_transfer_config
     if transfer is None:
         return None
     found = getattr(importlib.import_module(transfer.kv_connector_module_path), transfer.kv_connector)
-    return found(config, "scheduler", None)
+    return found(config, role, None)

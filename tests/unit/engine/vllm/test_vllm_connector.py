@@ -21,9 +21,7 @@ MODULE = "dynamo_trtllm.engine.vllm.connector"
 def module() -> Iterator[Any]:
     """Imported as vLLM's processes do, over the stand-in."""
     with playing_vllm():
-        sys.modules.pop(MODULE, None)
         yield importlib.import_module(MODULE)
-        del sys.modules[MODULE]
 
 
 def connector(block: int, rank: int = 0) -> Any:

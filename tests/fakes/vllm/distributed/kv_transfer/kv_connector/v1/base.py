@@ -1,0 +1,6 @@
+from abc import ABC, abstractmethod
+
+
+class KVConnectorWorkerMetadata(ABC):
+    @abstractmethod
+    def aggregate(self, other: "KVConnectorWorkerMetadata") -> "KVConnectorWorkerMetadata": ...
