@@ -210,6 +210,12 @@ def _of_intruders() -> list[Fault]:
             what="a prefill worker whose KV arrives with flipped bits",
             apply=intruders.corrupt_kv,
         ),
+        Fault(
+            name="failed-read",
+            what="a prefill worker whose KV can't be read: a dead port, or an offer that was withdrawn",
+            apply=intruders.failed_read,
+            spares_requests=True,
+        ),
         Fault(name="garbage", what="bytes and frames that nobody meant, on all subjects", apply=intruders.garbage),
         Fault(
             name="version-skew",

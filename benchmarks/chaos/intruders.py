@@ -111,6 +111,13 @@ def _mismatches(deployment: Deployment) -> float:
     return sum(deployment.worker_gauges(name).get("kv_checksum_mismatches_total", 0.0) for name in _DECODERS)
 
 
+async def failed_read(scene: Scene) -> None:
+    """A prefill worker more, whose KV can't be read: nobody listens at its port, or it offers the KV no longer."""
+    with rogue.unreadable() as spoil:
+        async with rogue.registered(scene.deployment, spoil):
+            await asyncio.sleep(scene.outage_s)
+
+
 async def late_ticket(scene: Scene) -> None:
     """A prefill worker more, all of whose tickets have expired."""
     async with rogue.registered(scene.deployment, rogue.late):

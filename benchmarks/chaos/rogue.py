@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import Any
 
 import msgspec
 
@@ -86,6 +89,37 @@ def newer(chunk: Chunk) -> Chunk:
     return msgspec.structs.replace(chunk, finish_reason="a reason of a later version")
 
 
+def _offer(chunk: Chunk) -> dict[str, Any]:
+    """Return the tcp offer of the chunk's ticket, which is all of `opaque` or its `offer`."""
+    assert chunk.ticket is not None
+    opaque: dict[str, Any] = msgspec.msgpack.decode(chunk.ticket.opaque)
+    return msgspec.msgpack.decode(opaque["offer"]) if "offer" in opaque else opaque
+
+
+def _offering(chunk: Chunk, changes: dict[str, Any]) -> Chunk:
+    """Return the chunk with other values in the tcp offer of its ticket."""
+    assert chunk.ticket is not None
+    opaque = msgspec.msgpack.decode(chunk.ticket.opaque)
+    offer = _offer(chunk) | changes
+    opaque = opaque | {"offer": msgspec.msgpack.encode(offer)} if "offer" in opaque else offer
+    ticket = msgspec.structs.replace(chunk.ticket, opaque=msgspec.msgpack.encode(opaque))
+    return msgspec.structs.replace(chunk, ticket=ticket)
+
+
+@contextmanager
+def unreadable() -> Iterator[Spoil]:
+    """Yield a function that makes every other ticket name a dead port, and the others an offer that was withdrawn."""
+    with socket.socket() as dead:
+        dead.bind(("127.0.0.1", 0))  # never listens: connections are refused, and the port stays taken
+        reasons = itertools.cycle(
+            [
+                {"host": "127.0.0.1", "port": dead.getsockname()[1]},
+                {"token": secrets.token_bytes(32)},  # the holder knows no such offer
+            ]
+        )
+        yield lambda chunk: _offering(chunk, next(reasons))
+
+
 @asynccontextmanager
 async def black_hole() -> AsyncIterator[Spoil]:
     """Tickets of the tcp carrier whose KV is at a port that takes connections and never says a word."""
@@ -98,7 +132,7 @@ async def black_hole() -> AsyncIterator[Spoil]:
     port = server.sockets[0].getsockname()[1]
 
     try:
-        yield lambda chunk: _moved(chunk, port)[0]
+        yield lambda chunk: _offering(chunk, {"host": "127.0.0.1", "port": port})
     finally:
         server.close()
         for writer in taken:
@@ -122,22 +156,11 @@ async def corrupting() -> AsyncIterator[Spoil]:
     port = int(relay.address.rpartition(":")[2])
 
     def spoil(chunk: Chunk) -> Chunk:
-        moved, address = _moved(chunk, port)
-        relay.point_at(*address)
-        return moved
+        offer = _offer(chunk)
+        relay.point_at(offer["host"], offer["port"])
+        return _offering(chunk, {"host": "127.0.0.1", "port": port})
 
     try:
         yield spoil
     finally:
         await relay.cut()
-
-
-def _moved(chunk: Chunk, port: int) -> tuple[Chunk, tuple[str, int]]:
-    """Return the chunk with KV at a port of this host, and the address where it was."""
-    assert chunk.ticket is not None
-    opaque = msgspec.msgpack.decode(chunk.ticket.opaque)
-    offer = msgspec.msgpack.decode(opaque["offer"]) if "offer" in opaque else opaque  # the torch engine says more
-    moved = offer | {"host": "127.0.0.1", "port": port}
-    opaque = opaque | {"offer": msgspec.msgpack.encode(moved)} if "offer" in opaque else moved
-    ticket = msgspec.structs.replace(chunk.ticket, opaque=msgspec.msgpack.encode(opaque))
-    return msgspec.structs.replace(chunk, ticket=ticket), (offer["host"], offer["port"])
