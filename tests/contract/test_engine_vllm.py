@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
@@ -184,6 +185,22 @@ async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(engin
     core_of(engines.prefill).die()
     with pytest.raises(TransferFailed):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+    await check_nothing_left(engines.decode)
+
+
+async def test_decode_when_its_kv_comes_after_the_ticket_expired_then_it_is_not_used(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the engine process can tell: whoever ends late reads, in the worker's process, may be late too."""
+    ticket = await ticket_from(engines.prefill, PROMPT)
+    clock = SimpleNamespace(time=lambda: ticket.expires_at)
+    monkeypatch.setattr("dynamo_trtllm.engine.vllm.connector.time", clock)
+    with pytest.raises(TransferFailed):
+        await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+    (again,) = [chunk for chunk in await collect(engines.decode, ask(PROMPT)) if chunk.stats]
+    assert again.stats is not None
+    assert again.stats.cached_tokens == 0
+    release(engines.prefill, ticket)
     await check_nothing_left(engines.decode)
 
 

@@ -5,6 +5,7 @@ Run with `pytest -m vllm`. Each pair of engines is gone before the next one come
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import queue
@@ -17,8 +18,20 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, started
-from tests.engines import answer, ask, collect, prompt_of, tokens, two_legs
+from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.messages import Phase
+from tests.contract.vllm_real import SPOILED, Pair, all_failed_reads, save_model, spoiled, started
+from tests.engines import (
+    answer,
+    ask,
+    check_nothing_left,
+    collect,
+    prompt_of,
+    release,
+    ticket_from,
+    tokens,
+    two_legs,
+)
 from tests.tiny_models import save_tiny_llama4
 
 pytestmark = [
@@ -71,6 +84,26 @@ async def test_decode_when_kv_of_two_groups_cant_be_read_then_transfer_failed_an
 ) -> None:
     """vLLM itself answers such a request with other tokens, and caches what they were made from."""
     assert await all_failed_reads(windowed, count, how) == []
+
+
+async def test_two_legs_when_reads_fail_under_load_then_every_answer_is_right_once_prefilled_again(
+    windowed: Pair,
+) -> None:
+    prompts = [prompt_of(40 + 23 * n, 900 + n) for n in range(24)]
+    alone = [await answer(windowed.prefill, prompt, max_tokens=24) for prompt in prompts]
+
+    async def legs(n: int) -> list[int]:
+        if n % 3 == 0:
+            ticket = await ticket_from(windowed.prefill, prompts[n], max_tokens=24)
+            bad = spoiled(ticket, SPOILED[n // 3 % 2], peer="nobody")
+            with pytest.raises(TransferFailed):
+                await collect(windowed.decode, ask(prompts[n], phase=Phase.DECODE, ticket=bad, max_tokens=24))
+            release(windowed.prefill, ticket)
+        return tokens(await two_legs(windowed.prefill, windowed.decode, prompts[n], max_tokens=24))
+
+    assert await asyncio.gather(*map(legs, range(len(prompts)))) == alone
+    for engine in windowed:
+        await check_nothing_left(engine)
 
 
 async def test_failed_read_when_in_several_kv_groups_then_vllm_still_marks_no_block() -> None:

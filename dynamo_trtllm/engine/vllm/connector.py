@@ -11,19 +11,25 @@ vLLM's own records of them.
 A read that fails does not end its request in 0.24.0 where layers are in several KV groups (sliding window and full
 attention, as in gpt-oss): `_handle_failed_transfer` marks no block there, so the request counts as received, is
 answered from memory that was never written, and that memory enters the prefix cache. Here the worker half reports the
-failed requests with each step and the scheduler ends them before anything is computed or cached from their blocks.
+failed requests with each step and the scheduler ends them before anything is computed or cached from their blocks. A
+read that ends after the ticket has expired counts as failed: the blocks may hold another request's KV by then.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import math
 import queue
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engine.vllm import side_channel, vendor
-from dynamo_trtllm.engine.vllm.requests import tokens_to_read
+from dynamo_trtllm.engine.vllm.requests import EXPIRES_AT, tokens_to_read
 
+_log = logging.getLogger(__name__)
 _Base: Any = vendor.nixl_connector()
 _parts = vendor.scheduler_parts()
 
@@ -88,7 +94,7 @@ def _keep_what_the_last_token_sees(manager: Any) -> None:
 
 
 def _end_failed_reads(scheduler: Any) -> None:
-    """End requests whose KV could not be read with `FINISHED_ERROR`, as `kv_load_failure_policy: fail` promises.
+    """End requests whose KV could not be read in time with `FINISHED_ERROR`, as with `kv_load_failure_policy: fail`.
 
     This happens in the step that reports them as received: their blocks are freed and were not cached. A request that
     vLLM has ended itself, or that was aborted, is not found any more.
@@ -98,19 +104,28 @@ def _end_failed_reads(scheduler: Any) -> None:
     @functools.wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = update(self, scheduler_output, model_runner_output)
-        report = getattr(model_runner_output.kv_connector_output, "kv_connector_worker_meta", None)
-        if not isinstance(report, FailedReads):
-            return outputs
-        for request_id in report.request_ids:
+        for request_id in _failed_reads(self.requests, model_runner_output.kv_connector_output):
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 continue
+            _log.warning("request %s ends: its KV could not be read before its ticket expired", request_id)
             self.finish_requests(request_id, _parts.request_status.FINISHED_ERROR)
             ended = _parts.output(request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
             outputs.setdefault(request.client_index, _parts.outputs()).outputs.append(ended)
         return outputs
 
     scheduler.update_from_output = update_from_output
+
+
+def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
+    """Return the ids of requests whose reads have failed or ended too late. `report`: KVConnectorOutput or None."""
+    if report is None:
+        return ()
+    now = time.time()
+    known = [(each, requests[each]) for each in report.finished_recving or () if each in requests]
+    late = {each for each, request in known if (request.kv_transfer_params or {}).get(EXPIRES_AT, math.inf) <= now}
+    meta = report.kv_connector_worker_meta
+    return late | meta.request_ids if isinstance(meta, FailedReads) else late
 
 
 for each in vendor.forgetful_managers():

@@ -8,7 +8,7 @@ from typing import Any
 from dynamo_trtllm.engine.answering import Step
 from dynamo_trtllm.engine.held import HeldTickets, Left, Terms
 from dynamo_trtllm.engine.vllm import ticket as wire
-from dynamo_trtllm.engine.vllm.requests import Redeemed
+from dynamo_trtllm.engine.vllm.requests import EXPIRES_AT, Redeemed
 from dynamo_trtllm.messages import GenerateRequest, HandoffTicket
 
 
@@ -36,4 +36,5 @@ class Desk(HeldTickets):
         """Raises TicketMismatch or TicketExpired."""
         ticket = self.accept(request)
         found = wire.unpack(ticket)
-        return Redeemed(first_token=ticket.first_token_ids[0], seed=found.seed, kv_transfer_params=found.params)
+        params = found.params | {EXPIRES_AT: ticket.expires_at}
+        return Redeemed(first_token=ticket.first_token_ids[0], seed=found.seed, kv_transfer_params=params)

@@ -32,7 +32,7 @@ class Job:
     client_index: int = 0
 
     @property
-    def transfer(self) -> dict[str, Any]:
+    def kv_transfer_params(self) -> dict[str, Any]:
         return (self.sampling.extra_args or {}).get("kv_transfer_params") or {}
 
     def is_finished(self) -> bool:
@@ -144,12 +144,12 @@ class Core:
     def _allocate(self, job: Job) -> bool:
         """Takes the blocks it needs, and begins to read its KV if it has a ticket. False: there are too few."""
         needed = -(-(len(job.prompt) + job.sampling.max_tokens) // self.config.cache_config.block_size)
-        if job.transfer.get("do_remote_decode"):
+        if job.kv_transfer_params.get("do_remote_decode"):
             needed = -(-len(job.prompt) // self.config.cache_config.block_size)
         if needed > self.free:
             return False
         job.blocks, self.free = needed, self.free - needed
-        if job.transfer.get("do_remote_prefill"):
+        if job.kv_transfer_params.get("do_remote_prefill"):
             job.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             if not self.stuck:
                 self._fetch(job)
@@ -163,19 +163,22 @@ class Core:
 
     def _fetch(self, job: Job) -> None:
         """Reads without asking whether the KV is still there, as NixlConnector does; then frees it over there."""
-        other = engines.get(job.transfer["remote_engine_id"])
+        other = engines.get(job.kv_transfer_params["remote_engine_id"])
         size = self.config.cache_config.block_size
-        theirs = len(job.transfer["remote_block_ids"][0])
-        request = SimpleNamespace(kv_transfer_params=job.transfer, prompt_token_ids=job.prompt)
+        theirs = len(job.kv_transfer_params["remote_block_ids"][0])
+        request = SimpleNamespace(kv_transfer_params=job.kv_transfer_params, prompt_token_ids=job.prompt)
         count, _ = self.connector.get_num_new_matched_tokens(request, 0)
         assert -(-count // size) == theirs, "blocks of both sides are paired from the end"
-        if other is None or max(job.transfer["remote_block_ids"][0]) > other.config.cache_config.num_gpu_blocks:
+        if (
+            other is None
+            or max(job.kv_transfer_params["remote_block_ids"][0]) > other.config.cache_config.num_gpu_blocks
+        ):
             job.is_garbled = True
             self.connector_worker._handle_failed_transfer(job.id, None)
             return
         expiry = other.connector_worker._reqs_to_send
-        if job.transfer["remote_request_id"] in expiry:
-            expiry[job.transfer["remote_request_id"]] = 0.0
+        if job.kv_transfer_params["remote_request_id"] in expiry:
+            expiry[job.kv_transfer_params["remote_request_id"]] = 0.0
         self.connector_worker.received(job.id)
 
     def _advance(self, job: Job) -> None:
@@ -189,7 +192,7 @@ class Core:
         elif len(job.output) == sampling.max_tokens:
             finish = "length"
         told = None if sampling.logprobs is None else [logprobs(token, sampling.logprobs)]
-        params = self._lease(job) if finish and job.transfer.get("do_remote_decode") else None
+        params = self._lease(job) if finish and job.kv_transfer_params.get("do_remote_decode") else None
         job.queue.put_nowait(self._output([token], told, finish, params, job.cached_tokens))
         if finish:
             job.blocks = 0 if params is not None else job.blocks  # they are the lease's
