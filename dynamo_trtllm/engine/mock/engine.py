@@ -1,7 +1,8 @@
 """The mock engine: what a worker, a plane and a frontend see of an engine, at no cost. A stand-in, not a model.
 
-The "KV" of a request is the seed of its tokens, in every word of every block: a decode engine can only go on right
-from what really came over the carrier. It never stops by itself: an answer has `max_tokens` tokens.
+The "KV" of a request is the seed of its tokens and the place of each block. A decode engine can only go on right from
+what really came over the carrier; from other KV it goes on with other tokens, as a model does. It never stops by
+itself: an answer has `max_tokens` tokens.
 
 It makes no choice, so what only shapes a random choice (temperature, top_p, top_k, min_p, seed) and what only keeps an
 answer from ending early means nothing to it and is taken. What a client could see to be missing is refused.
@@ -42,6 +43,7 @@ from dynamo_trtllm.messages import (
 )
 
 _KV_WORDS = 64  # 32-bit words of simulated KV per block
+_MAX_SEED = 0xFFFF
 _REFUSES = (
     "guided",
     "logit_bias",
@@ -107,7 +109,7 @@ class MockEngine:
         self._streams += 1
         self._idle.clear()
         prompt = request.token_ids[: len(request.token_ids) - request.resumed_tokens]
-        sequence = Sequence(request, self._blocks(request), zlib.crc32(prompt) & 0xFFFF, len(request.token_ids))
+        sequence = Sequence(request, self._blocks(request), zlib.crc32(prompt) & _MAX_SEED, len(request.token_ids))
         try:
             self._steps.add(sequence)  # before anything leaves: what is refused is refused before the first token
             if request.ticket is not None:
@@ -131,15 +133,15 @@ class MockEngine:
         tokens = len(request.token_ids) + (1 if request.phase is Phase.PREFILL else request.sampling.max_tokens)
         return -(-tokens // self._args.kv_block_size)
 
-    def _kv_words(self, prompt_tokens: int) -> int:
-        return -(-prompt_tokens // self._args.kv_block_size) * _KV_WORDS
+    def _prompt_blocks(self, prompt_tokens: int) -> int:
+        return -(-prompt_tokens // self._args.kv_block_size)
 
     async def _redeem(self, sequence: Sequence, ticket: HandoffTicket) -> Chunk:
         """Fetches the seed and replays the first tokens."""
         tickets.check(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
             raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
-        kv_bytes = self._kv_words(len(sequence.request.token_ids)) * array("I").itemsize
+        kv_bytes = self._prompt_blocks(len(sequence.request.token_ids)) * _KV_WORDS * array("I").itemsize
         if ticket.kv_bytes != kv_bytes:  # before so much memory is taken
             raise TicketMismatch(
                 f"ticket {ticket.ticket_id}: kv_bytes is {ticket.kv_bytes} at prefill and {kv_bytes} at decode",
@@ -149,7 +151,7 @@ class MockEngine:
         piece = Piece(kv.buffer_info()[0], ticket.kv_bytes)
         within = Within(sequence.request.deadline, self._handoff_timeout_s)
         await fetch(self._carrier, ticket, ticket.opaque, Destination([piece]), within)
-        sequence.seed = kv[-1]
+        sequence.seed = _seed_of(kv)
         sequence.prefill_left = 0
         sequence.produced = len(ticket.first_token_ids)
         return Chunk(token_ids=ticket.first_token_ids)
@@ -168,8 +170,8 @@ class MockEngine:
 
     async def _hand_out(self, sequence: Sequence, first: int) -> HandoffTicket:
         prompt = len(sequence.request.token_ids)
-        kv = array("I", [sequence.seed]) * self._kv_words(prompt)
-        blocks = len(kv) // _KV_WORDS
+        blocks = self._prompt_blocks(prompt)
+        kv = _kv_of(sequence.seed, blocks)
         kv_bytes = len(kv) * kv.itemsize
         self._num_tickets += 1
         ticket_id = f"{self._instance_id:x}-{self._num_tickets}"
@@ -242,3 +244,15 @@ class MockEngine:
             self.release(ticket_id, ReleaseOutcome.REFUSED)
         await asyncio.gather(*self._withdrawals)
         await self._carrier.aclose()
+
+
+def _kv_of(seed: int, blocks: int) -> array[int]:
+    kv = array("I", [seed]) * (blocks * _KV_WORDS)
+    kv[::_KV_WORDS] = array("I", range(seed, seed + blocks))
+    return kv
+
+
+def _seed_of(kv: array[int]) -> int:
+    """Another one when a bit of `kv` is not as it was made."""
+    seed = kv[-1]
+    return seed if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // _KV_WORDS) else zlib.crc32(kv) & _MAX_SEED
