@@ -24,6 +24,8 @@ class Job:
     prompt: list[int]
     sampling: Any
     queue: asyncio.Queue[Any]
+    salt: str | None = None
+    context: list[int] = field(default_factory=list)  # the prompt as its KV has it
     output: list[int] = field(default_factory=list)
     blocks: int = 0
     status: RequestStatus = RequestStatus.WAITING
@@ -62,6 +64,9 @@ class Core:
         self.garbled: set[tuple[int, ...]] = set()  # first blocks of prompts whose cached KV was never written
         self.dead = False
         self.stuck = False  # no KV ever comes
+        self.reads_wrongly = False  # other KV comes
+        self.kv: dict[str, list[int]] = {}  # finished prefills -> what their KV holds
+        self.cached: dict[tuple[str | None, tuple[int, ...]], list[int]] = {}  # prefix cache, of whole prompts
         self.task = asyncio.get_running_loop().create_task(self._run(), name="standin-core")
         self.wake = asyncio.Event()
         engines[self.engine_id] = self
@@ -126,6 +131,7 @@ class Core:
             if time.monotonic() >= expires:
                 del held[job_id]
                 self.free += self.leases.pop(job_id)
+                del self.kv[job_id]
 
     def _admit(self, job: Job) -> None:
         if job.status is RequestStatus.WAITING and not self._allocate(job):
@@ -153,7 +159,9 @@ class Core:
             job.status = RequestStatus.WAITING_FOR_REMOTE_KVS
             if not self.stuck:
                 self._fetch(job)
-        elif self._first_block(job) in self.garbled:
+            return True
+        self._compute(job)
+        if self._first_block(job) in self.garbled:
             job.is_garbled, job.cached_tokens = True, self.config.cache_config.block_size
         return True
 
@@ -173,18 +181,29 @@ class Core:
             other is None
             or max(job.kv_transfer_params["remote_block_ids"][0]) > other.config.cache_config.num_gpu_blocks
         ):
-            job.is_garbled = True
+            job.context, job.is_garbled = job.prompt, True
             self.connector_worker._handle_failed_transfer(job.id, None)
             return
         expiry = other.connector_worker._reqs_to_send
         if job.kv_transfer_params["remote_request_id"] in expiry:
             expiry[job.kv_transfer_params["remote_request_id"]] = 0.0
+        self._take(job, other)
         self.connector_worker.received(job.id)
+
+    def _take(self, job: Job, other: Core) -> None:
+        """What the prefix cache has is not read."""
+        held = other.kv.get(job.kv_transfer_params["remote_request_id"], job.prompt[::-1])  # freed: what is there now
+        prefix = job.salt, tuple(job.prompt[: len(held)])
+        read = [token + 1 for token in held] if self.reads_wrongly else held
+        job.context = self.cached.setdefault(prefix, read) + job.prompt[len(held) :]
+
+    def _compute(self, job: Job) -> None:
+        job.context = self.cached.setdefault((job.salt, tuple(job.prompt)), job.prompt)
 
     def _advance(self, job: Job) -> None:
         sampling = job.sampling
-        prompt = job.prompt[::-1] if job.is_garbled else job.prompt
-        token = next_token(prompt, job.output, sampling, self.config.vocab_size)
+        context = job.context[::-1] if job.is_garbled else job.context
+        token = next_token(context, job.output, sampling, self.config.vocab_size)
         job.output.append(token)
         finish = None
         if token in sampling.stop_token_ids and len(job.output) >= sampling.min_tokens:
@@ -202,6 +221,7 @@ class Core:
         seconds = self.config.kv_transfer_config.kv_connector_extra_config["kv_lease_duration"]
         self.connector_worker._reqs_to_send[job.id] = time.monotonic() + seconds
         self.leases[job.id] = job.blocks
+        self.kv[job.id] = job.context
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,

@@ -60,7 +60,9 @@ class AsyncLLM:
         if len(ids) >= self.vllm_config.model_config.max_model_len:
             raise ValueError(f"The decoder prompt (length {len(ids)}) is too long")
         queue: asyncio.Queue[Any] = asyncio.Queue()
-        self.core.add(Job(f"{request_id}-{next(self._numbers):08x}", ids, sampling_params, queue))
+        self.core.add(
+            Job(f"{request_id}-{next(self._numbers):08x}", ids, sampling_params, queue, prompt.get("cache_salt"))
+        )
         try:
             while True:
                 output = await queue.get()
