@@ -309,13 +309,13 @@ class FrontendConfig(ConnectionConfig):
     )
     canary_interval_s: NonNegativeFloat = Field(
         default=30.0,
-        description="seconds after which an idle pair is tried with a request of two tokens; 0: never, and a model is "
-        "ready as soon as its roles are there",
+        description="seconds after which an idle pair is tried with a request whose answer is known; 0: never, and a "
+        "model is ready as soon as its roles are there",
         json_schema_extra=setting(HTTP),
     )
     canary_timeout_s: PositiveFloat = Field(
         default=10.0,
-        description="seconds within which such a request must be answered",
+        description="seconds within which each request of such a try must be answered",
         json_schema_extra=setting(HTTP),
     )
     stall_timeout_s: PositiveFloat = Field(

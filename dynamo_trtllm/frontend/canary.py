@@ -1,7 +1,9 @@
-"""Requests of two tokens through every idle pair: readiness that has crossed the wire, and the way out of quarantine.
+"""Requests through every idle pair whose answer is known: readiness that has crossed the wire, and the way out of
+quarantine.
 
-Two, because one token has no decode leg and would cross nothing. The first canary of a pair also pays its handshake,
-so that no user does. A worker none of whose pairs works any more, while others do, is asked to restart.
+The answer is known from one worker that does the whole request by itself. A pair that answers otherwise moves its KV
+wrongly: it gets no requests. The first canary of a pair also pays its handshake, so that no user does. A worker none
+of whose pairs works any more, while others do, is asked to restart.
 """
 
 from __future__ import annotations
@@ -9,10 +11,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
+from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from dynamo_trtllm.errors import (
     CapacityError,
@@ -23,8 +29,9 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     Unreachable,
 )
+from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS, KnownAnswer, KnownAnswers, is_salted, random_prompt
 from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
-from dynamo_trtllm.messages import GenerateRequest, Instance, ModelCard, Restart, Sampling, token_ids
+from dynamo_trtllm.messages import GenerateRequest, Instance, Restart, Sampling, TokenIds
 from dynamo_trtllm.plane.base import Plane
 from dynamo_trtllm.router.pairs import Pair, PairBook, pairs_of, poisoned, spelled
 from dynamo_trtllm.router.policy import Placement
@@ -32,10 +39,18 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-_PROMPT_TOKENS = 8
-_AT_ONCE = 4
+_AT_ONCE = 2  # canaries of one decode worker: one of them may be that of a prefill worker that hangs
+_PROMPTS = 3  # a pair whose answer to each of so many differs from the known one is broken: rounding rarely does that
 _PASSED = "ok"
+_NOT_COMPARED = "not_compared"
 _MOST_SAID = 300  # longest text of an unexpected exception in /health, in characters
+
+
+class _Verdict(NamedTuple):
+    """What a canary found: a code of the metric, and the reason or note that goes with it."""
+
+    code: str
+    text: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,37 +71,53 @@ class Canaries:
         self._pipeline = pipeline
         self._book = book
         self._options = options
+        self._known = KnownAnswers()
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
         # pairs whose canary raised an unexpected exception and has not passed since
         self._broke: set[Pair] = set()
+        self._not_compared: set[str] = set()  # models of which the log says so
+        self._trying: set[Pair] = set()
+        self._places: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _AT_ONCE))
+        self._tried = asyncio.Event()
 
     async def run(self, plane: Plane, metrics: CanaryMetrics) -> None:
-        """Until cancelled."""
-        while True:
-            changed = self._view.changed
-            models = self._pairs()
-            due = self._book.due(models, time.monotonic(), self._options.interval_s)
-            if due:
-                await self._try_all({pair: models[pair] for pair in due}, metrics)
-                await self._restart_poisoned(plane, list(models))
-                continue
-            next_at = self._book.next_due_at(models, self._options.interval_s)
-            await _first_of(changed, None if next_at is None else next_at - time.monotonic())
+        """Until cancelled. Pairs do not wait for one another: one that hangs keeps no other from being ready."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                changed = self._view.changed
+                self._tried.clear()
+                models = self._pairs()
+                self._keep_only(models)
+                idle = [pair for pair in models if pair not in self._trying]
+                for pair in self._book.due(idle, time.monotonic(), self._options.interval_s):
+                    self._trying.add(pair)
+                    group.create_task(self._try_one(pair, models[pair], plane, metrics), name="canary")
+                waiting = [pair for pair in idle if pair not in self._trying]
+                next_at = self._book.next_due_at(waiting, self._options.interval_s)
+                await _first_of((changed, self._tried), None if next_at is None else next_at - time.monotonic())
 
     def _pairs(self) -> dict[Pair, str]:
         return {pair: name for name in self._view.models() for pair in pairs_of(self._view.model(name))}
 
-    async def _try_all(self, due: dict[Pair, str], metrics: CanaryMetrics) -> None:
-        places = asyncio.Semaphore(_AT_ONCE)
+    def _keep_only(self, pairs: dict[Pair, str]) -> None:
+        ids = {instance.id for instance in self._view.instances()}
+        self._known.keep_only(ids)
+        self._asked_to_restart &= ids
+        self._broke.intersection_update(pairs)
+        for decode in [decode for decode in self._places if decode not in ids]:
+            del self._places[decode]
 
-        async def one(pair: Pair, model: str) -> None:
-            async with places:
-                metrics.canary_finished(model=model, code=await self._try_safely(pair))
-
-        async with asyncio.TaskGroup() as group:
-            for pair, model in due.items():
-                group.create_task(one(pair, model))
+    async def _try_one(self, pair: Pair, model: str, plane: Plane, metrics: CanaryMetrics) -> None:
+        try:
+            async with self._places[pair[1]]:
+                code = await self._try_safely(pair)
+            metrics.canary_finished(model=model, code=code)
+            if code not in (_PASSED, _NOT_COMPARED):
+                await self._restart_poisoned(plane)
+        finally:
+            self._trying.discard(pair)
+            self._tried.set()
 
     async def _try_safely(self, pair: Pair) -> str:
         """As `_try`; an unexpected exception is the failure of this pair alone."""
@@ -102,21 +133,20 @@ class Canaries:
                 text = "canary raised an unexpected exception: prefill %s, decode %s"
                 _log.error(text, prefill, decode, exc_info=exc)
             self._note(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}")
-        if code == _PASSED:
+        if code in (_PASSED, _NOT_COMPARED):
             self._broke.discard(pair)
         return code
 
     async def _try(self, pair: Pair) -> str:
-        """Notes the outcome in the book; returns "ok" or an error's code."""
+        """Notes the outcome in the book; returns a verdict's code or an error's."""
         placement = self._placement(pair)
         if placement is None:
             return "gone"
         trace = Trace()
         try:
-            async with asyncio.timeout(self._options.timeout_s):
-                reason = await self._outcome(placement, trace)
+            verdict = await self._verdict(placement, trace)
         except TimeoutError:
-            reason = f"no answer to a canary within {self._options.timeout_s:g} s"
+            verdict = _Verdict("canary", f"no answer to a canary within {self._options.timeout_s:g} s")
         except (TransferFailed, HandoffTimeout) as exc:
             return exc.code  # the pipeline has noted it
         except CapacityError as exc:  # busy is not broken
@@ -129,33 +159,76 @@ class Canaries:
         except DynamoError as exc:
             self._note(pair, f"{exc.code}: {exc.message}")
             return exc.code
-        if reason:
-            self._note(pair, reason)
-            return "canary"
-        self._pipeline.note_passed(pair)
-        return _PASSED
+        if verdict.code == "mismatch":
+            self._known.forget(placement.decode.id)
+            self._note(pair, verdict.text, is_wrong=True)
+        elif verdict.code == "canary":
+            self._note(pair, verdict.text)
+        else:
+            self._pipeline.note_passed(pair, is_probe=True, note=verdict.text)
+            self._say_not_compared(placement, verdict.text)
+        return verdict.code
 
-    async def _outcome(self, placement: Placement, trace: Trace) -> str:
-        """Why the canary does not count as passed; "" when it does."""
-        tokens = 0
-        legs = self._pipeline.legs(placement, self._request(placement.decode.card), trace, is_canary=True)
-        async with aclosing(legs) as chunks:
-            async for chunk in chunks:
-                tokens += len(chunk.token_ids)
-        if tokens != 2:
-            return f"a canary of 2 tokens brought {tokens}"
-        if placement.prefill is not None and not (trace.decode_stats and trace.decode_stats.kv_bytes):
-            return "the decode worker answered a canary without reading the prefill worker's KV"
-        return ""
-
-    def _request(self, card: ModelCard) -> GenerateRequest:
-        return GenerateRequest(
-            request_id=f"canary-{next(self._numbers)}",
-            model=card.name,
-            token_ids=token_ids((7 * i + 3) % card.vocab_size for i in range(_PROMPT_TOKENS)),
-            sampling=Sampling(max_tokens=2, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + self._options.timeout_s,
+    async def _verdict(self, placement: Placement, trace: Trace) -> _Verdict:
+        """As soon as one answer of the pair is the known one it works; when several differ it is broken."""
+        ask, view = partial(self._ask, trace), self._view.model(placement.decode.card.name)
+        known: KnownAnswer | None = None
+        agreed = False
+        for number in range(_PROMPTS):
+            if placement.prefill is not None:
+                known = await self._known.get(number, placement, view, ask)
+            tokens = await ask(placement, random_prompt(placement) if known is None else known.prompt, ANSWER_TOKENS)
+            if len(tokens) != ANSWER_TOKENS:
+                return _Verdict("canary", f"a canary of {ANSWER_TOKENS} tokens brought {len(tokens)}")
+            if placement.prefill is None:
+                return _Verdict(_PASSED)
+            if not (trace.decode_stats and trace.decode_stats.kv_bytes):
+                text = "the decode worker answered a canary without reading the prefill worker's KV"
+                return _Verdict("canary", text)
+            if known is None:
+                return _Verdict(
+                    _NOT_COMPARED, "its answers were not compared: no worker of its model does whole requests"
+                )
+            if tokens == known.tokens and known.depends_on_kv:
+                return _Verdict(_PASSED)
+            agreed = agreed or tokens == known.tokens
+        if agreed:
+            return _Verdict(_NOT_COMPARED, "its answers prove nothing: its model answers all prompts alike")
+        return _Verdict(
+            "mismatch",
+            f"it answered {_PROMPTS} prompts otherwise than one worker alone: KV arrives changed, stale or not at all; "
+            "check that both workers have the same build, model files and KV settings, and the transport between them",
         )
+
+    async def _ask(
+        self, trace: Trace, placement: Placement, prompt: TokenIds, max_tokens: int, *, resumed_tokens: int = 0
+    ) -> list[int]:
+        """See `Ask`. Each request has its own salt: no prefix cache may stand in for the KV that is to move."""
+        trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
+        request = GenerateRequest(
+            request_id=f"canary-{next(self._numbers)}",
+            model=placement.decode.card.name,
+            token_ids=prompt,
+            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            deadline=time.time() + self._options.timeout_s,
+            resumed_tokens=resumed_tokens,
+            cache_salt=secrets.token_hex(8) if is_salted(placement) else None,
+        )
+        tokens: list[int] = []
+        async with (
+            asyncio.timeout(self._options.timeout_s),
+            aclosing(self._pipeline.legs(placement, request, trace, is_canary=True)) as chunks,
+        ):
+            async for chunk in chunks:
+                tokens.extend(chunk.token_ids)
+        return tokens
+
+    def _say_not_compared(self, placement: Placement, text: str) -> None:
+        """Once per model."""
+        model = placement.decode.card.name
+        if text and model not in self._not_compared:
+            self._not_compared.add(model)
+            _log.warning("canaries of model %s can't find KV that arrives wrong: %s", model, text)
 
     def _placement(self, pair: Pair) -> Placement | None:
         by_id: dict[int | None, Instance] = {instance.id: instance for instance in self._view.instances()}
@@ -164,30 +237,32 @@ class Canaries:
             return None
         return Placement(prefill, decode)
 
-    def _note(self, pair: Pair, reason: str) -> None:
-        if self._book.failed(pair, reason, time.monotonic()):
+    def _note(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
+        if self._book.failed(pair, reason, time.monotonic(), is_wrong=is_wrong):
             _log.error("%s is quarantined: %s", spelled(pair), reason)
 
-    async def _restart_poisoned(self, plane: Plane, pairs: list[Pair]) -> None:
+    async def _restart_poisoned(self, plane: Plane) -> None:
         by_id = {instance.id: instance for instance in self._view.instances()}
-        self._asked_to_restart &= by_id.keys()
-        self._broke.intersection_update(pairs)
-        for instance_id in poisoned(self._book, pairs) - self._asked_to_restart:
+        for instance_id in poisoned(self._book, list(self._pairs())) - self._asked_to_restart:
             self._asked_to_restart.add(instance_id)
             instance = by_id.get(instance_id)
             if instance is None:
                 continue
-            _log.error("instance %x hands over no KV to anybody: asking it to restart", instance_id)
+            _log.error("instance %x: no pair of it moves KV as it should: asking it to restart", instance_id)
             try:
-                await plane.control(instance.subject, Restart("none of its pairs hands KV over any more"))
+                await plane.control(instance.subject, Restart("no pair of it moves KV as it should"))
             except DynamoError as exc:
                 _log.warning("instance %x was not asked to restart (%s): %s", instance_id, exc.code, exc.message)
 
 
-async def _first_of(event: asyncio.Event, seconds: float | None) -> None:
-    """Returns when `event` is set or `seconds` have passed."""
+async def _first_of(events: Iterable[asyncio.Event], seconds: float | None) -> None:
+    """Returns when one of `events` is set or `seconds` have passed."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
     try:
-        async with asyncio.timeout(None if seconds is None else max(0.0, seconds)):
-            await event.wait()
-    except TimeoutError:
-        return
+        await asyncio.wait(
+            waits, timeout=None if seconds is None else max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)

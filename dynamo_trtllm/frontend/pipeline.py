@@ -46,7 +46,7 @@ from dynamo_trtllm.messages import (
     Reserve,
 )
 from dynamo_trtllm.plane.base import Plane, Sink
-from dynamo_trtllm.router.pairs import Pair, PairBook, PairState, spelled
+from dynamo_trtllm.router.pairs import Pair, PairBook, PairState, pairs_of, spelled
 from dynamo_trtllm.router.policy import Placement, place
 from dynamo_trtllm.router.view import ClusterView, pairing_key
 
@@ -83,7 +83,8 @@ class PipelineOptions:
     limits: RecoveryLimits = field(default_factory=RecoveryLimits)
     hold_s: float = 0.0  # longest wait for a role that has no instance
     decode_fallback: bool = False  # decode workers do whole requests while there is no prefill worker
-    has_canaries: bool = True  # else requests try a quarantined pair once its time is over
+    # Canaries try new and quarantined pairs; without them requests do, quarantined ones once their time is over.
+    has_canaries: bool = False
 
 
 class Pipeline:
@@ -104,6 +105,7 @@ class Pipeline:
         self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._absent = Absent()
         self._verbs = PostedVerbs(plane)
+        self._withheld_at: asyncio.Event | None = None  # the view's change up to which new pairs are withheld
 
     async def generate(
         self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
@@ -156,8 +158,7 @@ class Pipeline:
                 recovery.try_anew()
 
     def _place(self, recovery: Recovery, turn: int) -> Placement:
-        if self._book.has_shut and not self._options.has_canaries:
-            self._book.reopen(time.monotonic())
+        self._settle_book()
         absent = self._absent.ids(time.monotonic())
         if absent:
             try:
@@ -165,6 +166,16 @@ class Pipeline:
             except NoInstances:
                 pass  # better one that may be back than none
         return self._place_without(frozenset(recovery.gone), recovery, turn)
+
+    def _settle_book(self) -> None:
+        """Before a pair is chosen: which are kept apart now."""
+        if not self._options.has_canaries:
+            if self._book.has_shut:
+                self._book.reopen(time.monotonic())
+        elif self._withheld_at is not self._view.changed:
+            self._withheld_at = self._view.changed
+            for name in self._view.models():
+                self._book.withhold(pairs_of(self._view.model(name)))
 
     def _place_without(self, ids: frozenset[int], recovery: Recovery, turn: int) -> Placement:
         model = recovery.request.model
@@ -276,6 +287,7 @@ class Pipeline:
 
     def _other_decode(self, prefill: Instance, asked: set[int]) -> Instance | None:
         """Another one that can redeem this prefill instance's tickets."""
+        self._settle_book()
         model = prefill.card.name
         view, key = self._view.model(model).without(self._absent.ids(time.monotonic()) | asked), pairing_key(prefill)
         able = [d for d in view.decode if view.keys[d.id] == key and not self._book.is_shut((prefill.id, d.id))]
@@ -299,11 +311,11 @@ class Pipeline:
         trace.decode_instance = None
         return slot
 
-    def note_passed(self, pair: Pair) -> None:
-        """KV was read at the other end."""
+    def note_passed(self, pair: Pair, *, is_probe: bool = False, note: str = "") -> None:
+        """Note that KV was read at the other end; arguments as of `PairBook.passed`."""
         for instance_id in filter(None, pair):
             self._absent.forget(instance_id)
-        if self._book.passed(pair, time.monotonic()):
+        if self._book.passed(pair, time.monotonic(), is_probe=is_probe, note=note):
             self._view.stir()  # requests may wait for it
             _log.info("%s works", spelled(pair))
 

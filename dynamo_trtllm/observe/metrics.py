@@ -63,7 +63,7 @@ TABLE = (
     Metric("frontend", "kv_bytes_total", "counter", "KV moved from prefill to decode", ("transport",)),
     Metric("frontend", "retries_total", "counter", "legs run again before a token left", ("model",)),
     Metric("frontend", "migrations_total", "counter", "requests continued elsewhere after a token left", ("model",)),
-    Metric("frontend", "canaries_total", "counter", "requests of two tokens through idle pairs", ("model", "code")),
+    Metric("frontend", "canaries_total", "counter", "canaries through idle pairs by outcome", ("model", "code")),
     Metric("frontend", "responses_not_stored_total", "counter", "responses that could not be stored", ("code",)),
     Metric("worker", "requests_total", "counter", "finished legs", ("phase", "code")),
     Metric("worker", "output_tokens_total", "counter", "tokens generated", ("phase",)),
@@ -177,7 +177,8 @@ class FrontendMetrics:
         self._labelled("migrations_total", model).inc(migrations)
 
     def canary_finished(self, *, model: str, code: str) -> None:
-        """`code`: "ok", "canary" (answered, and not as it should be), "gone", or an error's code."""
+        """`code`: "ok", "not_compared" (it works as far as the number of tokens shows), "mismatch" (other tokens than a
+        worker alone gives: wrong KV), "canary" (too few tokens, too late, no KV read), "gone", or an error's code."""
         self._labelled("canaries_total", model, code).inc()
 
     def response_not_stored(self, code: str) -> None:

@@ -2,7 +2,8 @@
 
 A pair is (prefill, decode), or (None, id) for an instance that does whole requests. Each has a breaker: after some
 failures in a row it is open and the pair gets no requests; when its time is over one canary is let through, whose
-outcome closes the breaker or opens it for longer.
+outcome closes the breaker or opens it for longer. Where canaries run, a new pair gets no requests before its first one,
+and requests, whose right answer is not known, never clear a pair whose answers to a canary were wrong.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class PairRecord:
     failures: int = 0  # in a row
     openings: int = 0  # since it last worked
     open_until: float = 0.0
+    is_wrong: bool = False  # its last answers to a canary were: only a canary can clear it
+    is_proven: bool = False  # a canary has passed since it was last wrong
+    tried_at: float = 0.0  # of a pair that works and is not proven: the last canary, or when it began to work
 
 
 class PairBook:
@@ -52,25 +56,46 @@ class PairBook:
         self._limits = limits or BreakerLimits()
         self._records: dict[Pair, PairRecord] = {}
         self._shut: set[Pair] = set()
+        self._withheld: set[Pair] = set()  # new ones that a canary will try
 
-    def passed(self, pair: Pair, now: float) -> bool:
-        """KV was read at the other end. True when the pair did not work before."""
-        record = self._records.setdefault(pair, PairRecord())
+    def withhold(self, pairs: Iterable[Pair]) -> None:
+        """Keep requests off those of `pairs` of which nothing is known, until a canary has tried them."""
+        self._withheld.update(pair for pair in pairs if pair not in self._records)
+
+    def passed(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
+        """Note that KV was read at the other end, by a request or, with `is_probe`, by a canary that passed.
+
+        `note`: what the canary could not find out, shown as the reason. Return True when the pair did not work before.
+        """
+        record = self._records.get(pair)
+        if not is_probe and (pair in self._withheld or (record is not None and record.is_wrong)):
+            return False  # a leg that had begun before; it does not know whether its answer is right
+        record = record or self._records.setdefault(pair, PairRecord())
         changed = record.state is not PairState.WORKING
         if changed:
             record.state, record.reason, record.failures, record.openings = PairState.WORKING, "", 0, 0
+            record.tried_at = now
             self._shut.discard(pair)
+            self._withheld.discard(pair)
+        if is_probe:
+            record.is_proven, record.is_wrong, record.reason = True, False, note
         record.seen_at = now
         return changed
 
-    def failed(self, pair: Pair, reason: str, now: float) -> bool:
-        """True when this opened the breaker."""
+    def failed(self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False) -> bool:
+        """Note a failure. `is_wrong`: the pair gave wrong answers, which opens the breaker at once.
+
+        Return True when this opened the breaker.
+        """
         limits, record = self._limits, self._records.setdefault(pair, PairRecord())
         record.reason, record.seen_at = reason, now
+        self._withheld.discard(pair)
+        if is_wrong:
+            record.is_wrong, record.is_proven = True, False
         if record.state is PairState.QUARANTINED and now < record.open_until:
             return False  # of a leg that had begun before: many at once would count as as many canaries
         record.failures += 1
-        if record.failures < limits.failures and record.state is not PairState.QUARANTINED:
+        if not is_wrong and record.failures < limits.failures and record.state is not PairState.QUARANTINED:
             record.state = PairState.FAILING
             return False
         record.state = PairState.QUARANTINED
@@ -96,9 +121,11 @@ class PairBook:
         return [pair for pair in self._records if instance_id in pair]
 
     def postpone(self, pair: Pair, now: float) -> None:
-        """It could not be tried: it was busy. Nothing is known of it that was not known before."""
+        """It could not be tried: it was busy. Nothing is known of it that was not known before. A new pair gets
+        requests from now on: workers that are too busy for a canary would not serve at all otherwise."""
         record = self._records.setdefault(pair, PairRecord())
-        record.seen_at = now
+        record.seen_at = record.tried_at = now
+        self._withheld.discard(pair)
         if record.state is PairState.QUARANTINED:
             record.open_until = now + self._limits.open_s
 
@@ -108,18 +135,19 @@ class PairBook:
 
     def is_shut(self, pair: Pair) -> bool:
         """Whether requests are kept off this pair."""
-        return pair in self._shut
+        return pair in self._shut or pair in self._withheld
 
     @property
     def has_shut(self) -> bool:
         """Whether any pair is kept apart: mostly none is, and placement has nothing to look up."""
-        return bool(self._shut)
+        return bool(self._shut or self._withheld)
 
     def record(self, pair: Pair) -> PairRecord:
         return self._records.get(pair, PairRecord())
 
     def due(self, pairs: Iterable[Pair], now: float, interval_s: float) -> list[Pair]:
-        """Those that a canary should try now: new ones, idle ones, and quarantined ones whose time is over."""
+        """Those that a canary should try now: new ones, idle ones, quarantined ones whose time is over, and those that
+        work as far as requests can tell."""
         return [pair for pair in pairs if now >= self._due_at(pair, interval_s)]
 
     def next_due_at(self, pairs: Iterable[Pair], interval_s: float) -> float | None:
@@ -131,14 +159,17 @@ class PairBook:
             return 0.0
         if record.state is PairState.QUARANTINED:
             return record.open_until
-        return record.seen_at + (interval_s if record.state is PairState.WORKING else min(1.0, interval_s))
+        if record.state is not PairState.WORKING:
+            return record.seen_at + min(1.0, interval_s)
+        return record.seen_at + interval_s if record.is_proven else record.tried_at + min(1.0, interval_s)
 
     def keep_only(self, ids: Collection[int]) -> None:
         """Forgets pairs of instances that are gone."""
-        gone = [pair for pair in self._records if not all(i is None or i in ids for i in pair)]
+        gone = [pair for pair in (*self._records, *self._withheld) if not all(i is None or i in ids for i in pair)]
         for pair in gone:
-            del self._records[pair]
+            self._records.pop(pair, None)
             self._shut.discard(pair)
+            self._withheld.discard(pair)
 
 
 def pairs_of(view: ModelView) -> list[Pair]:

@@ -77,8 +77,8 @@ def _partners(view: ModelView, decode: Instance) -> list[int]:
 
 
 def _all_shut(model: str, book: PairBook, pairs: list[Pair]) -> NoInstances:
-    reasons = dict.fromkeys(reason for pair in pairs if (reason := book.record(pair).reason))
-    return NoInstances(f"every pair of model {model!r} is quarantined: {'; '.join(reasons)}; see /health")
+    reasons = dict.fromkeys(book.record(pair).reason or "not tried yet" for pair in pairs)
+    return NoInstances(f"every pair of model {model!r} is new or quarantined: {'; '.join(reasons)}; see /health")
 
 
 def differences(a: Instance, b: Instance) -> str:

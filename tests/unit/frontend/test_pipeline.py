@@ -348,6 +348,24 @@ async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_t
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
+async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_after_its_first_one(
+    cluster: Cluster,
+) -> None:
+    options = PipelineOptions(hold_s=SOON_S, has_canaries=True)
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
+    await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(4)])
+    await cluster.add(2, Role.DECODE, *[FINISHED] * 4)
+    held = asyncio.create_task(cluster.tokens())
+    await asyncio.sleep(0.05)
+    assert not held.done()
+    cluster.pipeline.note_passed((1, 2), is_probe=True)
+    assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
+    untried = await cluster.add(3, Role.DECODE)
+    for _ in range(3):
+        await cluster.tokens()
+    assert untried.requests == []
+
+
 @pytest.mark.parametrize("ending", [Disconnected("the worker is gone"), Draining("leaves")])
 async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_longer_counts_as_working(
     cluster: Cluster, ending: DynamoError

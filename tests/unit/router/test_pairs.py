@@ -42,7 +42,7 @@ def test_passed_when_it_was_quarantined_then_it_serves_again_and_its_past_is_for
 def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
     book = PairBook(BreakerLimits(failures=1, open_s=10.0))
     assert book.due([PAIR], 0.0, 30.0) == [PAIR]
-    book.passed(PAIR, 100.0)
+    book.passed(PAIR, 100.0, is_probe=True)
     assert book.due([PAIR], 129.0, 30.0) == []
     assert book.due([PAIR], 130.0, 30.0) == [PAIR]
     book.failed(PAIR, "x", 200.0)
@@ -140,3 +140,47 @@ def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_sh
     assert not book.is_shut(PAIR)
     book.failed(PAIR, "x", 11.0)
     assert (book.is_shut(PAIR), book.record(PAIR).open_until) == (True, 31.0)
+
+
+def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_canary_has_tried_it() -> None:
+    book = PairBook(LIMITS)
+    book.passed((1, 3), 0.0, is_probe=True)
+    book.withhold([PAIR, (1, 3)])
+    assert (book.is_shut(PAIR), book.is_shut((1, 3)), book.has_shut) == (True, False, True)
+    assert not book.passed(PAIR, 1.0)  # by a request
+    assert book.is_shut(PAIR)
+    assert book.passed(PAIR, 2.0, is_probe=True)
+    assert not book.has_shut
+    book.keep_only({1, 3})
+    book.withhold([PAIR])
+    assert book.is_shut(PAIR)
+    book.keep_only({1, 3})
+    assert not book.has_shut
+
+
+def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_and_it_is_tried_each_second() -> None:
+    book = PairBook(LIMITS)
+    book.withhold([PAIR])
+    book.postpone(PAIR, 0.0)
+    assert not book.is_shut(PAIR)
+    assert book.passed(PAIR, 0.5)
+    book.passed(PAIR, 1.4)
+    assert book.due([PAIR], 1.4, 30.0) == []
+    assert book.due([PAIR], 1.5, 30.0) == [PAIR]
+    book.postpone(PAIR, 1.5)
+    assert book.due([PAIR], 2.4, 30.0) == []
+    assert book.due([PAIR], 2.5, 30.0) == [PAIR]
+    book.passed(PAIR, 2.5, is_probe=True)
+    assert book.due([PAIR], 32.4, 30.0) == []
+
+
+def test_failed_when_answers_were_wrong_then_the_breaker_opens_at_once_and_only_a_canary_closes_it() -> None:
+    book = PairBook(LIMITS)
+    book.passed(PAIR, 0.0, is_probe=True)
+    assert book.failed(PAIR, "wrong", 1.0, is_wrong=True)
+    book.failed(PAIR, "late", 12.0)
+    assert not book.passed(PAIR, 13.0)
+    assert book.is_shut(PAIR)
+    assert book.passed(PAIR, 14.0, is_probe=True, note="not compared")
+    assert (book.is_shut(PAIR), book.record(PAIR).reason) == (False, "not compared")
+    assert not book.passed(PAIR, 15.0)

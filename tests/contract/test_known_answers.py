@@ -1,0 +1,211 @@
+"""Canaries over real engines: a pair whose KV arrives wrongly is found, whatever engine and backend move it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.frontend.canary import Canaries, CanaryOptions
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
+from dynamo_trtllm.handoff.base import Carrier, Piece
+from dynamo_trtllm.handoff.loopback import LoopbackCarrier
+from dynamo_trtllm.handoff.memory import view as bytes_of
+from dynamo_trtllm.handoff.tcp import TcpCarrier
+from dynamo_trtllm.messages import GenerateRequest, ModelCard, Role, token_ids
+from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
+from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
+from dynamo_trtllm.worker.service import WorkerService
+from tests.engines import ask, make
+from tests.instances import make_instance
+from tests.standin import hurry, playing, playing_vllm
+from tests.waiting import SOON_S
+
+GOOD, BAD = (1, 2), (1, 3)
+Way = Callable[[memoryview], None]
+
+
+def zeros(kv: memoryview) -> None:
+    kv[:] = bytes(len(kv))
+
+
+def shuffled(kv: memoryview) -> None:
+    at = len(kv) // 3
+    kv[:] = bytes(kv[at:]) + bytes(kv[:at])
+
+
+def one_byte_in_eight(kv: memoryview) -> None:
+    kv[::8] = bytes(len(kv[::8]))
+
+
+WAYS = {"mock": (zeros, shuffled, one_byte_in_eight), "torch": (zeros, shuffled), "trtllm": (zeros,), "vllm": (zeros,)}
+
+
+class Damage:
+    """Changes what KV transfer backends of this process have read, before anything is told of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[Carrier] = []
+        self.damaged: Carrier | None = None
+        self.way: Way | None = None
+        for kind in (LoopbackCarrier, TcpCarrier):
+            monkeypatch.setattr(kind, "start", self._noting(kind.start))
+            monkeypatch.setattr(kind, "fetch", self._damaging(kind.fetch))
+
+    def _noting(self, start: Any) -> Any:
+        async def noting(carrier: Carrier, *args: Any) -> None:
+            self.started.append(carrier)
+            await start(carrier, *args)
+
+        return noting
+
+    def _damaging(self, fetch: Any) -> Any:
+        async def damaging(carrier: Carrier, ticket_id: str, offer: bytes, pieces: list[Piece], **how: Any) -> None:
+            on_piece = how.pop("on_piece", None)
+
+            def changed(index: int) -> None:
+                if carrier is self.damaged and self.way is not None:
+                    self.way(bytes_of(pieces[index]))
+                if on_piece is not None:
+                    on_piece(index)
+
+            await fetch(carrier, ticket_id, offer, pieces, on_piece=changed, **how)
+
+        return damaging
+
+
+class Deployment:
+    """One prefill worker and two decode workers; the second decode worker, 3, can be made to read wrong KV."""
+
+    def __init__(self, kind: str, damage: Damage) -> None:
+        self._kind = kind
+        self.plane, self.view = InprocPlane(), ClusterView()
+        self.codes: Counter[str] = Counter()
+        self._damage = damage
+        self._reader: Any = None  # the last engine
+
+    async def add(self, number: int, role: Role, engine: Engine, **card: Any) -> None:
+        info = await engine.start()
+        made = ModelCard(
+            name="tiny",
+            context_length=info.context_length,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            renderer=info.renderer,
+            **card,
+        )
+        instance = msgspec.structs.replace(
+            make_instance(number, role=role),
+            engine=info.engine,
+            card=made,
+            layout=info.layout,
+            limits=info.limits,
+            pairing=info.pairing,
+            serves_whole=info.serves_whole,
+        )
+        admission = Admission(AdmissionLimits(), time.time)
+        service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
+        await self.plane.serve(instance.subject, service)
+        self.view.add(instance)
+        self._reader = engine
+        if self._damage.started:
+            self._damage.damaged = self._damage.started[-1]
+
+    def read_wrongly(self, way: Way | None) -> None:
+        self._damage.way = way
+        if self._kind == "vllm":  # its stand-in moves no bytes
+            self._reader._llm.core.reads_wrongly = way is not None
+
+    def canary_finished(self, *, model: str, code: str) -> None:
+        self.codes[code] += 1
+
+    @asynccontextmanager
+    async def frontend(self) -> AsyncIterator[tuple[PairBook, Pipeline]]:
+        book = PairBook(BreakerLimits(open_s=0.5))
+        pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_canaries=True), book)
+        canaries = Canaries(self.view, pipeline, book, CanaryOptions(interval_s=60.0, timeout_s=SOON_S))
+        task = asyncio.create_task(canaries.run(self.plane, self))
+        try:
+            yield book, pipeline
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await pipeline.aclose()
+
+
+@pytest.fixture(params=["mock", "torch", pytest.param("trtllm", id="trtllm stand-in"), "vllm", "vllm without salts"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    name = str(request.param)
+    if name == "trtllm":
+        hurry(monkeypatch)
+        with playing():
+            yield name
+    elif name.startswith("vllm"):
+        with playing_vllm():
+            yield name
+    else:
+        yield name
+
+
+@pytest.fixture
+async def deployment(kind: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
+    engine_kind = kind.partition(" ")[0]
+    args = {"step_s": 0} if kind == "mock" else {}
+    deployment = Deployment(engine_kind, Damage(monkeypatch))
+    card = {"refuses": ("cache_salt",)} if kind.endswith("without salts") else {}
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(deployment.plane.aclose)
+        for number, role in enumerate((Role.PREFILL, Role.DECODE, Role.DECODE), 1):
+            engine = make(engine_kind, llama, role, **args)
+            stack.push_async_callback(engine.aclose)
+            await deployment.add(number, role, engine, **card)
+        yield deployment
+
+
+async def tokens_of(pipeline: Pipeline, request: GenerateRequest, trace: Trace) -> list[int]:
+    async with aclosing(pipeline.generate(request, trace)) as chunks:
+        return [token async for chunk in chunks for token in chunk.token_ids]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not condition():  # noqa: ASYNC110 - it changes on its own
+            await asyncio.sleep(0.005)
+
+
+async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works_and_the_other_answers_rightly(
+    kind: str, deployment: Deployment
+) -> None:
+    request, right = ask(token_ids(range(100, 200))), None
+    for way in (None, *WAYS[kind.partition(" ")[0]]):
+        deployment.read_wrongly(way)
+        deployment.codes.clear()
+        async with deployment.frontend() as (book, pipeline):
+            for _ in range(2):
+                trace = Trace()
+                answer = await tokens_of(pipeline, request, trace)
+                right = right or answer
+                assert answer == right
+                assert way is None or trace.decode_instance == 2
+            await until(lambda: book.record(GOOD).state is PairState.WORKING)
+            if way is None:
+                await until(lambda: book.record(BAD).state is PairState.WORKING)
+                assert deployment.codes == {"ok": 2}
+                continue
+            await until(lambda: book.is_shut(BAD) and book.record(BAD).state is PairState.QUARANTINED)
+            assert set(deployment.codes) == {"ok", "mismatch"}
+            assert "KV arrives changed" in book.record(BAD).reason
+            deployment.read_wrongly(None)
+            if way is WAYS[kind.partition(" ")[0]][-1]:
+                await until(lambda: book.record(BAD).state is PairState.WORKING)
