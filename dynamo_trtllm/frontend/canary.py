@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _AT_ONCE = 2  # canaries of one decode worker: one of them may be that of a prefill worker that hangs
 _PROMPTS = 3  # a pair whose answer to each of so many differs from the known one is broken: rounding rarely does that
 _PASSED = "ok"
-_NOT_COMPARED = "not_compared"
+_INCONCLUSIVE = "inconclusive"
 _MOST_SAID = 300  # longest text of an unexpected exception in /health, in characters
 
 
@@ -76,7 +76,7 @@ class Canaries:
         self._asked_to_restart: set[int] = set()
         # pairs whose canary raised an unexpected exception and has not passed since
         self._broke: set[Pair] = set()
-        self._not_compared: set[str] = set()  # models of which the log says so
+        self._inconclusive: set[str] = set()  # models of which the log says so
         self._trying: set[Pair] = set()
         self._places: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _AT_ONCE))
         self._tried = asyncio.Event()
@@ -113,7 +113,7 @@ class Canaries:
             async with self._places[pair[1]]:
                 code = await self._try_safely(pair)
             metrics.canary_finished(model=model, code=code)
-            if code not in (_PASSED, _NOT_COMPARED):
+            if code not in (_PASSED, _INCONCLUSIVE):
                 await self._restart_poisoned(plane)
         finally:
             self._trying.discard(pair)
@@ -133,7 +133,7 @@ class Canaries:
                 text = "canary raised an unexpected exception: prefill %s, decode %s"
                 _log.error(text, prefill, decode, exc_info=exc)
             self._note(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}")
-        if code in (_PASSED, _NOT_COMPARED):
+        if code in (_PASSED, _INCONCLUSIVE):
             self._broke.discard(pair)
         return code
 
@@ -166,7 +166,7 @@ class Canaries:
             self._note(pair, verdict.text)
         else:
             self._pipeline.note_passed(pair, is_probe=True, note=verdict.text)
-            self._say_not_compared(placement, verdict.text)
+            self._say_inconclusive(placement, verdict.text)
         return verdict.code
 
     async def _verdict(self, placement: Placement, trace: Trace) -> _Verdict:
@@ -187,13 +187,15 @@ class Canaries:
                 return _Verdict("canary", text)
             if known is None:
                 return _Verdict(
-                    _NOT_COMPARED, "its answers were not compared: no worker of its model does whole requests"
+                    _INCONCLUSIVE, "no worker of its model does whole requests: wrong KV would go unnoticed"
                 )
             if tokens == known.tokens and known.depends_on_kv:
                 return _Verdict(_PASSED)
             agreed = agreed or tokens == known.tokens
         if agreed:
-            return _Verdict(_NOT_COMPARED, "its answers prove nothing: its model answers all prompts alike")
+            return _Verdict(
+                _INCONCLUSIVE, "its model answers all prompts alike: KV of another prompt would go unnoticed"
+            )
         return _Verdict(
             "mismatch",
             f"it answered {_PROMPTS} prompts otherwise than one worker alone: KV arrives changed, stale or not at all; "
@@ -223,12 +225,12 @@ class Canaries:
                 tokens.extend(chunk.token_ids)
         return tokens
 
-    def _say_not_compared(self, placement: Placement, text: str) -> None:
+    def _say_inconclusive(self, placement: Placement, text: str) -> None:
         """Once per model."""
         model = placement.decode.card.name
-        if text and model not in self._not_compared:
-            self._not_compared.add(model)
-            _log.warning("canaries of model %s can't find KV that arrives wrong: %s", model, text)
+        if text and model not in self._inconclusive:
+            self._inconclusive.add(model)
+            _log.info("canaries can't prove that a pair works: %s (model %s)", text, model)
 
     def _placement(self, pair: Pair) -> Placement | None:
         by_id: dict[int | None, Instance] = {instance.id: instance for instance in self._view.instances()}

@@ -177,7 +177,7 @@ class FrontendMetrics:
         self._labelled("migrations_total", model).inc(migrations)
 
     def canary_finished(self, *, model: str, code: str) -> None:
-        """`code`: "ok", "not_compared" (it works as far as the number of tokens shows), "mismatch" (other tokens than a
+        """`code`: "ok", "inconclusive" (as far as can be seen it works), "mismatch" (other tokens than a
         worker alone gives: wrong KV), "canary" (too few tokens, too late, no KV read), "gone", or an error's code."""
         self._labelled("canaries_total", model, code).inc()
 
