@@ -161,7 +161,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 @pytest.fixture
 async def deployment(kind: str, llama: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Deployment]:
     engine_kind = kind.partition(" ")[0]
-    args = {"step_s": 0} if kind == "mock" else {}
+    args: dict[str, Any] = {"step_s": 0} if kind == "mock" else {}
     deployment = Deployment(engine_kind, Damage(monkeypatch))
     card = {"refuses": ("cache_salt",)} if kind.endswith("without salts") else {}
     async with AsyncExitStack() as stack:
