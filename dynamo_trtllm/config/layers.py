@@ -127,7 +127,7 @@ class _StrictLoader(yaml.SafeLoader):
         self._extents: dict[int, _Extent] = {}  # by id of a node that is complete; the document keeps them alive
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark = self.peek_event().start_mark
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
         _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)  # before more is read
         is_alias = self.check_event(yaml.AliasEvent)
