@@ -1,0 +1,78 @@
+"""The ids of requests, and the lines that are logged of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from dynamo_trtllm import errors
+from dynamo_trtllm.frontend.app import build_app
+from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.messages import Role
+from dynamo_trtllm.observe.logging import TextFormatter
+from tests.unit.frontend.legs import FINISHED, Cluster
+from tests.unit.frontend.responses_client import ask, check_error
+from tests.unit.frontend.scripted import CARD, MODEL, Front, chunk, front, stop
+
+NAMED = {"x-request-id": "job-7"}
+
+
+async def asked(served: Front, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
+    return await ask(served, "POST", "/v1/chat/completions", json=body, headers=headers)
+
+
+async def test_same_request_id_twice_then_engine_ids_differ_and_the_client_sees_its_own() -> None:
+    served = front(stop("a"))
+    first = await asked(served, NAMED)
+    await asked(served, NAMED)
+    assert first.headers["x-request-id"] == "job-7"
+    one, two = (request.request_id for request in served.pipeline.requests)
+    assert one != two
+    assert one.startswith("job-7-")
+
+
+async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dynamo_trtllm")
+    await asked(front(chunk("a"), stop()))
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
+    assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=2" in line
+    assert line.endswith("finish=stop")
+
+
+@pytest.mark.parametrize("request_id", ["job-7", None, "a/b"])
+async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cluster: Cluster, request_id: str | None
+) -> None:
+    caplog.set_level("INFO", logger="dynamo_trtllm")
+    monkeypatch.setattr(caplog.handler, "formatter", TextFormatter("frontend"))
+    await cluster.add(1, Role.AGGREGATED, [errors.Draining("worker 1 drains")], FINISHED)
+    served = front()
+    served.catalog.served["tiny"] = ServedModel(msgspec.structs.replace(CARD, name="tiny"), served.catalog.renderer)
+    served.app = build_app(served.config, served.catalog, cluster.pipeline, served.metrics)
+    headers = {} if request_id is None else {"x-request-id": request_id}
+    response = await asked(served, headers, model="tiny")
+    assert response.status_code == 200, response.text
+    given = response.headers["x-request-id"]
+    assert given == (request_id or given)
+    retried, finished = [line.split(" ") for line in caplog.text.splitlines() if "finish" in line or "a leg of" in line]
+    assert retried[3] == finished[3] == given
+
+
+async def test_refused_request_then_its_log_line_has_the_field(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dynamo_trtllm")
+    response = await asked(front(), NAMED, max_tokens=0)
+    check_error(response, 400, "invalid_request", "max_tokens")
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
+    assert line.startswith("request job-7-")
+    assert line.endswith("finish=invalid_request param=max_tokens")
+
+
+async def test_request_that_nobody_could_serve_then_its_log_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dynamo_trtllm")
+    await asked(front(errors.NoInstances("model 'm' has no decode worker now")))
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
+    assert line.endswith("finish=no_instances: model 'm' has no decode worker now")
