@@ -31,6 +31,7 @@ class HermesCalls:
 
     def __init__(self) -> None:
         self._held = ""  # text that is not yet content
+        self._blanks: list[str] = []  # white space before it, which is joined once: an answer may begin with much
         self._call: CallObject | None = None
         self._lead = ""  # what stands before the object: content if it is no call
         self._is_closing = False  # after the object: its end marker is due
@@ -49,11 +50,15 @@ class HermesCalls:
     def finish(self, out: Collected) -> None:
         if self._call is not None and not self._call.begun:
             out.content.append(self._lead + self._call.unseen)
-        elif self._held and (self._held.strip() or not self._calls) and not self._is_closing:
-            out.content.append(self._held)
+        elif (held := "".join(self._blanks) + self._held) and not self._is_closing:
+            out.content.append(held if held.strip() or not self._calls else "")
 
     def _content(self, text: str, out: Collected) -> str:
-        text, self._held = self._held + text, ""
+        if self._skips_space and not self._held and text.isspace():
+            self._blanks.append(text)
+            return ""
+        text, self._held = "".join(self._blanks) + self._held + text, ""
+        self._blanks.clear()
         before, marker, rest = text.partition(TOOL_CALL)
         if marker:
             is_shown = not (self._skips_space and before.isspace())
@@ -86,7 +91,7 @@ class HermesCalls:
         text, self._held = self._held + text, ""
         shown = text.lstrip()
         if not shown.startswith(END_TOOL_CALL) and END_TOOL_CALL.startswith(shown):
-            self._held = text
+            self._held = shown
             return ""
         self._is_closing, self._skips_space = False, True
         return shown.removeprefix(END_TOOL_CALL)
@@ -106,7 +111,7 @@ class JsonCalls:
 
     def __init__(self) -> None:
         self._state = _In.OPEN
-        self._held = ""  # text outside objects that is not yet content
+        self._held: list[str] = []  # text outside objects that is not yet content
         self._call = CallObject(0, needs_arguments=True)
         self._is_list = False
 
@@ -122,13 +127,14 @@ class JsonCalls:
 
     def finish(self, out: Collected) -> None:
         if self._state is _In.CALL and not self._call.begun:
-            out.content.append(self._held + self._call.unseen)
+            self._held.append(self._call.unseen)
+            out.content.append("".join(self._held))
         elif self._state in (_In.OPEN, _In.ENTRY) and not self._call.index:
-            out.content.append(self._held)
+            out.content.append("".join(self._held))
 
     def _outside(self, text: str, out: Collected) -> str:
         shown = text.lstrip()
-        self._held += text[: len(text) - len(shown)]
+        self._held.append(text[: len(text) - len(shown)])
         if not shown:
             return ""
         char, next_state = shown[0], _In.TEXT
@@ -146,22 +152,23 @@ class JsonCalls:
                 self._show(out)
                 return shown
         self._state = next_state
-        self._held += char
+        self._held.append(char)
         return shown[1:]
 
     def _read(self, text: str, out: Collected) -> str:
         call = self._call
         rest = call.feed(text, out)
         if call.begun:
-            self._held = ""
+            self._held.clear()
         if call.is_done:
             self._state = _In.BETWEEN if self._is_list else _In.OVER
             self._call = CallObject(call.index + 1, needs_arguments=True)
         elif call.is_broken:
-            self._held += call.unseen
+            self._held.append(call.unseen)
             self._show(out)
         return rest
 
     def _show(self, out: Collected) -> None:
-        out.content.append(self._held)
-        self._state, self._held = _In.TEXT, ""
+        out.content.append("".join(self._held))
+        self._held.clear()
+        self._state = _In.TEXT
