@@ -333,12 +333,13 @@ class FrontendConfig(ConnectionConfig):
     )
     response_store_entries: PositiveInt = Field(
         default=10_000,
-        description="most responses kept in memory; the oldest go first",
+        description="most responses kept in memory; beyond, the client address that has most loses its oldest",
         json_schema_extra=setting(HTTP),
     )
     response_store_bytes: PositiveInt = Field(
         default=256 << 20,
-        description="most bytes of kept responses; the oldest go first",
+        description="most bytes of kept responses; beyond, the client address that has most loses its oldest (memory), "
+        "or the oldest go (jetstream)",
         json_schema_extra=setting(HTTP),
     )
     response_store_entry_bytes: PositiveInt = Field(

@@ -43,28 +43,28 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        invalid(f"must hold a schema at {_spelled(where) or '/'}, not {kind_of(schema)}")
+        invalid(f"must hold a schema at {_pointer(where) or '/'}, not {kind_of(schema)}")
     if depth > MAX_DEPTH:
         invalid(f"is nested deeper than {MAX_DEPTH} schemas")
     _check_type(schema.get("type"), where)
     if "enum" in schema and not (isinstance(schema["enum"], list) and schema["enum"]):
-        invalid(f"must have a list of values at {_spelled(where)}/enum")
+        invalid(f"must have a list of values at {_pointer(where)}/enum")
     required = schema.get("required", [])
     if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
-        invalid(f"must have a list of names at {_spelled(where)}/required")
+        invalid(f"must have a list of names at {_pointer(where)}/required")
     reference = schema.get("$ref", "#")
     if not (isinstance(reference, str) and reference.startswith("#")):
-        invalid(f"may only refer to itself (#/…) at {_spelled(where)}/$ref")
+        invalid(f"may only refer to itself (#/…) at {_pointer(where)}/$ref")
     for name in _MAPS:
         members = schema.get(name, {})
         if not isinstance(members, dict):
-            invalid(f"must have an object at {_spelled(where)}/{name}, not {kind_of(members)}")
+            invalid(f"must have an object at {_pointer(where)}/{name}, not {kind_of(members)}")
         for key, member in members.items():
             _check(member, (where, name, key), depth + 1)
     for name in _LISTS:
         members = schema.get(name, [])
         if not isinstance(members, list):
-            invalid(f"must have a list at {_spelled(where)}/{name}, not {kind_of(members)}")
+            invalid(f"must have a list at {_pointer(where)}/{name}, not {kind_of(members)}")
         for at, member in enumerate(members):
             _check(member, (where, name, at), depth + 1)
     for name in _ONES:
@@ -75,10 +75,10 @@ def _check(schema: Any, where: _Place, depth: int) -> None:
 def _check_type(kind: Any, where: _Place) -> None:
     kinds = kind if isinstance(kind, list) else [kind]
     if kind is not None and not (kinds and all(isinstance(each, str) and each in _TYPES for each in kinds)):
-        invalid(f"must have one of {', '.join(sorted(_TYPES))} at {_spelled(where)}/type, not {shown(kind)}")
+        invalid(f"must have one of {', '.join(sorted(_TYPES))} at {_pointer(where)}/type, not {shown(kind)}")
 
 
-def _spelled(where: _Place) -> str:
+def _pointer(where: _Place) -> str:
     """Returns the path of a place; only for errors, as all paths together are far longer than the schema."""
     steps: list[str] = []
     while where:

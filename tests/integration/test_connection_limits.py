@@ -168,7 +168,7 @@ async def test_head_when_it_comes_in_small_pieces_then_the_limit_is_of_all_of_th
 
 
 async def test_head_when_small_then_a_large_body_and_many_requests_are_taken() -> None:
-    padded = BODY[:-1] + b', "metadata": {"pad": "' + b"x" * 300_000 + b'"}}'
+    padded = BODY[:-1] + b', "prompt_cache_options": {"pad": "' + b"x" * 300_000 + b'"}}'
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(padded) + padded
     async with serving(max_header_bytes=1024) as served:
         client = await served.connect()

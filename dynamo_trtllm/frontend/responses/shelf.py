@@ -202,7 +202,7 @@ class _Conversation:
 
     def __init__(self, items: list[dict[str, Any]]) -> None:
         self.items = items
-        self.by_id = {item["id"]: item for item in reversed(items)}
+        self.by_id: dict[str, dict[str, Any]] = {item["id"]: item for item in reversed(items)}
 
 
 class References:
