@@ -192,6 +192,12 @@ class TransferFailed(HandoffError):
     code = "transfer"
 
 
+class NonFiniteKv(TransferFailed):
+    """The KV arrived, and it has NaN or infinity."""
+
+    code = "non_finite_kv"
+
+
 # --- engine --------------------------------------------------------------------------------------------
 
 
@@ -214,6 +220,13 @@ class NotMigratable(EngineError):
     """The stream broke and can't be continued elsewhere."""
 
     code = "not_migratable"
+
+
+class NonFinite(EngineError):
+    """The model's output for this request is NaN or infinite; the other requests of the engine go on."""
+
+    code = "non_finite"
+    retryable = True
 
 
 class EngineFailed(EngineError):

@@ -52,10 +52,12 @@ TABLE: dict[type[DynamoError], Row] = {
     errors.TicketMismatch: Row(502, SERVER),
     errors.HandoffTimeout: Row(504, SERVER),
     errors.TransferFailed: Row(502, SERVER),
+    errors.NonFiniteKv: Row(502, SERVER),
     errors.EngineError: Row(500, SERVER),
     errors.EngineNotReady: Row(503, UNAVAILABLE),
     errors.EngineRefused: Row(400, INVALID),
     errors.NotMigratable: Row(502, SERVER),
+    errors.NonFinite: Row(500, SERVER),
     errors.EngineFailed: Row(500, SERVER),
 }
 

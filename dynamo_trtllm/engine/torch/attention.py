@@ -26,6 +26,13 @@ class Span:
     start: int
     count: int
 
+    def entered(self, block_tokens: int) -> Tensor | None:
+        """Return the number of the block of which this span writes the first tokens and not the last."""
+        end = self.start + self.count
+        last = (end - 1) // block_tokens
+        is_entered = end % block_tokens > 0 and self.start <= last * block_tokens
+        return self.blocks[last : last + 1] if is_entered else None
+
 
 class _View(NamedTuple):
     """Which KV the decode rows read, and what is added to their scores."""
@@ -44,6 +51,7 @@ class Step:
     chunks: list[Span]
     slots: Tensor = field(init=False)  # where each row's KV goes: block * block_tokens + offset
     positions: Tensor = field(init=False)
+    entered: list[Tensor] = field(init=False)  # numbers of the blocks to scrub first: masked KV must be finite too
     _views: dict[int | None, _View] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,6 +62,8 @@ class Step:
             positions.append(rows)
             slots.append(span.blocks[rows // block] * block + rows % block)
         self.positions, self.slots = torch.cat(positions), torch.cat(slots)
+        found = (span.entered(block) for span in (*self.decodes, *self.chunks))
+        self.entered = [number for number in found if number is not None]
 
     def decode_view(self, window: int | None) -> _View:
         """Tables and bias for the decode rows; the same for all layers with this window."""
@@ -68,7 +78,9 @@ class Step:
         needed = [
             span.blocks[first : span.start // block + 1] for span, first in zip(self.decodes, firsts, strict=True)
         ]
-        tables = torch.nn.utils.rnn.pad_sequence(needed, batch_first=True)  # padding reads block 0 and is masked
+        # Padding is masked, but 0 times NaN is NaN: each sequence is padded with a block of its own.
+        padded = torch.nn.utils.rnn.pad_sequence(needed, batch_first=True, padding_value=-1)
+        tables = torch.where(padded < 0, padded[:, :1], padded)
         at = torch.arange(tables.shape[1] * block, device=device) + torch.tensor(firsts, device=device)[:, None] * block
         now = torch.tensor([span.start for span in self.decodes], device=device)[:, None]
         return _View(tables, _bias(at, now, window, self.keys.dtype)[:, None, None, None, :])

@@ -25,10 +25,12 @@ from dynamo_trtllm.engine.torch.jobs import Delivery, Gathered, Job, Reserved, R
 from dynamo_trtllm.engine.torch.kv import KvPool
 from dynamo_trtllm.engine.torch.sampler import Choice, Row, choose
 from dynamo_trtllm.engine.torch.staging import PIECE_BYTES, Parcel, Staging
-from dynamo_trtllm.errors import EngineFailed, EngineRefused, Overloaded
+from dynamo_trtllm.errors import EngineFailed, EngineRefused, NonFinite, NonFiniteKv, Overloaded
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 
 _log = logging.getLogger(__name__)
+_MOST_NON_FINITE = 3  # requests within _NON_FINITE_S: it is the engine then, and not the request
+_NON_FINITE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class Batcher:
         self._unstaged: deque[tuple[Job, Chunk]] = deque()  # prefilled, without room to be handed off from
         self._held: set[Job] = set()  # handed off, blocks counted
         self._events: Delivery = []
+        self._non_finite: dict[str, float] = {}  # requests that ended so, and when
         self._stopping = False
         self._stats = self._take_stats()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -109,6 +112,14 @@ class Batcher:
             return  # dropped meanwhile
         self._reserved.remove(job)
         self._unload(job)
+        if not self._pool.is_finite(job.blocks, job.prompt_tokens):
+            self._pool.scrub(job.blocks[: self._pool.blocks_for(job.prompt_tokens)])
+            self._drop(job)
+            text = (
+                f"the KV of ticket {ticket.ticket_id} has NaN or infinity: check its prefill worker {ticket.holder:x}"
+            )
+            self._events.append((job, NonFiniteKv(text)))
+            return
         job.prefilled = job.prompt_tokens
         job.pending = ticket.first_token_ids[-1]
         job.made = len(ticket.first_token_ids)
@@ -130,6 +141,8 @@ class Batcher:
         self._events.append((job, Retired()))
 
     def _drop(self, job: Job) -> None:
+        if job in self._reserved and job.blocks is not None:  # its KV has arrived in part at most
+            self._pool.scrub(job.blocks[: self._pool.blocks_for(job.prompt_tokens)])
         for group in (self._reserved, self._held):
             group.discard(job)
         for jobs in (self._waiting, self._prefilling, self._decoding):
@@ -161,6 +174,8 @@ class Batcher:
             with torch.inference_mode():
                 while not self._stopping:
                     self._turn()
+        except EngineFailed as exc:
+            reason = exc
         except Exception as exc:  # noqa: BLE001 - the end of the thread: all streams must hear of it, whatever it was
             _log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
@@ -251,6 +266,8 @@ class Batcher:
             [Span(_blocks(job), job.prefilled, 1) for job in decoding],
             [Span(_blocks(job), job.prefilled, count) for job, count in chunks],
         )
+        if step.entered:
+            self._pool.scrub(torch.cat(step.entered))
         for job, count in [*((job, 1) for job in decoding), *chunks]:
             job.prefilled += count
         finished = [job for job, _ in chunks if job.prefilled == job.prompt_tokens]
@@ -261,9 +278,23 @@ class Batcher:
             if job.prefilled == job.prompt_tokens:
                 rows.append(at - 1)
         logits = self._forward(ids, step, rows)
+        finite = self._finite(step, decoding, chunks)
         sampled = [*decoding, *finished]
         if sampled:
-            self._take(decoding, finished, choose(logits, [_row(job) for job in sampled]))
+            self._take(decoding, finished, choose(logits, [_row(job) for job in sampled], finite))
+
+    def _finite(self, step: Step, decoding: list[Job], chunks: list[tuple[Job, int]]) -> Tensor:
+        """Whether the keys are finite of the jobs that get a token in this step, on the device."""
+        written = self._pool.finite_keys(step.slots)
+        found = [written[: len(decoding)]]
+        at = len(decoding)
+        for job, count in chunks:
+            chunk = written[at : at + count].all(dim=0, keepdim=True)
+            job.finite = chunk if job.finite is None else job.finite & chunk
+            at += count
+            if job.prefilled == job.prompt_tokens:
+                found.append(job.finite)
+        return torch.cat(found)
 
     def _plan_chunks(self, budget: int) -> list[tuple[Job, int]]:
         planned = []
@@ -288,7 +319,7 @@ class Batcher:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _take(self, decoding: list[Job], finished: list[Job], choices: list[Choice]) -> None:
+    def _take(self, decoding: list[Job], finished: list[Job], choices: list[Choice | None]) -> None:
         now = time.monotonic()
         for job, choice in zip(decoding, choices, strict=False):
             job.stepped_at = job.stepped_at or now
@@ -298,8 +329,25 @@ class Batcher:
             self._prefilling.remove(job)
             self._decoding.append(job)
             self._emit(job, choice)
+        if len(self._non_finite) >= _MOST_NON_FINITE:
+            raise EngineFailed(
+                f"the model's output was NaN or infinite in {len(self._non_finite)} requests within {_NON_FINITE_S:g} s"
+            )
 
-    def _emit(self, job: Job, choice: Choice) -> None:
+    def _end_non_finite(self, job: Job) -> None:
+        _log.error("the model's output for request %s is NaN or infinite: it ends", job.request.request_id)
+        self._pool.scrub(_blocks(job)[: self._pool.blocks_for(job.prefilled)])
+        self._drop(job)
+        text = "the model's output for this request is NaN or infinite; if others are too, check weights, dtype and GPU"
+        self._events.append((job, NonFinite(text)))
+        now = time.monotonic()
+        recent = {name: at for name, at in self._non_finite.items() if now - at < _NON_FINITE_S}
+        self._non_finite = recent | {job.request.request_id: now}
+
+    def _emit(self, job: Job, choice: Choice | None) -> None:
+        if choice is None:
+            self._end_non_finite(job)
+            return
         job.pending = choice.token_id
         job.made += 1
         if job.shaping is not None:

@@ -25,7 +25,7 @@ from dynamo_trtllm.engine.torch.jobs import Delivery, Event, Gathered, Job, Rese
 from dynamo_trtllm.engine.torch.kv import KvPool
 from dynamo_trtllm.engine.torch.shaping import shaping_for
 from dynamo_trtllm.engine.torch.staging import Staging
-from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, EngineRefused
+from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, EngineRefused, NonFinite
 from dynamo_trtllm.handoff.base import Carrier
 from dynamo_trtllm.handoff.select import select_carrier
 from dynamo_trtllm.messages import (
@@ -155,9 +155,12 @@ class TorchEngine:
             sampling=Sampling(max_tokens=2, temperature=0.0, ignore_eos=True),
             deadline=time.time() + 600,
         )
-        async with aclosing(self.generate(request)) as stream:
-            async for _ in stream:
-                pass
+        try:
+            async with aclosing(self.generate(request)) as stream:
+                async for _ in stream:
+                    pass
+        except NonFinite as exc:
+            raise EngineFailed(f"{self._model_path} computes NaN or infinity: check its weights and the dtype") from exc
 
     async def check(self) -> None:
         self._ready()

@@ -16,6 +16,7 @@ from torch import Tensor
 from dynamo_trtllm.engine.torch.attention import first_block
 from dynamo_trtllm.messages import KvLayout
 
+_CHECKED_BYTES = 64 << 20  # the most that `is_finite` copies at once
 _WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)  # 16 bytes and less
 
 
@@ -27,9 +28,9 @@ class KvPool:
     ) -> None:
         shape = (layout.num_layers, 2, num_blocks, layout.block_tokens, layout.num_kv_heads, layout.head_dim)
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
-        memory = zeros(math.prod(shape) * self.dtype.itemsize, device)  # padding is read and masked: never NaN
-        pool = memory.view(self.dtype).view(shape)
-        self.keys, self.values = pool[:, 0], pool[:, 1]
+        memory = zeros(math.prod(shape) * self.dtype.itemsize, device)
+        self._pool = memory.view(self.dtype).view(shape)
+        self.keys, self.values = self._pool[:, 0], self._pool[:, 1]
         self.device = device
         self.num_blocks = num_blocks
         self.block_tokens = layout.block_tokens
@@ -57,6 +58,23 @@ class KvPool:
 
     def free(self, blocks: Tensor) -> None:
         self._free.extend(reversed(blocks.tolist()))
+
+    def scrub(self, blocks: Tensor) -> None:
+        """Queue zeros for these blocks, in all layers."""
+        self._pool.index_fill_(2, blocks, 0)
+
+    def is_finite(self, blocks: Tensor, tokens: int) -> bool:
+        """Return whether all that the token after `tokens` can see in these blocks is finite. Waits for the device."""
+        pieces = self.rows(blocks, tokens).split(max(1, _CHECKED_BYTES // self.row_bytes))
+        ends = [torch.stack(torch.aminmax(self.all_rows[some].view(self.dtype))) for some in pieces]
+        return bool(torch.stack(ends).isfinite().all())
+
+    def finite_keys(self, slots: Tensor) -> Tensor:
+        """Return for each slot whether its keys are finite in all layers: a bool tensor, not waited for.
+
+        An infinite key can't be left to the logits: its token's score may be -inf, and attention then skips the token.
+        """
+        return self.keys.flatten(1, 2)[:, slots].flatten(2).abs().amax(dim=(0, 2)).isfinite()
 
     def num_rows(self, tokens: int) -> int:
         """How many rows the token after `tokens` can see. Safe from any thread."""

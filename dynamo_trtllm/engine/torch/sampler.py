@@ -48,10 +48,15 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
-    """One token per row of `logits` [rows, vocabulary]. Log-probabilities are those of the raw logits."""
+def choose(logits: Tensor, rows: Sequence[Row], finite: Tensor | None = None) -> list[Choice | None]:
+    """Choose one token per row of `logits` [rows, vocabulary]. Log-probabilities are those of the raw logits.
+
+    None for a row that has NaN, +inf or no finite number as the model made it, or that `finite` [rows] rules out.
+    """
     logits = logits.float()
     raw = logits
+    highest, picked = logits.max(dim=-1)  # NaN where the row has one
+    finite = highest.isfinite() if finite is None else highest.isfinite() & finite
     held_back = [(n, row.stop_ids) for n, row in enumerate(rows) if row.index < row.sampling.min_tokens]
     shaped = [(n, row.shaping) for n, row in enumerate(rows) if row.shaping is not None]
     if held_back or shaped:
@@ -60,13 +65,13 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
             shaping.apply(logits[n])
         for n, stop_ids in held_back:
             logits[n, list(stop_ids)] = -torch.inf
-    picked = logits.argmax(dim=-1)
+        picked = logits.argmax(dim=-1)
     drawn = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
     if drawn:
         picked[drawn] = _draw(logits[drawn], [rows[n] for n in drawn])
-    ids = picked.tolist()
+    ids = torch.where(finite, picked, -1).tolist()
     logprobs = _logprobs(raw, ids, rows)
-    return [Choice(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+    return [None if token < 0 else Choice(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -95,7 +100,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprob | None]:
-    wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None]
+    wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None and ids[n] >= 0]
     found: list[TokenLogprob | None] = [None] * len(rows)
     if wanted:
         logs = torch.log_softmax(logits[wanted], dim=-1)

@@ -95,3 +95,20 @@ def test_choose_when_logprobs_are_wanted_then_they_are_of_the_raw_logits() -> No
     assert [token for token, _ in choice.logprob.top] == [1, 2]
     assert choice.logprob.top[1][1] == pytest.approx(math.log(0.4))
     assert choose(torch.tensor([logits]), [row()])[0].logprob is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
+def test_choose_when_a_row_has_no_finite_output_then_none_and_others_as_ever(
+    bad: list[float], temperature: float
+) -> None:
+    good = [-math.inf, 1.0, 0.0]
+    rows = [row(temperature=temperature, top_k=2, logprobs=1, index=n) for n in range(3)]
+    alone = choose(torch.tensor([good] * 3), rows)
+    assert choose(torch.tensor([good, bad, good]), rows) == [alone[0], None, alone[2]]
+    assert choose(torch.tensor([good] * 3), rows, torch.tensor([True, False, True])) == [alone[0], None, alone[2]]
+
+
+def test_choose_when_the_request_rules_all_tokens_out_then_it_is_not_the_models_output_that_is_not_finite() -> None:
+    held = row(temperature=0.0, min_tokens=1, stop_ids=(0, 1, 2))
+    assert choose(torch.tensor([[0.0, 1.0, 2.0]]), [held]) != [None]

@@ -1,0 +1,231 @@
+"""NaN and infinity in the torch engine end the request with a named error. No answer, its own or another, is changed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from array import array
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from dynamo_trtllm.engine.torch import batcher
+from dynamo_trtllm.engine.torch.engine import TorchEngine
+from dynamo_trtllm.engine.torch.kv import KvPool
+from dynamo_trtllm.engine.torch.sampler import Row, choose
+from dynamo_trtllm.errors import DynamoError, EngineFailed, NonFinite, NonFiniteKv
+from dynamo_trtllm.messages import Phase, Role, token_ids
+from tests.engines import ask, check_nothing_left, collect, make, prompt_of, started, ticket_from, tokens, two_legs
+
+BAD = (torch.nan, torch.inf, -torch.inf)
+
+
+def torch_engine(folder: Path, role: Role, **args: Any) -> TorchEngine:
+    engine = make("torch", folder, role, **args)
+    assert isinstance(engine, TorchEngine)
+    return engine
+
+
+def pool_of(engine: TorchEngine) -> KvPool:
+    assert engine._memory is not None
+    return engine._memory.pool
+
+
+def prompt(length: int, seed: int = 1) -> array[int]:
+    return token_ids(token % 500 + 5 for token in prompt_of(length, seed))
+
+
+def spoil_outputs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor, Row], None]) -> None:
+    """Call `spoil` with the model's output for each row of each step."""
+
+    def spoiled(logits: torch.Tensor, rows: Sequence[Row], finite: torch.Tensor) -> Any:
+        for made, row in zip(logits, rows, strict=True):
+            spoil(made, row)
+        return choose(logits, rows, finite)
+
+    monkeypatch.setattr(batcher, "choose", spoiled)
+
+
+def nothing_finite(made: torch.Tensor, row: Row) -> None:
+    made.fill_(torch.nan)
+
+
+async def outcome(engine: TorchEngine, length: int, seed: int) -> list[int] | str:
+    try:
+        return tokens(await collect(engine, ask(prompt(length), seed=seed)))
+    except DynamoError as exc:
+        return exc.code
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, None], ids=str)
+async def test_output_when_one_request_of_a_batch_has_none_that_is_finite_then_only_it_ends(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, bad: float | None
+) -> None:
+    victim = 77
+
+    def spoil(made: torch.Tensor, row: Row) -> None:
+        if row.seed == victim and row.index == 3:
+            made[7 if bad is not None else slice(None)] = -torch.inf if bad is None else bad
+
+    engine = torch_engine(llama, Role.AGGREGATED)
+    async with started(engine):
+        lengths = (20, 45, 70)
+        clean = await asyncio.gather(*(outcome(engine, length, 1) for length in lengths))
+        spoil_outputs(monkeypatch, spoil)
+        got = await asyncio.gather(*(outcome(engine, *each) for each in zip(lengths, (1, victim, 1), strict=True)))
+        assert got == [clean[0], "non_finite", clean[2]]
+        await check_nothing_left(engine)
+        await engine.check()
+
+
+async def test_prompt_when_its_output_or_its_keys_are_not_finite_then_there_is_no_ticket(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill = torch_engine(llama, Role.PREFILL, prefill_chunk_tokens=16)
+    async with started(prefill):
+        pool, finite_keys, slots = pool_of(prefill), KvPool.finite_keys, []
+
+        def spoiled(self: KvPool, written: torch.Tensor) -> torch.Tensor:
+            slots.append(len(written))
+            if len(slots) == 2:  # a chunk in the middle, whose output is not looked at
+                self.keys.flatten(1, 2)[1, written[3], 0, 0] = -torch.inf
+            return finite_keys(self, written)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(KvPool, "finite_keys", spoiled)
+            with pytest.raises(NonFinite):
+                await ticket_from(prefill, prompt(40))
+        assert slots == [16, 16, 8]
+        with monkeypatch.context() as patched:
+            spoil_outputs(patched, nothing_finite)
+            with pytest.raises(NonFinite):
+                await ticket_from(prefill, prompt(40))
+        await check_nothing_left(prefill)
+        assert pool.is_finite(torch.arange(pool.num_blocks), pool.num_blocks * pool.block_tokens)
+
+
+async def test_outputs_when_three_requests_within_a_minute_have_none_then_the_engine_fails(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = torch_engine(llama, Role.AGGREGATED)
+    async with started(engine):
+        spoil_outputs(monkeypatch, nothing_finite)
+        for name in ("a", "a", "a", "b", "b", "c"):  # one request again and again may be its own fault
+            await engine.check()
+            with pytest.raises(NonFinite):
+                await collect(engine, msgspec.structs.replace(ask(prompt(9)), request_id=name))
+        async with asyncio.timeout(10):
+            await asyncio.to_thread(engine._batcher.join)  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+        with pytest.raises(EngineFailed, match="3 requests within 60 s"):
+            await engine.check()
+
+
+async def test_start_when_the_model_computes_nothing_finite_then_engine_failed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil_outputs(monkeypatch, nothing_finite)
+    engine = torch_engine(llama, Role.AGGREGATED)
+    with pytest.raises(EngineFailed, match="check its weights"):
+        await engine.start()
+    await engine.aclose()
+
+
+async def test_transfer_when_it_fails_midway_then_what_has_arrived_is_scrubbed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = torch_engine(llama, Role.PREFILL), torch_engine(llama, Role.DECODE)
+    async with started(prefill, decode):
+        pool, arrived = pool_of(decode), []
+
+        async def partial(*args: Any, on_piece: Callable[[int], None], **kwargs: Any) -> None:
+            pool.keys[:, 0], pool.values[:, 0] = torch.nan, torch.inf
+            arrived.append(pool.used)
+            raise RuntimeError("it broke off")
+
+        monkeypatch.setattr(decode._desk, "fetch", partial)
+        ticket = await ticket_from(prefill, prompt(20))
+        with pytest.raises(RuntimeError, match="broke off"):
+            await collect(decode, ask(prompt(20), phase=Phase.DECODE, ticket=ticket))
+        await check_nothing_left(decode)
+        assert arrived == [1]
+        assert pool.is_finite(torch.arange(pool.num_blocks), pool.num_blocks * pool.block_tokens)
+
+
+class Poison:
+    """Puts single bad numbers into a share of transfers and outputs, and whole blocks of them into free memory."""
+
+    def __init__(self, prefill: TorchEngine, decode: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._random = random.Random(5)
+        self.put: Counter[str] = Counter()
+        for engine in (prefill, decode):
+            step = batcher.Batcher._step.__get__(engine._batcher)
+            monkeypatch.setattr(engine._batcher, "_step", lambda step=step, engine=engine: self._before(engine, step))
+        assert prefill._memory is not None and prefill._memory.staging is not None
+        gather = prefill._memory.staging.gather
+        monkeypatch.setattr(
+            prefill._memory.staging,
+            "gather",
+            lambda parcel, rows: (self._in_kv(prefill, rows), gather(parcel, rows))[1],
+        )
+        spoil_outputs(monkeypatch, self._in_output)
+
+    def _before(self, engine: TorchEngine, step: Callable[[], None]) -> None:
+        pool = pool_of(engine)
+        free = torch.tensor(self._random.sample(pool._free, 4))
+        pool.keys[:, free], pool.values[:, free] = self._random.choice(BAD), self._random.choice(BAD)
+        step()
+
+    def _in_kv(self, engine: TorchEngine, rows: torch.Tensor) -> None:
+        if self._random.random() < 0.2:
+            pool = pool_of(engine)
+            row = pool.all_rows.view(pool.dtype)[int(self._random.choice(rows))]
+            row[self._random.randrange(len(row))] = self._random.choice(BAD)
+            self.put["non_finite_kv"] += 1
+
+    def _in_output(self, made: torch.Tensor, row: Row) -> None:
+        if self._random.random() < 0.01:
+            made[self._random.randrange(len(made))] = self._random.choice(BAD[:2])
+            self.put["non_finite"] += 1
+
+
+@pytest.mark.parametrize(
+    ("model", "count"), [("llama", 100), pytest.param("gpt_oss", 1000, marks=pytest.mark.long)], ids=str
+)
+async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned_then_none_is_wrong(
+    model: str, count: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = request.getfixturevalue(model)
+    prefill, decode = (
+        torch_engine(folder, role, kv_block_size=8, kv_cache_blocks=200) for role in (Role.PREFILL, Role.DECODE)
+    )
+    lengths = [5, 16, 33, 61, 150]
+    seen: Counter[str] = Counter()
+    at_once = asyncio.Semaphore(8)
+
+    async def retried(number: int) -> list[int]:
+        async with at_once:
+            for _ in range(9):
+                try:
+                    return tokens(await two_legs(prefill, decode, prompt(lengths[number % 5], number % 7)))
+                except (NonFinite, NonFiniteKv) as exc:
+                    seen[exc.code] += 1
+            raise AssertionError("nine attempts failed")
+
+    monkeypatch.setattr(batcher, "_MOST_NON_FINITE", count)
+    async with started(prefill, decode):
+        clean = await asyncio.gather(*(retried(number) for number in range(35)))
+        assert seen == {}
+        poison = Poison(prefill, decode, monkeypatch)
+        answers = await asyncio.gather(*(retried(number) for number in range(count)))
+        wrong = [number for number, got in enumerate(answers) if got != clean[number % 35]]
+        assert wrong == []
+        assert seen == poison.put
+        assert min(seen["non_finite"], seen["non_finite_kv"]) > 0
+        await check_nothing_left(decode)
+        await check_nothing_left(prefill)
