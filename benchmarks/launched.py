@@ -255,11 +255,11 @@ class Launched(ABC):
         """Of one of the frontend's counters, over all its labels."""
         return total(self.url, counter)
 
-    def worker_gauges(self, name: str) -> dict[str, float]:
-        """Return a worker's numbers without labels, by their short names."""
-        return gauges(self._health.get(name, ""))
+    def worker_total(self, name: str, counter: str, label: str = "") -> float:
+        """Return the sum of one of a worker's counters over its labels, see `scrape.total`. Raise OSError."""
+        return total(self._health.get(name, ""), counter, label)
 
     def kv_share(self, name: str) -> float:
         """Of a worker's KV blocks that are in use."""
-        numbers = self.worker_gauges(name)
+        numbers = gauges(self._health.get(name, ""))
         return numbers.get("kv_blocks_used", 0.0) / numbers.get("kv_blocks_total", 1.0)

@@ -17,7 +17,7 @@ WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 _READY_S = 120.0
 _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
 STEP_S = 0.02  # of the mock engine: a token's time
-_ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
+ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
     "mock": {"step_s": STEP_S, "kv_cache_blocks": 1024},
     "torch": {"carrier": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
 }
@@ -93,7 +93,7 @@ class Deployment(Launched):
         flags = {
             "model": options.model,
             "engine": options.engine,
-            "override-engine-args": _ENGINE_ARGS[options.engine],
+            "override-engine-args": ENGINE_ARGS[options.engine],
             "lease-ttl-s": options.lease_ttl_s,
             "stall-timeout-s": options.worker_stall_timeout_s,
             "ticket-ttl-s": options.ticket_ttl_s,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from benchmarks.chaos import intruders
 from benchmarks.chaos.deployment import FRONTEND, WORKERS, Options
@@ -31,6 +32,7 @@ class Fault:
     spares_requests: bool = False  # none may be answered with an error before its first token
     migrates: bool = False  # streams must have been continued elsewhere, or it has not struck
     is_launcher: bool = False  # only what is left afterwards is judged
+    engine: Literal["torch"] | None = None  # makes sense with this one only; None: with each
     has_network: bool = False  # acts on the network between frontend and workers
     # stall timeout of the other side; if set, answers outlast the fault
     watch_s: Callable[[Options], float] | None = None
@@ -262,6 +264,13 @@ FAULTS = {
             apply=_roll,
             spares_requests=True,
             victims=WORKERS,
+        ),
+        Fault(
+            name="non-finite-kv",
+            what="a prefill worker whose KV has a NaN (torch engine)",
+            apply=intruders.non_finite_kv,
+            engine="torch",
+            spares_requests=True,
         ),
         *_of_network(),  # a deployment of their own; so have those of the launcher
         *_of_launcher(),

@@ -99,16 +99,17 @@ async def dead_transfer(scene: Scene) -> None:
 
 async def corrupt_kv(scene: Scene) -> None:
     """A prefill worker more, whose KV arrives with flipped bits. Raise NotServing when no worker counts it."""
-    before = await asyncio.to_thread(_mismatches, scene.deployment)
+    before = await _decoders_total(scene, "kv_checksum_mismatches")
     async with rogue.corrupting() as spoil, rogue.registered(scene.deployment, spoil):
         await asyncio.sleep(scene.outage_s)
-    if await asyncio.to_thread(_mismatches, scene.deployment) <= before:
+    if await _decoders_total(scene, "kv_checksum_mismatches") <= before:
         raise NotServing("no worker counts a KV checksum that was wrong, though bits of KV were flipped")
 
 
-def _mismatches(deployment: Deployment) -> float:
-    """Of the decode workers together, so far."""
-    return sum(deployment.worker_gauges(name).get("kv_checksum_mismatches_total", 0.0) for name in _DECODERS)
+async def _decoders_total(scene: Scene, counter: str, label: str = "") -> float:
+    """Return the sum of a counter over the decode workers, so far."""
+    counts = [await asyncio.to_thread(scene.deployment.worker_total, name, counter, label) for name in _DECODERS]
+    return sum(counts)
 
 
 async def failed_read(scene: Scene) -> None:
@@ -116,6 +117,14 @@ async def failed_read(scene: Scene) -> None:
     with rogue.unreadable() as spoil:
         async with rogue.registered(scene.deployment, spoil):
             await asyncio.sleep(scene.outage_s)
+
+
+async def non_finite_kv(scene: Scene) -> None:
+    """A prefill worker more, whose KV has a NaN. Raise NotServing when no decode worker counts it."""
+    async with rogue.poisoned(scene.deployment):
+        await asyncio.sleep(scene.outage_s)
+    if not await _decoders_total(scene, "requests", 'code="non_finite_kv"'):
+        raise NotServing("no decode worker counts KV with NaN: give it more --seconds")
 
 
 async def late_ticket(scene: Scene) -> None:

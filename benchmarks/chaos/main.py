@@ -66,7 +66,10 @@ class Stage:
     async def _deployment_for(self, fault: Fault) -> Deployment:
         """Return the one that runs, if it is of the kind that the fault needs, or a new one."""
         options = dataclasses.replace(
-            self._options, is_launcher_victim=fault.is_launcher, has_network=fault.has_network
+            self._options,
+            engine=fault.engine or self._options.engine,
+            is_launcher_victim=fault.is_launcher,
+            has_network=fault.has_network,
         )
         if self._deployment is None or fault.is_launcher or self._deployment.options != options:
             self._left = self.close()

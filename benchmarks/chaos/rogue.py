@@ -1,28 +1,39 @@
-"""A prefill worker that passes requests on to a good one and spoils its last chunks. For chaos runs only."""
+"""Prefill workers that spoil what they send: last chunks of a good worker, or their own KV. For chaos runs only."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import secrets
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from benchmarks.chaos.deployment import Deployment, NotServing
+from benchmarks.chaos.deployment import ENGINE_ARGS, Deployment, NotServing
 from benchmarks.chaos.relay import ChangingRelay
+from dynamo_trtllm.bundled.resolve import resolve
+from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest, Instance, Restart, Role
-from dynamo_trtllm.plane.base import Plane
+from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.plane.base import Plane, Service
 from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.loading import live_peers
+from dynamo_trtllm.worker.service import WorkerService
 
 Spoil = Callable[[Chunk], Chunk]  # of a last chunk, which has a ticket
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engine.torch.engine import TorchEngine
+
 _LEASE_TTL_S = 2.0
 _AN_HOUR_S = 3600.0
 _KV_BYTES = 128  # a request for KV has fewer
@@ -51,10 +62,67 @@ class Relay:
 
 @asynccontextmanager
 async def registered(deployment: Deployment, spoil: Spoil, wire: int = WIRE_VERSION) -> AsyncIterator[None]:
-    """Register the rogue worker with this wire version for the context.
+    """Register a relay to a good worker with this wire version for the context.
 
     Raise NotServing when no request reached it.
     """
+    relays: list[Relay] = []
+
+    async def relay(plane: Plane, good: Instance, own: Instance) -> Service:
+        relays.append(Relay(plane, good, spoil))
+        return relays[0]
+
+    async with _joined(deployment, relay, wire):
+        yield
+    if not relays[0].spoiled:
+        raise NotServing("the bad prefill worker was never used: give it more --seconds")
+
+
+@asynccontextmanager
+async def poisoned(deployment: Deployment) -> AsyncIterator[None]:
+    """Register a prefill worker of the torch engine whose KV has a NaN before it is copied anywhere."""
+    async with AsyncExitStack() as stack:
+
+        async def serve(plane: Plane, good: Instance, own: Instance) -> Service:
+            from dynamo_trtllm.engine.torch.engine import TorchEngine  # imports torch: seconds
+
+            config = WorkerConfig(
+                model_path=str(await asyncio.to_thread(resolve, own.card.name)),
+                served_model_name=own.card.name,
+                disaggregation_mode=Role.PREFILL,
+                override_engine_args=ENGINE_ARGS["torch"],
+                ticket_ttl_s=deployment.options.ticket_ttl_s,
+            )
+            engine = TorchEngine(config, instance_id=own.id)
+            stack.push_async_callback(engine.aclose)
+            await engine.start()
+            _poison(engine)
+            admission = Admission(AdmissionLimits(legs=None, ticket_kv_fraction=1.0), time.time)
+            return WorkerService(engine, own, admission, files={}, metrics=WorkerMetrics())
+
+        async with _joined(deployment, serve, WIRE_VERSION):
+            yield
+
+
+def _poison(engine: TorchEngine) -> None:
+    """From now on each prompt's KV has one NaN in the engine's own memory when it is copied from there."""
+    assert engine._memory is not None
+    pool, staging = engine._memory
+    assert staging is not None
+    gather = staging.gather
+
+    def spoiled(parcel: Any, rows: Any) -> Any:
+        pool.all_rows.view(pool.dtype)[int(rows[-1]), 0] = math.nan
+        return gather(parcel, rows)
+
+    setattr(staging, "gather", spoiled)  # noqa: B010  # a method that is replaced
+
+
+@asynccontextmanager
+async def _joined(
+    deployment: Deployment, serve: Callable[[Plane, Instance, Instance], Awaitable[Service]], wire: int
+) -> AsyncIterator[None]:
+    """Register one more prefill worker. `serve` gets a good worker's record and the new one's."""
     servers = deployment.servers
     async with AsyncExitStack() as stack:
         plane = await NatsPlane.connect(servers["nats"].address)
@@ -66,15 +134,12 @@ async def registered(deployment: Deployment, spoil: Spoil, wire: int = WIRE_VERS
         )  # those of the other role: prefill workers
         number = secrets.randbits(63)
         subject = keys.subject(keys.endpoint_of(good), number)
-        relay = Relay(plane, good, spoil)
-        serving = await plane.serve(subject, relay)
-        stack.push_async_callback(serving.aclose)
         own = msgspec.structs.replace(good, id=number, subject=subject, wire=wire)
+        serving = await plane.serve(subject, await serve(plane, good, own))
+        stack.push_async_callback(serving.aclose)
         registration = await discovery.register(own)
         stack.push_async_callback(registration.aclose)
         yield
-        if not relay.spoiled:
-            raise NotServing("the bad prefill worker was never used: give it more --seconds")
 
 
 def late(chunk: Chunk) -> Chunk:

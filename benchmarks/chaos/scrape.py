@@ -30,7 +30,8 @@ def gauges(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(rf"^{_PREFIX}(\w+) (\S+)$", text, re.M)}
 
 
-def total(url: str, counter: str) -> float:
-    """Of a counter over all its labels. Raises OSError."""
-    pattern = rf"^{_PREFIX}{counter}_total(?:{{.*}})? (\S+)$"
+def total(url: str, counter: str, label: str = "") -> float:
+    """Return a counter's sum over all its labels, or over those with this one (`name="value"`). Raise OSError."""
+    labels = rf"{{.*{label}.*}}" if label else r"(?:{.*})?"
+    pattern = rf"^{_PREFIX}{counter}_total{labels} (\S+)$"
     return sum(float(value) for value in re.findall(pattern, fetch(f"{url}/metrics").decode(), re.M))

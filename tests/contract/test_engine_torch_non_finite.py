@@ -1,4 +1,4 @@
-"""NaN and infinity in the torch engine end the request with a named error. No answer, its own or another, is changed."""
+"""NaN and infinity in the torch engine end the request with a named error. No answer is changed by them."""
 
 from __future__ import annotations
 
@@ -166,7 +166,8 @@ class Poison:
         for engine in (prefill, decode):
             step = batcher.Batcher._step.__get__(engine._batcher)
             monkeypatch.setattr(engine._batcher, "_step", lambda step=step, engine=engine: self._before(engine, step))
-        assert prefill._memory is not None and prefill._memory.staging is not None
+        assert prefill._memory is not None
+        assert prefill._memory.staging is not None
         gather = prefill._memory.staging.gather
         monkeypatch.setattr(
             prefill._memory.staging,
@@ -195,7 +196,9 @@ class Poison:
 
 
 @pytest.mark.parametrize(
-    ("model", "count"), [("llama", 100), pytest.param("gpt_oss", 1000, marks=pytest.mark.long)], ids=str
+    ("model", "count"),
+    [("llama", 100), pytest.param("gpt_oss", 1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+    ids=str,
 )
 async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned_then_none_is_wrong(
     model: str, count: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

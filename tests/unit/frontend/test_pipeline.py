@@ -15,6 +15,7 @@ from dynamo_trtllm.errors import (
     DynamoError,
     EngineRefused,
     NoInstances,
+    NonFinite,
     NotMigratable,
     Overloaded,
     StreamIncomplete,
@@ -155,8 +156,11 @@ async def test_generate_when_a_role_is_missing_then_no_instances_names_it(cluste
         await cluster.tokens()
 
 
-async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(cluster: Cluster) -> None:
-    failing = await cluster.add(1, Role.PREFILL, [Disconnected("gone")])
+@pytest.mark.parametrize("failure", [Disconnected("gone"), NonFinite("NaN")])
+async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(
+    cluster: Cluster, failure: DynamoError
+) -> None:
+    failing = await cluster.add(1, Role.PREFILL, [failure])
     other = await cluster.add(3, Role.PREFILL, [handoff("b1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     trace = Trace()
@@ -182,11 +186,12 @@ async def test_generate_when_an_error_is_not_retryable_then_it_is_not_tried_else
     assert other.requests == []
 
 
+@pytest.mark.parametrize("failure", [Disconnected("gone"), NonFinite("NaN")])
 async def test_generate_when_decode_dies_midway_then_the_rest_is_made_elsewhere_from_the_tokens_so_far(
-    cluster: Cluster,
+    cluster: Cluster, failure: DynamoError
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")])
-    await cluster.add(2, Role.DECODE, [FINISHED[0], Disconnected("gone")])
+    await cluster.add(2, Role.DECODE, [FINISHED[0], failure])
     other = await cluster.add(4, Role.DECODE, FINISHED[1:])
     trace = Trace()
     assert await cluster.tokens(trace, min_tokens=3) == [10, 11, 12, 13]
