@@ -1,13 +1,13 @@
 """Harmony, the prompt format of gpt-oss: frames by openai-harmony, the text inside them by tiktoken.
 
 A frame ends in a control token, across which no merge happens, so text encoded on its own and put into a frame
-gives the ids of the whole rendering; tiktoken encodes about three times faster.
+gives the ids of the whole rendering. openai-harmony's encoder is three times slower, holds the GIL, and its cost is
+quadratic in the length of a word, so it never gets a client's text.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
@@ -21,15 +21,12 @@ from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_
 from dynamo_trtllm.render import vocabulary
 from dynamo_trtllm.render.base import NOTHING_FORCED, TOOL_NAME, OutputParser
 from dynamo_trtllm.render.harmony_parser import HarmonyParser, HarmonyTexts
+from dynamo_trtllm.render.harmony_tools import DeveloperTexts
 from dynamo_trtllm.render.known_texts import KnownTexts
 from dynamo_trtllm.render.text import BytesTextParser, WholeTexts
 
 _RETURN: Final = 200002
-_MESSAGE: Final = 200008
 _CALL: Final = 200012
-_MAX_WORD_CHARS: Final = 16384
-_LONG_WORD: Final = re.compile(rf"\S{{{_MAX_WORD_CHARS}}}|\s{{{_MAX_WORD_CHARS}}}")
-_INSTRUCTIONS: Final = "(instructions)"  # stands in for them while openai-harmony makes the frame
 _FORMATS: Final = "# Response Formats\n\n## answer"
 _JSON: Final = "<|constrain|>json"
 _ANSWER: Final = "<|channel|>final<|message|>"
@@ -60,6 +57,7 @@ class HarmonyRenderer:
         self._harmony = vocabulary.load_harmony(cache_dir)
         self._tiktoken = vocabulary.load_tiktoken(cache_dir)
         self._known = KnownTexts(self.encode)
+        self._developer_texts = DeveloperTexts(self._harmony)
         self._whole = HarmonyTexts(
             content=WholeTexts(self._token_bytes), reasoning=WholeTexts(self._token_bytes, is_reasoning=True)
         )
@@ -127,30 +125,15 @@ class HarmonyRenderer:
     def _append(self, ids: TokenIds, message: oh.Message) -> None:
         body = message.content[0]
         if isinstance(body, oh.DeveloperContent):
-            ids.extend(self._developer_ids(message, body))
-            return
-        assert isinstance(body, oh.TextContent)
+            text = self._developer_texts.text(body)
+        else:
+            assert isinstance(body, oh.TextContent)
+            text = body.text
         author = message.author
         head, tail = self._frame(author.role, author.name, message.recipient, message.channel, message.content_type)
         ids.extend(head)
-        ids.extend(self._known.ids(body.text))
+        ids.extend(self._known.ids(text))
         ids.extend(tail)
-
-    def _developer_ids(self, message: oh.Message, body: oh.DeveloperContent) -> list[int]:
-        """A developer message. The instructions are put in as text, for openai-harmony's encoder is quadratic in
-        the length of a word; a schema can't be, so words that are too long for it are refused there."""
-        shown = body.model_copy(update={"instructions": body.instructions and _INSTRUCTIONS})
-        framed = message.model_copy(update={"content": [shown]})
-        if _LONG_WORD.search(framed.to_json()):
-            raise InvalidRequest(
-                f"the tools hold a word or a run of blanks longer than {_MAX_WORD_CHARS} characters", field="tools"
-            )
-        ids = self._harmony.render(framed)
-        start = ids.index(_MESSAGE) + 1
-        text = self._harmony.decode(ids[start:-1])
-        if body.instructions:
-            text = text.replace(_INSTRUCTIONS, body.instructions, 1)
-        return [*ids[:start], *self._known.ids(text), ids[-1]]
 
     def _make_frame(self, role: oh.Role, name: str | None, *header: str | None) -> tuple[list[int], list[int]]:
         """Ids before and after the text of a message with this header."""

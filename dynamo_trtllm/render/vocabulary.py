@@ -21,7 +21,7 @@ import openai_harmony
 import tiktoken
 
 from dynamo_trtllm.config import environ
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import TokenIds, token_ids
 
 O200K_SHA256: Final = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
@@ -112,13 +112,20 @@ def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncodin
 
 def encode_text(encoding: tiktoken.Encoding, text: str) -> TokenIds:
     """As `encode_ordinary`, with no Python number per token. What looks like a control token stays text; a lone half of
-    a surrogate pair becomes U+FFFD."""
+    a surrogate pair becomes U+FFFD. The GIL is free meanwhile.
+
+    Raises:
+        InvalidRequest: a run of blanks is longer than tiktoken's pattern can match, about a million.
+    """
     ids = token_ids()
     try:
-        packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
-    except UnicodeEncodeError:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
+        try:
+            packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
+        except UnicodeEncodeError:
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
+    except ValueError as exc:
+        raise InvalidRequest(f"a text can't be tokenized, shorten its runs of blanks: {exc}") from exc
     ids.frombytes(memoryview(packed).cast("B"))  # 32-bit words of this machine, in tiktoken 0.14
     return ids
 

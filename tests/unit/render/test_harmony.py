@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from datetime import date
+from typing import Any
 
 import openai_harmony as oh
 import pytest
@@ -160,11 +162,11 @@ USER = Message(role="user", content="q")
         (Conversation(messages=(USER, Message(role="tool", tool_call_id="c9"))), "messages", "'c9'"),
         (Conversation(messages=(USER, Message(role="robot"))), "messages", "'robot'"),
         (Conversation(messages=(USER,), tools=(Tool(name="a b<|end|>"),)), "tools", "'a b<|end|>'"),
-        (Conversation(messages=(USER,), tools=(Tool(name="f", description="x" * 20_000),)), "tools", "16384"),
+        (Conversation(messages=(Message(role="user", content=" " * 1_500_000),)), None, "runs of blanks"),
     ],
 )
 def test_render_when_conversation_is_wrong_then_names_the_field(
-    renderer: HarmonyRenderer, conversation: Conversation, field: str, says: str
+    renderer: HarmonyRenderer, conversation: Conversation, field: str | None, says: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
         renderer.render(conversation)
@@ -172,13 +174,65 @@ def test_render_when_conversation_is_wrong_then_names_the_field(
     assert says in caught.value.message
 
 
-@pytest.mark.parametrize(
-    "parameters",
-    [{"type": "nonsense"}, {"properties": 3}, {"type": ["string", "null"]}, {"$ref": "#/x"}, {"anyOf": [{}]}],
-)
-def test_render_when_schema_is_odd_then_it_renders(renderer: HarmonyRenderer, parameters: dict[str, object]) -> None:
-    conversation = Conversation(messages=(USER,), tools=(Tool(name="odd_tool", parameters=parameters),))
-    assert "type odd_tool" in renderer.decode(renderer.render(conversation))
+STRINGS = (
+    *TEXTS, "null", "type", "default", 'say "hi" \\ or\nnot', "\ue0000\"\ue000", "\ue0000null\\\"\ue000",
+    "INSTRUCTIONS", "type tool = () => any;\n", "\n} // namespace functions", "\r\n\r", "x" * 33, "a,b",
+)  # fmt: skip
+
+
+class Schemas:
+    """Makes random tools of odd strings, among them keywords that mean nothing where they stand."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+
+    def tool(self, name: str) -> Tool:
+        parameters = self.schema(3) if self._draw.random() < 0.9 else {}
+        return Tool(name=name, description=self.string() + self.string(), parameters=parameters)
+
+    def string(self) -> str:
+        return self._draw.choice(STRINGS)
+
+    def value(self, depth: int) -> Any:
+        kind = self._draw.randrange(4) if depth else self._draw.randrange(2)
+        if kind == 0:
+            return self._draw.choice((1, 2.5, 1e300, -0.0, 10**18, True, None))
+        if kind == 1:
+            return self.string()
+        values = [self.value(depth - 1) for _ in range(self._draw.randint(0, 3))]
+        return values if kind == 2 else {self.string(): value for value in values}
+
+    def schema(self, depth: int) -> dict[str, Any]:
+        below = depth and self._draw.randint(0, 3)
+        schemas = [self.schema(depth - 1) for _ in range(below)]
+        names = [self.string() or "p" for _ in schemas]
+        whole = {
+            "type": self._draw.choice(
+                ("object", "object", "object", "string", "array", ["string", "null"], self.value(1))
+            ),
+            "description": self.value(1),
+            "title": self.string(),
+            "default": self.value(2),
+            "enum": [self.value(0), self.string()],
+            "examples": [self.value(1), self.string()],
+            "nullable": True,
+            "oneOf": schemas,
+            "properties": dict(zip(names, schemas, strict=True)),
+            "required": names[:1],
+            "items": schemas[0] if schemas else True,
+            self.string(): self.value(2),
+        }
+        wanted = self._draw.sample(list(whole), self._draw.randint(0, len(whole)))
+        return {name: whole[name] for name in wanted} | {"type": whole["type"]}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_render_when_tools_are_odd_then_ids_equal_openai_harmony(renderer: HarmonyRenderer, seed: int) -> None:
+    schemas = Schemas(seed)
+    for count in range(60):
+        tools = tuple(schemas.tool(f"tool{index}") for index in range(1 + count % 3))
+        conversation = Conversation(messages=(Message(role="system", content=schemas.string()), USER), tools=tools)
+        assert renderer.render(conversation).tolist() == reference(conversation), tools
 
 
 def test_render_when_schema_is_too_deep_then_request_is_invalid(renderer: HarmonyRenderer) -> None:
@@ -191,10 +245,14 @@ def test_render_when_schema_is_too_deep_then_request_is_invalid(renderer: Harmon
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("role", ["user", "system", "tool"])
-def test_render_when_a_word_is_very_long_then_time_stays_small(renderer: HarmonyRenderer, role: str) -> None:
+def test_render_when_a_word_is_very_long_then_it_ends(renderer: HarmonyRenderer, role: str) -> None:
+    """With a cost that is quadratic in the word it would take minutes."""
+    word = "a" * 300_000
     calls = Message(role="assistant", tool_calls=(ToolCall(id="c", name="f", arguments="{}"),))
-    message = Message(role=role, content="a" * 300_000, tool_call_id="c")
-    assert len(renderer.render(Conversation(messages=(calls, message)))) > 1000
+    message = Message(role=role, content=word, tool_call_id="c")
+    schema = {"type": "object", "properties": {word: {"type": "object", "description": word, "default": [word]}}}
+    tools = (Tool(name="f", description=word, parameters=schema),)
+    assert len(renderer.render(Conversation(messages=(calls, message), tools=tools))) > 5 * 300_000 / 8
 
 
 def test_render_when_text_holds_a_lone_surrogate_then_it_is_replaced(renderer: HarmonyRenderer) -> None:
