@@ -13,6 +13,7 @@ from dynamo_trtllm.openai.completions import CompletionRequest
 from dynamo_trtllm.openai.sampling import SamplingFields
 
 _EFFORT = "reasoning_effort"
+_ABRIDGED_CHARS = 16
 
 
 def chat_conversation(body: ChatRequest) -> Conversation:
@@ -99,7 +100,7 @@ def rendered(conversation: Conversation, served: ServedModel, options: Options) 
         ids = served.renderer.render(conversation)
     except InvalidRequest as exc:
         raise type(exc)(exc.message, field=exc.field and options.name(exc.field)) from exc
-    _check_names(conversation, ids, served, options)
+    _check_names(conversation, served, options)
     return ids
 
 
@@ -123,20 +124,34 @@ def _without_implied(messages: tuple[Message, ...], card: ModelCard, options: Op
     return tuple(kept)
 
 
-def _check_names(conversation: Conversation, ids: TokenIds, served: ServedModel, options: Options) -> None:
+def _check_names(conversation: Conversation, served: ServedModel, options: Options) -> None:
     """A name that the prompt does not show is refused: the prompt is the same without it. Formats treat all messages
-    of a role alike, so the first name of each role is tried."""
-    tried: set[str] = set()
+    of a role alike, so the first name of each role is tried, on messages with short texts."""
+    named: dict[str, int] = {}
     for index, message in enumerate(conversation.messages):
-        if message.name is None or message.role in tried:
-            continue
-        tried.add(message.role)
-        messages = list(conversation.messages)
-        messages[index] = msgspec.structs.replace(message, name=None)
-        if served.renderer.render(msgspec.structs.replace(conversation, messages=tuple(messages))) == ids:
+        if message.name is not None:
+            named.setdefault(message.role, index)
+    if not named:
+        return
+    messages = [_abridged(message) for message in conversation.messages]
+    render = served.renderer.render
+    short = msgspec.structs.replace(conversation, messages=tuple(messages), tools=conversation.tools[:1])
+    ids = render(short)
+    for role, index in named.items():
+        without = list(messages)
+        without[index] = msgspec.structs.replace(messages[index], name=None)
+        if render(msgspec.structs.replace(short, messages=tuple(without))) == ids:
             field = f"{options.name('messages')}[{index}].name"
             raise UnsupportedParameter(
-                f"{field} is not supported: the prompt format of {served.card.name} shows no name of a "
-                f"{message.role} there; put it into the content",
+                f"{field} is not supported: the prompt format of {served.card.name} shows no name of a {role} there; "
+                "put it into the content",
                 field=field,
             )
+
+
+def _abridged(message: Message) -> Message:
+    """Return the message with texts of a few characters, in which templates find all that they found before."""
+    calls = tuple(msgspec.structs.replace(call, arguments="{}") for call in message.tool_calls)
+    reasoning = message.reasoning and message.reasoning[:_ABRIDGED_CHARS]
+    content = message.content[:_ABRIDGED_CHARS]
+    return msgspec.structs.replace(message, content=content, reasoning=reasoning, tool_calls=calls)

@@ -90,11 +90,11 @@ class ChatTemplateRenderer:
                 "add_generation_prompt": True,
             }
         )
-        return array("I", self._tokenizer.encode(_well_formed(text), add_special_tokens=False).ids)
+        return _ids(self._tokenizer, text, add_special_tokens=False)
 
     def encode(self, text: str) -> TokenIds:
         """Plain text as a prompt: with the begin-of-text token where the model's tokenizer adds one."""
-        return array("I", self._plain_tokenizer.encode(_well_formed(text)).ids)
+        return _ids(self._plain_tokenizer, text)
 
     def decode(self, token_ids: TokenIds) -> str:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
@@ -131,7 +131,7 @@ class ChatTemplateRenderer:
         return WindowTextParser(functools.partial(self._tokenizer.decode, skip_special_tokens=False), hidden)
 
     def _control_text(self, text: str) -> TokenIds:
-        return array("I", self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return _ids(self._tokenizer, text, add_special_tokens=False)
 
     @functools.cached_property
     def _plain_tokenizer(self) -> tokenizers.Tokenizer:
@@ -250,6 +250,12 @@ def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str
         raise ConfigError(f"{CHAT_TEMPLATE} is not UTF-8: {exc}") from exc
     except (TypeError, KeyError) as exc:
         raise ConfigError(f"chat_template in {TOKENIZER_CONFIG} must list objects with name and template") from exc
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+    """As `Tokenizer.encode`, which would hold the GIL and work out offsets as well."""
+    (encoding,) = tokenizer.encode_batch_fast([_well_formed(text)], add_special_tokens=add_special_tokens)
+    return array("I", encoding.ids)
 
 
 def _well_formed(text: str) -> str:
