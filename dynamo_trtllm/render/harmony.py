@@ -8,6 +8,7 @@ quadratic in the length of a word, so it never gets a client's text.
 from __future__ import annotations
 
 import functools
+import itertools
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date
@@ -27,6 +28,7 @@ from dynamo_trtllm.render.text import BytesTextParser, WholeTexts
 
 _RETURN: Final = 200002
 _CALL: Final = 200012
+_NAME: Final = "(name)"  # a placeholder
 _FORMATS: Final = "# Response Formats\n\n## answer"
 _JSON: Final = "<|constrain|>json"
 _ANSWER: Final = "<|channel|>final<|message|>"
@@ -62,7 +64,7 @@ class HarmonyRenderer:
             content=WholeTexts(self._token_bytes), reasoning=WholeTexts(self._token_bytes, is_reasoning=True)
         )
         self._today = today
-        self._frame = functools.lru_cache(maxsize=1024)(self._make_frame)
+        self._frame = functools.lru_cache(maxsize=64)(self._make_frame)
         self._system = functools.lru_cache(maxsize=16)(self._make_system)
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
 
@@ -129,19 +131,30 @@ class HarmonyRenderer:
         else:
             assert isinstance(body, oh.TextContent)
             text = body.text
-        author = message.author
-        head, tail = self._frame(author.role, author.name, message.recipient, message.channel, message.content_type)
-        ids.extend(head)
+        author, recipient = message.author.name, message.recipient
+        name = recipient if author is None else author  # the client's; the other one of the two is "assistant" or none
+        placeholders = (author and _NAME, recipient and _NAME if author is None else recipient)
+        head, tail = self._frame(message.author.role, *placeholders, message.channel, message.content_type)
+        for part in head:
+            ids.extend(self.encode(part.replace(_NAME, name or "")) if isinstance(part, str) else part)
         ids.extend(self._known.ids(text))
         ids.extend(tail)
 
-    def _make_frame(self, role: oh.Role, name: str | None, *header: str | None) -> tuple[list[int], list[int]]:
-        """Ids before and after the text of a message with this header."""
+    def _make_frame(
+        self, role: oh.Role, name: str | None, *header: str | None
+    ) -> tuple[list[str | list[int]], list[int]]:
+        """What comes before and after the text of a message with this header: ids, and the text between two control
+        tokens where it holds the placeholder of a name."""
         recipient, channel, content_type = header
         message = oh.Message.from_author_and_content(oh.Author(role=role, name=name), "")
         message.recipient, message.channel, message.content_type = recipient, channel, content_type
-        ids = self._harmony.render(message)
-        return ids[:-1], ids[-1:]
+        parts: list[str | list[int]] = []
+        rendered = self._harmony.render(message)
+        for _, run in itertools.groupby(rendered[:-1], _is_control):
+            ids = list(run)
+            text = self._harmony.decode(ids)
+            parts.append(text if _NAME in text else ids)
+        return parts, rendered[-1:]
 
 
 def harmony_messages(conversation: Conversation, today: date) -> Iterator[oh.Message]:
@@ -240,6 +253,10 @@ def _tool_result(message: Message, names: Mapping[str, str]) -> oh.Message:
         .with_channel("commentary")
         .with_recipient("assistant")
     )
+
+
+def _is_control(token_id: int) -> bool:
+    return token_id >= vocabulary.FIRST_SPECIAL
 
 
 def _check_name(name: str, field: str) -> None:

@@ -67,7 +67,7 @@ def full_conversation(text: str) -> Conversation:
             Message(role="system", content=text),
             Message(role="user", content=text),
             Message(role="assistant", content=text, reasoning="dropped"),
-            Message(role="user", content="and " + text),
+            Message(role="user", name="Al-ice_3", content="and " + text),
             Message(
                 role="assistant",
                 content=text,
@@ -105,7 +105,7 @@ def test_render_when_tools_are_given_then_prompt_is_the_one_gpt_oss_expects(rend
         'unit?: "c" | "f",\n}) => any;\n\n} // namespace functions<|end|>'
         "<|start|>user<|message|>T<|end|>"
         "<|start|>assistant<|channel|>final<|message|>T<|end|>"
-        "<|start|>user<|message|>and T<|end|>"
+        "<|start|>user:Al-ice_3<|message|>and T<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>T<|end|>"
         "<|start|>assistant<|channel|>commentary<|message|>T<|end|>"
         "<|start|>assistant to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>T<|call|>"
