@@ -32,7 +32,7 @@ FRONTEND = "frontend"
 NAME_VARIABLE = "CHAOS_PROCESS"
 _MARKS = {"dynamo_trtllm.frontend": FRONTEND, "bin/etcd": "etcd", "bin/nats-server": "nats"}  # in a command line
 _HELD = ("running", "waiting", "kv_blocks_used", "tickets_held", "ticket_kv_blocks", "legs", "reserved")
-_HELD_BY_FRONTEND = ("inflight", "choices", "queued")
+_HELD_BY_FRONTEND = ("inflight", "choices", "queued", "body_bytes")
 _STOP_S = 45.0
 
 

@@ -274,7 +274,15 @@ class FrontendConfig(ConnectionConfig):
         default=75.0, description="seconds after which an idle connection is closed", json_schema_extra=setting(HTTP)
     )
     max_body_bytes: PositiveInt = Field(
-        default=32 << 20, description="largest request body", json_schema_extra=setting(HTTP)
+        default=8 << 20,
+        description="Maximum size of a request body in bytes. Larger bodies are answered with 413.",
+        json_schema_extra=setting(HTTP),
+    )
+    max_total_body_bytes: PositiveInt = Field(
+        default=256 << 20,
+        description="Maximum bytes of all request bodies together that are being received or parsed. Further bodies "
+        "wait for at most 5 s, then they are answered with 429.",
+        json_schema_extra=setting(HTTP),
     )
     max_inflight: PositiveInt = Field(
         default=4096,
@@ -356,6 +364,15 @@ class FrontendConfig(ConnectionConfig):
     def shares_responses(self) -> bool:
         """Whether other processes find the responses that this one keeps."""
         return self.response_store == "jetstream" or (self.response_store == "auto" and self.workers > 1)
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> FrontendConfig:
+        if 2 * self.max_body_bytes > self.max_total_body_bytes:
+            raise ValueError(
+                f"--max-total-body-bytes {self.max_total_body_bytes} must be at least twice --max-body-bytes "
+                f"{self.max_body_bytes}; raise it or lower --max-body-bytes"
+            )
+        return self
 
     @model_validator(mode="after")
     def _responses_are_found_by_all(self) -> FrontendConfig:

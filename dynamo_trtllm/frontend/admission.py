@@ -14,6 +14,8 @@ from dynamo_trtllm.errors import Cancelled, DeadlineExceeded, Overloaded
 
 _RATE_WINDOW_S = 30.0  # an answer takes seconds: in less there would be too few to count
 _LONGEST_RETRY_S = 60
+_BODY_WAIT_S = 5.0
+SMALL_BODY_BYTES = 128 << 10
 
 
 class Rate:
@@ -134,6 +136,56 @@ class Permits:
             f"{self.taken} of at most {self.limit} choices are being generated and {len(self._queue)} requests wait, "
             f"of at most {self._max_queued}; try again later"
         )
+
+
+class BodyBudget:
+    """The bytes of all request bodies that are being received or parsed.
+
+    Half of it is for the beginnings of bodies, so that small requests are served while large ones wait.
+    """
+
+    def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S) -> None:
+        """`limit`: bytes. `wait_s`: longest wait of one piece of a body, seconds."""
+        self.limit = limit
+        self.taken = 0
+        self._wait_s = wait_s
+        self._waiting: dict[asyncio.Future[None], tuple[int, int]] = {}  # bytes wanted, and the bound for them
+
+    async def take(self, count: int, before: int) -> None:
+        """Take `count` bytes more for a body that holds `before` bytes already.
+
+        Raises:
+            Overloaded: they were not free in time.
+        """
+        most = self.limit if before + count <= SMALL_BODY_BYTES else self.limit // 2
+        if self.taken + count <= most:
+            self.taken += count
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting[turn] = count, most
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await turn
+        except (TimeoutError, asyncio.CancelledError) as exc:
+            if turn.done() and not turn.cancelled():  # the bytes were granted at that very moment
+                self.give_back(count)
+            if isinstance(exc, asyncio.CancelledError):
+                raise
+            raise Overloaded(
+                f"request bodies of {self.taken} bytes are being received and parsed, of at most {self.limit} "
+                "(--max-total-body-bytes); try again later"
+            ) from None
+        finally:
+            self._waiting.pop(turn, None)
+
+    def give_back(self, count: int) -> None:
+        """Free bytes, and grant them to those that wait, in order of arrival."""
+        self.taken -= count
+        for turn, (wanted, most) in list(self._waiting.items()):
+            if self.taken + wanted <= most and not turn.done():
+                self.taken += wanted
+                del self._waiting[turn]
+                turn.set_result(None)
 
 
 class Running:

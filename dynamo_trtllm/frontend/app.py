@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.admission import Permits, Running
+from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
 from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.endpoints import CHAT, TEXT
 from dynamo_trtllm.frontend.exchange import Generation
@@ -41,13 +41,15 @@ def build_app(
     `store`: where responses are kept; None: in this process. `awaited`: returns why `/ready` answers 503, or None.
     """
     permits = Permits(config.max_inflight, config.max_queued)
-    metrics.watch(choices=lambda: permits.taken, queued=lambda: permits.queued)
+    bodies = BodyBudget(config.max_total_body_bytes)
+    metrics.watch(choices=lambda: permits.taken, queued=lambda: permits.queued, body_bytes=lambda: bodies.taken)
     edge = Edge(
         config=config,
         models=models,
         pipeline=pipeline,
         metrics=metrics,
         permits=permits,
+        bodies=bodies,
         running=Running(),
     )
     answers = Answers(models, metrics, awaited)

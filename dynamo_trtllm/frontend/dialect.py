@@ -115,6 +115,11 @@ class Dialect(Protocol[B]):
     @property
     def body(self) -> type[B]: ...
 
+    @property
+    def prompt(self) -> frozenset[str]:
+        """The body's fields that are not needed once there is a plan."""
+        ...
+
     async def plan(self, body: B, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
         """Raises what the client did wrong. `off_loop`: the body is large, do the work in a thread."""
         ...
@@ -135,6 +140,7 @@ class Direct(Generic[B]):
     endpoint: str
     id_prefix: str
     body: type[B]
+    prompt: frozenset[str]
     prepare: Callable[[B, ServedModel, Identity], Plan]
     events: Callable[[Job[B]], Events]
     fold: Callable[[Job[B]], Fold]

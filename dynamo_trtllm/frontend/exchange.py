@@ -52,8 +52,8 @@ class Generation(Generic[B]):
             run.admit()
             check_json(scope)
             config = self._edge.config
-            raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s)
-            await until_gone(run.serve(raw, engine_id, _client(scope)), receive, run.is_answered)
+            run.raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s, run.take_bytes)
+            await until_gone(run.serve(engine_id, _client(scope)), receive, run.is_answered)
         except ClientGone:
             return "cancelled"
         except DynamoError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import orjson
@@ -37,19 +37,27 @@ def check_json(scope: Scope) -> None:
         raise UnsupportedMedia(f"the body is packed by {packed!r}; send it as it is, without Content-Encoding")
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float) -> bytes:
-    """Raises PayloadTooLarge as soon as it is known, ClientGone when the client left before the end, RequestTimeout."""
+async def read_body(
+    scope: Scope, receive: Receive, max_bytes: int, within_s: float, take: Callable[[int], Awaitable[None]]
+) -> bytes:
+    """Return the body. `take` is awaited with the size of each piece, and may refuse it.
+
+    Raises:
+        PayloadTooLarge: as soon as it is known.
+        RequestTimeout: the client did not send it in time.
+        ClientGone: the client left before the end.
+    """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(within_s):
-            return await _pieces(receive, max_bytes)
+            return await _pieces(receive, max_bytes, take)
     except TimeoutError:
         raise RequestTimeout(f"the request body did not come in {within_s:g} s") from None
 
 
-async def _pieces(receive: Receive, max_bytes: int) -> bytes:
+async def _pieces(receive: Receive, max_bytes: int, take: Callable[[int], Awaitable[None]]) -> bytes:
     pieces, size, more = [], 0, True
     while more:
         message = await receive()
@@ -59,6 +67,7 @@ async def _pieces(receive: Receive, max_bytes: int) -> bytes:
         size += len(piece)
         if size > max_bytes:
             raise _too_large(max_bytes)
+        await take(len(piece))
         pieces.append(piece)
         more = message.get("more_body", False)
     return b"".join(pieces)

@@ -18,6 +18,7 @@ from dynamo_trtllm.openai.completions import DEFAULT_MAX_TOKENS, CompletionReque
 from dynamo_trtllm.openai.sampling import SEED_LIMIT
 from dynamo_trtllm.render.base import OutputParser, Renderer
 
+_MAX_ECHO_CHARS = 8 << 20  # of all choices; n = 128 would make an answer 128 times as large as its request
 _LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, and the logits divided by it may be no numbers any more
 
 
@@ -113,7 +114,13 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identit
             wanted = min(DEFAULT_MAX_TOKENS, max(1, served.card.context_length - len(ids)))
         budget = _output_budget(wanted, len(ids), served, options)
         legs += [(ids, _sampling(asked, budget, served, options))] * body.candidates
-    echoes = [_text(prompt, served) if body.echo else "" for prompt in body.prompt for _ in range(body.candidates)]
+    texts = [_text(prompt, served) if body.echo else "" for prompt in body.prompt]
+    if (size := sum(map(len, texts)) * body.n) > _MAX_ECHO_CHARS:
+        raise InvalidRequest(
+            f"the answer would repeat {size} characters of prompts; echo returns at most {_MAX_ECHO_CHARS}: lower n",
+            field="echo",
+        )
+    echoes = [text for text in texts for _ in range(body.candidates)]
     choices = tuple(
         Prepared(
             request=request,

@@ -6,16 +6,17 @@ Headers leave only after the first piece came, so that every earlier error has i
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Generic
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.frontend.admission import Permits, Running
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
+from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
 from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.choices import likeliest, together
 from dynamo_trtllm.frontend.dialect import B, Dialect, Events, Heading, Job
@@ -29,7 +30,8 @@ from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.openai.wire import parse
 from dynamo_trtllm.plane.base import Sink
 
-THREAD_BYTES = 64 << 10  # bodies above are parsed and rendered in a thread, to not hold up other streams
+THREAD_BYTES = 16 << 10  # bodies above are parsed and rendered in a thread, to not hold up other streams
+_LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # such bodies that are parsed and rendered at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,9 @@ class Edge:
     pipeline: Generates
     metrics: FrontendMetrics
     permits: Permits
+    bodies: BodyBudget
     running: Running
+    large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
 
 
 class Run(Generic[B]):
@@ -54,11 +58,13 @@ class Run(Generic[B]):
         self._record = record
         self._events: Events | None = None
         self._permits = 0
+        self._body_bytes = 0  # taken from the budget
         self._arrived_at = time.time()
+        self.raw = b""  # the body, until it is parsed
 
-    async def serve(self, raw: bytes, request_id: str, client: str) -> None:
+    async def serve(self, request_id: str, client: str) -> None:
         """Sends the whole answer. Raises what kept it from that; `fail` tells the client then."""
-        job = await self._job(raw, request_id, client)
+        job = await self._job(request_id, client)
         if job.body.stream:
             self._events = self._dialect.events(job)
         with self._edge.running.entered(job.heading.id):
@@ -85,26 +91,59 @@ class Run(Generic[B]):
         """Before anything is read. Raises Overloaded when this request could not even wait for its turn."""
         self._edge.permits.check()
 
+    async def take_bytes(self, count: int) -> None:
+        """Take budget for so many more bytes of the body. Raises Overloaded."""
+        await self._edge.bodies.take(count, self._body_bytes)
+        self._body_bytes += count
+
     def leave(self) -> None:
-        """Gives all permits back."""
+        """Give all permits and bytes back."""
+        self._drop_body()
         self._edge.permits.give_back(self._permits)
         self._permits = 0
 
-    async def _job(self, raw: bytes, request_id: str, client: str) -> Job[B]:
-        """Returns when it is this request's turn."""
-        edge, dialect = self._edge, self._dialect
-        off_loop = len(raw) > THREAD_BYTES
-        body = await asyncio.to_thread(parse, dialect.body, raw) if off_loop else parse(dialect.body, raw)
-        most_s = edge.config.request_timeout_s
-        deadline = self._arrived_at + (most_s if body.timeout is None else min(body.timeout, most_s))
-        self._reply.deadline = deadline
-        identity = Identity(request_id=request_id, deadline=deadline)
-        plan = await dialect.plan(body, edge.models.get(body.model), identity, off_loop=off_loop)
+    def _drop_body(self) -> None:
+        self.raw = b""
+        self._edge.bodies.give_back(self._body_bytes)
+        self._body_bytes = 0
+
+    async def _job(self, request_id: str, client: str) -> Job[B]:
+        """Returns when it is this request's turn. By then the body's bytes and texts are gone."""
+        dialect, off_loop = self._dialect, len(self.raw) > THREAD_BYTES
+        async with self._large_turn() if off_loop else nullcontext():
+            if off_loop:
+                body = await asyncio.to_thread(parse, dialect.body, self.raw)
+            else:
+                body = parse(dialect.body, self.raw)
+            most_s = self._edge.config.request_timeout_s
+            deadline = self._arrived_at + (most_s if body.timeout is None else min(body.timeout, most_s))
+            self._reply.deadline = deadline
+            identity = Identity(request_id=request_id, deadline=deadline)
+            plan = await dialect.plan(body, self._edge.models.get(body.model), identity, off_loop=off_loop)
+            body = body.model_copy(update=dict.fromkeys(dialect.prompt))
+            self._drop_body()
         self._record.planned(plan)
         await self._turn(len(plan.choices), deadline)
         answer_id = dialect.id_prefix + secrets.token_hex(16)
         heading = Heading(id=answer_id, model=body.model, created=int(time.time()), client=client)
         return Job(heading=heading, body=body, plan=plan)
+
+    @asynccontextmanager
+    async def _large_turn(self) -> AsyncGenerator[None, None]:
+        """Around what is done for a large body: it takes several times its size of memory meanwhile.
+
+        Raises:
+            DeadlineExceeded: the bodies before this one took too long.
+        """
+        try:
+            async with asyncio.timeout(self._edge.config.request_timeout_s):
+                await self._edge.large_bodies.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded("the request's deadline passed while other large requests were parsed") from None
+        try:
+            yield
+        finally:
+            self._edge.large_bodies.release()
 
     async def _turn(self, count: int, deadline: float) -> None:
         limit = self._edge.permits.limit

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import count
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.errors import DynamoError, HeadTooLarge, Overloaded, RequestTimeout
+from dynamo_trtllm.errors import DynamoError, HeadTooLarge, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout
 from dynamo_trtllm.http_server.errors import answer
 from dynamo_trtllm.http_server.writer import WRITER, CycleWriter, HeldHead, Turn
 from dynamo_trtllm.network.listening import Acceptor, allow_files
@@ -46,6 +47,7 @@ class ConnectionLimits:
     keep_alive_timeout_s: float  # of an idle connection
     answer_timeout_s: float | None = None  # until the client has taken an answer; None: as long as the app allows
     closes_least_recent: bool = False  # one connection too many closes the one that has been silent for longest
+    max_body_bytes: int = 0  # as it is sent: chunk sizes, extensions and trailers count, beyond `max_header_bytes`
 
 
 def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicorn.Server:
@@ -56,6 +58,7 @@ def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicor
         max_header_bytes=config.max_header_bytes,
         receive_timeout_s=config.receive_timeout_s,
         keep_alive_timeout_s=config.keep_alive_timeout_s,
+        max_body_bytes=config.max_body_bytes,
     )
     return HttpServer(app, limits, backlog=backlog, shutdown_s=_SHUTDOWN_S)
 
@@ -123,6 +126,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _in_head = True  # or before it
     _received_bytes = 0  # of a head that is not complete
     _parsed_bytes = 0
+    _body_bytes = 0  # received
     _refused = False
     _timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
@@ -171,7 +175,17 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         if self._in_head:
             self._received_bytes += len(data)
+        else:
+            self._body_bytes += len(data)
         super().data_received(data)
+        if self._body_bytes > self.limits.max_body_bytes + self.limits.max_header_bytes and not self._refused:
+            self._refuse(
+                PayloadTooLarge(
+                    f"the request body is larger than {self.limits.max_body_bytes} bytes, chunk sizes, extensions and "
+                    "trailers included"
+                )
+            )
+            return
         if self._in_head and self._received_bytes > self.limits.max_header_bytes and not self._refused:
             self._refuse(self._too_large())
 
@@ -191,7 +205,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._parsed(len(name) + len(value) + 4)
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._received_bytes, self._parsed_bytes = False, 0, 0
+        self._check_version()
+        self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
         self.heard = next(_order)
         self._arm(self.limits.receive_timeout_s + _GRACE_S)
         super().on_headers_complete()
@@ -209,11 +224,20 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._parsed_bytes > self.limits.max_header_bytes:
             raise self._too_large()  # the parser stops, and tells `send_400_response`
 
+    def _check_version(self) -> None:
+        """Raises InvalidRequest, which stops the parser."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (version == "1.1" and not hosts):
+            raise InvalidRequest(f"the request has {hosts} Host headers; HTTP/1.1 requests must have one")
+
     def send_400_response(self, msg: str) -> None:
-        if self._parsed_bytes > self.limits.max_header_bytes:
-            self._refuse(self._too_large())
-        else:
-            super().send_400_response(msg)
+        """Called by uvicorn while it handles the parser's error, whose cause may be one of ours."""
+        exc = sys.exception()
+        cause = exc and exc.__context__
+        self._refuse(cause if isinstance(cause, DynamoError) else InvalidRequest("the request is not valid HTTP/1.1"))
 
     # --- the end ---------------------------------------------------------------------------------------
 
@@ -240,15 +264,26 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answers, and takes no more from this connection."""
         self._refused = True
         self._disarm()
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.close()  # an earlier answer is on its way, and this one can't come into it
+        answering = self._answering
+        if answering is not None and answering.response_complete and answering is self.cycle and not self._in_head:
+            self._linger()  # it was answered before all of its body came
             return
+        if answering is not None and not answering.response_complete:
+            if answering is not self.cycle or answering.response_started or self._in_head:
+                self.transport.close()  # an answer is on its way, and this one can't come into it
+                return
+            answering.disconnected = True  # the app sends no answer of its own
+            answering.message_event.set()
         told = answer(error)
         body = orjson.dumps(told.body)
         headers = {**told.headers, "Content-Type": "application/json", "Content-Length": len(body)}
         lines = [f"HTTP/1.1 {told.status} {HTTPStatus(told.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in (headers | {"Connection": "close"}).items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close the connection when the client has had time to read."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
             self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)

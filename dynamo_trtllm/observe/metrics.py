@@ -53,6 +53,7 @@ TABLE = (
     Metric("frontend", "inflight", "gauge", "HTTP requests being served, those that wait included"),
     Metric("frontend", "choices", "gauge", "choices being generated, of at most --max-inflight"),
     Metric("frontend", "queued", "gauge", "requests that wait for their turn, of at most --max-queued"),
+    Metric("frontend", "body_bytes", "gauge", "request bodies being received or parsed, of --max-total-body-bytes"),
     Metric("frontend", "queue_seconds", "histogram", "that requests waited for their turn in the frontend"),
     Metric("frontend", "ttft_seconds", "histogram", "from request to first token", ("model",)),
     Metric("frontend", "itl_seconds", "weighted", "between two tokens of a request", ("model",), STEP_SECONDS),
@@ -157,9 +158,12 @@ class FrontendMetrics:
         self._labelled("requests_total", model, endpoint, code).inc()
         self._labelled("request_seconds", model).observe(seconds)
 
-    def watch(self, *, choices: Callable[[], float], queued: Callable[[], float]) -> None:
-        """Both are called at each scrape."""
+    def watch(
+        self, *, choices: Callable[[], float], queued: Callable[[], float], body_bytes: Callable[[], float]
+    ) -> None:
+        """All are called at each scrape."""
         self._metrics["choices"].set_function(choices)
+        self._metrics["body_bytes"].set_function(body_bytes)
         self._metrics["queued"].set_function(queued)
 
     def observe_queue(self, *, seconds: float) -> None:

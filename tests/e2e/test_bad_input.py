@@ -108,8 +108,8 @@ def test_request_when_bad_then_one_clear_error_and_the_next_one_is_served(mock: 
 
 
 def test_request_when_the_body_is_too_large_then_413(mock: httpx.Client) -> None:
-    answer = mock.post(CHAT, content=b" " * ((32 << 20) + 1), headers=JSON)
-    check_error(answer, 413, "payload_too_large", str(32 << 20))
+    answer = mock.post(CHAT, content=b" " * ((8 << 20) + 1), headers=JSON)
+    check_error(answer, 413, "payload_too_large", str(8 << 20))
     check_good(mock)
 
 

@@ -217,6 +217,54 @@ async def test_body_when_it_drips_then_408_and_closed_after_the_bound() -> None:
         assert "request_timeout" in served.front.metrics.render().decode()
 
 
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code"),
+    [
+        (b"GET /live HTTP/1.1\r\n\r\n", 400, "invalid_request"),
+        (b"GET /live HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400, "invalid_request"),
+        (b"GET /live\r\n\r\n", 400, "invalid_request"),
+        (b"GET /live HTTP/2.0\r\nHost: x\r\n\r\n", 400, "invalid_request"),
+        (CHUNKED + b"no size\r\n", 400, "invalid_request"),
+        (CHUNKED + b"1;ext=" + b"x" * 8000 + b"\r\n", 413, "payload_too_large"),
+        (CHUNKED + b"1\r\n{\r\n" * 1500, 413, "payload_too_large"),
+        (CHUNKED + b"0\r\nTrailer: " + b"x" * 8000, 413, "payload_too_large"),
+    ],
+    ids=["no Host", "two Hosts", "HTTP/0.9", "HTTP/2.0", "bad chunk", "chunk extension", "tiny chunks", "trailer"],
+)
+async def test_request_when_its_form_is_wrong_then_a_named_error_and_closed(
+    request_: bytes, status: int, code: str
+) -> None:
+    async with serving(max_header_bytes=1024, max_body_bytes=2048) as served:
+        for first in (b"", GET):  # also as the second of a connection
+            client = await served.connect()
+            if first:
+                assert (await client.ask(first)).status == 200
+            head, separator, rest = request_.partition(b"chunked\r\n\r\n")
+            client.writer.write(head + separator)
+            await asyncio.sleep(0.01)
+            answer = await client.ask(rest)
+            assert (answer.status, answer.code) == (status, code)
+            assert await client.until_closed() == b""
+        assert served.front.pipeline.requests == []
+
+
+async def test_request_of_http_1_0_when_it_has_no_host_then_served() -> None:
+    async with serving() as served:
+        assert (await (await served.connect()).ask(GET.replace(b"1.1\r\nHost: x", b"1.0"))).status == 200
+
+
+async def test_body_when_much_more_comes_after_413_then_closed() -> None:
+    async with serving(max_body_bytes=2048) as served:
+        client = await served.connect()
+        assert (await client.ask(HEAD + b"Content-Length: 100000000\r\n\r\n")).status == 413
+        client.writer.write(b"x" * 200_000)
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(client.talk(), SOON_S)
+
+
 async def test_body_when_it_is_slow_within_the_bound_then_answered() -> None:
     async with serving(receive_timeout_s=30.0) as served:
         client = await served.connect()

@@ -19,7 +19,7 @@ from dynamo_trtllm.openai.response_items import InputItem, ItemReference
 from dynamo_trtllm.openai.responses import ResponseRequest
 from dynamo_trtllm.openai.wire import MAX_TEXT
 
-THREAD_CHARS: Final = 64 << 10  # conversations of more are rendered in a thread, to not hold up other streams
+THREAD_CHARS: Final = 16 << 10  # conversations of more are rendered in a thread, to not hold up other streams
 
 
 class Responses:
@@ -27,6 +27,7 @@ class Responses:
 
     endpoint = "responses"
     body = ResponseRequest
+    prompt = frozenset({"input"})
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf

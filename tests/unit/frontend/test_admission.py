@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
-from dynamo_trtllm.frontend.admission import Permits, Rate
+from dynamo_trtllm.frontend.admission import SMALL_BODY_BYTES, BodyBudget, Permits, Rate
 
 
 class Clock:
@@ -188,3 +188,34 @@ async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does
     permits.give_back(1)
     await permits.take(1, 30.0)
     assert permits.retry_after_s() <= 2
+
+
+async def test_body_budget_when_large_bodies_have_their_half_then_they_wait_and_small_ones_do_not() -> None:
+    budget = BodyBudget(8 * SMALL_BODY_BYTES)
+    await budget.take(4 * SMALL_BODY_BYTES, 0)
+    large = asyncio.create_task(budget.take(2 * SMALL_BODY_BYTES, 0))
+    gone = asyncio.create_task(budget.take(2 * SMALL_BODY_BYTES, 0))
+    await settled()
+    await budget.take(SMALL_BODY_BYTES, 0)
+    await left(gone)
+    budget.give_back(4 * SMALL_BODY_BYTES)
+    await large
+    assert budget.taken == 3 * SMALL_BODY_BYTES
+
+
+async def test_body_budget_when_bytes_are_not_free_in_time_then_overloaded() -> None:
+    budget = BodyBudget(100, wait_s=0.0)
+    await budget.take(60, 0)
+    with pytest.raises(Overloaded, match="--max-total-body-bytes"):
+        await budget.take(60, 0)
+    assert budget.taken == 60
+
+
+async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they_are_free() -> None:
+    budget = BodyBudget(100)
+    await budget.take(100, 0)
+    task = asyncio.create_task(budget.take(50, 0))
+    await settled()
+    budget.give_back(100)
+    await left(task)
+    assert budget.taken == 0

@@ -318,10 +318,14 @@ async def test_one_request_more_than_max_inflight_then_429_and_room_again_afterw
     assert (await post(served, CHAT, chat())).status_code == 200
 
 
-async def test_long_body_then_it_is_prepared_in_a_thread_with_the_same_answer() -> None:
-    served = front(stop("ok"))
-    response = await post(served, CHAT, chat(prompt_cache_options={"pad": "x" * 100_000}))
-    assert response.json()["choices"][0]["message"]["content"] == "ok"
+async def test_long_body_then_it_is_prepared_in_a_thread_with_the_same_answer_and_not_kept_meanwhile() -> None:
+    held = asyncio.Event()
+    served = front(chunk("o"), held, stop("k"))
+    answering = asyncio.create_task(post(served, CHAT, chat(prompt_cache_options={"pad": "x" * 100_000})))
+    await served.pipeline.begun.wait()
+    assert "dynamo_trtllm_body_bytes 0.0" in served.metrics.render().decode()
+    held.set()
+    assert (await answering).json()["choices"][0]["message"]["content"] == "ok"
 
 
 # --- what reaches the engine ---------------------------------------------------------------------------
