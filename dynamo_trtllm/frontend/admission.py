@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import time
 from collections import deque
@@ -138,10 +139,19 @@ class Permits:
         )
 
 
+@dataclass(slots=True, eq=False)
+class BodyBytes:
+    """What one request body has of the budget."""
+
+    number: int  # in order of arrival
+    taken: int = 0  # bytes
+
+
 class BodyBudget:
     """The bytes of all request bodies that are being received or parsed.
 
-    Half of it is for the beginnings of bodies, so that small requests are served while large ones wait.
+    Large bodies share one half of it, so that small requests are served meanwhile. When that half is full, the oldest
+    large body that waits may have a quarter more: without it, bodies that are half here would wait for each other.
     """
 
     def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S) -> None:
@@ -149,42 +159,52 @@ class BodyBudget:
         self.limit = limit
         self.taken = 0
         self._wait_s = wait_s
-        self._waiting: dict[asyncio.Future[None], tuple[int, int]] = {}  # bytes wanted, and the bound for them
+        self._numbers = itertools.count()
+        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # bytes wanted, in no order
 
-    async def take(self, count: int, before: int) -> None:
-        """Take `count` bytes more for a body that holds `before` bytes already.
+    def body(self) -> BodyBytes:
+        """Return the account of a new body."""
+        return BodyBytes(next(self._numbers))
+
+    async def take(self, count: int, body: BodyBytes) -> None:
+        """Take `count` bytes more for the body.
 
         Raises:
             Overloaded: they were not free in time.
         """
-        most = self.limit if before + count <= SMALL_BODY_BYTES else self.limit // 2
-        if self.taken + count <= most:
-            self.taken += count
-            return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting[turn] = count, most
+        self._waiting[body] = count, turn
+        self._grant()
         try:
-            async with asyncio.timeout(self._wait_s):
-                await turn
-        except (TimeoutError, asyncio.CancelledError) as exc:
-            if turn.done() and not turn.cancelled():  # the bytes were granted at that very moment
-                self.give_back(count)
-            if isinstance(exc, asyncio.CancelledError):
-                raise
+            if not turn.done():
+                async with asyncio.timeout(self._wait_s):
+                    await turn
+        except TimeoutError:
             raise Overloaded(
                 f"request bodies of {self.taken} bytes are being received and parsed, of at most {self.limit} "
                 "(--max-total-body-bytes); try again later"
             ) from None
         finally:
-            self._waiting.pop(turn, None)
+            self._waiting.pop(body, None)
 
-    def give_back(self, count: int) -> None:
-        """Free bytes, and grant them to those that wait, in order of arrival."""
-        self.taken -= count
-        for turn, (wanted, most) in list(self._waiting.items()):
-            if self.taken + wanted <= most and not turn.done():
-                self.taken += wanted
-                del self._waiting[turn]
+    def give_back(self, body: BodyBytes) -> None:
+        """Free all bytes of the body."""
+        self.taken -= body.taken
+        body.taken = 0
+        self._grant()
+
+    def _grant(self) -> None:
+        is_oldest = True
+        for body in sorted(self._waiting, key=lambda each: each.number):
+            count, turn = self._waiting[body]
+            most = self.limit
+            if body.taken + count > SMALL_BODY_BYTES:
+                most = most // 4 * (3 if is_oldest else 2)
+                is_oldest = False
+            if self.taken + count <= most and not turn.done():
+                self.taken += count
+                body.taken += count
+                del self._waiting[body]
                 turn.set_result(None)
 
 

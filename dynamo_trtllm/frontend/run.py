@@ -58,7 +58,7 @@ class Run(Generic[B]):
         self._record = record
         self._events: Events | None = None
         self._permits = 0
-        self._body_bytes = 0  # taken from the budget
+        self._body_bytes = edge.bodies.body()
         self._arrived_at = time.time()
         self.raw = b""  # the body, until it is parsed
 
@@ -94,7 +94,6 @@ class Run(Generic[B]):
     async def take_bytes(self, count: int) -> None:
         """Take budget for so many more bytes of the body. Raises Overloaded."""
         await self._edge.bodies.take(count, self._body_bytes)
-        self._body_bytes += count
 
     def leave(self) -> None:
         """Give all permits and bytes back."""
@@ -105,7 +104,6 @@ class Run(Generic[B]):
     def _drop_body(self) -> None:
         self.raw = b""
         self._edge.bodies.give_back(self._body_bytes)
-        self._body_bytes = 0
 
     async def _job(self, request_id: str, client: str) -> Job[B]:
         """Returns when it is this request's turn. By then the body's bytes and texts are gone."""

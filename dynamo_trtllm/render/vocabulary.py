@@ -10,6 +10,7 @@ import functools
 import gzip
 import hashlib
 import os
+import re
 import tempfile
 import threading
 import zlib
@@ -45,6 +46,10 @@ _NAMED_SPECIALS: Final = {
 _UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_MAX_RUN_CHARS: Final = (
+    1_000_000  # certainly refused when twice as long; matched at multiples of it only, in linear time
+)
+_LONG_RUN: Final = re.compile(rf"[^\W\d_]{{{_MAX_RUN_CHARS}}}|\s{{{_MAX_RUN_CHARS}}}|[^\w\s]{{{_MAX_RUN_CHARS}}}")
 _WORDS: Final = "|".join(
     (
         rf"{_UPPER}*{_LOWER}+{_CONTRACTION}",
@@ -115,17 +120,19 @@ def encode_text(encoding: tiktoken.Encoding, text: str) -> TokenIds:
     a surrogate pair becomes U+FFFD. The GIL is free meanwhile.
 
     Raises:
-        InvalidRequest: a run of blanks is longer than tiktoken's pattern can match, about a million.
+        InvalidRequest: a word or a run of blanks is longer than any context, by which tiktoken takes 50 bytes of memory
+            per letter, or fails.
     """
+    if any(_LONG_RUN.match(text, start) for start in range(0, len(text) - _MAX_RUN_CHARS, _MAX_RUN_CHARS)):
+        raise InvalidRequest(
+            f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS} characters"
+        )
     ids = token_ids()
     try:
-        try:
-            packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
-        except UnicodeEncodeError:
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
-    except ValueError as exc:
-        raise InvalidRequest(f"a text can't be tokenized, shorten its runs of blanks: {exc}") from exc
+        packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
+    except UnicodeEncodeError:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
     ids.frombytes(memoryview(packed).cast("B"))  # 32-bit words of this machine, in tiktoken 0.14
     return ids
 

@@ -190,32 +190,41 @@ async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does
     assert permits.retry_after_s() <= 2
 
 
-async def test_body_budget_when_large_bodies_have_their_half_then_they_wait_and_small_ones_do_not() -> None:
+async def test_body_budget_when_large_bodies_have_their_half_then_the_oldest_goes_on_and_small_ones_are_served() -> (
+    None
+):
     budget = BodyBudget(8 * SMALL_BODY_BYTES)
-    await budget.take(4 * SMALL_BODY_BYTES, 0)
-    large = asyncio.create_task(budget.take(2 * SMALL_BODY_BYTES, 0))
-    gone = asyncio.create_task(budget.take(2 * SMALL_BODY_BYTES, 0))
+    first, second, third, small = (budget.body() for _ in range(4))
+    for body in (first, second):
+        await budget.take(2 * SMALL_BODY_BYTES, body)
+    await budget.take(2 * SMALL_BODY_BYTES, first)  # else the two would wait for each other
+    waiting = [asyncio.create_task(budget.take(2 * SMALL_BODY_BYTES, body)) for body in (third, second)]
     await settled()
-    await budget.take(SMALL_BODY_BYTES, 0)
-    await left(gone)
-    budget.give_back(4 * SMALL_BODY_BYTES)
-    await large
+    await budget.take(SMALL_BODY_BYTES, small)
+    assert not any(task.done() for task in waiting)
+    budget.give_back(first)
+    await waiting[1]
+    assert not waiting[0].done()
+    budget.give_back(second)
+    await waiting[0]
     assert budget.taken == 3 * SMALL_BODY_BYTES
 
 
 async def test_body_budget_when_bytes_are_not_free_in_time_then_overloaded() -> None:
     budget = BodyBudget(100, wait_s=0.0)
-    await budget.take(60, 0)
+    await budget.take(60, budget.body())
     with pytest.raises(Overloaded, match="--max-total-body-bytes"):
-        await budget.take(60, 0)
+        await budget.take(60, budget.body())
     assert budget.taken == 60
 
 
-async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they_are_free() -> None:
+async def test_body_budget_when_bytes_are_granted_as_the_client_leaves_then_they_are_free_with_its_body() -> None:
     budget = BodyBudget(100)
-    await budget.take(100, 0)
-    task = asyncio.create_task(budget.take(50, 0))
+    holding, leaving = budget.body(), budget.body()
+    await budget.take(100, holding)
+    task = asyncio.create_task(budget.take(50, leaving))
     await settled()
-    budget.give_back(100)
+    budget.give_back(holding)
     await left(task)
+    budget.give_back(leaving)
     assert budget.taken == 0

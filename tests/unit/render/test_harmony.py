@@ -162,7 +162,7 @@ USER = Message(role="user", content="q")
         (Conversation(messages=(USER, Message(role="tool", tool_call_id="c9"))), "messages", "'c9'"),
         (Conversation(messages=(USER, Message(role="robot"))), "messages", "'robot'"),
         (Conversation(messages=(USER,), tools=(Tool(name="a b<|end|>"),)), "tools", "'a b<|end|>'"),
-        (Conversation(messages=(Message(role="user", content=" " * 1_500_000),)), None, "runs of blanks"),
+        (Conversation(messages=(Message(role="user", content=" " * 2_000_001),)), None, "run of blanks"),
     ],
 )
 def test_render_when_conversation_is_wrong_then_names_the_field(
