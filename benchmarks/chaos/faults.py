@@ -237,6 +237,24 @@ def _of_intruders() -> list[Fault]:
             apply=intruders.file_descriptors,
             spares_requests=True,
         ),
+        Fault(
+            name="big-body",
+            what="clients that send large bodies which are expensive to parse or to tokenize",
+            apply=intruders.big_bodies,
+            spares_requests=True,
+        ),
+        Fault(
+            name="slow-words",
+            what="clients that send tools whose descriptions are words of 16,000 letters",
+            apply=intruders.slow_words,
+            spares_requests=True,
+        ),
+        Fault(
+            name="memory-bound",
+            what="a frontend that may take 256 MiB more memory gets 24 bodies of 8 MiB at once",
+            apply=intruders.memory_bound,
+            spares_requests=True,
+        ),
         Fault(name="late-ticket", what="a prefill worker whose clock is an hour behind", apply=intruders.late_ticket),
     ]
 

@@ -4,10 +4,11 @@ idle connections."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import resource
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import msgspec
@@ -15,10 +16,11 @@ import orjson
 import psutil
 
 from benchmarks.chaos import rogue
-from benchmarks.chaos.deployment import Deployment, NotServing
+from benchmarks.chaos.deployment import FRONTEND, Deployment, NotServing
 from benchmarks.chaos.load import load, run
 from benchmarks.chaos.scene import Scene
 from benchmarks.chaos.scrape import fetch
+from benchmarks.hostile import CASES, MAX_BODY, Request, listed, said, send
 from benchmarks.stream import StreamConnection
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.discovery import keys
@@ -31,6 +33,10 @@ from dynamo_trtllm.plane.serving import control_subject
 from dynamo_trtllm.plane.stream import PING, Batch, Envelope, Frame, Open
 from dynamo_trtllm.worker.loading import live_peers
 
+_ANSWERS = {"200", "400", "413", "429"}
+_LARGE_BODY = 300_000
+_BODIES = 24
+_SPARE_BYTES = 256 << 20
 _DECODERS = ("decode-1", "decode-2")
 _SLOW_STREAMS = 4
 _GREEDY_STREAMS = 32
@@ -68,6 +74,51 @@ async def slow_consumers(scene: Scene) -> None:
         scene.deployment, osl=scene.osl, streams=_SLOW_STREAMS, timeout_s=scene.hung_s, requests=_SLOW_STREAMS
     )
     scene.records += await run(wanted, Slow)
+
+
+async def big_bodies(scene: Scene) -> None:
+    """Clients that send large bodies of expensive kinds, as fast as they are answered."""
+    letters = [said(letter, _LARGE_BODY) for letter in ("a", "\n", "漢", "a" * 1000 + "😀")]
+    lists = [listed("0", _LARGE_BODY // 2), listed("[]", _LARGE_BODY // 3)]
+    await _attack(scene, [*letters, *lists], clients=3)
+
+
+async def slow_words(scene: Scene) -> None:
+    """Clients that send tools whose descriptions are long words."""
+    await _attack(scene, [*CASES["tool-words"](), *CASES["many-tools"]()], clients=3)
+
+
+async def memory_bound(scene: Scene) -> None:
+    """Large bodies at once, of more bytes together than the frontend may have."""
+    (frontend,) = (process for name, process in scene.deployment.processes() if name == FRONTEND)
+    soft, hard = frontend.rlimit(psutil.RLIMIT_DATA)
+    frontend.rlimit(psutil.RLIMIT_DATA, (frontend.memory_info().data + _SPARE_BYTES, hard))
+    try:
+        await _attack(scene, [said(" ", MAX_BODY)], clients=_BODIES)
+    finally:
+        frontend.rlimit(psutil.RLIMIT_DATA, (soft, hard))
+
+
+async def _attack(scene: Scene, requests: Sequence[Request], clients: int) -> None:
+    """Send these requests, one after the other by each client, until the outage is over.
+
+    Raise NotServing when one of them is not answered as it should be.
+    """
+    until_s = time.monotonic() + scene.outage_s
+    statuses: set[str] = set()
+
+    async def attack(offset: int) -> None:
+        for request in itertools.cycle([*requests[offset:], *requests[:offset]]):
+            async with asyncio.timeout(scene.hung_s):
+                statuses.add(await send(scene.deployment.http_port, request))
+            if time.monotonic() > until_s:
+                return
+
+    async with asyncio.TaskGroup() as group:
+        for client in range(clients):
+            group.create_task(attack(client % len(requests)))
+    if wrong := statuses - _ANSWERS:
+        raise NotServing(f"hostile requests ended with {', '.join(sorted(wrong))}")
 
 
 async def full_kv(scene: Scene) -> None:

@@ -1,0 +1,285 @@
+"""What requests that are built to be expensive cost a frontend, and the other clients of it.
+
+    python -m benchmarks.hostile                  # all cases
+    python -m benchmarks.hostile tool-words zeros
+
+Starts a small deployment with the mock engine. For each case it polls /live every 20 ms and runs a few ordinary streams
+while it sends the requests of the case. The frontend's memory is compared with the bytes that were sent. Exit status 1
+when a bar is missed: /live within 200 ms (99th percentile) and 500 ms (worst), no gap of more than 500 ms in the
+ordinary streams, fewer than 20 bytes of memory per byte sent, most of which is free again after --settle-s.
+
+  status    of the case's requests
+  seconds   until the last of them was answered
+  grown     peak of the frontend's memory above what it had before, MB; then per byte sent
+  kept      what of it remains after --settle-s, MB
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from benchmarks.chaos.deployment import FRONTEND, Deployment, Options
+from benchmarks.chaos.load import load
+from benchmarks.client import Client
+
+CHAT: Final = "/v1/chat/completions"
+TEXT: Final = "/v1/completions"
+RESPONSES: Final = "/v1/responses"
+MAX_BODY: Final = 8 << 20
+_ANSWER_S = 120.0
+_EVERY_S = 0.02
+_EDGE_S = 0.5  # of ordinary load before and after the requests of a case
+_STREAMS = 4
+_OSL = 50
+_BARS: Final = {"live_p99_ms": 200.0, "live_worst_ms": 500.0, "gap_ms": 500.0}
+_PER_BYTE: Final = 20.0
+_NOISE_MB: Final = 32.0  # growth that says nothing about a small request
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request; `head` replaces its Content-Length, and `body` is sent as it is."""
+
+    path: str
+    body: bytes
+    head: str = ""
+    stalls: bool = False  # half of the body is sent, and then nothing
+
+
+def chat(**fields: Any) -> Request:
+    """Return a chat request with these fields."""
+    whole = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4} | fields
+    return Request(CHAT, orjson.dumps(whole))
+
+
+def said(text: str, size: int = MAX_BODY) -> Request:
+    """Return a chat request of about `size` bytes whose one message is the text, repeated."""
+    count = (size - 200) // len(orjson.dumps(text)[1:-1])
+    return chat(messages=[{"role": "user", "content": text * count}])
+
+
+def _tools(count: int, description: str, **properties: Any) -> Request:
+    parameters = {"type": "object", "properties": properties}
+    function = {"description": description, "parameters": parameters}
+    return chat(tools=[{"type": "function", "function": function | {"name": f"f{i}"}} for i in range(count)])
+
+
+def listed(item: str, count: int, path: str = CHAT) -> Request:
+    """Return a request whose messages or input are the item, many times."""
+    field = "input" if path == RESPONSES else "messages"
+    items = ",".join([item] * count)
+    return Request(path, f'{{"model":"mock","{field}":[{items}]}}'.encode())
+
+
+def _calls(arguments: str, count: int = 1) -> Request:
+    calls = [{"id": f"c{i}", "function": {"name": f"f{i}", "arguments": arguments}} for i in range(count)]
+    return chat(messages=[{"role": "assistant", "tool_calls": calls}])
+
+
+def _chunked(*parts: bytes) -> Request:
+    return Request(CHAT, b"".join(parts), head="Transfer-Encoding: chunked")
+
+
+CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
+    "letter": lambda: [said("a")],
+    "alternating": lambda: [said("aA")],
+    "blanks": lambda: [said(" ")],
+    "newlines": lambda: [said("\n")],
+    "digits": lambda: [said("7")],
+    "punctuation": lambda: [said("!")],
+    "CJK": lambda: [said("漢")],
+    "emoji": lambda: [said("😀")],
+    "marks": lambda: [said("\u0301")],
+    "wide": lambda: [said("a" * 10_000 + "😀")],  # four bytes per character in memory
+    "tool-words": lambda: [_tools(1, " ".join(["a" * 16_000] * 15))],
+    "many-tools": lambda: [_tools(512, "word " * 40, place={"type": "string", "description": "x" * 200})],
+    "tools-too-large": lambda: [_tools(32, " ".join(["a" * 16_000] * 15))],
+    "wrong-messages": lambda: [listed("0", 400_000)],
+    "wrong-items": lambda: [listed("0", 400_000, path=RESPONSES)],
+    "zeros": lambda: [listed("0", (MAX_BODY - 100) // 2)],
+    "zeros-15M": lambda: [listed("0", 7_500_000)],
+    "empty-lists": lambda: [listed("[]", (MAX_BODY - 100) // 3)],
+    "messages": lambda: [chat(messages=[{"role": "user", "content": "hi"}] * 20_000)],
+    "names": lambda: [chat(messages=[{"role": "user", "name": f"n{i}", "content": "hi"} for i in range(20_000)])],
+    "calls": lambda: [_calls("{}", 20_000)],
+    "deep-arguments": lambda: [_calls("[" * 1_000_000)],
+    "deep": lambda: [Request(CHAT, b'{"model":' + b"[" * 4_000_000)],
+    "stops": lambda: [chat(stop=["a" * 1_000_000] * 4)],
+    "schema": lambda: [
+        chat(
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": {"title": "a" * 8_000_000}}}
+        )
+    ],
+    "ids": lambda: [Request(TEXT, orjson.dumps({"model": "mock", "prompt": [7] * 1_200_000}))],
+    "long-ids-n": lambda: [Request(TEXT, orjson.dumps({"model": "mock", "prompt": [7] * 131_000, "n": 128}))],
+    "echo-n": lambda: [
+        Request(TEXT, orjson.dumps({"model": "mock", "prompt": " " * 60_000, "echo": True, "n": 128, "max_tokens": 4}))
+    ],
+    "echo-n-large": lambda: [
+        Request(TEXT, orjson.dumps({"model": "mock", "prompt": " " * 900_000, "echo": True, "n": 128}))
+    ],
+    "user": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 30_000_000}))] * 9,
+    "user-8M": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 8_000_000}))] * 9,
+    "bodies": lambda: [said("hello world, ")] * 64,
+    "stalled-bodies": lambda: [Request(CHAT, b" " * MAX_BODY, stalls=True)] * 64,
+    "chunk-extension": lambda: [_chunked(b"1;x=", b"x" * 4_000_000, b"\r\n{\r\n0\r\n\r\n")],
+    "trailer": lambda: [_chunked(b"1\r\n{\r\n0\r\nx: ", b"x" * 4_000_000, b"\r\n\r\n")],
+}
+
+
+class Frontend:
+    """The memory of the frontend's processes, and how fast it answers /live."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._pids = [process.pid for name, process in deployment.processes() if name == FRONTEND]
+        self._port = deployment.http_port
+        self.seconds: list[float] = []  # of /live
+
+    def forget_peak(self) -> None:
+        for pid in self._pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+    def megabytes(self, field: str) -> float:
+        """`field`: VmRSS, or VmHWM for the peak since `forget_peak`."""
+        total = 0
+        for pid in self._pids:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            total += next(int(line.split()[1]) for line in lines if line.startswith(field))
+        return total / 1000
+
+    async def poll(self) -> None:
+        """Ask for /live until cancelled, at fixed times: a slow answer does not hide the next ones."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._ask())
+                await asyncio.sleep(_EVERY_S)
+
+    async def _ask(self) -> None:
+        begun_s = time.perf_counter()
+        await answered(self._port, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        self.seconds.append(time.perf_counter() - begun_s)
+
+
+async def answered(port: int, data: bytes) -> str:
+    """Return the status of the answer, or what happened instead."""
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                writer.write(data)
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(int(head.lower().partition(b"content-length: ")[2].split()[0]))
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        return "silent"
+    except (OSError, asyncio.IncompleteReadError) as exc:
+        return type(exc).__name__
+    return head.decode().split()[1]
+
+
+async def send(port: int, request: Request) -> str:
+    """Send the request, and return as `answered`."""
+    length = request.head or f"Content-Length: {len(request.body)}"
+    head = f"POST {request.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{length}"
+    body = request.body[: len(request.body) // 2] if request.stalls else request.body
+    return await answered(port, head.encode() + b"\r\n\r\n" + body)
+
+
+async def measured(deployment: Deployment, name: str, settle_s: float) -> dict[str, Any]:
+    """Send the requests of one case and return its row."""
+    requests = CASES[name]()
+    size = sum(len(request.body) // (1 + request.stalls) for request in requests)
+    frontend = Frontend(deployment)
+    client = Client(load(deployment, osl=_OSL, streams=_STREAMS, timeout_s=_ANSWER_S))
+    before_mb = frontend.megabytes("VmRSS")
+    frontend.forget_peak()
+    polling, streaming = asyncio.create_task(frontend.poll()), asyncio.create_task(client.run())
+    try:
+        await asyncio.sleep(_EDGE_S)
+        begun_s = time.perf_counter()
+        statuses = Counter(await asyncio.gather(*(send(deployment.http_port, request) for request in requests)))
+        seconds = time.perf_counter() - begun_s
+        await asyncio.sleep(_EDGE_S)
+        client.stop()
+        records = await streaming
+    finally:
+        for task in (polling, streaming):
+            task.cancel()
+        await asyncio.gather(polling, streaming, return_exceptions=True)
+        client.aclose()
+    grown_mb = frontend.megabytes("VmHWM") - before_mb
+    await asyncio.sleep(settle_s)
+    live_s = sorted(frontend.seconds)
+    gaps_s = [max(r.gaps_s, default=0.0) for r in records] + [(r.first_s or math.inf) - r.planned_s for r in records]
+    return {
+        "case": name,
+        "status": " ".join(f"{status}x{count}" for status, count in sorted(statuses.items())),
+        "sent_mb": size / 1e6,
+        "seconds": seconds,
+        "live_p50_ms": 1000 * statistics.median(live_s),
+        "live_p99_ms": 1000 * live_s[int(0.99 * (len(live_s) - 1))],
+        "live_worst_ms": 1000 * live_s[-1],
+        "gap_ms": 1000 * max(gaps_s),
+        "failed": sum(not record.is_ok for record in records),
+        "grown_mb": grown_mb,
+        "per_byte": grown_mb * 1e6 / size,
+        "kept_mb": frontend.megabytes("VmRSS") - before_mb,
+    }
+
+
+def missed(row: dict[str, Any]) -> Iterator[str]:
+    """The bars that a case missed."""
+    yield from (name for name, bar in _BARS.items() if row[name] > bar)
+    if row["failed"] or "silent" in row["status"]:
+        yield "failed"
+    if row["grown_mb"] > _NOISE_MB and row["per_byte"] > _PER_BYTE:
+        yield "per_byte"
+    if row["kept_mb"] > _NOISE_MB + row["sent_mb"]:
+        yield "kept_mb"
+
+
+async def _run(names: Sequence[str], settle_s: float, *, as_json: bool) -> bool:
+    deployment, is_good = Deployment(Options()), True
+    try:
+        deployment.start()
+        for name in names:
+            row = await measured(deployment, name, settle_s)
+            row["missed"] = list(missed(row))
+            is_good = is_good and not row["missed"]
+            if as_json:
+                sys.stdout.write(orjson.dumps(row).decode() + "\n")
+            else:
+                cells = [f"{key} {v:.1f}" if isinstance(v, float) else f"{key} {v}" for key, v in row.items() if v]
+                sys.stdout.write("  ".join(cells) + "\n")
+            sys.stdout.flush()
+    finally:
+        deployment.stop()
+    return is_good
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.hostile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--settle-s", type=float, default=10.0, help="between the last answer and the last look")
+    parser.add_argument("--json", action="store_true", help="one JSON line per case")
+    args = parser.parse_args()
+    raise SystemExit(0 if asyncio.run(_run(args.case or list(CASES), args.settle_s, as_json=args.json)) else 1)
+
+
+if __name__ == "__main__":
+    main()
