@@ -8,7 +8,7 @@ from typing import Any, Generic
 
 from starlette.types import Receive, Scope, Send
 
-from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.errors import DynamoError, Overloaded
 from dynamo_trtllm.frontend.dialect import B, Dialect
 from dynamo_trtllm.frontend.http import (
     ClientGone,
@@ -59,11 +59,18 @@ class Generation(Generic[B]):
         except DynamoError as error:
             await run.fail(error)
             return error
-        except Exception:  # the ASGI catch-all: logged here, answered as `internal`
-            log.exception("request %s failed", engine_id)
-            failure = internal()
+        except MemoryError:
+            log.error("request %s failed: this process has no memory left for it", engine_id)  # no traceback: it takes memory
+            failure = Overloaded(
+                "this server has no memory left for the request; try again later, or send a shorter one"
+            )
             await run.fail(failure)
             return failure
+        except Exception:  # the ASGI catch-all: logged here, answered as `internal`
+            log.exception("request %s failed", engine_id)
+            bug = internal()
+            await run.fail(bug)
+            return bug
         return "ok"
 
 

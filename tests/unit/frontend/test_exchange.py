@@ -307,6 +307,10 @@ async def test_bug_in_the_pipeline_then_500_without_its_words(caplog: pytest.Log
     assert "secret" in caplog.text
 
 
+async def test_request_when_memory_is_short_then_429() -> None:
+    check_error(await post(front(MemoryError()), CHAT, chat()), 429, "overloaded")  # type: ignore[arg-type]
+
+
 async def test_one_request_more_than_max_inflight_then_429_and_room_again_afterwards() -> None:
     held = asyncio.Event()
     served = front(chunk("a"), held, stop(), max_inflight=1, max_queued=0)
