@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.admission import Permits, Running
+from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
 from dynamo_trtllm.frontend.dialect import Heading, Job
 from dynamo_trtllm.frontend.endpoints import CHAT
 from dynamo_trtllm.frontend.exchange import Generation
@@ -149,6 +149,7 @@ def whole(channel: str, steps: int, **fields: Any) -> float:
         pipeline=played,
         metrics=FrontendMetrics(),
         permits=Permits(config.max_inflight),
+        bodies=BodyBudget(config.max_total_body_bytes),
         running=Running(),
     )
     app, sent = Generation(CHAT, edge), request(**fields)

@@ -21,8 +21,9 @@ from dynamo_trtllm.config.chat import ChatConfig
 from dynamo_trtllm.config.clear_namespace import ClearNamespaceConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig, ServicesConfig, WorkerSpec
 from dynamo_trtllm.config.flags import Flag, flags_of
+from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import ENV_PREFIX
-from dynamo_trtllm.config.models import FrontendConfig, LaunchConfig, WorkerConfig
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engine.mock.args import MockArgs
 from dynamo_trtllm.engine.torch.args import TorchArgs

@@ -17,7 +17,6 @@ from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets
 from dynamo_trtllm.engine.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.handoff.base import Carrier
-from dynamo_trtllm.handoff.loopback import LoopbackCarrier
 from dynamo_trtllm.handoff.select import select_carrier
 from dynamo_trtllm.messages import (
     Chunk,

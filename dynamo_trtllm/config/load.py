@@ -18,7 +18,8 @@ from pydantic import SecretStr, ValidationError
 from dynamo_trtllm import __version__
 from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
-from dynamo_trtllm.config.models import PROCESS_CONFIGS
+from dynamo_trtllm.config.launch import LaunchConfig
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.wording import nearest, table
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import MASK, mask_address, mask_credentials
@@ -137,7 +138,8 @@ def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, 
 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     """An unknown DYN_TRTLLM_ name is a typing error. The other processes' names are known: environments are shared."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for each in (model, *PROCESS_CONFIGS) for name in each.model_fields}
+    models = (model, WorkerConfig, FrontendConfig, LaunchConfig)
+    known = {f"{ENV_PREFIX}{name.upper()}" for each in models for name in each.model_fields}
     for name in sorted(env):
         if name.startswith(ENV_PREFIX) and name not in known:
             guess = nearest(name, known)

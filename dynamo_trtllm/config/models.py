@@ -1,4 +1,4 @@
-"""Every setting of a worker, a frontend and a launcher: one field, one flag, one environment twin, one line of help.
+"""Every setting of a worker and a frontend: one field, one flag, one environment twin, one line of help.
 
 Plain frozen pydantic models; building one reads no environment. `load` fills them from argv, environment and YAML.
 """
@@ -19,12 +19,9 @@ from dynamo_trtllm.config.base import (
     MODEL,
     PROCESS,
     ROLE,
-    Config,
     ConnectionConfig,
     EngineName,
     IpAddress,
-    LogFormat,
-    LogLevel,
     NonNegativeFloat,
     NonNegativeInt,
     Port,
@@ -153,7 +150,7 @@ examples, one prefill and one decode worker of the same model:
     )
     kv_transfer_host: ReachableHost | None = Field(
         default=None,
-        description="address or name of this host by which other workers reach it for KV over TCP, or for the handshake "
+        description="address or name of this host, by which others reach it for KV over TCP, or for the handshake "
         "of --engine vllm. Default: its address towards NATS, else towards etcd, else 127.0.0.1",
         json_schema_extra=setting(KV),
     )
@@ -388,43 +385,3 @@ class MemberConfig(FrontendConfig):
     """One process of a frontend of several `workers`, which starts it."""
 
     number: PositiveInt = Field(description="which of the processes it is", json_schema_extra=setting(PROCESS))
-
-
-class LaunchConfig(Config):
-    """`python -m dynamo_trtllm.launch`."""
-
-    deployment: Path = Field(
-        description="YAML file that lists services, frontend and workers",
-        json_schema_extra=setting(PROCESS, positional=True),
-    )
-    model: str | None = Field(
-        default=None,
-        description="serve this model instead of the one in the file, with every worker",
-        json_schema_extra=setting(MODEL),
-    )
-    engine: EngineName | None = Field(
-        default=None,
-        description="run every worker with this engine instead of the one in the file; arguments of the other go",
-        json_schema_extra=setting(ENGINE),
-    )
-    demo: bool = Field(
-        default=False,
-        description="once all serves, ask one question and say who did what",
-        json_schema_extra=setting(PROCESS),
-    )
-    once: bool = Field(
-        default=False,
-        description="stop everything once all serves and the demo is done",
-        json_schema_extra=setting(PROCESS),
-    )
-    log_level: LogLevel = Field(
-        default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
-    )
-    log_format: LogFormat = Field(
-        default="text",
-        description="format of log lines: text, or json (one object per line); also of the processes that it starts",
-        json_schema_extra=setting(PROCESS),
-    )
-
-
-PROCESS_CONFIGS: tuple[type[Config], ...] = (WorkerConfig, FrontendConfig, LaunchConfig)

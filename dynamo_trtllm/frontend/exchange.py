@@ -60,7 +60,8 @@ class Generation(Generic[B]):
             await run.fail(error)
             return error
         except MemoryError:
-            log.error("request %s failed: this process has no memory left for it", engine_id)  # no traceback: it takes memory
+            # No traceback: it takes memory.
+            log.error("request %s failed: this process has no memory left for it", engine_id)
             failure = Overloaded(
                 "this server has no memory left for the request; try again later, or send a shorter one"
             )

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Mapping
 
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
+from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment
-from dynamo_trtllm.config.models import LaunchConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console

@@ -198,7 +198,7 @@ async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once
     source, target = content("a", 32 << 20), bytearray(32 << 20)  # more than the sockets' buffers hold
     offer = await holder.offer("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
-    readers = [await ask(offer, _ASK.pack(_MAGIC, token, 1) + b"t") for _ in range(2)]
+    readers = [await ask(offer, _ASK.pack(_CHECKED, token, 1) + b"t") for _ in range(2)]
     async with asyncio.timeout(SOON_S):
         for reader, _ in readers:
             await reader.readexactly(_REPLY.size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -226,13 +225,24 @@ CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
         (b"GET /live HTTP/1.1\r\n\r\n", 400, "invalid_request"),
         (b"GET /live HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400, "invalid_request"),
         (b"GET /live\r\n\r\n", 400, "invalid_request"),
+        (b"nonsense\r\n\r\n", 400, "invalid_request"),
         (b"GET /live HTTP/2.0\r\nHost: x\r\n\r\n", 400, "invalid_request"),
         (CHUNKED + b"no size\r\n", 400, "invalid_request"),
         (CHUNKED + b"1;ext=" + b"x" * 8000 + b"\r\n", 413, "payload_too_large"),
         (CHUNKED + b"1\r\n{\r\n" * 1500, 413, "payload_too_large"),
         (CHUNKED + b"0\r\nTrailer: " + b"x" * 8000, 413, "payload_too_large"),
     ],
-    ids=["no Host", "two Hosts", "HTTP/0.9", "HTTP/2.0", "bad chunk", "chunk extension", "tiny chunks", "trailer"],
+    ids=[
+        "no Host",
+        "two Hosts",
+        "HTTP/0.9",
+        "nonsense",
+        "HTTP/2.0",
+        "bad chunk",
+        "chunk extension",
+        "tiny chunks",
+        "trailer",
+    ],
 )
 async def test_request_when_its_form_is_wrong_then_a_named_error_and_closed(
     request_: bytes, status: int, code: str
@@ -369,42 +379,3 @@ async def test_answer_when_its_last_byte_was_sent_then_the_request_counts_as_ans
         await asyncio.wait_for(client.reader.readuntil(b"[DONE]" if stream else b"total_tokens"), SOON_S)
         await served.until_answered()
         assert 'code="ok"' in served.front.metrics.render().decode()
-
-
-class Files:
-    """Stands for the system's limits: those of this process can't be lowered and raised again everywhere."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
-        self.limits = (512, hard)
-        monkeypatch.setattr(resource, "getrlimit", lambda _: self.limits)
-        monkeypatch.setattr(resource, "setrlimit", self._set)
-
-    def _set(self, which: int, limits: tuple[int, int]) -> None:
-        assert which == resource.RLIMIT_NOFILE
-        self.limits = limits
-
-
-@pytest.mark.parametrize("hard", [4096, resource.RLIM_INFINITY])
-async def test_server_when_the_process_may_open_too_few_files_then_it_is_let_have_more(
-    hard: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = Files(monkeypatch, hard)
-    async with serving(max_connections=600):
-        assert files.limits == (728, hard)
-    assert "ulimit" not in caplog.text
-
-
-async def test_server_when_the_system_lets_it_have_no_more_then_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    files = Files(monkeypatch, 1000)
-    async with serving(max_connections=2000):
-        assert files.limits == (1000, 1000)
-    assert "raise the limit (ulimit -n) to 2128, or lower --max-connections" in caplog.text
-
-
-async def test_request_when_malformed_then_400() -> None:
-    async with serving() as served:
-        client = await served.connect()
-        client.writer.write(b"nonsense\r\n\r\n")
-        assert (await client.until_closed()).startswith(b"HTTP/1.1 400")

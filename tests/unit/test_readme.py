@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.faults import FAULTS
+from dynamo_trtllm.config.base import Config
 from dynamo_trtllm.config.chat import ChatConfig
 from dynamo_trtllm.config.clear_namespace import ClearNamespaceConfig
 from dynamo_trtllm.config.deployment import load_deployment
+from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import load
-from dynamo_trtllm.config.models import Config, FrontendConfig, LaunchConfig, WorkerConfig
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engine.arguments import engine_arguments
 from dynamo_trtllm.engine.mock.args import MockArgs

@@ -65,7 +65,7 @@ class KvPool:
 
     def is_finite(self, blocks: Tensor, tokens: int) -> bool:
         """Return whether all that the token after `tokens` can see in these blocks is finite. Waits for the device."""
-        pieces = self.rows(blocks, tokens).split(max(1, _CHECKED_BYTES // self.row_bytes))
+        pieces = torch.split(self.rows(blocks, tokens), max(1, _CHECKED_BYTES // self.row_bytes))
         ends = [torch.stack(torch.aminmax(self.all_rows[some].view(self.dtype))) for some in pieces]
         return bool(torch.stack(ends).isfinite().all())
 

@@ -160,7 +160,7 @@ class Staging:
         if memory.device.type != "cuda":
             return checksum.checksum(memory)
         with torch.cuda.device(memory.device):
-            self._checking = self._checking or torch.cuda.Stream()
+            self._checking = self._checking or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._checking):
                 return checksum.checksum(memory)
 

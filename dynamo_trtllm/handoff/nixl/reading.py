@@ -42,7 +42,7 @@ class Ask(NamedTuple):
 class _Part(NamedTuple):
     """What one read takes: a piece or a part of it."""
 
-    index: int  # of the piece
+    piece_index: int
     begin: int  # bytes from the start of the piece
     memory: Piece
     is_last: bool
@@ -120,13 +120,13 @@ class _Run:
         flying: deque[tuple[_Part, _Flight | None]] = deque()  # None: a piece without bytes
         try:
             while parts or flying:
-                while parts and parts[0].index < self.ready and len(flying) < _IN_FLIGHT:
+                while parts and parts[0].piece_index < self.ready and len(flying) < _IN_FLIGHT:
                     part = parts.popleft()
                     flying.append((part, self._begin(part)))
                 if flying and self._is_done(flying[0][1]):
                     self._land(*flying.popleft())
                     yield 0.0
-                elif not (parts and parts[0].index == self.ready and (yield from self._more_is_ready())):
+                elif not (parts and parts[0].piece_index == self.ready and (yield from self._more_is_ready())):
                     yield self._waited_s()
         finally:
             if flying:
@@ -144,7 +144,7 @@ class _Run:
         if not memory.num_bytes:
             return None
         use_devices([memory])
-        address, _, device = offer.spots[part.index]
+        address, _, device = offer.spots[part.piece_index]
         ours = self.vendor.descriptors(spot_of(memory), kind_of([memory]))
         theirs = self.vendor.descriptors((address + part.begin, memory.num_bytes, device), offer.kind)
         return self._post(_Way(self.vendor.agent, self.peer.name), "READ", ours, theirs)
@@ -181,7 +181,7 @@ class _Run:
                 self._hashing.append([])
             self._hashing[-1].append(self.checksums.submit(part.memory))
         if part.is_last and self.ask.on_piece is not None:
-            self.ask.on_piece(part.index)
+            self.ask.on_piece(part.piece_index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
         before, said = self.ready, (yield from self._look())

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import Loaded, config_table, exit_with, load, to_argv
-from dynamo_trtllm.config.models import FrontendConfig, LaunchConfig, WorkerConfig
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -245,14 +246,16 @@ def test_exit_with_when_called_then_one_line_and_status_two(capsys):
     assert capsys.readouterr().err == "worker: wrong value\n"
 
 
-@pytest.mark.parametrize("model", ["WorkerConfig", "FrontendConfig", "LaunchConfig"])
-def test_help_when_asked_then_every_flag_is_explained_and_no_engine_library_is_imported(model):
+@pytest.mark.parametrize(
+    ("module", "model"), [("models", "WorkerConfig"), ("models", "FrontendConfig"), ("launch", "LaunchConfig")]
+)
+def test_help_when_asked_then_every_flag_is_explained_and_no_engine_library_is_imported(module, model):
     code = f"""
 import json, sys
 for name in ("torch", "transformers", "vllm", "tensorrt_llm", "nixl", "nats", "starlette"):
     sys.modules[name] = None  # an import of it fails
 from dynamo_trtllm.config.load import load
-from dynamo_trtllm.config.models import {model}
+from dynamo_trtllm.config.{module} import {model}
 try:
     load({model}, prog="p", description="d", argv=["--help"], environ={{}})
 except SystemExit as stop:

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import pytest
 
 from dynamo_trtllm.config.deployment import load_deployment
-from dynamo_trtllm.config.models import LaunchConfig
+from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.launch import demo, main
 from dynamo_trtllm.launch.supervisor import GivenUp, Serving
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, listening
+from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files, listening
 from tests.waiting import SOON_S
 
 CLIENTS = 4 * ACCEPTS_PER_TURN
@@ -131,3 +132,17 @@ def test_acceptor_when_its_socket_is_of_no_use_then_it_says_so_and_gives_up(capl
     assert broken is not None
     assert broken.errno == errno.EINVAL
     assert "no connection can be accepted any more" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hard", "files"), [(728, 4096, 728), (728, resource.RLIM_INFINITY, 728), (2128, 1000, 1000)]
+)
+def test_files_when_the_process_may_open_too_few_then_more_or_a_warning_with_what_to_do(
+    wanted: int, hard: int, files: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = []  # this process's own can't be lowered and raised again everywhere
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (512, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append((which, both)))
+    allow_files(wanted, ", or do less")
+    assert limits == [(resource.RLIMIT_NOFILE, (files, hard))]
+    assert ("raise the limit (ulimit -n) to 2128, or do less" in caplog.text) == (files < wanted)

@@ -1,0 +1,46 @@
+"""The settings of the launcher, `python -m dynamo_trtllm.launch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from dynamo_trtllm.config.base import ENGINE, MODEL, PROCESS, Config, EngineName, LogFormat, LogLevel, setting
+
+
+class LaunchConfig(Config):
+    """`python -m dynamo_trtllm.launch`."""
+
+    deployment: Path = Field(
+        description="YAML file that lists services, frontend and workers",
+        json_schema_extra=setting(PROCESS, positional=True),
+    )
+    model: str | None = Field(
+        default=None,
+        description="serve this model instead of the one in the file, with every worker",
+        json_schema_extra=setting(MODEL),
+    )
+    engine: EngineName | None = Field(
+        default=None,
+        description="run every worker with this engine instead of the one in the file; arguments of the other go",
+        json_schema_extra=setting(ENGINE),
+    )
+    demo: bool = Field(
+        default=False,
+        description="once all serves, ask one question and say who did what",
+        json_schema_extra=setting(PROCESS),
+    )
+    once: bool = Field(
+        default=False,
+        description="stop everything once all serves and the demo is done",
+        json_schema_extra=setting(PROCESS),
+    )
+    log_level: LogLevel = Field(
+        default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
+    )
+    log_format: LogFormat = Field(
+        default="text",
+        description="format of log lines: text, or json (one object per line); also of the processes that it starts",
+        json_schema_extra=setting(PROCESS),
+    )
