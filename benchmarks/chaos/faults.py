@@ -251,7 +251,7 @@ def _of_intruders() -> list[Fault]:
         ),
         Fault(
             name="memory-bound",
-            what="a frontend that may take 448 MiB more memory gets 64 bodies of 8 MiB at once",
+            what="a frontend that may take 576 MiB more memory gets 80 bodies of 8 MiB at once",
             apply=intruders.memory_bound,
             spares_requests=True,
         ),

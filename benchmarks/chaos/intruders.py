@@ -35,8 +35,8 @@ from dynamo_trtllm.worker.loading import live_peers
 
 _ANSWERS = {"200", "400", "413", "429"}
 _LARGE_BODY = 300_000
-_BODIES = 64
-_SPARE_BYTES = 448 << 20
+_BODIES = 80
+_SPARE_BYTES = 576 << 20
 _DECODERS = ("decode-1", "decode-2")
 _SLOW_STREAMS = 4
 _GREEDY_STREAMS = 32
