@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import secrets
 from array import array
 from collections.abc import AsyncIterator, Sequence
@@ -19,8 +20,8 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import Engine
 from dynamo_trtllm.engine.vllm import ticket as wire
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.messages import HandoffTicket, Phase, ReleaseOutcome, Role
-from tests.engines import answer, ask, check_nothing_left, collect, prompt_of, release, ticket_from, tokens
+from dynamo_trtllm.messages import HandoffTicket, Phase, ReleaseOutcome, Role, token_ids
+from tests.engines import answer, ask, check_nothing_left, collect, release, ticket_from, tokens
 from tests.tiny_models import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -49,33 +50,32 @@ def spoiled(ticket: HandoffTicket, how: str, peer: str) -> HandoffTicket:
 async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[int]], how: str) -> list[str]:
     """What is wrong after the KV of all prompts could not be read, at once: how each leg ended, what the decode engine
     answers to the same prompt afterwards and from which cache, and what the good ticket still gives."""
-    wrong, peer = [], secrets.token_hex(8)
+    peer = secrets.token_hex(8)
 
-    async def read(prompt: array[int]) -> HandoffTicket:
+    async def read(n: int, prompt: array[int]) -> list[str]:
+        wrong = []
         ticket = await ticket_from(prefill, prompt)
         try:
             chunks = await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=spoiled(ticket, how, peer)))
             wrong.append(f"{len(prompt)} tokens: answered {tokens(chunks)}")
         except TransferFailed:
             pass
-        return ticket
-
-    tickets = await asyncio.gather(*(read(prompt) for prompt in prompts))
-    for n, (prompt, ticket) in enumerate(zip(prompts, tickets, strict=True)):
-        expected = await answer(prefill, prompt)
         leg = ask(prompt, phase=Phase.DECODE, ticket=ticket) if n % 2 else ask(prompt)
         chunks = await collect(decode, leg)
-        stats = chunks[-1].stats
+        release(prefill, ticket, ReleaseOutcome.REDEEMED if n % 2 else ReleaseOutcome.REFUSED)
+        stats, expected = chunks[-1].stats, await answer(prefill, prompt)
         if tokens(chunks) != expected or stats is None or stats.cached_tokens:
             wrong.append(f"{len(prompt)} tokens, asked again: {tokens(chunks)} instead of {expected}, {stats}")
-        release(prefill, ticket, ReleaseOutcome.REDEEMED if n % 2 else ReleaseOutcome.REFUSED)
-    return wrong
+        return wrong
+
+    found = await asyncio.gather(*(read(n, prompt) for n, prompt in enumerate(prompts)))
+    return [each for wrong in found for each in wrong]
 
 
 async def all_failed_reads(pair: Pair, count: int, how: str) -> list[str]:
     """As `failed_reads`, of `count` prompts of 30 to 530 tokens, at most 25 at once, and that nothing is held then."""
     wrong: list[str] = []
-    prompts = [prompt_of(30 + 37 * n % 500, secrets.randbits(30)) for n in range(count)]
+    prompts = [token_ids(random.choices(range(10, 2000), k=30 + 37 * n % 500)) for n in range(count)]
     for n in range(0, count, 25):
         wrong += await failed_reads(pair.prefill, pair.decode, prompts[n : n + 25], how)
     for engine in pair:
