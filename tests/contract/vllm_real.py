@@ -51,19 +51,20 @@ async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[
     """What is wrong after the KV of all prompts could not be read, at once: how each leg ended, what the decode engine
     answers to the same prompt afterwards and from which cache, and what the good ticket still gives."""
     peer = secrets.token_hex(8)
+    free: dict[str, Any] = {"ignore_eos": True}  # else some first token ends the answer, and there is no ticket
 
     async def read(n: int, prompt: array[int]) -> list[str]:
         wrong = []
-        ticket = await ticket_from(prefill, prompt)
+        ticket = await ticket_from(prefill, prompt, **free)
         try:
-            chunks = await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=spoiled(ticket, how, peer)))
+            chunks = await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=spoiled(ticket, how, peer), **free))
             wrong.append(f"{len(prompt)} tokens: answered {tokens(chunks)}")
         except TransferFailed:
             pass
-        leg = ask(prompt, phase=Phase.DECODE, ticket=ticket) if n % 2 else ask(prompt)
+        leg = ask(prompt, phase=Phase.DECODE, ticket=ticket, **free) if n % 2 else ask(prompt, **free)
         chunks = await collect(decode, leg)
         release(prefill, ticket, ReleaseOutcome.REDEEMED if n % 2 else ReleaseOutcome.REFUSED)
-        stats, expected = chunks[-1].stats, await answer(prefill, prompt)
+        stats, expected = chunks[-1].stats, await answer(prefill, prompt, **free)
         if tokens(chunks) != expected or stats is None or stats.cached_tokens:
             wrong.append(f"{len(prompt)} tokens, asked again: {tokens(chunks)} instead of {expected}, {stats}")
         return wrong
