@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import xxhash
@@ -25,8 +26,9 @@ from dynamo_trtllm.handoff.memory import view
 _log = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20  # hashed by itself: the reader hashes one while the next one arrives. Both sides must agree
+PART_BYTES = 4 * BLOCK_BYTES  # of host memory, hashed by one thread; what a thread takes to begin is small beside it
 _INLINE_BYTES = 64 << 10  # a few microseconds: less than a thread takes to begin, and xxhash keeps the GIL for these
-_MOST_THREADS = 4
+_MOST_THREADS = 8
 
 NOTHING = 1  # the checksum of no pieces; 0 is none: it is not known yet
 HOST = "xxh3-64/1"  # names of methods, as offers carry them
@@ -118,6 +120,11 @@ def blocks(piece: Piece, block_bytes: int = BLOCK_BYTES) -> Iterator[Piece]:
         yield Piece(piece.address + begin, min(block_bytes, piece.num_bytes - begin), piece.device)
 
 
+def parts(piece: Piece) -> list[Piece]:
+    """Cut a piece into what one thread hashes, in order; a piece in GPU memory is one part."""
+    return list(blocks(piece, PART_BYTES)) if piece.device == "cpu" and piece.num_bytes else [piece]
+
+
 def combined(before: int, hashes: Sequence[int]) -> int:
     """Return the checksum of an offer up to a piece, from that up to the piece before it. Never 0."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)) or 1
@@ -133,30 +140,35 @@ class OfferChecksum:
         self, checksums: Checksums, pieces: Sequence[Piece], on_complete: Callable[[int | None], None] | None = None
     ) -> None:
         self._checksums = checksums
-        self._pieces = pieces
+        self._parts = [parts(piece) for piece in pieces]
         self._on_complete = on_complete
         self._lock = threading.Lock()
-        self._hashes: dict[int, list[int]] = {}
-        self._jobs: list[Future[list[int]]] = []
+        self._left = sum(map(len, self._parts))  # parts that are not hashed yet
+        self._jobs: list[list[Future[list[int]]]] = []  # by piece and part
+        self._hashes: list[list[list[int]]] = [[[] for _ in parts] for parts in self._parts]
         if not pieces:
             self._complete()
 
     def advance(self, ready: int) -> None:
         """Begin with the first `ready` pieces: they hold their data. Called on the loop."""
-        for index in range(len(self._jobs), min(ready, len(self._pieces))):
-            self._jobs.append(self._checksums.submit(self._pieces[index], partial(self._hash, index)))
+        for index in range(len(self._jobs), min(ready, len(self._parts))):
+            jobs = [
+                self._checksums.submit(part, partial(self._hash, index, number, part))
+                for number, part in enumerate(self._parts[index])
+            ]
+            self._jobs.append(jobs)
 
-    def _hash(self, index: int) -> list[int]:
+    def _hash(self, index: int, number: int, part: Piece) -> list[int]:
         try:
-            found = self._checksums.hash(self._pieces[index])
+            found = self._hashes[index][number] = self._checksums.hash(part)
         except Exception:
             _log.exception("the checksum of KV could not be computed; its offer ends")
             if self._on_complete is not None:
                 self._on_complete(None)
             raise
         with self._lock:
-            self._hashes[index] = found
-            is_complete = len(self._hashes) == len(self._pieces)
+            self._left -= 1
+            is_complete = not self._left
         if is_complete:
             self._complete()
         return found
@@ -165,17 +177,17 @@ class OfferChecksum:
         if self._on_complete is None:
             return
         checksum = NOTHING
-        for index in range(len(self._pieces)):
-            checksum = combined(checksum, self._hashes[index])
+        for hashes in self._hashes:
+            checksum = combined(checksum, list(chain.from_iterable(hashes)))
         self._on_complete(checksum)
 
     async def hashes(self, index: int) -> list[int]:
         """Return the hashes of a piece that is ready. Raises TransferFailed when the offer ends before."""
-        return await result(self._jobs[index])
+        return [number for job in self._jobs[index] for number in await result(job)]
 
     async def stop(self) -> None:
         """Return when no thread reads the pieces any more."""
-        await ended(self._jobs)
+        await ended(chain.from_iterable(self._jobs))
 
 
 async def result(job: Future[list[int]]) -> list[int]:

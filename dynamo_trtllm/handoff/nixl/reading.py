@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
-from dynamo_trtllm.handoff.checksums import BLOCK_BYTES, NOTHING, Checksums, blocks, combined
+from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, combined, parts
 from dynamo_trtllm.handoff.nixl.guards import Guard, Guards, place_of_word, with_checksum
 from dynamo_trtllm.handoff.nixl.moving import LONGEST_SLEEP_S, Steps
 from dynamo_trtllm.handoff.nixl.peers import Peer, Peers
 from dynamo_trtllm.handoff.nixl.vendor import Offer, Spot, Vendor, guard_agent_of, kind_of, spot_of, use_devices
 
-_PART_BYTES = 4 * BLOCK_BYTES  # what posting a read costs is small beside it
 _IN_FLIGHT = 4  # reads of one fetch: hides what posting the next one costs
 
 
@@ -116,17 +115,17 @@ class _Run:
 
     def data(self) -> Steps:
         """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
-        parts = deque(self._parts())
+        waiting = deque(self._parts())
         flying: deque[tuple[_Part, _Flight | None]] = deque()  # None: a piece without bytes
         try:
-            while parts or flying:
-                while parts and parts[0].piece_index < self.ready and len(flying) < _IN_FLIGHT:
-                    part = parts.popleft()
+            while waiting or flying:
+                while waiting and waiting[0].piece_index < self.ready and len(flying) < _IN_FLIGHT:
+                    part = waiting.popleft()
                     flying.append((part, self._begin(part)))
                 if flying and self._is_done(flying[0][1]):
                     self._land(*flying.popleft())
                     yield 0.0
-                elif not (parts and parts[0].piece_index == self.ready and (yield from self._more_is_ready())):
+                elif not (waiting and waiting[0].piece_index == self.ready and (yield from self._more_is_ready())):
                     yield self._waited_s()
         finally:
             if flying:
@@ -134,10 +133,9 @@ class _Run:
 
     def _parts(self) -> Iterator[_Part]:
         for index, piece in enumerate(self.ask.pieces):
-            is_cut = self.ask.is_checked and piece.device == "cpu"
-            parts = list(blocks(piece, _PART_BYTES)) if is_cut and piece.num_bytes else [piece]
-            for number, part in enumerate(parts, start=1):
-                yield _Part(index, part.address - piece.address, part, number == len(parts))
+            cut = parts(piece) if self.ask.is_checked else [piece]
+            for number, part in enumerate(cut, start=1):
+                yield _Part(index, part.address - piece.address, part, number == len(cut))
 
     def _begin(self, part: _Part) -> _Flight | None:
         memory, offer = part.memory, self.ask.offer
