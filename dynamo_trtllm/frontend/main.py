@@ -6,6 +6,7 @@ Imports what the first answer needs and nothing that is heavy: `serving` has the
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import signal
 import socket
@@ -21,6 +22,8 @@ from dynamo_trtllm.frontend.door import Door
 from dynamo_trtllm.http_server.connection import http_server
 from dynamo_trtllm.network.listening import BACKLOG, listening
 from dynamo_trtllm.observe import logging as observe_logging
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 PROG = "python -m dynamo_trtllm.frontend"
 DESCRIPTION = "The OpenAI-compatible HTTP frontend: renders, routes to prefill and decode workers, parses, streams."
@@ -55,6 +58,7 @@ def _run_crew(config: FrontendConfig) -> int:
 
 async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleagues) -> None:
     """Serves on `sock`, which it closes, until SIGTERM or SIGINT. Raises what `serving.keep_serving` raises."""
+    _give_memory_back()
     with sock:
         door = Door()
         server = http_server(door, config, backlog=BACKLOG)
@@ -79,6 +83,18 @@ async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleag
             (ended,) = await asyncio.gather(work, return_exceptions=True)
         if isinstance(ended, Exception):
             raise ended
+
+
+def _give_memory_back() -> None:
+    """Have glibc return freed memory to the system: large blocks at once, and the rest of few arenas (mallopt(3)).
+
+    By default it raises its threshold for large blocks to the largest one freed, and keeps memory in an arena for each
+    thread: after a few hundred megabytes of request bodies the process would keep most of them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
+    if mallopt is not None:
+        for parameter, value in ((_M_MMAP_THRESHOLD, 256 << 10), (_M_TRIM_THRESHOLD, 1 << 20), (_M_ARENA_MAX, 2)):
+            mallopt(parameter, value)
 
 
 async def _work(config: FrontendConfig, door: Door, colleagues: Colleagues, stop: Callable[[], None]) -> None:
