@@ -29,7 +29,9 @@ PACKAGES = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu", action="store_true", help="run tests marked gpu; fails when there is no GPU")
     parser.addoption("--extra", action="store_true", help="run tests marked extra (browser, other environments)")
-    parser.addoption("--long", action="store_true", help="run tests marked long (generated cases)")
+    parser.addoption(
+        "--long", action="store_true", help="run tests marked long (generated cases, slow end-to-end cases)"
+    )
     parser.addoption("--trtllm-model", help="folder of the model for tests marked trtllm (or TRTLLM_TEST_MODEL)")
 
 

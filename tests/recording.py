@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-ADAPTER = "dynamo_trtllm.engine.trtllm"
+ADAPTER = ("dynamo_trtllm.engine.trtllm", "dynamo_trtllm.engine.vendored")
 Uses = set[tuple[str, str]]  # (class or method, name)
 
 

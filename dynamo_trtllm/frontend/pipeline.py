@@ -153,6 +153,8 @@ class Pipeline:
                 left_s = min(pause_s - (loop.time() - begun_s), recovery.request.deadline - time.time())
                 if await _happens(changed, left_s):
                     continue
+                if self._book.admit(pairs_of(self._view.model(recovery.request.model))):
+                    continue  # better a pair that no canary has tried yet than none
                 if not recovery.gone:
                     raise recovery.error or missing from None
                 recovery.try_anew()

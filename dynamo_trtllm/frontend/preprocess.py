@@ -18,7 +18,7 @@ from dynamo_trtllm.openai.completions import DEFAULT_MAX_TOKENS, CompletionReque
 from dynamo_trtllm.openai.sampling import SEED_LIMIT
 from dynamo_trtllm.render.base import OutputParser, Renderer
 
-_MAX_PROMPT_TOKENS: Final = 2 << 20  # of all choices together: each is sent to its worker by itself
+_MAX_PROMPT_TOKENS = 2 << 20  # of all choices together: each is sent to its worker by itself
 _MAX_ECHO_CHARS = 8 << 20  # of all choices; n = 128 would make an answer 128 times as large as its request
 _LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, and the logits divided by it may be no numbers any more
 
@@ -155,8 +155,8 @@ def _requests(
     """One request per prompt and choice. Choice i has the seed plus i: equal seeds would give equal choices."""
     if (tokens := sum(len(ids) for ids, _ in legs)) > _MAX_PROMPT_TOKENS:
         raise InvalidRequest(
-            f"{len(legs)} choices have prompts of {tokens} tokens together, and a request may have {_MAX_PROMPT_TOKENS}: "
-            "lower n, or send several requests",
+            f"{len(legs)} choices have prompts of {tokens} tokens together, of at most {_MAX_PROMPT_TOKENS}: lower "
+            "n, or send several requests",
             field="n",
         )
     return [

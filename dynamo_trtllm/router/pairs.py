@@ -62,6 +62,12 @@ class PairBook:
         """Keep requests off those of `pairs` of which nothing is known, until a canary has tried them."""
         self._withheld.update(pair for pair in pairs if pair not in self._records)
 
+    def admit(self, pairs: Iterable[Pair]) -> bool:
+        """Let requests decide about new pairs whose canary takes long. Return whether any of `pairs` was kept apart."""
+        late = self._withheld.intersection(pairs)
+        self._withheld -= late
+        return bool(late)
+
     def passed(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
         """Note that KV was read at the other end, by a request or, with `is_probe`, by a canary that passed.
 

@@ -51,6 +51,7 @@ def test_demo_model_when_asked_the_guides_requests_then_it_answers_and_calls(che
     assert _wrong(check, cases, speaker.answer(cases)) == {}
 
 
+@pytest.mark.long
 def test_demo_model_when_effort_grows_then_analysis_grows(check: ModuleType, speaker: Any) -> None:
     cases = [check.Case(name=effort, conversation=check.ask(check.EXPLAIN, effort=effort)) for effort in check.EFFORTS]
     low, medium, high = (turn.reasoning_tokens for turn in speaker.answer(cases))
@@ -65,6 +66,7 @@ def test_demo_model_when_asked_for_three_sentences_then_there_are_three(check: M
     assert turn.tokens <= 200
 
 
+@pytest.mark.long
 def test_demo_model_when_known_questions_are_put_otherwise_then_most_are_understood(
     check: ModuleType, speaker: Any
 ) -> None:

@@ -167,6 +167,7 @@ def test_stream_when_its_decode_worker_is_killed_then_it_ends_with_an_error_and_
     check_good(pair.cluster)
 
 
+@pytest.mark.long
 def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_get_503(make_cluster: Make) -> None:
     pair = start_pair(make_cluster())
     with running(pair.cluster, SHORT) as stream:
@@ -207,6 +208,7 @@ def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error
 # --- processes are asked to stop -----------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(make_cluster: Make, role: str) -> None:
     pair = start_pair(make_cluster())
@@ -233,6 +235,7 @@ def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(make_cl
 # --- NATS --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_streams_when_nats_restarts_then_they_go_on_and_later_requests_are_served(
     make_cluster: Make, own_nats: Callable[[], TestServer]
 ) -> None:
@@ -271,6 +274,7 @@ def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_o
 # --- etcd --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_requests_when_etcd_is_away_for_four_leases_then_all_are_served_and_the_same_workers_are_back(
     make_cluster: Make, own_etcd: Callable[[], TestServer]
 ) -> None:
@@ -300,6 +304,7 @@ def retries(cluster: Cluster) -> float:
 # --- a worker that is frozen ---------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_requests_when_a_worker_is_frozen_then_they_are_served_elsewhere_and_only_the_first_waits(
     make_cluster: Make,
 ) -> None:

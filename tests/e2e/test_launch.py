@@ -179,7 +179,9 @@ def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(lau
     launched.wait_gone(SOON_S)
 
 
-@pytest.mark.parametrize(("server", "program"), [("etcd", "etcdbin/etcd"), ("nats", "nats-server -a")])
+@pytest.mark.parametrize(
+    ("server", "program"), [pytest.param("etcd", "etcdbin/etcd", marks=pytest.mark.long), ("nats", "nats-server -a")]
+)
 def test_launch_when_a_server_dies_then_it_is_back_at_its_address_once_and_then_all_is_given_up(
     launch: Launch, deployment: Path, port: int, server: str, program: str
 ) -> None:

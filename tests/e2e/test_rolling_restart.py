@@ -71,6 +71,7 @@ class Load:
             assert not thread.is_alive()
 
 
+@pytest.mark.long
 def test_every_worker_when_restarted_under_16_streams_then_no_request_fails(make_cluster: Make) -> None:
     cluster = make_cluster()
     workers = [(role, cluster.mock(role, "mock", **ARGS)) for role in ("prefill", "prefill", "decode", "decode")]

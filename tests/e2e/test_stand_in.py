@@ -76,18 +76,22 @@ def test_cancel_when_tokens_flow_then_nothing_left(served: checks.Served) -> Non
     checks.check_cancellation(served)
 
 
+@pytest.mark.long
 def test_prompt_when_longer_than_a_step_then_chunked_or_refused(served: checks.Served) -> None:
     checks.check_chunked_prefill(served)
 
 
+@pytest.mark.long
 def test_attention_dp_when_on_then_tokens_equal_to_one_rank(served: checks.Served) -> None:
     checks.check_attention_dp(served)
 
 
+@pytest.mark.long
 def test_drain_when_a_request_runs_then_it_is_finished(served: checks.Served) -> None:
     checks.check_drain(served)
 
 
+@pytest.mark.long
 def test_executor_when_it_dies_then_the_worker_leaves(served: checks.Served) -> None:
     def kill(_: Process) -> None:
         """It dies of the request: the first of more than one token, which the worker's own start is not."""

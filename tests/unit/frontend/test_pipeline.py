@@ -371,6 +371,14 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
     assert untried.requests == []
 
 
+async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after_the_hold(cluster: Cluster) -> None:
+    options = PipelineOptions(hold_s=0.05, has_canaries=True)
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
+    await cluster.add(1, Role.PREFILL, [handoff("t")])
+    await cluster.add(2, Role.DECODE, FINISHED)
+    assert await asyncio.wait_for(cluster.tokens(), SOON_S) == [10, 11, 12, 13]
+
+
 @pytest.mark.parametrize("ending", [Disconnected("the worker is gone"), Draining("leaves")])
 async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_longer_counts_as_working(
     cluster: Cluster, ending: DynamoError

@@ -98,6 +98,10 @@ def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same
     two, one = ModelView(prefill=prefills(1, 2), decode=decodes(11)), ModelView(prefill=prefills(1), decode=decodes(11))
     assert all(place(two, "tiny", turn, PairBook(), avoid=1).prefill == two.prefill[1] for turn in range(3))
     assert place(one, "tiny", 0, PairBook(), avoid=1).prefill == one.prefill[0]
+    book = PairBook()
+    book.withhold([(2, 11)])  # decode instance 11 has only the one to be avoided
+    view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12))
+    assert {place(view, "tiny", turn, book, avoid=1).decode.id for turn in range(4)} == {12}
 
 
 def shut(*pairs: tuple[int | None, int]) -> PairBook:
