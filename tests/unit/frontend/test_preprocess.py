@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
+from dynamo_trtllm.frontend import preprocess
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import Options
 from dynamo_trtllm.frontend.preprocess import prepare_conversation
@@ -29,6 +30,16 @@ def test_n_choices_then_each_has_its_id_its_seed_and_its_parser(harmony: ServedM
     assert len({id(choice.parser) for choice in plan.choices}) == 3
     assert (plan.candidates, plan.keep) == (3, 3)
     assert {choice.request.sampling.seed for choice in chat(harmony, n=3).choices} == {None}
+
+
+def test_choices_when_their_prompts_are_too_long_together_then_refused_by_n(
+    harmony: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preprocess, "_MAX_PROMPT_TOKENS", 8)
+    assert len(text(harmony, prompt=[5, 6], n=4).choices) == 4
+    with pytest.raises(InvalidRequest, match="5 choices have prompts of 10 tokens together, of at most 8") as caught:
+        text(harmony, prompt=[5, 6], n=5)
+    assert caught.value.field == "n"
 
 
 def test_several_prompts_with_best_of_then_candidates_in_the_order_of_the_prompts(harmony: ServedModel) -> None:
