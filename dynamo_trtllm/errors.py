@@ -1,7 +1,7 @@
-"""Every error that crosses a room, as one tree with stable codes.
+"""Every error that crosses a package boundary, as one tree with stable codes.
 
 The code is wire format and metric label: it is never renamed. `retryable` says whether the same request may
-succeed elsewhere before a token left. HTTP statuses are not here: they are one table in `http_server/errors.py`.
+succeed on another worker before a token was sent. HTTP statuses are not here: they are in `http_server/errors.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ FIELD_CHARS: Final = 200
 class DynamoError(Exception):
     """Root of the tree. The message says what to change; the cause is kept with `raise … from`.
 
-    Message and field may quote what a client sent: more than MESSAGE_CHARS and FIELD_CHARS characters lose their
-    middle. Passwords in addresses are masked.
+    Message and field may quote what a client sent. Their middle is cut out beyond MESSAGE_CHARS and FIELD_CHARS
+    characters. Passwords in addresses are masked.
     """
 
     code: ClassVar[str] = "error"
@@ -28,7 +28,7 @@ class DynamoError(Exception):
         message = mask_credentials(shorten(message, MESSAGE_CHARS))
         super().__init__(message)
         self.message = message
-        self.field = field and shorten(field, FIELD_CHARS)  # the request or configuration field at fault, if one is
+        self.field = field and shorten(field, FIELD_CHARS)  # the request or configuration field at fault, if any
 
 
 class ConfigError(DynamoError):
@@ -193,7 +193,7 @@ class TransferFailed(HandoffError):
 
 
 class NonFiniteKv(TransferFailed):
-    """The KV arrived, and it has NaN or infinity."""
+    """The KV that arrived has NaN or infinity."""
 
     code = "non_finite_kv"
 

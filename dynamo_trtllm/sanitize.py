@@ -42,18 +42,18 @@ def mask_credentials(text: str) -> str:
 def _without_credentials(found: re.Match[str]) -> str:
     word = found.group()
     before, at, after = word.rpartition("@")
-    if ":" not in before:  # no address with a user: an email address, a decorator
+    if ":" not in before:  # not an address with a user: an email address or a decorator
         return word
     scheme, separator, _ = before.partition("://")
     return (f"{scheme}{separator}" if separator else "") + MASK + at + after
 
 
 def mask_address(value: str) -> str:
-    """Return the value of an address setting with user and password masked, also when it is no valid address."""
+    """Return the value of an address setting with user and password masked, also when it is not a valid address."""
     scheme, separator, rest = value.rpartition("://")
     if "@" in value:
         scheme, separator, _ = value.partition("://") if separator else ("", "", "")
         return f"{scheme}{separator}{MASK}@{value.rpartition('@')[2]}"
     host, colon, port = rest.partition(":")
     is_address = rest.startswith("[") or not colon or "," in rest or _PORT.fullmatch(port)
-    return value if is_address else f"{scheme}{separator}{host}:{MASK}"  # a password whose `@host` was forgotten
+    return value if is_address else f"{scheme}{separator}{host}:{MASK}"  # a password without its `@host`

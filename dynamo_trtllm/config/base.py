@@ -22,7 +22,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 def _one_address(value: str) -> str:
     if is_wildcard(value):
         raise ValueError(
-            f"{value} is no address that other workers can connect to; give one of this host's addresses here, and "
+            f"{value} is not an address that other workers can connect to; give an address of this host here, and "
             "0.0.0.0 or :: to --kv-transfer-bind-host"
         )
     return value

@@ -23,17 +23,17 @@ class LaunchConfig(Config):
     )
     engine: EngineName | None = Field(
         default=None,
-        description="run every worker with this engine instead of the one in the file; arguments of the other go",
+        description="engine for all workers, instead of the one in the file; drops the other engine's arguments",
         json_schema_extra=setting(ENGINE),
     )
     demo: bool = Field(
         default=False,
-        description="once all serves, ask one question and say who did what",
+        description="once all processes are ready, send a sample request and print which workers served it",
         json_schema_extra=setting(PROCESS),
     )
     once: bool = Field(
         default=False,
-        description="stop everything once all serves and the demo is done",
+        description="stop all processes once they are ready and the demo is done",
         json_schema_extra=setting(PROCESS),
     )
     log_level: LogLevel = Field(
@@ -41,6 +41,6 @@ class LaunchConfig(Config):
     )
     log_format: LogFormat = Field(
         default="text",
-        description="format of log lines: text, or json (one object per line); also of the processes that it starts",
+        description="format of log lines, also for the started processes: text, or json (one object per line)",
         json_schema_extra=setting(PROCESS),
     )

@@ -118,13 +118,13 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice, which plain YAML loading answers by dropping the first, and a document that
-    is large or deep once every alias is written out: nine lines of aliases can stand for a billion values."""
+    """Rejects documents that plain YAML loading accepts: with a key that is given twice, of which it would drop the
+    first, or too large or deep once aliases are expanded. Nine lines of aliases can expand to a billion values."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = 0
-        self._extents: dict[int, _Extent] = {}  # by id of a node that is complete; the document keeps them alive
+        self._extents: dict[int, _Extent] = {}  # by id() of each complete node; the document keeps these alive
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
@@ -156,7 +156,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _Extent(NamedTuple):
-    """Of a part of a document, with each alias counted as what it refers to."""
+    """The size of a part of a document, with aliases expanded."""
 
     values: int
     depth: int
@@ -231,7 +231,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         mark = getattr(exc, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         raise ConfigError(f"{where}: {getattr(exc, 'problem', None) or exc}") from exc
-    except ValueError as exc:  # of a value that looks like a date and is none, or like an integer and is too long
+    except ValueError as exc:  # a value looks like a date but is invalid, or is too long an integer
         raise ConfigError(f"{path}: {exc}; quote the value") from exc
     if value is None:
         return {}

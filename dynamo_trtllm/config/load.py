@@ -116,7 +116,7 @@ def _text(value: Any) -> str:
 
 
 def _shown(flag: Flag, value: Any) -> str:
-    """The value for people."""
+    """Return the value as it is shown to users."""
     if value is None:
         return "-"
     if flag.kind is SecretStr:

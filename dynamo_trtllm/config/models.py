@@ -1,4 +1,4 @@
-"""Every setting of a worker and a frontend: one field, one flag, one environment twin, one line of help.
+"""Every setting of a worker and a frontend: one field, one flag, one environment variable, one line of help.
 
 Plain frozen pydantic models; building one reads no environment. `load` fills them from argv, environment and YAML.
 """
@@ -150,8 +150,8 @@ examples, one prefill and one decode worker of the same model:
     )
     kv_transfer_host: ReachableHost | None = Field(
         default=None,
-        description="address or name of this host, by which others reach it for KV over TCP, or for the handshake "
-        "of --engine vllm. Default: its address towards NATS, else towards etcd, else 127.0.0.1",
+        description="address or name under which other workers reach this host for KV over TCP, or for the handshake "
+        "of --engine vllm. Default: the address that leads to NATS, else to etcd, else 127.0.0.1",
         json_schema_extra=setting(KV),
     )
     kv_transfer_bind_host: IpAddress | None = Field(
@@ -314,13 +314,13 @@ class FrontendConfig(ConnectionConfig):
     )
     canary_interval_s: NonNegativeFloat = Field(
         default=30.0,
-        description="seconds after which an idle pair is tried with a request whose answer is known; 0: never, and a "
-        "model is ready as soon as its roles are there",
+        description="seconds after which an idle pair is tested with a canary, a request with a known answer; 0: "
+        "never, and a model is ready as soon as its roles are there",
         json_schema_extra=setting(HTTP),
     )
     canary_timeout_s: PositiveFloat = Field(
         default=10.0,
-        description="seconds within which each request of such a try must be answered",
+        description="seconds within which each request of a canary must be answered",
         json_schema_extra=setting(HTTP),
     )
     stall_timeout_s: PositiveFloat = Field(
@@ -338,18 +338,18 @@ class FrontendConfig(ConnectionConfig):
     )
     response_store_entries: PositiveInt = Field(
         default=10_000,
-        description="most responses kept in memory; beyond, the client address that has most loses its oldest",
+        description="maximum responses stored in memory; then the client address with the most loses its oldest",
         json_schema_extra=setting(HTTP),
     )
     response_store_bytes: PositiveInt = Field(
         default=256 << 20,
-        description="most bytes of kept responses; beyond, the client address that has most loses its oldest (memory), "
-        "or the oldest go (jetstream)",
+        description="maximum bytes of stored responses; then the client address with the most loses its oldest "
+        "(memory), or the oldest are dropped (jetstream)",
         json_schema_extra=setting(HTTP),
     )
     response_store_entry_bytes: PositiveInt = Field(
         default=4 << 20,
-        description="most bytes of one kept response with its conversation; a longer one must be asked for with "
+        description="maximum bytes of one stored response with its conversation; longer ones must be requested with "
         "store: false",
         json_schema_extra=setting(HTTP),
     )

@@ -39,7 +39,7 @@ class EngineStats:
     kv_blocks_total: int
     tickets_held: int  # hand-offs not yet released
     ticket_kv_blocks: int  # blocks that they hold
-    kv_checksum_mismatches: int = 0  # fetches whose KV was not what was sent; always 0 where nothing is checked
+    kv_checksum_mismatches: int = 0  # fetches whose KV differed from what was sent; always 0 without checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

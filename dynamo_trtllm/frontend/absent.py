@@ -8,15 +8,15 @@ ABSENT_S = 5.0
 
 
 class Absent:
-    """They are passed by for a while, unless there is no other, and then one request tries them again.
+    """Placement avoids these instances for a while if there are others; then one request tries them again.
 
-    `ids` is read per request: it returns the same set until one comes or goes.
+    `ids` is read per request: it returns the same set object until an instance is added or removed.
     """
 
     def __init__(self) -> None:
         self._until: dict[int, float] = {}
         self._ids: frozenset[int] = frozenset()
-        self._next_until = math.inf  # when the first of them is tried again
+        self._next_until = math.inf  # when the next instance is tried again
 
     def note(self, instance_id: int, now: float) -> None:
         """`now` in seconds of a clock that only rises."""

@@ -141,7 +141,7 @@ class Permits:
 
 @dataclass(slots=True, eq=False)
 class BodyBytes:
-    """What one request body has of the budget."""
+    """The part of the budget that one request body holds."""
 
     number: int  # in order of arrival
     taken: int = 0  # bytes
@@ -151,7 +151,7 @@ class BodyBudget:
     """The bytes of all request bodies that are being received or parsed.
 
     Large bodies share one half of it, so that small requests are served meanwhile. When that half is full, the oldest
-    large body that waits may have a quarter more: without it, bodies that are half here would wait for each other.
+    large body that waits may have a quarter more: without it, partly received bodies would wait for each other.
     """
 
     def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S) -> None:
@@ -160,7 +160,7 @@ class BodyBudget:
         self.taken = 0
         self._wait_s = wait_s
         self._numbers = itertools.count()
-        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # bytes wanted, in no order
+        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # bytes wanted; the order has no meaning
 
     def body(self) -> BodyBytes:
         """Return the account of a new body."""

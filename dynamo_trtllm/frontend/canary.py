@@ -1,9 +1,8 @@
-"""Requests through every idle pair whose answer is known: readiness that has crossed the wire, and the way out of
-quarantine.
+"""Canaries: requests with known answers, sent over every idle pair. They prove readiness and end quarantine.
 
-The answer is known from one worker that does the whole request by itself. A pair that answers otherwise moves its KV
-wrongly: it gets no requests. The first canary of a pair also pays its handshake, so that no user does. A worker none
-of whose pairs works any more, while others do, is asked to restart.
+The known answer comes from one worker that runs the whole request by itself. A pair with another answer moves KV
+wrongly and gets no requests. The first canary of a pair also pays for its handshake, so that no user's request does. A
+worker is asked to restart when none of its pairs works any more while other pairs do.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from dynamo_trtllm.router.view import ClusterView
 _log = logging.getLogger(__name__)
 
 _AT_ONCE = 2  # canaries of one decode worker: one of them may be that of a prefill worker that hangs
-_PROMPTS = 3  # a pair whose answer to each of so many differs from the known one is broken: rounding rarely does that
+_PROMPTS = 3  # a pair is broken if its answers to this many all differ from the known ones: rounding rarely does that
 _PASSED = "ok"
 _INCONCLUSIVE = "inconclusive"
 _MOST_SAID = 300  # longest text of an unexpected exception in /health, in characters
@@ -82,7 +81,7 @@ class Canaries:
         self._tried = asyncio.Event()
 
     async def run(self, plane: Plane, metrics: CanaryMetrics) -> None:
-        """Until cancelled. Pairs do not wait for one another: one that hangs keeps no other from being ready."""
+        """Send canaries until cancelled. Each pair is tested in its own task: one that hangs delays no other."""
         async with asyncio.TaskGroup() as group:
             while True:
                 changed = self._view.changed
@@ -138,7 +137,7 @@ class Canaries:
         return code
 
     async def _try(self, pair: Pair) -> str:
-        """Notes the outcome in the book; returns a verdict's code or an error's."""
+        """Note the outcome in the pair book. Return the code of the verdict or of the error."""
         placement = self._placement(pair)
         if placement is None:
             return "gone"
@@ -170,7 +169,7 @@ class Canaries:
         return verdict.code
 
     async def _verdict(self, placement: Placement, trace: Trace) -> _Verdict:
-        """As soon as one answer of the pair is the known one it works; when several differ it is broken."""
+        """The pair works as soon as one of its answers is the known one; it is broken when _PROMPTS answers differ."""
         ask, view = partial(self._ask, trace), self._view.model(placement.decode.card.name)
         known: KnownAnswer | None = None
         agreed = False
@@ -187,7 +186,7 @@ class Canaries:
                 return _Verdict("canary", text)
             if known is None:
                 return _Verdict(
-                    _INCONCLUSIVE, "no worker of its model does whole requests: wrong KV would go unnoticed"
+                    _INCONCLUSIVE, "no worker of its model can run aggregated requests: wrong KV would go unnoticed"
                 )
             if tokens == known.tokens and known.depends_on_kv:
                 return _Verdict(_PASSED)
@@ -198,14 +197,15 @@ class Canaries:
             )
         return _Verdict(
             "mismatch",
-            f"it answered {_PROMPTS} prompts otherwise than one worker alone: KV arrives changed, stale or not at all; "
-            "check that both workers have the same build, model files and KV settings, and the transport between them",
+            f"its answers to {_PROMPTS} prompts differ from those of one worker alone: KV arrives changed, stale or "
+            "not at all; check that both workers have the same build, model files and KV settings, and the transport "
+            "between them",
         )
 
     async def _ask(
         self, trace: Trace, placement: Placement, prompt: TokenIds, max_tokens: int, *, resumed_tokens: int = 0
     ) -> list[int]:
-        """See `Ask`. Each request has its own salt: no prefix cache may stand in for the KV that is to move."""
+        """See `Ask`. Each request has its own salt: otherwise a prefix cache could replace the KV transfer."""
         trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
         request = GenerateRequest(
             request_id=f"canary-{next(self._numbers)}",
@@ -226,7 +226,7 @@ class Canaries:
         return tokens
 
     def _say_inconclusive(self, placement: Placement, text: str) -> None:
-        """Once per model."""
+        """Log the reason once per model."""
         model = placement.decode.card.name
         if text and model not in self._inconclusive:
             self._inconclusive.add(model)
@@ -250,9 +250,9 @@ class Canaries:
             instance = by_id.get(instance_id)
             if instance is None:
                 continue
-            _log.error("instance %x: no pair of it moves KV as it should: asking it to restart", instance_id)
+            _log.error("instance %x: none of its pairs moves KV correctly; asking it to restart", instance_id)
             try:
-                await plane.control(instance.subject, Restart("no pair of it moves KV as it should"))
+                await plane.control(instance.subject, Restart("none of its pairs moves KV correctly"))
             except DynamoError as exc:
                 _log.warning("instance %x was not asked to restart (%s): %s", instance_id, exc.code, exc.message)
 

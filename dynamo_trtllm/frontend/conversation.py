@@ -150,7 +150,7 @@ def _check_names(conversation: Conversation, served: ServedModel, options: Optio
 
 
 def _abridged(message: Message) -> Message:
-    """Return the message with texts of a few characters, in which templates find all that they found before."""
+    """Return the message with its texts shortened to a few characters; templates see the same structure."""
     calls = tuple(msgspec.structs.replace(call, arguments="{}") for call in message.tool_calls)
     reasoning = message.reasoning and message.reasoning[:_ABRIDGED_CHARS]
     content = message.content[:_ABRIDGED_CHARS]

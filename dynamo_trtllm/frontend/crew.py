@@ -41,8 +41,9 @@ def held_port(config: FrontendConfig) -> socket.socket:
 
 
 def member_argv(config: FrontendConfig, number: int, port: int) -> list[str]:
-    """The command line of one process, which everybody can read: `member_environ` has what may hold a password.
-    `number` counts from 1."""
+    """Return the command line of one process. Every user of the host can read it, so settings that may hold a password
+    are in `member_environ`. `number` counts from 1.
+    """
     settings = config.model_dump(exclude={"nats_server"}) | {"http_port": port, "number": number}
     return [sys.executable, "-m", _MODULE, *to_argv(MemberConfig, settings)]
 

@@ -27,7 +27,7 @@ class Heading:
     id: str
     model: str
     created: int
-    client: str = ""  # the network address that asked; "": not known
+    client: str = ""  # the client's network address; "": not known
 
 
 class Phases(TypedDict):
@@ -117,7 +117,7 @@ class Dialect(Protocol[B]):
 
     @property
     def prompt(self) -> frozenset[str]:
-        """The body's fields that are not needed once there is a plan."""
+        """The body's fields that are no longer needed once the plan is made."""
         ...
 
     async def plan(self, body: B, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:

@@ -40,10 +40,10 @@ def check_json(scope: Scope) -> None:
 async def read_body(
     scope: Scope, receive: Receive, max_bytes: int, within_s: float, take: Callable[[int], Awaitable[None]]
 ) -> bytes:
-    """Return the body. `take` is awaited with the size of each piece, and may refuse it.
+    """Return the body. `take` is awaited with the size of each piece, and may raise to reject it.
 
     Raises:
-        PayloadTooLarge: as soon as it is known.
+        PayloadTooLarge: the body is too large; raised as soon as this is known.
         RequestTimeout: the client did not send it in time.
         ClientGone: the client left before the end.
     """

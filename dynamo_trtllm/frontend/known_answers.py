@@ -1,7 +1,7 @@
-"""Answers that are known before a pair is asked for them: those of one worker that does the whole request by itself.
+"""Known answers, with which those of pairs are compared: one worker gives them, running the whole request itself.
 
-A prefill/decode pair whose KV arrives changed, stale or not at all still answers, with other tokens. Comparing tokens
-finds that for every engine, whatever moves its KV.
+A prefill/decode pair whose KV arrives changed, stale or not at all still answers, but with other tokens. Comparing
+tokens detects this for every engine and every KV transfer backend.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dynamo_trtllm.router.policy import Placement
 from dynamo_trtllm.router.view import ModelView
 
 ANSWER_TOKENS: Final = 8
-"""Few enough that rounding rarely changes one. With 4, models with random weights did not notice a lost eighth of
-every KV row in 7 of 24 cases, with 8 in 1."""
+"""Few enough that rounding rarely changes one. In 24 trials on models with random weights, losing an eighth of every KV
+row went unnoticed 7 times with 4 tokens, and once with 8."""
 _PROMPT_TOKENS: Final = 168  # longer than the sliding window of gpt-oss (128), and ends within a block
 
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """What a prompt is answered with by a worker alone, greedily."""
+    """A prompt and the greedy answer that one worker gives to it alone."""
 
     prompt: TokenIds
     tokens: list[int]  # ANSWER_TOKENS of them
-    depends_on_kv: bool  # after another prompt the same first token is followed by other tokens
+    depends_on_kv: bool  # after another prompt, other tokens follow the same first token
 
 
 class Ask(Protocol):
@@ -55,7 +55,7 @@ class _Failure(NamedTuple):
 
 
 class KnownAnswers:
-    """The known answers per decode instance, asked for when they are needed first."""
+    """The known answers per decode instance, requested when first needed."""
 
     def __init__(self) -> None:
         self._answers: dict[_Key, list[KnownAnswer]] = {}
@@ -65,11 +65,11 @@ class KnownAnswers:
     async def get(self, number: int, placement: Placement, view: ModelView, ask: Ask) -> KnownAnswer | None:
         """Return known answer `number` for a pair, counted from 0; None when no worker of the model can give one.
 
-        Raises what `ask` raises. A failure is shared with the pairs that waited for the same answer meanwhile: a worker
-        that does not answer costs its pairs one time-out, not one each.
+        Raises what `ask` raises. A failure is shared with the pairs that waited for the same answer meanwhile: the
+        pairs of a worker that does not answer wait for one time-out together, not for one each.
         """
         sources = _sources(placement, view)
-        if not is_salted(placement):  # a prefix cache would answer a prompt that was used before
+        if not is_salted(placement):  # a prefix cache would serve a prompt that was used before
             return await _make(placement, sources, ask)
         key, begun_s = _Key(placement.decode.id, _prompt_tokens(placement)), asyncio.get_running_loop().time()
         async with self._locks[key]:
@@ -89,7 +89,7 @@ class KnownAnswers:
             return answers[number]
 
     def forget(self, decode: int) -> None:
-        """Use other prompts next time: two tokens may have been about equally likely after all of these."""
+        """Use other prompts next time: each of these may lead to two tokens that are about equally likely."""
         for key in [key for key in self._answers if key.decode == decode]:
             self._answers[key] = []
 
@@ -105,7 +105,7 @@ class KnownAnswers:
 def random_prompt(placement: Placement) -> TokenIds:
     """Return a prompt that no worker has seen. Raises ValueError for a model without a vocabulary.
 
-    Its ids are of the middle half of the vocabulary: control tokens and placeholders of pictures are at the ends.
+    Its ids are from the middle half of the vocabulary: control tokens and image placeholders are at the ends.
     """
     vocab_size = placement.decode.card.vocab_size
     ids = (vocab_size // 4 + secrets.randbelow(vocab_size // 2) for _ in range(_prompt_tokens(placement)))
@@ -135,10 +135,10 @@ def _instances(placement: Placement) -> list[Instance]:
 
 
 def _sources(placement: Placement, view: ModelView) -> list[Instance]:
-    """Who may give the known answer, the best first: the decode worker, as its own rounding is that of the pair.
+    """Return the workers that may give the known answer, the best first: the decode worker rounds as the pair does.
 
-    Where salts do not keep prefix caches apart it is left out: it would then find the prompt's KV in its own cache,
-    and the pair would move none.
+    Without cache salts the decode worker is left out: its prefix cache would then hold the prompt's KV, and the pair
+    would transfer none.
     """
     wanted = [*_instances(placement), *view.aggregated]
     if not is_salted(placement):
@@ -153,7 +153,7 @@ async def _make(placement: Placement, sources: Iterable[Instance], ask: Ask) -> 
             tokens = await ask(alone, prompt, ANSWER_TOKENS)
             follows = await ask(alone, other + token_ids(tokens[:1]), ANSWER_TOKENS - 1, resumed_tokens=1)
         except (DynamoError, TimeoutError) as exc:
-            refused = isinstance(exc, (EngineRefused, RequestError))  # it serves whole requests, and not this one
+            refused = isinstance(exc, (EngineRefused, RequestError))  # it runs aggregated requests, but not this one
             if source in _instances(placement) and not refused:
                 raise
             continue

@@ -83,7 +83,7 @@ class PipelineOptions:
     limits: RecoveryLimits = field(default_factory=RecoveryLimits)
     hold_s: float = 0.0  # longest wait for a role that has no instance
     decode_fallback: bool = False  # decode workers do whole requests while there is no prefill worker
-    # Canaries try new and quarantined pairs; without them requests do, quarantined ones once their time is over.
+    # Canaries test new and quarantined pairs. Without canaries, requests do: quarantined pairs get them after a while.
     has_canaries: bool = False
 
 
@@ -154,7 +154,7 @@ class Pipeline:
                 if await _happens(changed, left_s):
                     continue
                 if self._book.admit(pairs_of(self._view.model(recovery.request.model))):
-                    continue  # better a pair that no canary has tried yet than none
+                    continue  # a pair that no canary has tried yet is better than none
                 if not recovery.gone:
                     raise recovery.error or missing from None
                 recovery.try_anew()
@@ -170,7 +170,7 @@ class Pipeline:
         return self._place_without(frozenset(recovery.gone), recovery, turn)
 
     def _settle_book(self) -> None:
-        """Before a pair is chosen: which are kept apart now."""
+        """Update which pairs get no requests; called before a pair is chosen."""
         if not self._options.has_canaries:
             if self._book.has_shut:
                 self._book.reopen(time.monotonic())

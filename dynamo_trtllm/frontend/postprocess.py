@@ -46,12 +46,12 @@ class Usage:
 class StopStrings:
     """Finds the first stop string in text that comes in pieces; holds back what could be the start of one.
 
-    Looks at each character of the text once (Knuth-Morris-Pratt), however the text is cut.
+    It reads each character of the text once (Knuth-Morris-Pratt), however the text is divided into pieces.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = tuple((stop, _borders(stop)) for stop in stops)
-        self._matched = [0] * len(stops)  # of each stop string, how much of its beginning the text ends with
+        self._matched = [0] * len(stops)  # per stop string: how many of its first characters the text ends with
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -72,7 +72,7 @@ class StopStrings:
         return held
 
     def _end(self, index: int, text: str) -> int | None:
-        """The place in the text behind the stop string; None: it does not end there."""
+        """Return the position in the text after the stop string, or None when it does not end in this text."""
         stop, borders = self._stops[index]
         matched, at = self._matched[index], 0
         while at < len(text):
@@ -90,7 +90,7 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=64)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Of each beginning of the text, the length of the longest shorter one that it ends with."""
+    """Return for each prefix of the text the length of its longest proper prefix that is also its suffix."""
     borders, matched = [0], 0
     for char in stop[1:]:
         while matched and stop[matched] != char:

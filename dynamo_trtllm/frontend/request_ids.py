@@ -1,4 +1,4 @@
-"""The id of each request: taken from `X-Request-Id` or made, put on every answer and log line. Raw ASGI."""
+"""The id of each request: taken from `X-Request-Id` or generated, and added to every answer and log line. Raw ASGI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subject
 
 
 class RequestIds:
-    """Takes or makes `X-Request-Id`, puts it on every answer and on the lines logged while the request is served."""
+    """Takes or generates `X-Request-Id`, and adds it to every answer and to the request's log lines."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -30,7 +30,7 @@ from dynamo_trtllm.observe.metrics import FrontendMetrics
 from dynamo_trtllm.openai.wire import parse
 from dynamo_trtllm.plane.base import Sink
 
-THREAD_BYTES = 16 << 10  # bodies above are parsed and rendered in a thread, to not hold up other streams
+THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so as not to delay other streams
 _LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # such bodies that are parsed and rendered at the same time
 
 
@@ -92,7 +92,7 @@ class Run(Generic[B]):
         self._edge.permits.check()
 
     async def take_bytes(self, count: int) -> None:
-        """Take budget for so many more bytes of the body. Raises Overloaded."""
+        """Reserve budget for this many more bytes of the body. Raises Overloaded."""
         await self._edge.bodies.take(count, self._body_bytes)
 
     def leave(self) -> None:
@@ -106,7 +106,7 @@ class Run(Generic[B]):
         self._edge.bodies.give_back(self._body_bytes)
 
     async def _job(self, request_id: str, client: str) -> Job[B]:
-        """Returns when it is this request's turn. By then the body's bytes and texts are gone."""
+        """Return when it is this request's turn. By then the body's bytes and texts are freed."""
         dialect, off_loop = self._dialect, len(self.raw) > THREAD_BYTES
         async with self._large_turn() if off_loop else nullcontext():
             if off_loop:
@@ -128,7 +128,7 @@ class Run(Generic[B]):
 
     @asynccontextmanager
     async def _large_turn(self) -> AsyncGenerator[None, None]:
-        """Around what is done for a large body: it takes several times its size of memory meanwhile.
+        """Limit how many large bodies are processed at once: each takes several times its size in memory meanwhile.
 
         Raises:
             DeadlineExceeded: the bodies before this one took too long.

@@ -64,13 +64,13 @@ class Carrier(Protocol):
         timeout_s: float,
         on_piece: OnPiece | None = None,
     ) -> None:
-        """Reads an offer of equal piece sizes into own memory and tells its holder. Nothing is written to `pieces`
+        """Read an offer of equal piece sizes into own memory and notify its holder. Nothing is written to `pieces`
         after this returns, raises or is cancelled. Raises HandoffTimeout, TransferFailed (peer dead, offer gone, wrong
         checksum).
 
         `on_piece(index)` is called for every piece in order as soon as it is whole, on the loop or on a thread of the
-        carrier, never after this has ended; it must be quick. Until this returns, what was read may be void: some
-        backends compare the checksum of all pieces last.
+        carrier, never after this has ended; it must be quick. The data is not valid before this returns: some backends
+        compare the checksum of all pieces last.
         """
         ...
 

@@ -1,7 +1,7 @@
 """Checksums of KV: holder and reader compute them on threads, and the reader compares them before the KV is used.
 
 The checksum of an offer covers all its pieces in order. Memory of the host is hashed with XXH3-64, memory of a GPU by a
-function of the engine, so that nothing here needs a GPU library. It finds faults, not forgery: it has no key.
+function of the engine, so that nothing here needs a GPU library. It detects faults, but not forgery: it has no key.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dynamo_trtllm.handoff.memory import view
 
 _log = logging.getLogger(__name__)
 
-BLOCK_BYTES = 1 << 20  # hashed by itself: the reader hashes one while the next one arrives. Both sides must agree
-PART_BYTES = 4 * BLOCK_BYTES  # of host memory, hashed by one thread; what a thread takes to begin is small beside it
-_INLINE_BYTES = 64 << 10  # a few microseconds: less than a thread takes to begin, and xxhash keeps the GIL for these
+BLOCK_BYTES = 1 << 20  # hashed separately: a reader hashes one while the next arrives. Both sides must use this size
+PART_BYTES = 4 * BLOCK_BYTES  # of host memory, hashed by one thread; starting a thread takes far less time
+_INLINE_BYTES = 64 << 10  # hashed in a few microseconds: starting a thread takes longer
 _MOST_THREADS = 8
 
-NOTHING = 1  # the checksum of no pieces; 0 is none: it is not known yet
-HOST = "xxh3-64/1"  # names of methods, as offers carry them
+NOTHING = 1  # the checksum of no pieces; 0 means that a checksum is not known yet
+HOST = "xxh3-64/1"  # names of methods in offers
 DEVICE = "device/1"
 
 ChecksumMode: TypeAlias = Literal["auto", "on", "off"]
@@ -78,7 +78,7 @@ class Checksums:
         return False
 
     def submit(self, piece: Piece, work: Callable[[], list[int]] | None = None) -> Future[list[int]]:
-        """Hash a piece on a thread, a small one at once; `work` is done in place of `hash`.
+        """Hash a piece on a thread, or at once if it is small. `work` replaces the call of `hash`.
 
         The memory must stay until the future is done, see `ended`. Raises TransferFailed after `close`.
         """
@@ -103,7 +103,7 @@ class Checksums:
         """Count a wrong checksum. Returns the error to raise."""
         self.mismatches += 1
         error = TransferFailed(
-            f"ticket {ticket_id}: the checksum of its KV is wrong: the KV was changed on its way, or in the memory of "
+            f"ticket {ticket_id}: the checksum of its KV is wrong: the KV was changed in transit, or in the memory of "
             "its holder after it was offered; look for failing memory or network hardware if this is seen again"
         )
         _log.warning("%s", error.message)
@@ -115,7 +115,7 @@ class Checksums:
 
 
 def blocks(piece: Piece, block_bytes: int = BLOCK_BYTES) -> Iterator[Piece]:
-    """Cut a piece into parts of that size; the last may be smaller."""
+    """Cut a piece into blocks of `block_bytes`; the last may be smaller."""
     for begin in range(0, piece.num_bytes, block_bytes):
         yield Piece(piece.address + begin, min(block_bytes, piece.num_bytes - begin), piece.device)
 
@@ -126,7 +126,7 @@ def parts(piece: Piece) -> list[Piece]:
 
 
 def combined(before: int, hashes: Sequence[int]) -> int:
-    """Return the checksum of an offer up to a piece, from that up to the piece before it. Never 0."""
+    """Return the checksum of an offer up to and including a piece, from `before`, that without the piece. Never 0."""
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)) or 1
 
 
@@ -143,14 +143,14 @@ class OfferChecksum:
         self._parts = [parts(piece) for piece in pieces]
         self._on_complete = on_complete
         self._lock = threading.Lock()
-        self._left = sum(map(len, self._parts))  # parts that are not hashed yet
+        self._left = sum(map(len, self._parts))  # number of parts that are not hashed yet
         self._jobs: list[list[Future[list[int]]]] = []  # by piece and part
         self._hashes: list[list[list[int]]] = [[[] for _ in parts] for parts in self._parts]
         if not pieces:
             self._complete()
 
     def advance(self, ready: int) -> None:
-        """Begin with the first `ready` pieces: they hold their data. Called on the loop."""
+        """Begin to hash the first `ready` pieces, which hold their data. Call it on the loop."""
         for index in range(len(self._jobs), min(ready, len(self._parts))):
             jobs = [
                 self._checksums.submit(part, partial(self._hash, index, number, part))
@@ -162,7 +162,7 @@ class OfferChecksum:
         try:
             found = self._hashes[index][number] = self._checksums.hash(part)
         except Exception:
-            _log.exception("the checksum of KV could not be computed; its offer ends")
+            _log.exception("the checksum of KV could not be computed; withdrawing its offer")
             if self._on_complete is not None:
                 self._on_complete(None)
             raise
@@ -191,7 +191,7 @@ class OfferChecksum:
 
 
 async def result(job: Future[list[int]]) -> list[int]:
-    """Wait for hashes. Raises TransferFailed when they will not come; a cancelled caller must see to `ended`."""
+    """Wait for hashes. Raises TransferFailed when they are not computed; a cancelled caller must await `ended`."""
     if not job.done():
         await asyncio.wait([asyncio.wrap_future(job)])
     if job.cancelled():
@@ -200,7 +200,7 @@ async def result(job: Future[list[int]]) -> list[int]:
 
 
 async def ended(jobs: Iterable[Future[Any]]) -> None:
-    """Cancel work that no thread has begun and wait for the rest, also when cancelled: it uses its caller's memory."""
+    """Cancel work that no thread has begun. Wait for the rest, also when cancelled: it uses the caller's memory."""
     waiting = {asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()}
     is_cancelled = False
     while waiting:
@@ -210,6 +210,6 @@ async def ended(jobs: Iterable[Future[Any]]) -> None:
             is_cancelled = True
         else:
             for each in done:
-                each.exception()  # seen: it is raised where the work's result is awaited
+                each.exception()  # mark it as retrieved: it is raised where the result is awaited
     if is_cancelled:
         raise asyncio.CancelledError

@@ -24,7 +24,7 @@ from dynamo_trtllm.handoff.memory import require_cpu, require_sizes
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     carrier_id: str
     sizes_bytes: list[int]
-    checksum: str = ""  # its method, see `checksums`
+    checksum: str = ""  # name of its method, see `checksums`
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class LoopbackCarrier:
         timeout_s: float,
         on_piece: OnPiece | None = None,
     ) -> None:
-        """See `Carrier.fetch`. The copies themselves take no part of `timeout_s`."""
+        """See `Carrier.fetch`. The time of the copies does not count towards `timeout_s`."""
         try:
             facts = codec.decode(offer, _Offer)
         except BadFrame as exc:

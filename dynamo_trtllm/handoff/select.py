@@ -23,8 +23,8 @@ def select_carrier(
 ) -> Carrier:
     """The carrier called `name`; None: nixl where it is installed, tcp otherwise.
 
-    `config` has the addresses for tcp; without one, it serves this host only. Raises ConfigError for an unknown name,
-    for nixl where it is not installed, and for addresses of two families.
+    `config` has the addresses for tcp; without a config, only this host can connect. Raises ConfigError for
+    an unknown name, for nixl where it is not installed, and for addresses of two families.
     """
     checksums = Checksums(kv_checksums)
     match name:

@@ -1,9 +1,9 @@
 """KV over plain TCP, for hosts without NIXL: one connection per fetch, straight between sockets and memory.
 
 Moves CPU memory only. An offer carries a random token, without which the listener gives nothing away; the bytes
-themselves are not encrypted. One fetch is: `_ASK` and the ticket id, `_REPLY`, the pieces, `_ACK`. Where the offer
-names a checksum, the reader asks with `_CHECKED`, and behind each piece follows the `_CHECKSUM` up to there; peers
-without checksums ask with `_PLAIN`.
+themselves are not encrypted. One fetch is: `_ASK` and the ticket id, `_REPLY`, the pieces, `_ACK`. If the offer
+names a checksum, the reader asks with `_CHECKED`, and each piece is followed by the `_CHECKSUM` of all pieces so far.
+Peers without checksums ask with `_PLAIN`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 _BACKLOG = 4096  # fetches that begin in one moment: one that finds no place here tries again seconds later
 _ASK_TIMEOUT_S = 5.0  # a connection that does not ask is closed
-# Connections at once, and how many of them may not have asked yet: at most these, and at most one part in so many of
-# the files that this process may open, so that strangers leave enough for everything else.
+# Limits of open connections, and of those that have not asked yet: absolute, and as a part of the files that this
+# process may open, so that strangers leave enough of these for everything else.
 _MAX_CONNECTIONS, _PART_OF_FILES = 4096, 2
 _MAX_UNASKED, _UNASKED_PART_OF_FILES = 1024, 4
 _LOG_EVERY_S = 10.0
@@ -89,7 +89,7 @@ class _Ask(NamedTuple):
 
 
 class TcpCarrier:
-    """A Carrier over TCP. `bind_host` is the IP address it listens on, `advertise_host` how other hosts reach that."""
+    """A Carrier over TCP. `bind_host`: the IP address it listens on. `advertise_host`: where other hosts reach it."""
 
     name = "tcp"
 
@@ -101,7 +101,7 @@ class TcpCarrier:
         self._advertise_host = advertise_host
         self._offers: dict[str, _Held] = {}
         self._unasked: dict[asyncio.Task[None], None] = {}  # connections that have asked for nothing, oldest first
-        self._closed = 0  # of them, to make room, since the last log line about it
+        self._closed = 0  # connections closed to make room since the last log line about it
         self._logged_at = -math.inf
         self._listener: socket.socket | None = None
         self._acceptor: Acceptor | None = None
@@ -201,14 +201,14 @@ class TcpCarrier:
                 self._unasked.pop(task, None)
 
     def _has_room(self) -> bool:
-        """Make room for one connection more, if need be by closing the oldest that has asked for nothing."""
+        """Make room for another connection, if necessary by closing the oldest that has asked for nothing."""
         assert self._acceptor is not None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:
             files = _PART_OF_FILES * _MAX_CONNECTIONS
         is_full = self._acceptor.num_connections > min(_MAX_CONNECTIONS, files // _PART_OF_FILES)
         if is_full or len(self._unasked) >= min(_MAX_UNASKED, files // _UNASKED_PART_OF_FILES):
-            if not self._drop(1):  # all have asked with the right token: this one tries again at another time
+            if not self._drop(1):  # all have asked with the right token: this one has to retry later
                 self._note_closed(1)
                 return False
         return True

@@ -1,1 +1,1 @@
-"""The HTTP server of frontends and workers: limits of connections, error answers, how answers reach their sockets."""
+"""The HTTP server of frontends and workers: limits of connections, error answers, and writing answers to sockets."""

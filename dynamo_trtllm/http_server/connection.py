@@ -39,7 +39,7 @@ _order = count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits of one server. One connection too many is refused with 429, unless it takes the place of another."""
+    """Limits of one server. One connection too many is refused with 429, unless it replaces another one."""
 
     max_connections: int
     max_header_bytes: int  # request line and headers
@@ -47,7 +47,7 @@ class ConnectionLimits:
     keep_alive_timeout_s: float  # of an idle connection
     answer_timeout_s: float | None = None  # until the client has taken an answer; None: as long as the app allows
     closes_least_recent: bool = False  # one connection too many closes the one that has been silent for longest
-    max_body_bytes: int = 0  # as it is sent: chunk sizes, extensions and trailers count, beyond `max_header_bytes`
+    max_body_bytes: int = 0  # chunk sizes, extensions and trailers count where they exceed `max_header_bytes`
 
 
 def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicorn.Server:
@@ -66,7 +66,7 @@ def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicor
 class HttpServer(uvicorn.Server):
     """Accepts through `Acceptor` at the sockets that it is given. Listens nowhere yet.
 
-    `shutdown_s`: longest wait for running requests at its end.
+    `shutdown_s`: longest wait for running requests at shutdown.
     """
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits, *, backlog: int, shutdown_s: int) -> None:
@@ -122,7 +122,7 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: ClassVar[ConnectionLimits]
     turn: ClassVar[Turn]
 
-    heard = 0  # when it was opened or the head of its newest request was complete, as a place in the order of these
+    heard = 0  # rank among the connections by when it was opened or when its newest request's head was complete
     _in_head = True  # or before it
     _received_bytes = 0  # of a head that is not complete
     _parsed_bytes = 0
@@ -161,7 +161,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _cut_answer(self, cycle: RequestResponseCycle) -> None:
-        """The client had its time: end the connection unless the answer has left."""
+        """The client's time is over: end the connection unless the answer was sent."""
         if not cycle.response_complete or self.transport.get_write_buffer_size():
             self.transport.abort()
 
@@ -266,11 +266,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disarm()
         answering = self._answering
         if answering is not None and answering.response_complete and answering is self.cycle and not self._in_head:
-            self._linger()  # it was answered before all of its body came
+            self._linger()  # it was answered before all of its body arrived
             return
         if answering is not None and not answering.response_complete:
             if answering is not self.cycle or answering.response_started or self._in_head:
-                self.transport.close()  # an answer is on its way, and this one can't come into it
+                self.transport.close()  # another answer is being sent, which this one must not interrupt
                 return
             answering.disconnected = True  # the app sends no answer of its own
             answering.message_event.set()

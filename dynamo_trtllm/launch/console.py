@@ -16,10 +16,10 @@ _LONGEST_LINE_BYTES = 1 << 20
 
 
 class Console:
-    """Writes to `stream`; in color only on a terminal. Names that are not known get no padding.
+    """Writes to `stream`; in color only on a terminal. Unknown names get no padding.
 
-    With `is_json` every line is a JSON object: a line of a process that is one keeps its fields, any other becomes the
-    `message` of one.
+    With `is_json` every line is a JSON object: a process's line that is an object keeps its fields, and any other
+    line becomes the `message` of an object.
     """
 
     def __init__(self, stream: TextIO, names: Sequence[str], *, is_json: bool = False) -> None:

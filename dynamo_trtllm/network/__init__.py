@@ -1,1 +1,1 @@
-"""Sockets of all processes: where they listen, how they accept connections, which address other hosts reach."""
+"""Sockets of all processes: listening, accepting connections, and the address at which other hosts reach this one."""

@@ -1,4 +1,4 @@
-"""Which address of this host other hosts reach. Opens no lasting socket."""
+"""Find the address at which other hosts reach this one. Keeps no socket open."""
 
 from __future__ import annotations
 

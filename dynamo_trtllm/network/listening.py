@@ -1,4 +1,4 @@
-"""Listening sockets: binding them, accepting connections, and open files enough for these."""
+"""Listening sockets: binding them, accepting connections, and raising the limit of open files for these."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ _log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
 _PAUSE_S = 0.1  # after the system refused a connection
-_RELIEVED_S = 0.001  # the same, when connections are being closed for it
+_RELIEVED_S = 0.001  # the same, when idle connections are being closed to make room
 _LOG_EVERY_S = 10.0
-_UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})  # what is wrong with the listening socket itself
+_UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})  # the listening socket itself is unusable
 
 Relieve: TypeAlias = Callable[[], bool]
 
 
 def bound(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
-    """Not listening yet, so that no connection comes here. `is_shared`: other processes may bind and listen too, all
-    of which have to say so. `setting`: the flags are --{setting}-host and --{setting}-port. Raises ConfigError."""
+    """Return a bound socket that does not listen yet, so it gets no connections.
+
+    `is_shared`: other processes may bind and listen too, if all of them set it. `setting`: the flags are
+    --{setting}-host and --{setting}-port. Raises ConfigError.
+    """
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -41,7 +44,7 @@ def bound(host: str, port: int, *, is_shared: bool = False, setting: str = "http
 
 
 def listening(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
-    """As `bound`; clients may connect, and wait to be served."""
+    """Return a listening socket, otherwise as `bound`; clients that connect wait to be served."""
     sock = bound(host, port, is_shared=is_shared, setting=setting)
     try:
         sock.listen(BACKLOG)
@@ -55,7 +58,7 @@ class Acceptor:
     """Accepts connections at a listening socket until `close`, several per iteration of the event loop.
 
     uvloop accepts one per iteration. Under load, when iterations are long, the last of many clients that connect at the
-    same moment would wait for seconds while the first ones are served at full speed. The socket stays its owner's.
+    same moment would wait for seconds while the first ones are served at full speed. The caller still owns the socket.
     """
 
     def __init__(
@@ -65,8 +68,8 @@ class Acceptor:
 
         Args:
             serve: run in a task of its own for each connection, which it closes in the end.
-            relieve: called when the system has no file descriptor for another connection: has idle ones closed within
-                the next iterations of the loop. Returns whether there were any.
+            relieve: called when the system has no file descriptor for another connection: closes idle ones within
+                the next iterations of the loop and returns whether there were any.
         """
         self._sock = sock
         self._serve = serve
@@ -86,7 +89,7 @@ class Acceptor:
                 connection, _ = self._sock.accept()
             except (BlockingIOError, InterruptedError):
                 return
-            except ConnectionError:  # that client has gone again
+            except ConnectionError:  # the client has already disconnected
                 continue
             except OSError as exc:  # usually no file descriptors or memory
                 self._failed(exc)

@@ -1,7 +1,7 @@
 """Log lines of one process, as text or JSON, to stderr. Configured by entry points only, never on import.
 
-A value of a record may be what a client or a peer sent. The formatters are the one place that makes it safe to show:
-they cut it, mask passwords and escape what could forge a line.
+A value of a record may be what a client or a peer sent. Only the formatters make it safe to show: they cut it, mask
+passwords and escape what could forge a line.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dynamo_trtllm.sanitize import escape_controls, mask_credentials, shorten
 # Set where a request enters a process; every line logged while it is served carries it.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="-")
 
-VALUE_CHARS: Final = 1_000  # longest value within a message; an error's own text is no longer
+VALUE_CHARS: Final = 1_000  # longest value within a message; error texts are not longer
 LINE_CHARS: Final = 4_000  # longest message, and longest line of a traceback
-_ID_CHARS: Final = 200  # a worker's peer sends any
-_TRACEBACK_LINES: Final = 200  # the first and the last halves of more are shown
+_ID_CHARS: Final = 200  # peers of a worker may send longer ones
+_TRACEBACK_LINES: Final = 200  # of a longer one the first and the last half of this number are shown
 
 
 def setup(level: str, process_name: str, log_format: str = "text") -> None:
@@ -51,7 +51,7 @@ def json_line(*, time_s: float, level: str, process: str, logger: str, message: 
 
 
 class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic only in the stubs
-    """Ours, so that a second `setup` replaces it and leaves other handlers alone."""
+    """The handler of `setup`: a second `setup` replaces it and leaves other handlers unchanged."""
 
 
 class TextFormatter(logging.Formatter):
@@ -122,7 +122,7 @@ def _bounded(value: Any) -> Any:
 
 
 def _traceback(record: logging.LogRecord) -> list[str]:
-    """The lines of the record's exception and stack, each safe to show."""
+    """Return the lines of the record's exception and stack, each safe to show."""
     lines = [
         escape_controls(mask_credentials(shorten(line, LINE_CHARS)))
         for chunk in _traceback_chunks(record)
@@ -140,6 +140,6 @@ def _traceback_chunks(record: logging.LogRecord) -> Iterator[str]:
 
 
 def _lines_of(chunk: str) -> list[str]:
-    """Several only of a frame, which is code. The line breaks of an exception's message may come from a client."""
+    """Split only stack frames, which are code: line breaks in an exception's message may come from a client."""
     text = chunk.strip("\n")
     return text.split("\n") if text.lstrip(" |+-").startswith('File "') else [text]

@@ -181,7 +181,7 @@ class FrontendMetrics:
         self._labelled("migrations_total", model).inc(migrations)
 
     def canary_finished(self, *, model: str, code: str) -> None:
-        """`code`: "ok", "inconclusive" (as far as can be seen it works), "mismatch" (other tokens than a
+        """`code`: "ok", "inconclusive" (no fault found, but the check is incomplete), "mismatch" (other tokens than a
         worker alone gives: wrong KV), "canary" (too few tokens, too late, no KV read), "gone", or an error's code."""
         self._labelled("canaries_total", model, code).inc()
 

@@ -102,7 +102,7 @@ class AssistantMessage(Wire):
     content: Text = ""
     name: Name | None = None
     reasoning_content: LongText | None = None
-    reasoning: LongText | None = None  # how other servers spell it
+    reasoning: LongText | None = None  # the name that other servers use
     tool_calls: List[AssistantToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
 
     @model_validator(mode="after")
@@ -144,7 +144,7 @@ class FunctionTool(Wire):
 
 
 def check_tools(value: Any) -> Any:
-    """Tools as they were sent, once they are known to be small enough: models are shown all of them."""
+    """Return the tools unchanged once their size is checked: the prompt contains all of them."""
     check_size(value, MAX_TOOLS_BYTES)
     return value
 

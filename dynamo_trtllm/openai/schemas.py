@@ -79,7 +79,7 @@ def _check_type(kind: Any, where: _Place) -> None:
 
 
 def _pointer(where: _Place) -> str:
-    """Returns the path of a place; only for errors, as all paths together are far longer than the schema."""
+    """Return the path of a place. Use it only for errors: all paths together are far longer than the schema."""
     steps: list[str] = []
     while where:
         steps[:0] = [cut(str(step)) for step in where[1:]]

@@ -1,8 +1,8 @@
 """The base of all request models: JSON bytes to a checked model, or an error a person can act on.
 
 A field is honoured, is known to change nothing at the given value, or is refused by its name. Nothing is ignored.
-Every string, list and object has a bound, and a collection is refused at its first wrong element: a request costs
-memory and time in proportion to its size, whatever it holds.
+Every string, list and object has a limit, and a collection is rejected at its first wrong element: every request costs
+memory and time in proportion to its size.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _check_count(body: bytes) -> None:
     """Raises InvalidRequest for a body whose values would take far more memory than its bytes.
 
     They are counted by the marks that each list, object, key and further element has. Marks inside strings count as
-    well: to tell them apart costs more than parsing, and no context is as long as a text with so many of them.
+    well: finding them costs more than parsing, and a text with so many marks is longer than any context.
     """
     if len(body) <= MAX_CONTAINERS:  # each mark takes a byte
         return
@@ -175,7 +175,7 @@ def _check_count(body: bytes) -> None:
         (len(marks) - keys, MAX_VALUES, "values, counted by its ',', '[' and '{'"),
     ):
         if count > most:
-            raise InvalidRequest(f"the request body has {count} {what}, and may have {most}; send fewer")
+            raise InvalidRequest(f"the request body has {count} {what}; at most {most} are allowed, send fewer")
 
 
 def check_size(value: Any, most: int) -> None:
@@ -227,7 +227,7 @@ def cut(text: str) -> str:
 
 
 def first_repeated(names: Iterable[str]) -> str | None:
-    """Returns the first name that was there before; None: each stands once."""
+    """Return the first name that occurs a second time, or None."""
     seen: set[str] = set()
     for name in names:
         if name in seen:

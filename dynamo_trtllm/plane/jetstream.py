@@ -44,7 +44,7 @@ def bucket_of(namespace: str) -> str:
 
 
 class JetStreamStore:
-    """Made by `connect`. The oldest values go first, of any owner: NATS knows no owners."""
+    """Made by `connect`. A full bucket drops its oldest values: NATS does not distinguish owners."""
 
     def __init__(self, client: Client, bucket: KeyValue, limits: StoreLimits) -> None:
         self._client = client

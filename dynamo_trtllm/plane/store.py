@@ -15,12 +15,12 @@ from dynamo_trtllm.errors import PayloadTooLarge
 
 
 class Store(Protocol):
-    """Bytes by key. When a bound is reached old values go; every value goes after a time."""
+    """Bytes by key. Old values are dropped when a limit is reached, and every value after a time."""
 
     async def put(self, key: str, value: bytes, owner: str = "") -> None:
-        """Stores a value, which everyone can read once this returned.
+        """Store a value; every reader of the store finds it once this has returned.
 
-        `owner`: whose value it is; a store may let go of the values of the owner who has most. Raises PayloadTooLarge
+        `owner`: the value's owner; a full store may drop values of the owner with the most. Raises PayloadTooLarge
         for a value beyond the limits, Disconnected or Unreachable when the store is away.
         """
         ...
@@ -54,7 +54,7 @@ class StoreLimits:
 
 
 class _Owner:
-    """What the store has of one owner."""
+    """The values of one owner in the store."""
 
     def __init__(self) -> None:
         self.used_bytes = 0
@@ -68,10 +68,10 @@ class _Entry(NamedTuple):
 
 
 class MemoryStore:
-    """Values of this process, gone with it. `clock` gives seconds that only rise.
+    """Values in the memory of this process. `clock` gives seconds that only rise.
 
-    When it is full, the owner who has most loses its oldest value: no owner can push out the values of others who
-    have less.
+    A full store drops the oldest value of the owner with the most values or bytes, so an owner can't push out the
+    values of others that have fewer.
     """
 
     def __init__(self, limits: StoreLimits, clock: Callable[[], float] = time.monotonic) -> None:

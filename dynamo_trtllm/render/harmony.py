@@ -2,7 +2,7 @@
 
 A frame ends in a control token, across which no merge happens, so text encoded on its own and put into a frame
 gives the ids of the whole rendering. openai-harmony's encoder is three times slower, holds the GIL, and its cost is
-quadratic in the length of a word, so it never gets a client's text.
+quadratic in the length of a word, so it is never given a client's text.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class HarmonyRenderer:
             assert isinstance(body, oh.TextContent)
             text = body.text
         author, recipient = message.author.name, message.recipient
-        name = recipient if author is None else author  # the client's; the other one of the two is "assistant" or none
+        name = recipient if author is None else author  # from the client; the other of the two is "assistant" or None
         placeholders = (author and _NAME, recipient and _NAME if author is None else recipient)
         head, tail = self._frame(message.author.role, *placeholders, message.channel, message.content_type)
         for part in head:
@@ -143,8 +143,8 @@ class HarmonyRenderer:
     def _make_frame(
         self, role: oh.Role, name: str | None, *header: str | None
     ) -> tuple[list[str | list[int]], list[int]]:
-        """What comes before and after the text of a message with this header: ids, and the text between two control
-        tokens where it holds the placeholder of a name."""
+        """Return what precedes and what follows the text of a message with this header: token ids, and, where the text
+        between two control tokens holds the placeholder of a name, that text."""
         recipient, channel, content_type = header
         message = oh.Message.from_author_and_content(oh.Author(role=role, name=name), "")
         message.recipient, message.channel, message.content_type = recipient, channel, content_type

@@ -1,4 +1,4 @@
-"""The text of Harmony's developer messages: instructions, and tools as TypeScript, in the words of openai-harmony.
+"""The text of Harmony's developer messages: instructions, and tools as TypeScript, as openai-harmony renders them.
 
 openai-harmony translates schemas, and gives the result only as token ids. Its encoder holds the GIL, and its cost is
 quadratic in the length of a word. So it renders a few tools at a time, in which placeholders replace the client's
@@ -74,10 +74,10 @@ class DeveloperTexts:
 
 
 class _Placeholders:
-    """Short strings in place of those of one schema.
+    """Placeholders for the strings of one schema.
 
     openai-harmony writes most strings as they are and some as JSON; the quotation mark in a placeholder shows which.
-    It also asks whether a type holds "null", so a placeholder holds it when its string does.
+    It also checks whether a type contains "null", so the placeholder of such a string contains "null", too.
     """
 
     def __init__(self) -> None:

@@ -182,13 +182,13 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _check_arguments(conversation: Conversation) -> None:
-    """Values are counted by the marks that begin them, those inside strings too."""
+    """Reject arguments with too many values, counted by their marks, including those inside strings."""
     texts = [call.arguments for message in conversation.messages for call in message.tool_calls]
     count = sum(text.count(mark) for text in texts for mark in ",[{")
     if count > MAX_ARGUMENT_VALUES:
         raise InvalidRequest(
             f"the arguments of all tool calls have {count} values, counted by their ',', '[' and '{{'; "
-            f"{MAX_ARGUMENT_VALUES} is the most: leave out older calls",
+            f"at most {MAX_ARGUMENT_VALUES} are allowed; leave out older calls",
             field="messages",
         )
 

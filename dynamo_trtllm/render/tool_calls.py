@@ -31,7 +31,7 @@ class HermesCalls:
 
     def __init__(self) -> None:
         self._held = ""  # text that is not yet content
-        self._blanks: list[str] = []  # white space before it, which is joined once: an answer may begin with much
+        self._blanks: list[str] = []  # leading white space, joined only once: an answer may begin with a lot of it
         self._call: CallObject | None = None
         self._lead = ""  # what stands before the object: content if it is no call
         self._is_closing = False  # after the object: its end marker is due

@@ -120,8 +120,8 @@ def encode_text(encoding: tiktoken.Encoding, text: str) -> TokenIds:
     a surrogate pair becomes U+FFFD. The GIL is free meanwhile.
 
     Raises:
-        InvalidRequest: a word or a run of blanks is longer than any context, by which tiktoken takes 50 bytes of memory
-            per letter, or fails.
+        InvalidRequest: a word or a run of blanks is longer than any context: tiktoken would take 50 bytes of memory
+            per letter, or fail.
     """
     if any(_LONG_RUN.match(text, start) for start in range(0, len(text) - _MAX_RUN_CHARS, _MAX_RUN_CHARS)):
         raise InvalidRequest(

@@ -3,7 +3,7 @@
 A pair is (prefill, decode), or (None, id) for an instance that does whole requests. Each has a breaker: after some
 failures in a row it is open and the pair gets no requests; when its time is over one canary is let through, whose
 outcome closes the breaker or opens it for longer. Where canaries run, a new pair gets no requests before its first one,
-and requests, whose right answer is not known, never clear a pair whose answers to a canary were wrong.
+and only a canary can clear a pair whose answers to a canary were wrong: the right answer to a request is not known.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class PairRecord:
     failures: int = 0  # in a row
     openings: int = 0  # since it last worked
     open_until: float = 0.0
-    is_wrong: bool = False  # its last answers to a canary were: only a canary can clear it
+    is_wrong: bool = False  # its last answers to a canary were wrong: only a canary can clear it
     is_proven: bool = False  # a canary has passed since it was last wrong
-    tried_at: float = 0.0  # of a pair that works and is not proven: the last canary, or when it began to work
+    tried_at: float = 0.0  # while it works without being proven: the last canary, or when it began to work
 
 
 class PairBook:
@@ -56,14 +56,14 @@ class PairBook:
         self._limits = limits or BreakerLimits()
         self._records: dict[Pair, PairRecord] = {}
         self._shut: set[Pair] = set()
-        self._withheld: set[Pair] = set()  # new ones that a canary will try
+        self._withheld: set[Pair] = set()  # new pairs that a canary will test
 
     def withhold(self, pairs: Iterable[Pair]) -> None:
-        """Keep requests off those of `pairs` of which nothing is known, until a canary has tried them."""
+        """Send no requests to those of `pairs` that have no record, until a canary has tested them."""
         self._withheld.update(pair for pair in pairs if pair not in self._records)
 
     def admit(self, pairs: Iterable[Pair]) -> bool:
-        """Let requests decide about new pairs whose canary takes long. Return whether any of `pairs` was kept apart."""
+        """Let requests decide about new pairs whose canary takes long. Return whether any of `pairs` was withheld."""
         late = self._withheld.intersection(pairs)
         self._withheld -= late
         return bool(late)
@@ -75,7 +75,7 @@ class PairBook:
         """
         record = self._records.get(pair)
         if not is_probe and (pair in self._withheld or (record is not None and record.is_wrong)):
-            return False  # a leg that had begun before; it does not know whether its answer is right
+            return False  # it began before the pair was withheld or wrong; whether its answer is right is not known
         record = record or self._records.setdefault(pair, PairRecord())
         changed = record.state is not PairState.WORKING
         if changed:
@@ -127,8 +127,8 @@ class PairBook:
         return [pair for pair in self._records if instance_id in pair]
 
     def postpone(self, pair: Pair, now: float) -> None:
-        """It could not be tried: it was busy. Nothing is known of it that was not known before. A new pair gets
-        requests from now on: workers that are too busy for a canary would not serve at all otherwise."""
+        """Note that the pair was too busy for a canary, which leaves its state unchanged. A new pair gets requests from
+        now on: otherwise workers that stay too busy for a canary would never get any."""
         record = self._records.setdefault(pair, PairRecord())
         record.seen_at = record.tried_at = now
         self._withheld.discard(pair)
@@ -152,8 +152,8 @@ class PairBook:
         return self._records.get(pair, PairRecord())
 
     def due(self, pairs: Iterable[Pair], now: float, interval_s: float) -> list[Pair]:
-        """Those that a canary should try now: new ones, idle ones, quarantined ones whose time is over, and those that
-        work as far as requests can tell."""
+        """Return the pairs that a canary should test now: new and idle pairs, quarantined ones whose time is over, and
+        those that work for requests but have not passed a canary."""
         return [pair for pair in pairs if now >= self._due_at(pair, interval_s)]
 
     def next_due_at(self, pairs: Iterable[Pair], interval_s: float) -> float | None:

@@ -48,7 +48,7 @@ def place(
         decodes = [d for d in decodes if any(not book.is_shut((p, d.id)) for p in _partners(view, d))]
         if not decodes:
             raise _all_shut(model, book, [(p, d.id) for d in view.decode for p in _partners(view, d)])
-    if avoid is not None:  # a decode instance that only this prefill instance serves would meet it again
+    if avoid is not None:  # a decode instance that works only with this prefill instance would use it again
         decodes = [
             d for d in decodes if any(p != avoid and not book.is_shut((p, d.id)) for p in _partners(view, d))
         ] or decodes

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from dynamo_trtllm.handoff.tickets import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelCard, Role
 
-_REDUCED_VIEWS = 16  # that one view keeps
+_REDUCED_VIEWS = 16  # cached by one view
 
 PairingKey: TypeAlias = tuple[tuple[str, object], ...]
 
@@ -37,7 +37,7 @@ class ModelView:
         object.__setattr__(self, "keys", keys)
 
     def without(self, ids: frozenset[int]) -> ModelView:
-        """Return the view without these instances. A view keeps those it made last: requests ask for the same few."""
+        """Return the view without these instances. A view caches the last results: requests ask for the same few."""
         if not ids:
             return self
         reduced = self._reduced.get(ids)

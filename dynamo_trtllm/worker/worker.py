@@ -47,7 +47,7 @@ _CHECK_EVERY_S = 2.0  # engines are asked, they do not tell: how soon a dead eng
 # So long an engine thread that comes back from its GPU may wait for the GIL while the loop has work. With Python's own
 # 5 ms the worst of a hundred steps waited just that.
 SWITCH_S = 0.0005
-_FILES = 8192  # open at once: KV transfers, each a connection, and 128 or so for everything else
+_FILES = 8192  # open at once: one per KV transfer, and about 128 for everything else
 _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
 _VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}  # as Dynamo's vLLM workers
 
@@ -79,7 +79,7 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
 
 
 def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
-    """The address at which other workers reach this one, as an IP address. May wait for the resolver of names.
+    """Return the IP address at which other workers reach this one. May wait for the name resolver.
 
     Raises ConfigError for a name that has no address, or a wildcard's.
     """

@@ -1,8 +1,8 @@
 """The mock engine: what a worker, a plane and a frontend see of an engine, at no cost. A stand-in, not a model.
 
-The "KV" of a request is the seed of its tokens and the place of each block. A decode engine can only go on right from
-what really came over the carrier; from other KV it goes on with other tokens, as a model does. It never stops by
-itself: an answer has `max_tokens` tokens.
+The "KV" of a request is the seed of its tokens and the place of each block. A decode engine continues
+correctly only from the KV that it received; from other KV it continues with other tokens, as a model does. It never
+stops by itself: an answer has `max_tokens` tokens.
 
 It makes no choice, so what only shapes a random choice (temperature, top_p, top_k, min_p, seed) and what only keeps an
 answer from ending early means nothing to it and is taken. What a client could see to be missing is refused.
@@ -253,6 +253,6 @@ def _kv_of(seed: int, blocks: int) -> array[int]:
 
 
 def _seed_of(kv: array[int]) -> int:
-    """Another one when a bit of `kv` is not as it was made."""
+    """Return another seed when any bit of `kv` has changed since it was computed."""
     seed = kv[-1]
     return seed if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // _KV_WORDS) else zlib.crc32(kv) & _MAX_SEED

@@ -27,7 +27,7 @@ class Span:
     count: int
 
     def entered(self, block_tokens: int) -> Tensor | None:
-        """Return the number of the block of which this span writes the first tokens and not the last."""
+        """Return the number of the block that this span begins to fill but does not complete."""
         end = self.start + self.count
         last = (end - 1) // block_tokens
         is_entered = end % block_tokens > 0 and self.start <= last * block_tokens

@@ -29,7 +29,7 @@ from dynamo_trtllm.errors import EngineFailed, EngineRefused, NonFinite, NonFini
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 
 _log = logging.getLogger(__name__)
-_MOST_NON_FINITE = 3  # requests within _NON_FINITE_S: it is the engine then, and not the request
+_MOST_NON_FINITE = 3  # as many requests within _NON_FINITE_S mean that the engine is at fault
 _NON_FINITE_S = 60.0
 
 
@@ -73,7 +73,7 @@ class Batcher:
         self._unstaged: deque[tuple[Job, Chunk]] = deque()  # prefilled, without room to be handed off from
         self._held: set[Job] = set()  # handed off, blocks counted
         self._events: Delivery = []
-        self._non_finite: dict[str, float] = {}  # requests that ended so, and when
+        self._non_finite: dict[str, float] = {}  # when each request with NaN or infinity ended
         self._stopping = False
         self._stats = self._take_stats()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -284,7 +284,7 @@ class Batcher:
             self._take(decoding, finished, choose(logits, [_row(job) for job in sampled], finite))
 
     def _finite(self, step: Step, decoding: list[Job], chunks: list[tuple[Job, int]]) -> Tensor:
-        """Whether the keys are finite of the jobs that get a token in this step, on the device."""
+        """Return, on the device, whether the keys of each job that gets a token in this step are finite."""
         written = self._pool.finite_keys(step.slots)
         found = [written[: len(decoding)]]
         at = len(decoding)
@@ -335,7 +335,7 @@ class Batcher:
             )
 
     def _end_non_finite(self, job: Job) -> None:
-        _log.error("the model's output for request %s is NaN or infinite: it ends", job.request.request_id)
+        _log.error("the model's output for request %s is NaN or infinite; ending the request", job.request.request_id)
         self._pool.scrub(_blocks(job)[: self._pool.blocks_for(job.prefilled)])
         self._drop(job)
         text = "the model's output for this request is NaN or infinite; if others are too, check weights, dtype and GPU"

@@ -1,8 +1,9 @@
-"""The checksum of KV in a GPU's memory, computed where it lies: only the result goes to the host.
+"""The checksum of KV in a GPU's memory, computed on the GPU: only the result goes to the host.
 
-The memory is read as 32-bit words, in rows. A row's sum is that of its words, each multiplied by an odd 64-bit constant
-of its place; the sums of all rows are summed up in the same way. Integers wrap, so that every device and every version
-of torch finds the same. About one error in 2^33 would be missed.
+The memory is read as 32-bit words, in rows. Each word is multiplied by an odd 64-bit constant that
+depends on its column, and the products of a row are added up; the sums of the rows are then reduced in the same way.
+Integer arithmetic wraps, so every device and every version of torch gives the same result. About one error in 2^33
+would be missed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def checksum(memory: Tensor) -> int:
 
 
 def _words(memory: Tensor) -> Tensor:
-    """As 32-bit words; zeros fill the last one up."""
+    """Return the memory as 32-bit words, the last one padded with zeros."""
     if lacking := -len(memory) % 4:
         memory = torch.nn.functional.pad(memory, (0, lacking))
     elif memory.data_ptr() % 4:
@@ -36,7 +37,7 @@ def _words(memory: Tensor) -> Tensor:
 
 
 def _row_sums(words: Tensor) -> Tensor:
-    """Of each row; the last may be shorter."""
+    """Return the weighted sum of each row; the last row may be shorter."""
     factors = _factors(words.device)
     whole = len(words) // _COLUMNS * _COLUMNS
     sums = [(some * factors).sum(1) for some in torch.split(words[:whole].view(-1, _COLUMNS), _ROWS_AT_ONCE)]
@@ -47,7 +48,7 @@ def _row_sums(words: Tensor) -> Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """Odd pseudo-random numbers (SplitMix64), the same in every process."""
+    """Return odd pseudo-random numbers (SplitMix64), the same in every process."""
     mask, state, found = (1 << 64) - 1, 0, []
     for _ in range(_COLUMNS):
         state = (state + 0x9E3779B97F4A7C15) & mask

@@ -182,7 +182,7 @@ class Desk:
 
     @property
     def checksum_mismatches(self) -> int:
-        """How many fetches brought other KV than was sent."""
+        """Return the number of fetches whose KV differed from what was sent."""
         return self._carrier.checksums.mismatches
 
     def check(self) -> None:

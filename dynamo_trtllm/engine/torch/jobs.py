@@ -54,7 +54,7 @@ class Job:
     blocks: Tensor | None = None
     parcel: Parcel | None = None  # its KV on its way
     prefilled: int = 0  # tokens whose KV is in the pool
-    finite: Tensor | None = None  # prefill: whether the keys of those tokens are, on the device
+    finite: Tensor | None = None  # prefill: whether the keys of those tokens are finite, on the device
     pending: int = -1  # the newest token, whose KV is not in the pool yet
     made: int = 0  # tokens of the answer
     submitted_at: float = field(default_factory=time.monotonic)

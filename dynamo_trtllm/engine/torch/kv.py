@@ -60,7 +60,7 @@ class KvPool:
         self._free.extend(reversed(blocks.tolist()))
 
     def scrub(self, blocks: Tensor) -> None:
-        """Queue zeros for these blocks, in all layers."""
+        """Queue writing zeros to these blocks, in all layers."""
         self._pool.index_fill_(2, blocks, 0)
 
     def is_finite(self, blocks: Tensor, tokens: int) -> bool:
@@ -70,9 +70,9 @@ class KvPool:
         return bool(torch.stack(ends).isfinite().all())
 
     def finite_keys(self, slots: Tensor) -> Tensor:
-        """Return for each slot whether its keys are finite in all layers: a bool tensor, not waited for.
+        """Return for each slot whether its keys are finite in all layers: a bool tensor. Does not wait for it.
 
-        An infinite key can't be left to the logits: its token's score may be -inf, and attention then skips the token.
+        The logits don't show every infinite key: its token's score may be -inf, and attention then skips the token.
         """
         return self.keys.flatten(1, 2)[:, slots].flatten(2).abs().amax(dim=(0, 2)).isfinite()
 

@@ -51,7 +51,7 @@ def _mix(state: int) -> int:
 def choose(logits: Tensor, rows: Sequence[Row], finite: Tensor | None = None) -> list[Choice | None]:
     """Choose one token per row of `logits` [rows, vocabulary]. Log-probabilities are those of the raw logits.
 
-    None for a row that has NaN, +inf or no finite number as the model made it, or that `finite` [rows] rules out.
+    The choice is None for a row whose raw logits have NaN, +inf or no finite number, or that `finite` [rows] rules out.
     """
     logits = logits.float()
     raw = logits

@@ -154,7 +154,7 @@ class Staging:
             self._pool.all_rows.index_copy_(0, some, self._as_rows(passing))
 
     def checksum(self, piece: Piece) -> int:
-        """Return the checksum of a piece whose copies are done. On any thread, which waits for it."""
+        """Return the checksum of a piece whose copies are done. Call it on any thread; it blocks."""
         begin = piece.address - self.region.data_ptr()
         memory = self.region[begin : begin + piece.num_bytes]
         if memory.device.type != "cuda":

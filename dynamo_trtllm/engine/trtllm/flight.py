@@ -28,7 +28,7 @@ ANSWER_S = 10.0  # longest wait for the answer to an abort
 
 
 class VendorError(Exception):
-    """Wrap an exception that TensorRT-LLM raised instead of a result, to tell it from one of this adapter's own."""
+    """Wrap an exception that TensorRT-LLM raised instead of a result: the adapter's own are bugs."""
 
     def __init__(self, raised: Exception) -> None:
         super().__init__(str(raised))

@@ -36,7 +36,7 @@ _parts = vendor.scheduler_parts()
 
 @dataclass
 class FailedReads(_parts.worker_metadata):  # type: ignore[misc,name-defined]
-    """Hold the ids of requests whose KV could not be read since the last step, of one rank or of all."""
+    """The ids of requests whose KV could not be read since the last step, of one rank or of all ranks."""
 
     request_ids: frozenset[str]
 
@@ -57,7 +57,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typ
             self._watch_reads(self.connector_worker)
 
     def _watch_reads(self, worker: Any) -> None:
-        """Note each failed read before vLLM does, so that no step can count it as received and not report it here."""
+        """Note each failed read before vLLM does: every step that counts it as received must also report it here."""
         handle = worker._handle_failed_transfer
 
         @functools.wraps(handle)

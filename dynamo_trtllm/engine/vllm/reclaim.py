@@ -18,7 +18,7 @@ Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> pe
 
 
 class Reclaimer:
-    """`release` is the call to the workers."""
+    """`release` calls the workers."""
 
     def __init__(self, release: Release) -> None:
         self._release = release

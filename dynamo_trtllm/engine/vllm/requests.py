@@ -14,7 +14,7 @@ from dynamo_trtllm.engine.asking import check, guided_params, stop_token_ids
 from dynamo_trtllm.errors import ContextTooLong, EngineRefused
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
-EXPIRES_AT = "dynamo_expires_at"  # of a decode leg's kv_transfer_params: seconds since the epoch
+EXPIRES_AT = "dynamo_expires_at"  # in the kv_transfer_params of a decode call: seconds since the epoch
 _SEED_BITS = 63
 _TO_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,

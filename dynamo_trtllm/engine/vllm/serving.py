@@ -176,7 +176,7 @@ class Serving:
             await self._close(stream, flight)
 
     async def _close(self, stream: AsyncGenerator[Any, None], flight: Flight) -> None:
-        """Closed early, the vendor aborts the call. An engine that is found dead fails the other streams."""
+        """Close vLLM's stream, which aborts a call that still runs. A dead engine fails the other streams, too."""
         try:
             await stream.aclose()
         except (self._vendor.dead, self._vendor.broken, *VENDOR_ERRORS) as exc:

@@ -74,7 +74,7 @@ class Vendor:
             llm.output_handler.cancel()
 
     def arguments(self, call: Call) -> dict[str, Any]:
-        """Keywords of `generate`. Raises EngineRefused for values that the vendor's classes refuse."""
+        """Return the keywords of `generate`. Raises EngineRefused for values that vLLM's classes reject."""
         sampling = dict(call.sampling)
         if call.guided is not None:
             sampling["structured_outputs"] = construct(_LIBRARY, self.structured_outputs, call.guided)
@@ -185,7 +185,7 @@ def forgetful_managers() -> list[Any]:
 
 
 class SchedulerParts(NamedTuple):
-    """The classes by which the scheduler of vLLM's engine process hears of failed reads and ends requests."""
+    """The classes with which vLLM's workers report failed reads and its scheduler ends the requests."""
 
     scheduler: Any
     request_status: Any
@@ -195,7 +195,7 @@ class SchedulerParts(NamedTuple):
 
 
 def scheduler_parts() -> SchedulerParts:
-    """Only in vLLM's own processes, which have these modules loaded."""
+    """Return these classes. Call it only in vLLM's own processes, which have the modules loaded."""
     return SchedulerParts(
         scheduler=_find("vllm.v1.core.sched.scheduler", "Scheduler"),
         request_status=_find("vllm.v1.request", "RequestStatus"),

@@ -32,7 +32,7 @@ class Answer:
         self._finish = ""
         self._max_kept_bytes = max_kept_bytes
         self.final: dict[str, Any] | None = None  # what was answered, once it is complete
-        self.packed: bytes | None = None  # it, as it is kept; None: it is not
+        self.packed: bytes | None = None  # the response as it is stored; None: it is not stored
 
     def push(self, piece: Piece) -> list[Told]:
         self._finish = piece.finish or self._finish
@@ -67,7 +67,7 @@ class Answer:
         return events
 
     def pack(self, response: dict[str, Any]) -> bytes | None:
-        """Returns the response as it is kept. None: it is not to be kept, or too large, which `store` says then."""
+        """Return the response as it is stored. None: it is not to be stored, or is too large (`store: false`)."""
         if not self.stored:
             return None
         packed = codec.encode(Kept(response=response, items=self.input_items()))

@@ -19,7 +19,7 @@ from dynamo_trtllm.openai.response_items import InputItem, ItemReference
 from dynamo_trtllm.openai.responses import ResponseRequest
 from dynamo_trtllm.openai.wire import MAX_TEXT
 
-THREAD_CHARS: Final = 16 << 10  # conversations of more are rendered in a thread, to not hold up other streams
+THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so as not to delay other streams
 
 
 class Responses:
@@ -35,8 +35,8 @@ class Responses:
         self.making: WeakValueDictionary[str, Answer] = WeakValueDictionary()
 
     async def plan(self, body: ResponseRequest, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
-        """Raises ResponseNotFound for what the request refers to and is not kept, InvalidRequest for a conversation
-        that is too long to be kept."""
+        """Raises ResponseNotFound when the request refers to a response that is not stored, InvalidRequest when the
+        conversation is too long to be stored."""
         items: list[Item] = []
         references = References(self._shelf)
         if body.previous_response_id is not None:
@@ -45,12 +45,12 @@ class Responses:
         size = characters(items)
         if size > MAX_TEXT:
             raise InvalidRequest(
-                f"the conversation has {size} characters with all that input refers to; {MAX_TEXT} is the most",
+                f"the conversation has {size} characters with all that input refers to; at most {MAX_TEXT} are allowed",
                 field="input",
             )
         if body.store and size + len(body.instructions or "") > self._shelf.max_bytes:
             raise InvalidRequest(
-                f"store is true, and the conversation has {size} characters: a response is kept with at most "
+                f"store is true, and the conversation has {size} characters: a stored response may have at most "
                 f"{self._shelf.max_bytes} bytes of conversation (--response-store-entry-bytes); send store: false",
                 field="store",
             )
@@ -76,7 +76,7 @@ class Responses:
 
 
 async def _own(given: Sequence[InputItem], references: References) -> list[Item]:
-    """The request's items, references resolved."""
+    """Return the request's items with references resolved."""
     return [
         await references.item(item.id, f"input[{index}].id") if isinstance(item, ItemReference) else normalized(item)
         for index, item in enumerate(given)

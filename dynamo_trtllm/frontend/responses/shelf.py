@@ -24,8 +24,8 @@ _log = logging.getLogger(__name__)
 _WRITE_S: Final = 30.0  # longest write of one response
 _CLOSE_S: Final = 5.0  # longest wait for the writes under way when the frontend ends
 _PENDING_BYTES: Final = 64 << 20  # of writes under way; beyond, an answer waits for its own
-_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between the looks for a response that another frontend has made
-MAX_REFERRED_BYTES: Final = 32 << 20  # of the kept responses that one request refers to
+_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response that another frontend has generated
+MAX_REFERRED_BYTES: Final = 32 << 20  # of the stored responses that one request refers to
 
 
 def store_limits(config: FrontendConfig) -> StoreLimits:
@@ -50,7 +50,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shelf:
-    """Names and finds responses. `shared`: other frontends find them too. `max_bytes`: of one that is kept."""
+    """Names and finds responses. `shared`: other frontends find them too. `max_bytes`: the most of a stored one."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Shelf:
         self.id_prefix = PREFIX + self._mark
 
     async def keep(self, response_id: str, kept: bytes, owner: str) -> None:
-        """Readable here once it returned. A store that is slow or away costs the client a later look, not the answer:
-        the write goes on after this has returned."""
+        """Begin to store a response; it is readable here once this returns. The write continues after that, so a store
+        that is slow or unreachable delays no answer."""
         await self._writes.start(response_id, kept, owner)
 
     async def aclose(self) -> None:
@@ -78,7 +78,7 @@ class Shelf:
         await self._writes.aclose()
 
     async def read(self, response_id: str, field: str | None = None) -> bytes:
-        """Returns a response as it is kept. Raises as `find`."""
+        """Return a response as it is stored. Raises as `find`."""
         data = await self._read(response_id) if is_response_id(response_id) else None
         if data is None:
             raise self.missing(response_id, field)
@@ -102,7 +102,7 @@ class Shelf:
 
     async def drop(self, response_id: str) -> None:
         """Raises as `find`."""
-        await self._writes.finished(response_id)  # it would come back
+        await self._writes.finished(response_id)  # a write that ends later would restore it
         await self.find(response_id)
         await self._store.delete(response_id)
 
@@ -134,7 +134,7 @@ class _Write(NamedTuple):
 
 
 class PendingWrites:
-    """The writes to a store that are under way, each with its value, which is readable here until it ends.
+    """The writes to a store that are under way. Each value is readable here until its write ends.
 
     A write that fails is logged and counted, and its value is gone.
     """
@@ -146,7 +146,7 @@ class PendingWrites:
         self._bytes = 0
 
     async def start(self, key: str, data: bytes, owner: str) -> None:
-        """Return at once, unless more than _PENDING_BYTES are under way: then when this write has ended."""
+        """Return at once; when more than _PENDING_BYTES are under way, return when this write has ended."""
         before = self._writes.get(key)
         task = asyncio.create_task(self._write(key, data, owner, before), name=f"write of {key}")
         write = self._writes[key] = _Write(data, task)
@@ -156,7 +156,7 @@ class PendingWrites:
             await asyncio.wait({task})
 
     def data(self, key: str) -> bytes | None:
-        """The value that is being written under `key`."""
+        """Return the value that is being written under `key`."""
         write = self._writes.get(key)
         return None if write is None else write.data
 
@@ -176,7 +176,7 @@ class PendingWrites:
 
     async def _write(self, key: str, data: bytes, owner: str, before: _Write | None) -> None:
         async with asyncio.timeout(_WRITE_S):
-            if before is not None:  # the later value is the one to stay
+            if before is not None:  # the later value must win
                 await asyncio.wait({before.task})
             await self._store.put(key, data, owner)
 
@@ -198,7 +198,7 @@ class PendingWrites:
 
 
 class _Conversation:
-    """All items of a kept response, and the first of each id: clients may give one twice."""
+    """All items of a stored response, and the first item of each id: clients may use an id twice."""
 
     def __init__(self, items: list[dict[str, Any]]) -> None:
         self.items = items
@@ -206,8 +206,8 @@ class _Conversation:
 
 
 class References:
-    """The kept responses that one request refers to. Each is read once, however often it is referred to, and all of
-    them together have a bound: a reference is short, and what it stands for is not."""
+    """The stored responses that one request refers to. Each is read once, however many references it has. Their total
+    size is limited: a reference is short, but its response may be long."""
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -215,14 +215,14 @@ class References:
         self._bytes_left = MAX_REFERRED_BYTES
 
     async def conversation(self, response_id: str, field: str) -> list[dict[str, Any]]:
-        """Returns everything said up to this response. Raises as `Shelf.find`, and InvalidRequest beyond the bound."""
+        """Return all items up to this response. Raises as `Shelf.find`, and InvalidRequest beyond the limit."""
         return (await self._conversation(response_id, field)).items
 
     async def item(self, item_id: str, field: str) -> dict[str, Any]:
-        """Returns an item of a kept response's input or output. Raises as `conversation`."""
+        """Return an item of a stored response's input or output. Raises as `conversation`."""
         response_id = response_of(item_id)
         if response_id is None:
-            raise InvalidRequest(f"{field} is {item_id!r}, which is no name of an item of this server", field=field)
+            raise InvalidRequest(f"{field} is {item_id!r}, which is not an item id of this server", field=field)
         item = (await self._conversation(response_id, field)).by_id.get(item_id)
         if item is None:
             raise ResponseNotFound(f"{response_id} has no item {item_id!r}; send the item itself", field=field)

@@ -123,7 +123,7 @@ class NixlCarrier:
     def _set_checksum(self, slot: int, checksum: int | None) -> None:
         """Called on a thread of the checksums while the offer still has its slot."""
         if checksum is None:
-            self._guards.wipe(slot)  # or its reader would wait for it
+            self._guards.wipe(slot)  # otherwise its reader would wait for the checksum
         else:
             self._guards.set_checksum(slot, checksum)
 

@@ -1,7 +1,7 @@
 """The guards of offers: one page of slots that readers look at, over the same carrier as the data.
 
-A slot holds 16 random bytes while its offer stands, wiped on withdrawal, how many of its pieces hold their data, and
-the checksum of them all once it is known; readers that know of none read a guard without it.
+A slot holds 16 random bytes, which are wiped when its offer is withdrawn, then the number of pieces that hold their
+data, and the checksum of all pieces once it is known. Readers without checksums read only the part before it.
 Readers read the guard of an offer into a slot of their own. One that has read the offer writes the first of the random
 bytes behind the count: a late word about another offer says nothing. NIXL's own notifications are not used: the next
 read from the same peer ends only when its holder has looked for them.
@@ -20,7 +20,7 @@ NONCE_BYTES = 16
 COUNT_BYTES = 8
 WORD_BYTES = 8
 CHECKSUM_BYTES = 8
-PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + WORD_BYTES  # of a guard without checksum
+PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + WORD_BYTES  # the size of a guard without a checksum
 SLOT_BYTES = PLAIN_BYTES + CHECKSUM_BYTES
 _WORD_AT = NONCE_BYTES + COUNT_BYTES
 SLOTS = 4096  # offers and fetches at once
@@ -65,7 +65,7 @@ class Guards:
         self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(COUNT_BYTES, "little")  # eight bytes at once
 
     def set_checksum(self, slot: int, checksum: int) -> None:
-        """Let readers see the checksum of all pieces. On any thread."""
+        """Let readers see the checksum of all pieces. Callable on any thread."""
         begin = slot * SLOT_BYTES + PLAIN_BYTES
         self._page[begin : begin + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
 
@@ -90,7 +90,7 @@ class Guards:
         return Guard(held[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
 
     def spot(self, slot: int) -> tuple[int, int, int]:
-        """Where a slot lies: address, bytes without the checksum, device."""
+        """Return where a slot is: address, size in bytes without the checksum, device."""
         return self.address + slot * SLOT_BYTES, PLAIN_BYTES, 0
 
     def word(self, slot: int) -> tuple[int, int, int]:
@@ -99,7 +99,7 @@ class Guards:
 
 
 def with_checksum(guard: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return where a guard lies together with its checksum."""
+    """Return where a guard is, with its checksum included."""
     address, _, device = guard
     return address, SLOT_BYTES, device
 

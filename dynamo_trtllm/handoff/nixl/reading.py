@@ -1,7 +1,7 @@
 """One fetch, step by step: pieces as they become ready, a few in flight, then the guard, and a word to the holder.
 
-What is checked is hashed on threads as it lands; pieces in host memory are then read in parts, so that one is hashed
-while the next one comes. The checksum is in the guard, at which a reader looks last in any case.
+Threads hash checked pieces as they arrive. Pieces in host memory are then read in parts, so that one part is hashed
+while the next one arrives. The checksum is in the guard, which a reader always reads last.
 NIXL can only be polled: each fetch lets others have their turn while it waits, see `moving`.
 """
 
@@ -189,9 +189,9 @@ class _Run:
         return self.ready > before
 
     def guard(self) -> Steps:
-        """Tells the holder that its offer was read.
+        """Notify the holder that its offer was read.
 
-        Raises TransferFailed when it no longer stood or its checksum is another one: the data is void.
+        Raises TransferFailed when the offer was withdrawn or its checksum differs: the data is invalid.
         """
         self._moved_at = time.monotonic()
         ours = yield from self._checksum()
@@ -205,7 +205,7 @@ class _Run:
         yield from self._finish(self._post_word("WRITE", word, place))
 
     def _checksum(self) -> Generator[float, None, int | None]:
-        """The checksum of what was read, when all of it is hashed; None where it is not checked."""
+        """Return the checksum of the data that was read, once all of it is hashed; None when it is not checked."""
         if not self.ask.is_checked:
             return None
         checksum = NOTHING
@@ -216,13 +216,13 @@ class _Run:
         return checksum
 
     def end_hashing(self) -> Steps:
-        """Returns when no thread reads the pieces any more."""
+        """Return when no thread reads the pieces any more."""
         jobs = [job for jobs in self._hashing for job in jobs if not job.cancel()]
         while not all(job.done() for job in jobs):
             yield LONGEST_SLEEP_S
 
     def _look(self) -> Generator[float, None, Guard]:
-        """What the holder's guard says. Raises TransferFailed when the offer no longer stands."""
+        """Read the holder's guard. Raises TransferFailed when the offer was withdrawn."""
         offer, slot = self.ask.offer, self.ask.slot
         ours, theirs = self.guards.spot(slot), offer.guard
         if self.ask.is_checked:
