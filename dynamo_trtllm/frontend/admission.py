@@ -8,8 +8,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from dynamo_trtllm.errors import Cancelled, DeadlineExceeded, Overloaded
 
@@ -17,6 +18,22 @@ _RATE_WINDOW_S = 30.0  # an answer takes seconds: in less there would be too few
 _LONGEST_RETRY_S = 60
 _BODY_WAIT_S = 5.0
 SMALL_BODY_BYTES = 128 << 10
+
+T = TypeVar("T")
+
+
+async def in_thread(work: Callable[..., T], *args: Any) -> T:
+    """Run `work` on a thread. When cancelled, return after it has ended: it uses what was reserved for it."""
+    running = asyncio.ensure_future(asyncio.to_thread(work, *args))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        while not running.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # seen: its caller has left
+        raise
 
 
 class Rate:

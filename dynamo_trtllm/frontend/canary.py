@@ -163,16 +163,19 @@ class Canaries:
             self._note(pair, verdict.text, is_wrong=True)
         elif verdict.code == "canary":
             self._note(pair, verdict.text)
+        elif verdict.code == _INCONCLUSIVE and self._book.record(pair).is_wrong:
+            self._book.postpone(pair, time.monotonic())  # only a right answer clears it
         else:
             self._pipeline.note_passed(pair, is_probe=True, note=verdict.text)
             self._say_inconclusive(placement, verdict.text)
         return verdict.code
 
     async def _verdict(self, placement: Placement, trace: Trace) -> _Verdict:
-        """The pair works as soon as one of its answers is the known one; it is broken when _PROMPTS answers differ."""
+        """The pair works as soon as one of its answers is the known one; it is broken when _PROMPTS answers differ,
+        or some do and the others prove nothing."""
         ask, view = partial(self._ask, trace), self._view.model(placement.decode.card.name)
         known: KnownAnswer | None = None
-        agreed = False
+        num_wrong = 0
         for number in range(_PROMPTS):
             if placement.prefill is not None:
                 known = await self._known.get(number, placement, view, ask)
@@ -184,14 +187,17 @@ class Canaries:
             if not (trace.decode_stats and trace.decode_stats.kv_bytes):
                 text = "the decode worker answered a canary without reading the prefill worker's KV"
                 return _Verdict("canary", text)
+            if known is None and num_wrong:
+                text = "its answer to a canary is not the known one, and no worker gives another one to compare with"
+                return _Verdict("canary", text)
             if known is None:
                 return _Verdict(
                     _INCONCLUSIVE, "no worker of its model can run aggregated requests: wrong KV would go unnoticed"
                 )
             if tokens == known.tokens and known.depends_on_kv:
                 return _Verdict(_PASSED)
-            agreed = agreed or tokens == known.tokens
-        if agreed:
+            num_wrong += tokens != known.tokens
+        if not num_wrong:
             return _Verdict(
                 _INCONCLUSIVE, "its model answers all prompts alike: KV of another prompt would go unnoticed"
             )

@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NotRequired, Protocol, TypedDict, TypeVar
 
 from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend.admission import in_thread
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.postprocess import Piece, Usage
 from dynamo_trtllm.frontend.preprocess import Identity, Plan
@@ -147,7 +147,7 @@ class Direct(Generic[B]):
 
     async def plan(self, body: B, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
         if off_loop:
-            return await asyncio.to_thread(self.prepare, body, served, identity)
+            return await in_thread(self.prepare, body, served, identity)
         return self.prepare(body, served, identity)
 
     async def finished(self, job: Job[B], answer: Events | Fold) -> None:

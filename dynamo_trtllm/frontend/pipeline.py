@@ -148,13 +148,16 @@ class Pipeline:
                 return self._place(recovery, turn)
             except NoInstances as missing:
                 pause_s = recovery.pause_s(hold_s) if recovery.gone else hold_s
+                untried = pairs_of(self._view.model(recovery.request.model))
                 if pause_s is None or not recovery.is_worth_waiting:
+                    if self._book.admit(untried):
+                        continue  # a pair that no canary has tried yet is better than none
                     raise recovery.error or missing from None
                 left_s = min(pause_s - (loop.time() - begun_s), recovery.request.deadline - time.time())
                 if await _happens(changed, left_s):
                     continue
-                if self._book.admit(pairs_of(self._view.model(recovery.request.model))):
-                    continue  # a pair that no canary has tried yet is better than none
+                if self._book.admit(untried):
+                    continue
                 if not recovery.gone:
                     raise recovery.error or missing from None
                 recovery.try_anew()

@@ -16,7 +16,7 @@ from typing import Generic
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
+from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running, in_thread
 from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.choices import likeliest, together
 from dynamo_trtllm.frontend.dialect import B, Dialect, Events, Heading, Job
@@ -110,7 +110,7 @@ class Run(Generic[B]):
         dialect, off_loop = self._dialect, len(self.raw) > THREAD_BYTES
         async with self._large_turn() if off_loop else nullcontext():
             if off_loop:
-                body = await asyncio.to_thread(parse, dialect.body, self.raw)
+                body = await in_thread(parse, dialect.body, self.raw)
             else:
                 body = parse(dialect.body, self.raw)
             most_s = self._edge.config.request_timeout_s

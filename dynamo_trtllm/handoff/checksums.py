@@ -96,6 +96,8 @@ class Checksums:
         """Return the hashes of a piece's blocks; a piece in GPU memory is one block. Blocks the calling thread."""
         if piece.device == "cpu":
             return [xxhash.xxh3_64_intdigest(view(block)) for block in blocks(piece)]
+        if not piece.num_bytes:
+            return []
         assert self.device_checksum is not None, "method() was asked before"
         return [self.device_checksum(piece) % (1 << 64)]
 
@@ -146,11 +148,14 @@ class OfferChecksum:
         self._left = sum(map(len, self._parts))  # number of parts that are not hashed yet
         self._jobs: list[list[Future[list[int]]]] = []  # by piece and part
         self._hashes: list[list[list[int]]] = [[[] for _ in parts] for parts in self._parts]
+        self._stopped = False
         if not pieces:
             self._complete()
 
     def advance(self, ready: int) -> None:
         """Begin to hash the first `ready` pieces, which hold their data. Call it on the loop."""
+        if self._stopped:  # the copies of a withdrawn offer may still end
+            return
         for index in range(len(self._jobs), min(ready, len(self._parts))):
             jobs = [
                 self._checksums.submit(part, partial(self._hash, index, number, part))
@@ -187,6 +192,7 @@ class OfferChecksum:
 
     async def stop(self) -> None:
         """Return when no thread reads the pieces any more."""
+        self._stopped = True
         await ended(chain.from_iterable(self._jobs))
 
 
@@ -196,7 +202,15 @@ async def result(job: Future[list[int]]) -> list[int]:
         await asyncio.wait([asyncio.wrap_future(job)])
     if job.cancelled():
         raise TransferFailed("the checksum of KV was not computed: its offer was withdrawn, or its worker is stopping")
-    return job.result()
+    return hashes_of(job)
+
+
+def hashes_of(job: Future[list[int]]) -> list[int]:
+    """Return the hashes of work that is done. Raises TransferFailed when they could not be computed."""
+    try:
+        return job.result()
+    except Exception as exc:
+        raise TransferFailed(f"the checksum of KV could not be computed: {exc}") from exc
 
 
 async def ended(jobs: Iterable[Future[Any]]) -> None:

@@ -168,9 +168,11 @@ class TcpCarrier:
         held = self._offers.pop(ticket_id, None)
         if held is None:
             return
-        await _stop(set(held.readers))
-        if held.checksum is not None:
-            await held.checksum.stop()
+        try:
+            await _stop(set(held.readers))
+        finally:
+            if held.checksum is not None:
+                await held.checksum.stop()
 
     def check(self) -> None:
         if self._acceptor is not None and self._acceptor.broken is not None:
@@ -195,7 +197,7 @@ class TcpCarrier:
                     await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(magic, False, 0))
                     return
                 await self._send(connection, magic, ticket_id, held)
-            except (OSError, TimeoutError, EOFError, BadFrame) as exc:
+            except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
                 _log.debug("carrier tcp: a connection ended early: %r", exc)
             finally:
                 self._unasked.pop(task, None)

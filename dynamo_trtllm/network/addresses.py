@@ -23,13 +23,13 @@ def address_towards(urls: Iterable[str]) -> str:
     Return 127.0.0.1 when none does. Block while names are resolved; send nothing to the URLs.
     """
     for url in urls:
-        parts = urlsplit(url if "//" in url else f"//{url}")
+        parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
         try:
             target = socket.getaddrinfo(parts.hostname, parts.port or _ANY_PORT, type=socket.SOCK_DGRAM)[0]
             with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
                 probe.connect(target[4])  # chooses a route
                 address = ipaddress.ip_address(probe.getsockname()[0])
-        except OSError as exc:
+        except (OSError, ValueError) as exc:
             _log.warning("can't find the address of this host towards %s: %s", parts.hostname, exc)
             continue
         if not address.is_loopback and not (address.version == 6 and address.is_link_local):

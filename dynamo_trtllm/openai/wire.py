@@ -30,7 +30,7 @@ MAX_KEYS: Final = 500_000  # of a body: ":"
 MAX_CONTAINERS: Final = 200_000  # of a body: "[" and "{"; each takes up to 700 bytes of memory
 MAX_TEXT: Final = 32 << 20  # characters of a text that the model reads; --max-body-bytes is the bound in practice
 MAX_LABEL: Final = 512  # characters of a name or an id
-MAX_ITEMS: Final = 10_000  # of the lists that make a conversation: messages, items, parts of their content
+MAX_ITEMS: Final = 20_000  # of the lists that make a conversation: messages, items, parts of their content
 
 List = Annotated[list[V], Field(fail_fast=True)]
 Object = Annotated[dict[K, V], Field(fail_fast=True)]

@@ -66,6 +66,8 @@ class PairBook:
         """Let requests decide about new pairs whose canary takes long. Return whether any of `pairs` was withheld."""
         late = self._withheld.intersection(pairs)
         self._withheld -= late
+        for pair in late:  # from now on it is known, and not withheld again
+            self._records.setdefault(pair, PairRecord())
         return bool(late)
 
     def passed(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:

@@ -180,10 +180,12 @@ class Batcher:
             _log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
         unstaged = [job for job, _ in self._unstaged]
-        for job in (*self._waiting, *self._reserved, *self._prefilling, *self._decoding, *unstaged, *self._held):
-            self._drop(job)
-        self._publish()
-        self._on_end(reason)
+        try:
+            for job in (*self._waiting, *self._reserved, *self._prefilling, *self._decoding, *unstaged, *self._held):
+                self._drop(job)
+            self._publish()
+        finally:  # on a broken GPU blocks can't be freed
+            self._on_end(reason)
 
     def _turn(self) -> None:
         busy = bool(self._prefilling or self._decoding)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
 from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.frontend.admission import in_thread
 from dynamo_trtllm.frontend.dialect import Events, Fold, Job
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.preprocess import Identity, Plan
@@ -55,7 +55,7 @@ class Responses:
                 field="store",
             )
         if off_loop or size > THREAD_CHARS:
-            return await asyncio.to_thread(prepare_turn, body, items, served, identity)
+            return await in_thread(prepare_turn, body, items, served, identity)
         return prepare_turn(body, items, served, identity)
 
     def events(self, job: Job[ResponseRequest]) -> ResponseEvents:

@@ -142,7 +142,8 @@ class PendingWrites:
     def __init__(self, store: Store, on_failed: Callable[[str], None]) -> None:
         self._store = store
         self._on_failed = on_failed
-        self._writes: dict[str, _Write] = {}
+        self._writes: dict[str, _Write] = {}  # the newest of each key
+        self._tasks: set[asyncio.Task[None]] = set()
         self._bytes = 0
 
     async def start(self, key: str, data: bytes, owner: str) -> None:
@@ -150,6 +151,7 @@ class PendingWrites:
         before = self._writes.get(key)
         task = asyncio.create_task(self._write(key, data, owner, before), name=f"write of {key}")
         write = self._writes[key] = _Write(data, task)
+        self._tasks.add(task)
         task.add_done_callback(lambda _: self._ended(key, write))
         self._bytes += len(data)
         if self._bytes > _PENDING_BYTES:
@@ -167,9 +169,8 @@ class PendingWrites:
 
     async def aclose(self) -> None:
         """Give all writes _CLOSE_S, then cancel them."""
-        tasks = {write.task for write in self._writes.values()}
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=_CLOSE_S)
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
@@ -181,8 +182,9 @@ class PendingWrites:
             await self._store.put(key, data, owner)
 
     def _ended(self, key: str, write: _Write) -> None:
+        self._tasks.discard(write.task)
         self._bytes -= len(write.data)
-        if self._writes[key] is write:
+        if self._writes.get(key) is write:
             del self._writes[key]
         if write.task.cancelled():
             error: BaseException | None = DeadlineExceeded("the frontend ended before it was written")

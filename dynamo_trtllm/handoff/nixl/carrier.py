@@ -174,14 +174,16 @@ class NixlCarrier:
         if held is None:
             return
         self._guards.wipe(held.slot)  # at once: from here on no read of the offer counts
-        if held.checksum is not None:
-            await held.checksum.stop()  # it reads the memory, and writes to the slot
-        if self._ending is not None:  # which ends all offers
-            await asyncio.shield(self._ending)
-        elif held.in_region:
-            self._discard(ticket_id)
-        else:
-            await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, ticket_id)))
+        try:
+            if held.checksum is not None:
+                await held.checksum.stop()  # it reads the memory, and writes to the slot
+        finally:
+            if self._ending is not None:  # which ends all offers
+                await asyncio.shield(self._ending)
+            elif held.in_region:
+                self._discard(ticket_id)
+            else:
+                await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, ticket_id)))
 
     def _discard(self, ticket_id: str) -> None:
         """Ends an offer. On the thread of registrations unless it lies in a region."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
-from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, combined, parts
+from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, combined, hashes_of, parts
 from dynamo_trtllm.handoff.nixl.guards import Guard, Guards, place_of_word, with_checksum
 from dynamo_trtllm.handoff.nixl.moving import LONGEST_SLEEP_S, Steps
 from dynamo_trtllm.handoff.nixl.peers import Peer, Peers
@@ -212,7 +212,7 @@ class _Run:
         for jobs in self._hashing:
             while not all(job.done() for job in jobs):
                 yield self._waited_s()
-            checksum = combined(checksum, [found for job in jobs for found in job.result()])
+            checksum = combined(checksum, [found for job in jobs for found in hashes_of(job)])
         return checksum
 
     def end_hashing(self) -> Steps:
