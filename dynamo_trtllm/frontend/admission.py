@@ -34,6 +34,8 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
         if not running.cancelled():
             running.exception()  # seen: its caller has left
         raise
+    finally:
+        del running  # an error refers to this frame, and the task to the error: a cycle would keep the arguments
 
 
 class Rate:

@@ -92,6 +92,8 @@ async def until_gone(work: Coroutine[Any, Any, None], receive: Receive, is_answe
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        # An error refers to this frame, and the task to the error: as a cycle they would keep the request's body.
+        del tasks, task
 
 
 async def _gone(receive: Receive) -> None:
