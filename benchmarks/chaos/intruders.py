@@ -165,7 +165,7 @@ async def _decoders_total(scene: Scene, counter: str, label: str = "") -> float:
 
 
 async def failed_read(scene: Scene) -> None:
-    """A prefill worker more, whose KV can't be read: nobody listens at its port, or it offers the KV no longer."""
+    """A prefill worker more, whose KV can't be read: its port refuses connections, or it offers the KV no longer."""
     with rogue.unreadable() as spoil:
         async with rogue.registered(scene.deployment, spoil):
             await asyncio.sleep(scene.outage_s)

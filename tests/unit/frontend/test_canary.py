@@ -56,9 +56,9 @@ def alike(request: GenerateRequest) -> list[int]:
     return [5] * request.sampling.max_tokens
 
 
-def wrong(request: GenerateRequest, *, prompts: int, seen: list[bytes]) -> list[int]:
+def wrong(request: GenerateRequest, prompts: int, seen: list[bytes], sound: Answer) -> list[int]:
     """In the decode leg of the first `prompts` prompts the last token is another one."""
-    tokens = right(request)
+    tokens = sound(request)
     if request.phase is Phase.DECODE:
         if request.token_ids.tobytes() not in seen:
             seen.append(request.token_ids.tobytes())
@@ -66,8 +66,8 @@ def wrong(request: GenerateRequest, *, prompts: int, seen: list[bytes]) -> list[
     return tokens
 
 
-def wrongly(prompts: int) -> Answer:
-    return partial(wrong, prompts=prompts, seen=[])
+def wrongly(prompts: int, sound: Answer = right) -> Answer:
+    return partial(wrong, prompts=prompts, seen=[], sound=sound)
 
 
 class Worker:
@@ -296,15 +296,18 @@ async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_fail
 # --- known answers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("prompts", "code"), [(0, "ok"), (1, "ok"), (2, "ok"), (3, "mismatch")])
+@pytest.mark.parametrize(
+    ("prompts", "sound", "code"),
+    [(0, right, "ok"), (1, right, "ok"), (2, right, "ok"), (3, right, "mismatch"), (1, alike, "mismatch")],
+)
 async def test_run_when_answers_differ_from_the_known_ones_then_only_a_pair_with_no_right_one_is_shut_and_at_once(
-    prompts: int, code: str
+    prompts: int, sound: Answer, code: str
 ) -> None:
     """Rounding changes a token now and then; KV that arrives wrongly changes all answers."""
     bench = Bench()
     async with bench.running():
         await bench.add(1, Role.PREFILL, right)
-        await bench.add(2, Role.DECODE, wrongly(prompts))
+        await bench.add(2, Role.DECODE, wrongly(prompts, sound))
         await bench.until(lambda: bench.codes == {code: 1})
         bench.pipeline.note_passed((1, 2))  # by a request that had begun before
         assert bench.book.is_shut((1, 2)) is (code == "mismatch")
