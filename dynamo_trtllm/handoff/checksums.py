@@ -25,13 +25,14 @@ from dynamo_trtllm.handoff.memory import view
 
 _log = logging.getLogger(__name__)
 
-BLOCK_BYTES = 1 << 20  # hashed separately: a reader hashes one while the next arrives. Both sides must use this size
-PART_BYTES = 4 * BLOCK_BYTES  # of host memory, hashed by one thread; starting a thread takes far less time
+# Host memory is hashed in blocks of this size, on several threads at once; both sides must use the same size. A smaller
+# one costs more than it gains: each block wakes a thread, which then waits for Python's lock.
+BLOCK_BYTES = 8 << 20
 _INLINE_BYTES = 64 << 10  # hashed in a few microseconds: starting a thread takes longer
 _MOST_THREADS = 8
 
 NOTHING = 1  # the checksum of no pieces; 0 means that a checksum is not known yet
-HOST = "xxh3-64/1"  # names of methods in offers
+HOST = "xxh3-64/2"  # names of methods in offers
 DEVICE = "device/1"
 
 ChecksumMode: TypeAlias = Literal["auto", "on", "off"]
@@ -77,14 +78,14 @@ class Checksums:
             )
         return False
 
-    def submit(self, piece: Piece, work: Callable[[], list[int]] | None = None) -> Future[list[int]]:
-        """Hash a piece on a thread, or at once if it is small. `work` replaces the call of `hash`.
+    def submit(self, block: Piece, work: Callable[[], int] | None = None) -> Future[int]:
+        """Hash a block on a thread, or at once if it is small. `work` replaces the call of `hash`.
 
         The memory must stay until the future is done, see `ended`. Raises TransferFailed after `close`.
         """
-        work = work or partial(self.hash, piece)
-        if piece.device == "cpu" and piece.num_bytes <= _INLINE_BYTES:
-            done: Future[list[int]] = Future()
+        work = work or partial(self.hash, block)
+        if block.device == "cpu" and block.num_bytes <= _INLINE_BYTES:
+            done: Future[int] = Future()
             done.set_result(work())
             return done
         try:
@@ -92,14 +93,16 @@ class Checksums:
         except RuntimeError as exc:
             raise TransferFailed("this worker's KV transfer was stopped") from exc
 
-    def hash(self, piece: Piece) -> list[int]:
-        """Return the hashes of a piece's blocks; a piece in GPU memory is one block. Blocks the calling thread."""
-        if piece.device == "cpu":
-            return [xxhash.xxh3_64_intdigest(view(block)) for block in blocks(piece)]
-        if not piece.num_bytes:
-            return []
+    def submit_all(self, piece: Piece) -> list[Future[int]]:
+        """Hash all blocks of a piece, see `submit`."""
+        return [self.submit(block) for block in blocks(piece)]
+
+    def hash(self, block: Piece) -> int:
+        """Return the hash of a block. Blocks the calling thread."""
+        if block.device == "cpu":
+            return xxhash.xxh3_64_intdigest(view(block))
         assert self.device_checksum is not None, "method() was asked before"
-        return [self.device_checksum(piece) % (1 << 64)]
+        return self.device_checksum(block) % (1 << 64)
 
     def mismatch(self, ticket_id: str) -> TransferFailed:
         """Count a wrong checksum. Returns the error to raise."""
@@ -116,19 +119,18 @@ class Checksums:
         self._pool.shutdown(cancel_futures=True)
 
 
-def blocks(piece: Piece, block_bytes: int = BLOCK_BYTES) -> Iterator[Piece]:
-    """Cut a piece into blocks of `block_bytes`; the last may be smaller."""
+def blocks(piece: Piece) -> Iterator[Piece]:
+    """Cut a piece into blocks, in order; the last may be smaller. A piece in GPU memory is one block."""
+    block_bytes = BLOCK_BYTES if piece.device == "cpu" else max(1, piece.num_bytes)
     for begin in range(0, piece.num_bytes, block_bytes):
         yield Piece(piece.address + begin, min(block_bytes, piece.num_bytes - begin), piece.device)
 
 
-def parts(piece: Piece) -> list[Piece]:
-    """Cut a piece into what one thread hashes, in order; a piece in GPU memory is one part."""
-    return list(blocks(piece, PART_BYTES)) if piece.device == "cpu" and piece.num_bytes else [piece]
-
-
 def combined(before: int, hashes: Sequence[int]) -> int:
-    """Return the checksum of an offer up to and including a piece, from `before`, that without the piece. Never 0."""
+    """Return the checksum of an offer up to and including a piece.
+
+    `before`: the checksum without the piece. `hashes`: of the piece's blocks. Never 0.
+    """
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)) or 1
 
 
@@ -142,30 +144,30 @@ class OfferChecksum:
         self, checksums: Checksums, pieces: Sequence[Piece], on_complete: Callable[[int | None], None] | None = None
     ) -> None:
         self._checksums = checksums
-        self._parts = [parts(piece) for piece in pieces]
+        self._blocks = [list(blocks(piece)) for piece in pieces]
         self._on_complete = on_complete
         self._lock = threading.Lock()
-        self._left = sum(map(len, self._parts))  # number of parts that are not hashed yet
-        self._jobs: list[list[Future[list[int]]]] = []  # by piece and part
-        self._hashes: list[list[list[int]]] = [[[] for _ in parts] for parts in self._parts]
+        self._left = sum(map(len, self._blocks))  # number of blocks that are not hashed yet
+        self._jobs: list[list[Future[int]]] = []  # by piece and block
+        self._hashes = [[0] * len(blocks) for blocks in self._blocks]
         self._stopped = False
-        if not pieces:
+        if not self._left:
             self._complete()
 
     def advance(self, ready: int) -> None:
         """Begin to hash the first `ready` pieces, which hold their data. Call it on the loop."""
         if self._stopped:  # the copies of a withdrawn offer may still end
             return
-        for index in range(len(self._jobs), min(ready, len(self._parts))):
+        for index in range(len(self._jobs), min(ready, len(self._blocks))):
             jobs = [
-                self._checksums.submit(part, partial(self._hash, index, number, part))
-                for number, part in enumerate(self._parts[index])
+                self._checksums.submit(block, partial(self._hash, index, number, block))
+                for number, block in enumerate(self._blocks[index])
             ]
             self._jobs.append(jobs)
 
-    def _hash(self, index: int, number: int, part: Piece) -> list[int]:
+    def _hash(self, index: int, number: int, block: Piece) -> int:
         try:
-            found = self._hashes[index][number] = self._checksums.hash(part)
+            found = self._hashes[index][number] = self._checksums.hash(block)
         except Exception:
             _log.exception("the checksum of KV could not be computed; withdrawing its offer")
             if self._on_complete is not None:
@@ -183,12 +185,12 @@ class OfferChecksum:
             return
         checksum = NOTHING
         for hashes in self._hashes:
-            checksum = combined(checksum, list(chain.from_iterable(hashes)))
+            checksum = combined(checksum, hashes)
         self._on_complete(checksum)
 
     async def hashes(self, index: int) -> list[int]:
         """Return the hashes of a piece that is ready. Raises TransferFailed when the offer ends before."""
-        return [number for job in self._jobs[index] for number in await result(job)]
+        return await results(self._jobs[index])
 
     async def stop(self) -> None:
         """Return when no thread reads the pieces any more."""
@@ -196,19 +198,22 @@ class OfferChecksum:
         await ended(chain.from_iterable(self._jobs))
 
 
-async def result(job: Future[list[int]]) -> list[int]:
+async def results(jobs: Sequence[Future[int]]) -> list[int]:
     """Wait for hashes. Raises TransferFailed when they are not computed; a cancelled caller must await `ended`."""
-    if not job.done():
-        await asyncio.wait([asyncio.wrap_future(job)])
-    if job.cancelled():
-        raise TransferFailed("the checksum of KV was not computed: its offer was withdrawn, or its worker is stopping")
-    return hashes_of(job)
+    if waiting := [asyncio.wrap_future(job) for job in jobs if not job.done()]:
+        done, _ = await asyncio.wait(waiting)
+        for each in done:
+            if not each.cancelled():
+                each.exception()  # mark it as retrieved: `hashes_of` raises it
+    return hashes_of(jobs)
 
 
-def hashes_of(job: Future[list[int]]) -> list[int]:
+def hashes_of(jobs: Sequence[Future[int]]) -> list[int]:
     """Return the hashes of work that is done. Raises TransferFailed when they could not be computed."""
+    if any(job.cancelled() for job in jobs):
+        raise TransferFailed("the checksum of KV was not computed: its offer was withdrawn, or its worker is stopping")
     try:
-        return job.result()
+        return [job.result() for job in jobs]
     except Exception as exc:
         raise TransferFailed(f"the checksum of KV could not be computed: {exc}") from exc
 

@@ -17,7 +17,7 @@ import msgspec
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
-from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, OfferChecksum, combined, ended, result
+from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, OfferChecksum, combined, ended, results
 from dynamo_trtllm.handoff.memory import require_cpu, require_sizes
 
 
@@ -130,11 +130,11 @@ class LoopbackCarrier:
             asyncio.get_running_loop().call_soon(holder._on_fetched, ticket_id)
 
     async def _hashes(self, piece: Piece) -> list[int]:
-        job = self.checksums.submit(piece)
+        jobs = self.checksums.submit_all(piece)
         try:
-            return await result(job)
+            return await results(jobs)
         finally:
-            await ended([job])
+            await ended(jobs)
 
     async def _with_ready(self, ticket_id: str, index: int) -> _Held:
         while (held := self._held(ticket_id)).ready <= index:

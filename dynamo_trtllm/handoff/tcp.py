@@ -27,7 +27,7 @@ import msgspec
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
-from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, result
+from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
 from dynamo_trtllm.handoff.memory import require_cpu, require_sizes, view
 from dynamo_trtllm.network.addresses import LOOPBACK
 from dynamo_trtllm.network.listening import Acceptor
@@ -313,7 +313,7 @@ class TcpCarrier:
                 jobs.append(self.checksums.submit(block))
             theirs = bytearray(_CHECKSUM.size)
             await _receive(connection, memoryview(theirs))
-            checksum = combined(before, [found for job in jobs for found in await result(job)])
+            checksum = combined(before, await results(jobs))
         finally:
             await ended(jobs)
         if _CHECKSUM.pack(checksum) != theirs:

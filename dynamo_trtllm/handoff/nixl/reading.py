@@ -1,7 +1,6 @@
 """One fetch, step by step: pieces as they become ready, a few in flight, then the guard, and a word to the holder.
 
-Threads hash checked pieces as they arrive. Pieces in host memory are then read in parts, so that one part is hashed
-while the next one arrives. The checksum is in the guard, which a reader always reads last.
+Threads hash checked pieces while others arrive. The checksum is in the guard, which a reader always reads last.
 NIXL can only be polled: each fetch lets others have their turn while it waits, see `moving`.
 """
 
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
 from dynamo_trtllm.handoff.base import OnPiece, Piece
-from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, combined, hashes_of, parts
+from dynamo_trtllm.handoff.checksums import NOTHING, Checksums, combined, hashes_of
 from dynamo_trtllm.handoff.nixl.guards import Guard, Guards, place_of_word, with_checksum
 from dynamo_trtllm.handoff.nixl.moving import LONGEST_SLEEP_S, Steps
 from dynamo_trtllm.handoff.nixl.peers import Peer, Peers
@@ -36,15 +35,6 @@ class Ask(NamedTuple):
     deadline: float
     on_piece: OnPiece | None
     is_checked: bool
-
-
-class _Part(NamedTuple):
-    """What one read takes: a piece or a part of it."""
-
-    piece_index: int
-    begin: int  # bytes from the start of the piece
-    memory: Piece
-    is_last: bool
 
 
 class _Way(NamedTuple):
@@ -108,43 +98,36 @@ class _Run:
     checksums: Checksums
     ready: int = field(init=False)  # pieces
     _moved_at: float = field(default_factory=time.monotonic)
-    _hashing: list[list[Future[list[int]]]] = field(default_factory=list)  # by piece and part
+    _hashing: list[list[Future[int]]] = field(default_factory=list)  # by piece and block
 
     def __post_init__(self) -> None:
         self.ready = self.ask.offer.ready
 
     def data(self) -> Steps:
         """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
-        waiting = deque(self._parts())
-        flying: deque[tuple[_Part, _Flight | None]] = deque()  # None: a piece without bytes
+        begun, total = 0, len(self.ask.pieces)
+        flying: deque[tuple[int, _Flight | None]] = deque()  # by piece; None: a piece without bytes
         try:
-            while waiting or flying:
-                while waiting and waiting[0].piece_index < self.ready and len(flying) < _IN_FLIGHT:
-                    part = waiting.popleft()
-                    flying.append((part, self._begin(part)))
+            while begun < total or flying:
+                while begun < self.ready and len(flying) < _IN_FLIGHT:
+                    flying.append((begun, self._begin(begun)))
+                    begun += 1
                 if flying and self._is_done(flying[0][1]):
                     self._land(*flying.popleft())
                     yield 0.0
-                elif not (waiting and waiting[0].piece_index == self.ready and (yield from self._more_is_ready())):
+                elif not (begun == self.ready < total and (yield from self._more_is_ready())):
                     yield self._waited_s()
         finally:
             if flying:
                 yield from self._abort([flight for _, flight in flying if flight is not None])
 
-    def _parts(self) -> Iterator[_Part]:
-        for index, piece in enumerate(self.ask.pieces):
-            cut = parts(piece) if self.ask.is_checked else [piece]
-            for number, part in enumerate(cut, start=1):
-                yield _Part(index, part.address - piece.address, part, number == len(cut))
-
-    def _begin(self, part: _Part) -> _Flight | None:
-        memory, offer = part.memory, self.ask.offer
-        if not memory.num_bytes:
+    def _begin(self, index: int) -> _Flight | None:
+        piece, offer = self.ask.pieces[index], self.ask.offer
+        if not piece.num_bytes:
             return None
-        use_devices([memory])
-        address, _, device = offer.spots[part.piece_index]
-        ours = self.vendor.descriptors(spot_of(memory), kind_of([memory]))
-        theirs = self.vendor.descriptors((address + part.begin, memory.num_bytes, device), offer.kind)
+        use_devices([piece])
+        ours = self.vendor.descriptors(spot_of(piece), kind_of([piece]))
+        theirs = self.vendor.descriptors(offer.spots[index], offer.kind)
         return self._post(_Way(self.vendor.agent, self.peer.name), "READ", ours, theirs)
 
     def _post_word(self, verb: str, ours: Spot, theirs: Spot) -> _Flight:
@@ -170,16 +153,14 @@ class _Run:
             raise TransferFailed(f"NIXL ended a read from {self.peer.name} with state {state}")
         return state == "DONE"
 
-    def _land(self, part: _Part, flight: _Flight | None) -> None:
+    def _land(self, index: int, flight: _Flight | None) -> None:
         if flight is not None:
             flight.agent.release_xfer_handle(flight.handle)
         self._moved_at = time.monotonic()
         if self.ask.is_checked:
-            if part.begin == 0:
-                self._hashing.append([])
-            self._hashing[-1].append(self.checksums.submit(part.memory))
-        if part.is_last and self.ask.on_piece is not None:
-            self.ask.on_piece(part.piece_index)
+            self._hashing.append(self.checksums.submit_all(self.ask.pieces[index]))
+        if self.ask.on_piece is not None:
+            self.ask.on_piece(index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
         before, said = self.ready, (yield from self._look())
@@ -212,7 +193,7 @@ class _Run:
         for jobs in self._hashing:
             while not all(job.done() for job in jobs):
                 yield self._waited_s()
-            checksum = combined(checksum, [found for job in jobs for found in hashes_of(job)])
+            checksum = combined(checksum, hashes_of(jobs))
         return checksum
 
     def end_hashing(self) -> Steps:

@@ -1,4 +1,4 @@
-"""The checksum of an offer at its holder: over parts of pieces, ended with the offer, and its failures named."""
+"""The checksum of an offer at its holder: over blocks of pieces, ended with the offer, and its failures named."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.handoff.base import Piece
-from dynamo_trtllm.handoff.checksums import NOTHING, PART_BYTES, Checksums, OfferChecksum, combined
+from dynamo_trtllm.handoff.checksums import BLOCK_BYTES, NOTHING, Checksums, OfferChecksum, combined
 from dynamo_trtllm.handoff.memory import address_of
 
 
@@ -20,14 +20,17 @@ def checksums() -> Iterator[Checksums]:
     made.close()
 
 
-async def test_hashes_when_a_piece_has_several_parts_then_those_of_the_whole_piece(checksums: Checksums) -> None:
-    memory = bytearray(range(256)) * ((2 * PART_BYTES + 512) // 256)
+async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_order(checksums: Checksums) -> None:
+    memory = bytearray(range(256)) * ((BLOCK_BYTES + 512) // 256)
     piece, found = Piece(address_of(memory), len(memory)), list[int | None]()
+    expected = [
+        checksums.hash(Piece(piece.address + begin, size)) for begin, size in ((0, BLOCK_BYTES), (BLOCK_BYTES, 512))
+    ]
     offer = OfferChecksum(checksums, [piece], found.append)
     offer.advance(1)
-    assert await offer.hashes(0) == checksums.hash(piece)
+    assert await offer.hashes(0) == expected
     await offer.stop()
-    assert found == [combined(NOTHING, checksums.hash(piece))]
+    assert found == [combined(NOTHING, expected)]
 
 
 async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(checksums: Checksums) -> None:
@@ -47,4 +50,7 @@ async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(che
     offer.advance(1)
     with pytest.raises(TransferFailed, match="the GPU is gone"):
         await offer.hashes(0)
-    assert checksums.hash(Piece(0, 0, "cuda:0")) == []
+
+
+def test_submit_all_when_a_piece_has_no_bytes_then_nothing_is_hashed(checksums: Checksums) -> None:
+    assert checksums.submit_all(Piece(0, 0, "cuda:0")) == checksums.submit_all(Piece(0, 0)) == []
