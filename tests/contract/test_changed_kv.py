@@ -1,0 +1,83 @@
+"""KV that is changed or withdrawn after it was offered never becomes an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.handoff.loopback import LoopbackCarrier
+from dynamo_trtllm.handoff.memory import view
+from dynamo_trtllm.messages import Role, token_ids
+from tests.engines import check_nothing_left, make, prompt_of, started, stats, tokens, two_legs
+
+_PROMPTS = 35
+
+
+class ChangingCarrier(LoopbackCarrier):
+    """Changes one bit of a share of its offers, and withdraws some others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = random.Random(3)
+        self.share = 0.0  # of each of the two
+        self.faults: Counter[str] = Counter()
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+        made = await super().offer(ticket_id, pieces, ready=ready)
+        drawn = self._random.random()
+        if drawn < self.share:
+            piece = self._random.choice(pieces)
+            checksum = self._offers[ticket_id].checksum
+            assert checksum is not None
+            await checksum.hashes(pieces.index(piece))
+            view(piece)[self._random.randrange(piece.num_bytes)] ^= 1 << self._random.randrange(8)
+            self.faults["changed"] += 1
+        elif drawn < 2 * self.share:
+            await self.withdraw(ticket_id)
+            self.faults["missing"] += 1
+        return made
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("mock", 1000), ("torch", 50), pytest.param("torch", 1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])],
+    ids=str,
+)
+async def test_many_requests_when_kv_is_changed_or_missing_then_none_is_wrong_and_all_is_counted(
+    kind: str, count: int, gpt_oss: Path
+) -> None:
+    carrier = ChangingCarrier()
+    prefill = make(kind, gpt_oss, Role.PREFILL, carrier=carrier, kv_block_size=8, kv_cache_blocks=200)
+    decode = make(kind, gpt_oss, Role.DECODE, kv_block_size=8, kv_cache_blocks=200)
+    at_once = asyncio.Semaphore(8)
+    failed = 0
+
+    async def retried(number: int) -> list[int]:
+        nonlocal failed
+        prompt = token_ids(token % 500 + 5 for token in prompt_of(5 + 29 * (number % 5), number % 7))
+        async with at_once:
+            for _ in range(9):
+                try:
+                    return tokens(await two_legs(prefill, decode, prompt))
+                except TransferFailed:
+                    failed += 1
+            raise AssertionError("nine attempts failed")
+
+    async with started(prefill, decode):
+        clean = await asyncio.gather(*(retried(number) for number in range(_PROMPTS)))
+        assert failed == 0
+        carrier.share = 0.1
+        answers = await asyncio.gather(*(retried(number) for number in range(count)))
+        assert [number for number, got in enumerate(answers) if got != clean[number % _PROMPTS]] == []
+        assert failed == carrier.faults.total()
+        assert stats(decode).kv_checksum_mismatches == carrier.faults["changed"]
+        assert min(carrier.faults["changed"], carrier.faults["missing"]) > 0
+        await check_nothing_left(decode)
+        await check_nothing_left(prefill)
