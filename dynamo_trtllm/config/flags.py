@@ -6,7 +6,7 @@ import argparse
 import json
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 from pydantic.fields import FieldInfo
 
 from dynamo_trtllm.config.base import GROUPS, Config
-from dynamo_trtllm.config.wording import nearest
 from dynamo_trtllm.errors import ConfigError
 
 _WORDS = "words"  # where argparse collects the flags that stand for a value
@@ -167,12 +166,18 @@ def _help(flag: Flag, info: FieldInfo) -> str:
     return f"{info.description}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
-def read_flags(parser: argparse.ArgumentParser, model: type[Config], argv: Sequence[str]) -> dict[str, Any]:
+Refuse = Callable[[str | None, Sequence[str], Sequence[str]], None]
+"""Raises ConfigError for unknown words. Takes the value of the positional argument, the words, and the flags."""
+
+
+def read_flags(
+    parser: argparse.ArgumentParser, model: type[Config], argv: Sequence[str], refuse: Refuse
+) -> dict[str, Any]:
     """What was typed, by field: (flag as named, value); and `print_config`. Raises ConfigError, `--help` exits."""
     namespace, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        _refuse(unknown[0], [name for name in parser._option_string_actions if name.startswith("--")])
     given = vars(namespace)
+    positional = next((given.get(flag.field) for flag in flags_of(model) if flag.positional), None)
+    refuse(positional, unknown, [name for name in parser._option_string_actions if name.startswith("--")])
     typed: dict[str, Any] = {"print_config": given.pop("print_config", False)}
     for flag in flags_of(model):
         if flag.field in given and given[flag.field] is not None:
@@ -186,11 +191,3 @@ def read_flags(parser: argparse.ArgumentParser, model: type[Config], argv: Seque
             shown = said if said in words else f"{said} {other}"
             raise ConfigError(f"{word} and {shown} contradict each other; leave one of them out", field=field)
     return typed
-
-
-def _refuse(word: str, known: Sequence[str]) -> NoReturn:
-    if not word.startswith("-"):
-        raise ConfigError(f"unexpected argument {word!r}; every setting is a --flag", field=word)
-    name = word.partition("=")[0]
-    guess = nearest(name, known)
-    raise ConfigError(f"unknown flag {name}; " + (f"did you mean {guess}?" if guess else "see --help"), field=name)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from pydantic import SecretStr, ValidationError
@@ -20,6 +21,7 @@ from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
 from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.config.unknown import refuse
 from dynamo_trtllm.config.wording import nearest, table
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import MASK, mask_address, mask_credentials
@@ -52,7 +54,7 @@ def load(
     """
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
-    typed = read_flags(parser, model, sys.argv[1:] if argv is None else argv)
+    typed = read_flags(parser, model, sys.argv[1:] if argv is None else argv, partial(refuse, model))
     print_config = typed.pop("print_config", False)
     raw: dict[str, Any] = {}
     sources: dict[str, str] = dict.fromkeys(model.model_fields, DEFAULT_SOURCE)

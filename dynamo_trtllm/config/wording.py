@@ -5,11 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+_ALIKE = 0.7  # of 1; at 0.6 --help was offered for --tp
+
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name most like `name`, if one is alike at all."""
-    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
-    return found[0] if found else None
+    """Return the allowed name that `name` is probably a mistyping of, or None. Dashes and capitals don't count."""
+    plain = {_plain(each): each for each in allowed}
+    found = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=_ALIKE)
+    return plain[found[0]] if found else None
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -123,8 +123,8 @@ def test_load_when_the_role_is_said_in_a_word_or_not_at_all_then_it_is_that(line
     [
         ("--model-pth x", ["--model-pth", "--model-path"]),
         ("--model m --max-num-token=4", ["--max-num-token", "--max-num-tokens"]),
-        ("--model m -x", ["unknown flag -x", "--help"]),
-        ("--model m stray", ["'stray'"]),
+        ("--model m -x", ["unknown flag -x; see --help"]),
+        ("--model m stray", ["unexpected argument 'stray'", "--model-path stray"]),
         ("--model m --max-batch-size", ["--max-batch-size", "expected one argument"]),
         ("", ["--model-path is missing", "DYN_TRTLLM_MODEL_PATH"]),
         ("--model=", ["flag --model-path is empty"]),
@@ -160,6 +160,45 @@ def test_load_when_a_flag_is_wrong_then_one_line_says_which_and_what_is_expected
     message = error_of(line)
     for part in wanted:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "wanted"),
+    [
+        (WorkerConfig, "--tp 2", "use --tensor-parallel-size"),
+        (WorkerConfig, "-tp 2", "use --tensor-parallel-size"),
+        (WorkerConfig, "--tensor_parallel=2", "use --tensor-parallel-size"),
+        (WorkerConfig, "--tp_size 2", "use --tensor-parallel-size"),
+        (WorkerConfig, "--ep 4", "use --expert-parallel-size"),
+        (WorkerConfig, "--gpu-memory-utilization 0.9", "use --free-gpu-memory-fraction"),
+        (WorkerConfig, "--mem-fraction-static 0.9", "use --free-gpu-memory-fraction"),
+        (WorkerConfig, "--max-model-len 4096", "use --max-seq-len"),
+        (WorkerConfig, "--max-num-seqs 8", "use --max-batch-size"),
+        (WorkerConfig, "--model-name x", "use --served-model-name"),
+        (WorkerConfig, "--model_path x", "did you mean --model-path?"),
+        (WorkerConfig, "--dtype fp8", "--override-engine-args"),
+        (WorkerConfig, "--port 1", "--http-port of python -m dynamo_trtllm.frontend"),
+        (WorkerConfig, "--http-port 1", "--http-port is a flag of python -m dynamo_trtllm.frontend"),
+        (WorkerConfig, "--api-key x", "requests are not authenticated"),
+        (WorkerConfig, "serve tiny", "python -m dynamo_trtllm.launch DEPLOYMENT.yaml --model tiny"),
+        (FrontendConfig, "--api-key x", "requests are not authenticated"),
+        (FrontendConfig, "--port 1", "use --http-port"),
+        (FrontendConfig, "--host ::", "use --http-host"),
+        (FrontendConfig, "--tp 2", "--tensor-parallel-size of python -m dynamo_trtllm"),
+        (FrontendConfig, "--ssl-keyfile k", "put a proxy"),
+        (FrontendConfig, "--model m", "it is --model-path of python -m dynamo_trtllm"),
+        (LaunchConfig, "a.yaml --model-path m", "use --model"),
+        (FrontendConfig, "--xyzzy", "unknown flag --xyzzy; see --help"),
+        (LaunchConfig, "serve tiny --tp 2", "python -m dynamo_trtllm.launch DEPLOYMENT.yaml --model tiny"),
+        (LaunchConfig, "a.yaml b.yaml", "'b.yaml' is a second DEPLOYMENT"),
+        (LaunchConfig, "a.yaml --tp 2", "tensor-parallel-size in the flags of a worker in the deployment file"),
+    ],
+)
+def test_load_when_a_name_of_another_server_is_typed_then_ours_is_named_or_what_to_do_instead(model, line, wanted):
+    with pytest.raises(ConfigError) as caught:
+        load(model, prog="p", description="d", argv=line.split(), environ={})
+    assert wanted in caught.value.message
+    assert "--help?" not in caught.value.message
 
 
 @pytest.mark.parametrize(
