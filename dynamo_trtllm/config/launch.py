@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import Field
 
-from dynamo_trtllm.config.base import ENGINE, MODEL, PROCESS, Config, EngineName, LogFormat, LogLevel, setting
+from dynamo_trtllm.config.base import (
+    ENGINE,
+    HTTP,
+    MODEL,
+    PROCESS,
+    Config,
+    EngineName,
+    LogFormat,
+    LogLevel,
+    Port,
+    setting,
+)
 
 
 class LaunchConfig(Config):
@@ -25,6 +37,17 @@ class LaunchConfig(Config):
         default=None,
         description="engine for all workers, instead of the one in the file; drops the other engine's arguments",
         json_schema_extra=setting(ENGINE),
+    )
+    port: Port | None = Field(
+        default=None,
+        description="port of the OpenAI-compatible API, instead of the one in the file; 0 takes a free one",
+        json_schema_extra=setting(HTTP),
+    )
+    host: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="address that the API listens on, instead of the one in the file; 0.0.0.0 accepts connections from "
+        "other machines. Default, where the file has none: 127.0.0.1",
+        json_schema_extra=setting(HTTP),
     )
     demo: bool = Field(
         default=False,

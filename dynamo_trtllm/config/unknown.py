@@ -138,8 +138,8 @@ def refuse(model: type[Config], positional: str | None, unknown: Sequence[str], 
 def _refuse_subcommand(words: Sequence[str]) -> NoReturn:
     name = words[1] if len(words) > 1 and not words[1].startswith("-") else "MODEL"
     raise ConfigError(
-        f"there is no subcommand {words[0]!r}; to start a whole deployment: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; "
-        f"to start one worker: {_WORKER} --model-path {name}",
+        f"there is no subcommand {words[0]!r}; for a whole deployment: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; "
+        f"for one worker: {_WORKER} --model-path {name}",
         field=words[0],
     )
 

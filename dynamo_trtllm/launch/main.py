@@ -14,7 +14,7 @@ from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_envir
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
-from dynamo_trtllm.launch.plan import Addresses, model_names, processes, with_engine, with_model
+from dynamo_trtllm.launch.plan import Addresses, model_names, processes, with_address, with_engine, with_model
 from dynamo_trtllm.launch.supervisor import GivenUp, Serving, Supervisor
 from dynamo_trtllm.observe import logging as observe_logging
 
@@ -33,6 +33,7 @@ def main() -> None:
             deployment = with_model(deployment, config.model)
         if config.engine is not None:
             deployment = with_engine(deployment, config.engine)
+        deployment = with_address(deployment, host=config.host, port=config.port)
         if config.demo and deployment.frontend is None:
             raise ConfigError(f"{config.deployment}: frontend is null: --demo needs one to ask")
         asyncio.run(_run(config, deployment))
@@ -57,7 +58,7 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     async def on_ready(serving: Serving) -> bool:
         nonlocal is_done
         where = "" if serving.frontend is None else f" at http://{serving.frontend}"
-        console.say(f"all processes serve{where}; Ctrl-C stops them")
+        console.say(f"all processes serve{where}" + ("" if config.once else "; Ctrl-C stops them"))
         if config.demo and serving.frontend is not None:
             console.say(await _demonstrate(serving.frontend, model_names(deployment)[0], serving.names))
         is_done = True

@@ -15,10 +15,10 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.engine.arguments import ENGINE_FLAGS
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
+from dynamo_trtllm.network.addresses import LOOPBACK
 
 FRONTEND = "frontend"
 _EVERY_INTERFACE = ("0.0.0.0", "::")
-_LOOPBACK = "127.0.0.1"
 _STOP_MARGIN_S = 5.0
 _OF_ENGINE = (  # of one engine
     "extra_engine_args",
@@ -109,6 +109,19 @@ def with_engine(deployment: DeploymentConfig, engine: str) -> DeploymentConfig:
     return deployment.model_copy(update={"workers": workers})
 
 
+def with_address(deployment: DeploymentConfig, *, host: str | None, port: int | None) -> DeploymentConfig:
+    """The same deployment, the frontend listening on `host` and `port` where they are given.
+
+    Raises ConfigError when there is no frontend.
+    """
+    given = {name: value for name, value in (("http_host", host), ("http_port", port)) if value is not None}
+    if not given:
+        return deployment
+    if deployment.frontend is None:
+        raise ConfigError("--host and --port are the frontend's, and the deployment starts no frontend; leave them out")
+    return deployment.model_copy(update={"frontend": deployment.frontend | given})
+
+
 def model_names(deployment: DeploymentConfig) -> list[str]:
     """What clients send as `model`, in the order of the workers, each once."""
     names = [_model_name(worker.flags) for worker in deployment.workers]
@@ -118,7 +131,7 @@ def model_names(deployment: DeploymentConfig) -> list[str]:
 def reachable(listening: str) -> str:
     """HOST:PORT for a client on this machine, of the HOST:PORT that a server listens on."""
     host, _, port = listening.rpartition(":")
-    if host in (*_EVERY_INTERFACE, _LOOPBACK):
+    if host in (*_EVERY_INTERFACE, LOOPBACK):
         return f"localhost:{port}"
     return f"[{host}]:{port}" if ":" in host else listening
 
@@ -130,12 +143,16 @@ def _model_name(flags: Mapping[str, Any]) -> str:
 def _frontend(flags: Mapping[str, Any], env: Mapping[str, str], environ: Mapping[str, str]) -> ProcessSpec:
     argv = to_argv(FrontendConfig, flags)
     config = _as_read(FrontendConfig, FRONTEND, argv, {**environ, **env})
+    host = config.http_host
+    if config.source_of("http_host") == DEFAULT_SOURCE:
+        host = LOOPBACK  # requests are not authenticated
+        argv.append(f"--http-host={host}")
     return ProcessSpec(
         name=FRONTEND,
         module="dynamo_trtllm.frontend",
         argv=_without(argv, "--http-port"),
         env=env,
-        host=config.http_host,
+        host=host,
         port=config.http_port,
         port_flag="--http-port",
         stop_timeout_s=_FRONTEND_STOP_S,
@@ -150,8 +167,8 @@ def _worker(
     env = {**env, "CUDA_VISIBLE_DEVICES": _devices(worker, number), **worker.env}
     config = _as_read(WorkerConfig, name, argv, {**environ, **env})
     host = config.system_host
-    if config.system_port is None and config.source_of("system_host") == DEFAULT_SOURCE:
-        host = _LOOPBACK  # only the launcher uses a port that it chose
+    if config.source_of("system_host") == DEFAULT_SOURCE:
+        host = LOOPBACK
         argv.append(f"--system-host={host}")
     return ProcessSpec(
         name=name,

@@ -22,6 +22,7 @@ from dynamo_trtllm.launch.readers import Release
 from dynamo_trtllm.launch.running import Running
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
+from dynamo_trtllm.network.listening import bound
 
 
 class GivenUp(Exception):
@@ -71,9 +72,12 @@ class Supervisor:
     async def run(self, on_ready: OnReady) -> None:
         """Until `stop`, or until `on_ready`, awaited once all serve, says that it was enough.
 
-        Raises GivenUp and ConfigError, after all was stopped.
+        Raises ConfigError before anything is started when a port is in use; else GivenUp and ConfigError after all was
+        stopped.
         """
         failure: GivenUp | ConfigError | None = None
+        for spec in processes(self._deployment, Addresses(etcd="localhost", nats="localhost"), self._environ):
+            _check_port(spec)
         with scratch_folder("dynamo-launch-") as folder:
             try:
                 addresses = await self._unless_stopped(self._start_servers(folder))
@@ -119,12 +123,6 @@ class Supervisor:
         return server.address
 
     async def _keep_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
-        for spec in specs:
-            if spec.port and await is_taken(spec.host, spec.port):  # or its owner would answer in the place of ours
-                raise ConfigError(
-                    f"{spec.name}: {spec.port_flag} {spec.port} is in use on {spec.host}; stop what uses it or choose "
-                    "another"
-                )
         self._not_ready = {spec.name for spec in specs}
         release = Release(specs, self._running, self._console.say)
         async with asyncio.TaskGroup() as group:
@@ -247,6 +245,17 @@ class Supervisor:
         for is_frontend in (False, True):
             group = [running for running in self._running.values() if running.spec.is_frontend is is_frontend]
             await asyncio.gather(*(running.stop() for running in group))
+
+
+def _check_port(spec: ProcessSpec) -> None:
+    """Raise ConfigError when the port is in use: its owner would answer in the place of ours."""
+    if not spec.port:
+        return
+    try:
+        bound(spec.host, spec.port, setting=spec.port_flag.removeprefix("--").removesuffix("-port")).close()
+    except ConfigError as exc:
+        hint = "; --port of this command chooses it" if spec.is_frontend else ""
+        raise ConfigError(f"{spec.name}: {exc.message}{hint}", field=exc.field) from exc
 
 
 def _first(group: BaseExceptionGroup[GivenUp | ConfigError]) -> GivenUp | ConfigError:

@@ -260,12 +260,11 @@ def test_launch_when_port_is_in_use_then_one_line_and_status_2_and_nothing_is_le
         taken.bind(("0.0.0.0", port))
         taken.listen()
         launched = launch(deployment)
-        launched.wait_line("nats is ready")
         status, said = launched.end()
     assert status == 2
     assert said.count("\n") == 1
-    assert str(port) in said
-    assert "in use" in said
+    assert f"frontend: --http-port {port} can't be opened on --http-host 127.0.0.1 (Address already in use)" in said
+    assert launched.lines == []  # neither etcd nor NATS was started
     launched.wait_gone(SOON_S)
 
 
@@ -280,16 +279,22 @@ def test_launch_when_yaml_key_is_unknown_then_nearest_is_offered_and_nothing_sta
     assert launched.lines == []
 
 
-def test_launch_when_demo_once_then_it_says_who_did_what_and_exits_0(launch: Launch, deployment: Path) -> None:
-    launched = launch(deployment, "--demo", "--once")
-    assert launched.end() == (0, "")
-    launched.wait_line(r"answer: +\S")
-    launched.wait_line(r"prefill by: prefill \(instance [0-9a-f]+\)")
-    launched.wait_line(r"decode by: +decode \(instance [0-9a-f]+\)")
-    launched.wait_line(r"KV moved: +[1-9][\d,]* bytes over tcp")
-    launched.wait_line(r"TTFT: +\d+ ms")
-    launched.wait_line(r"curl -N localhost:\d+/v1/chat/completions")
-    launched.wait_gone(SOON_S)
+def test_launch_when_a_deployment_is_started_twice_with_two_ports_then_both_answer_their_demo_and_exit_0(
+    launch: Launch, deployment: Path
+) -> None:
+    ports = free_ports(), free_ports()
+    both = [launch("--demo", "--once", f"--port={port}", deployment) for port in ports]
+    for port, launched in zip(ports, both, strict=True):
+        assert launched.end() == (0, "")
+        launched.wait_line(rf"all processes serve at http://localhost:{port}$")
+        launched.wait_line(rf"listening on http://127\.0\.0\.1:{port}")
+        launched.wait_line(r"answer: +\S")
+        launched.wait_line(r"prefill by: prefill \(instance [0-9a-f]+\)")
+        launched.wait_line(r"decode by: +decode \(instance [0-9a-f]+\)")
+        launched.wait_line(r"KV moved: +[1-9][\d,]* bytes over tcp")
+        launched.wait_line(r"TTFT: +\d+ ms")
+        launched.wait_line(rf"curl -N localhost:{port}/v1/chat/completions")
+        launched.wait_gone(SOON_S)
 
 
 # As if mock workers read KV over CUDA IPC: the launcher's own table, with one engine more.

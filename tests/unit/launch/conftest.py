@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "Running", Scripted)
     monkeypatch.setattr(supervisor, "until", until_ready)
     monkeypatch.setattr(supervisor, "is_taken", is_not_taken)
+    monkeypatch.setattr(supervisor, "bound", lambda *_, **__: socket.socket())  # every port is free
     monkeypatch.setattr(supervisor, "scratch_folder", lambda prefix: contextlib.nullcontext(Path("/nowhere")))
     yield
     ALL.clear()

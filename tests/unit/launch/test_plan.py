@@ -6,7 +6,15 @@ from dynamo_trtllm.config.deployment import DeploymentConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.plan import Addresses, model_names, processes, reachable, with_engine, with_model
+from dynamo_trtllm.launch.plan import (
+    Addresses,
+    model_names,
+    processes,
+    reachable,
+    with_address,
+    with_engine,
+    with_model,
+)
 from dynamo_trtllm.messages import Role
 
 ADDRESSES = Addresses(etcd="127.0.0.1:1", nats="nats://127.0.0.1:2")
@@ -74,11 +82,11 @@ def test_processes_when_no_system_port_is_given_then_the_launcher_chooses_one_th
 @pytest.mark.parametrize(
     ("flags", "environ", "wanted"),
     [
-        ({"system_port": 9090}, {}, ("0.0.0.0", 9090)),
-        ({"system_port": 0}, {}, ("0.0.0.0", 0)),
+        ({"system_port": 9090}, {}, ("127.0.0.1", 9090)),
+        ({"system_port": 0, "system_host": "0.0.0.0"}, {}, ("0.0.0.0", 0)),
         ({"system_host": "10.0.0.1"}, {}, ("10.0.0.1", 0)),
-        ({}, {"DYN_SYSTEM_PORT": "9091"}, ("0.0.0.0", 9091)),
-        ({"system_port": 9090}, {"DYN_SYSTEM_PORT": "9091"}, ("0.0.0.0", 9090)),
+        ({}, {"DYN_SYSTEM_PORT": "9091", "DYN_SYSTEM_HOST": "0.0.0.0"}, ("0.0.0.0", 9091)),
+        ({"system_port": 9090}, {"DYN_SYSTEM_PORT": "9091"}, ("127.0.0.1", 9090)),
     ],
 )
 def test_processes_when_a_system_port_is_given_then_it_is_asked_there_as_the_worker_reads_it(flags, environ, wanted):
@@ -97,6 +105,31 @@ def test_processes_when_the_http_port_is_in_the_environment_then_the_frontend_is
     of = deployment().model_copy(update={"frontend": {}})
     assert processes(of, ADDRESSES)[0].port == 8000
     assert processes(of, ADDRESSES, {"DYN_HTTP_PORT": "81"})[0].port == 81
+
+
+@pytest.mark.parametrize(
+    ("frontend", "environ", "typed", "wanted"),
+    [
+        ({}, {}, {}, ("127.0.0.1", 8000)),
+        ({"http_host": "0.0.0.0", "http_port": 9}, {}, {}, ("0.0.0.0", 9)),
+        ({}, {"DYN_TRTLLM_HTTP_HOST": "::"}, {}, ("::", 8000)),
+        ({"http_host": "0.0.0.0", "http_port": 9}, {}, {"port": 7}, ("0.0.0.0", 7)),
+        ({"http_port": 9}, {"DYN_TRTLLM_HTTP_HOST": "::"}, {"host": "10.0.0.1"}, ("10.0.0.1", 9)),
+    ],
+)
+def test_processes_when_no_address_is_given_then_only_this_machine_reaches_the_frontend(
+    frontend, environ, typed, wanted
+):
+    of = with_address(deployment().model_copy(update={"frontend": frontend}), **{"host": None, "port": None} | typed)
+    spec = processes(of, ADDRESSES, environ)[0]
+    assert (spec.host, spec.port) == wanted
+    read = load(FrontendConfig, prog="p", description="", argv=spec.arguments(spec.port), environ=environ).config
+    assert (read.http_host, read.http_port) == wanted
+
+
+def test_with_address_when_no_frontend_is_started_then_it_is_refused():
+    with pytest.raises(ConfigError, match="starts no frontend"):
+        with_address(deployment().model_copy(update={"frontend": None}), host=None, port=7)
 
 
 def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_by_name():
@@ -118,7 +151,7 @@ def test_processes_when_two_have_the_same_port_then_both_are_named(changes, name
 
 
 def test_processes_when_two_have_the_same_port_of_other_addresses_then_they_are_taken():
-    flags = {"model_path": "m", "system_port": 8000, "system_host": "127.0.0.1"}
+    flags = {"model_path": "m", "system_port": 8000}
     of = deployment(flags=flags).model_copy(update={"frontend": {"http_host": "10.0.0.1"}})
     assert [spec.port for spec in processes(of, ADDRESSES)] == [8000, 8000]
 

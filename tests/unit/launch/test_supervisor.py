@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 
 from dynamo_trtllm.children.restart import BAD_CONFIG
+from dynamo_trtllm.config.deployment import ServicesConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import supervisor
 from dynamo_trtllm.launch.asking import NotYet
+from dynamo_trtllm.launch.plan import with_address
 from dynamo_trtllm.launch.supervisor import GivenUp
+from dynamo_trtllm.network.listening import bound
 from tests.unit.launch.supervised import ALL, KILLED, World, deployment, lives_reach, now, settle, until, worker, world
 
 pytestmark = pytest.mark.usefixtures("scripted")
 
 WORKER = worker("w", "prefill_and_decode", "cpu", "mock")
-AT_9090 = worker("w", "prefill_and_decode", "cpu", "mock", flags={"system_port": 9090})
 
 
 def takes(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
@@ -102,18 +105,24 @@ async def test_process_when_it_served_and_then_refuses_its_configuration_then_it
 
 
 @pytest.mark.parametrize(
-    ("port", "says"),
+    ("frontend_port", "worker_port", "says"),
     [
-        (8000, "frontend: --http-port 8000 is in use on 0.0.0.0"),
-        (9090, "w: --system-port 9090 is in use on 0.0.0.0"),
+        ("{}", 0, "^frontend: --http-port {} can't be opened on --http-host 127.0.0.1 .*--port of this command"),
+        (0, "{}", "^w: --system-port {} can't be opened on --system-host 127.0.0.1 "),
     ],
 )
-async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts(
-    monkeypatch: pytest.MonkeyPatch, port: int, says: str
+async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not_even_etcd(
+    monkeypatch: pytest.MonkeyPatch, frontend_port: Any, worker_port: Any, says: str
 ) -> None:
-    takes(monkeypatch, port)
-    with pytest.raises(ConfigError, match=says):
-        await World(deployment(AT_9090)).running
+    monkeypatch.setattr(supervisor, "bound", bound)
+    monkeypatch.setattr(supervisor, "start_etcd", None)  # a call of it fails
+    with socket.create_server(("127.0.0.1", 0)) as owner:
+        taken = str(owner.getsockname()[1])
+        flags = {"system_port": int(str(worker_port).format(taken))}
+        of = deployment(worker("w", "prefill_and_decode", "cpu", "mock", flags=flags))
+        of = with_address(of, host=None, port=int(str(frontend_port).format(taken)))
+        with pytest.raises(ConfigError, match=says.format(taken)):
+            await World(of.model_copy(update={"services": ServicesConfig()})).running
     assert not ALL
 
 
