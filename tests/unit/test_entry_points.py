@@ -1,12 +1,18 @@
-"""What `python -m` starts: Ctrl-C while its modules are read, which takes a while, ends it with no traceback."""
+"""What is typed to start something: `python -m` modules that Ctrl-C ends while they load, and scripts/demo."""
 
 from __future__ import annotations
 
 import runpy
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 class Interrupts(MetaPathFinder):
@@ -40,3 +46,55 @@ def test_module_when_interrupted_while_it_loads_then_it_ends_as_one_that_was_int
         runpy.run_module(module, run_name="__main__", alter_sys=False)
     assert isinstance(ended.value, SystemExit)
     assert ended.value.code == 130
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """scripts/demo as it is, in a folder where the set-up and Python print their arguments."""
+    for name in ("scripts/setup", ".venv/bin/python"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('#!/bin/sh\necho "${0##*/}" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    shutil.copy(ROOT / "scripts/demo", tmp_path / "scripts")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        done = subprocess.run([tmp_path / "scripts/demo", *words], capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "setup", "launch"),
+    [
+        ((), "", "--demo deploy/local/demo.yaml"),
+        (("--model=smollm2",), "--model smollm2", "--demo --model smollm2 deploy/local/demo.yaml"),
+        (("--model", "smollm2"), "--model smollm2", "--demo --model smollm2 deploy/local/demo.yaml"),
+        (("--engine=mock", "a.yaml"), "", "--demo --engine mock a.yaml"),
+        (("--port=81", "--host", "::"), "", "--demo --port 81 --host :: deploy/local/demo.yaml"),
+        (("--torch-index=https://t", "--once"), "--torch-index https://t", "--demo --once deploy/local/demo.yaml"),
+        (("--engine=trtllm", "--stand-in"), "", "--demo --engine trtllm deploy/local/demo-trtllm-stand-in.yaml"),
+    ],
+)
+def test_demo_script_when_flags_are_typed_then_the_set_up_and_the_launcher_get_theirs(
+    demo: Callable[..., tuple[int, str, str]], words: tuple[str, ...], setup: str, launch: str
+) -> None:
+    status, said, errors = demo(*words)
+    assert (status, errors) == (0, "")
+    lines = [line for line in said.splitlines() if not line.startswith("STAND-IN")]
+    assert lines == [f"setup {setup}".strip(), f"python -m dynamo_trtllm.launch {launch}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("a.yaml", "b.yaml"), "b.yaml is a second deployment; give one"),
+        (("--port",), "--port needs a value"),
+        (("--modl=x",), "unknown flag --modl=x; see --help"),
+        (("--stand-in",), "--stand-in goes with --engine trtllm"),
+    ],
+)
+def test_demo_script_when_the_line_is_wrong_then_one_line_and_nothing_starts(
+    demo: Callable[..., tuple[int, str, str]], words: tuple[str, ...], says: str
+) -> None:
+    assert demo(*words) == (2, "", f"demo: {says}\n")
