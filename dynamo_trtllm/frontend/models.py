@@ -52,6 +52,7 @@ class Models:
         self._plane = plane
         self._namespace = namespace
         self._served: dict[str, ServedModel] = {}
+        self._announced: set[str] = set()  # models that the log calls served
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._rejected: dict[str, str] = {}  # key of a record to the reason
         self.synced = asyncio.Event()  # discovery has told all that was there
@@ -114,12 +115,20 @@ class Models:
         self._view.add(instance)
         self._warn_of_another_card(instance)
         self._load_changed()
+        self._announce(name)
 
     def _remove(self, instance_id: int) -> None:
         _log.info("instance %x is gone", instance_id)
         self._view.remove(instance_id)
+        self._announced = {name for name in self._announced if self._view.model(name).is_complete}
         # A model stays known while its workers are away: its requests are answered 503, not 404.
         self._load_changed()  # the card that counts may have been this instance's
+
+    def _announce(self, name: str) -> None:
+        """Log that the model is served, when it has its files and a worker for every role."""
+        if name in self._served and name not in self._announced and self._view.model(name).is_complete:
+            self._announced.add(name)
+            _log.info("model %s is served", name)
 
     def _warn_of_another_card(self, instance: Instance) -> None:
         """The workers of a model must have equal cards but for the context of prefill workers, who refuse prompts that
@@ -155,7 +164,10 @@ class Models:
                 try:
                     files = await self._fetch_all(card)
                     self._served[name] = ServedModel(card, await asyncio.to_thread(_renderer, card, files))
-                    _log.info("model %s is served", name)
+                    self._announce(name)
+                    if name not in self._announced:
+                        reason = standing.lacking(self._view.model(name), name, None)
+                        _log.info("model %s is loaded, and not served yet: %s", name, reason)
                 except DynamoError as exc:
                     if exc.message != said:  # the same fault is said once, not at each attempt
                         said = exc.message

@@ -48,6 +48,14 @@ class ModelView:
             reduced = self._reduced[ids] = ModelView(*(tuple(i for i in each if i.id not in ids) for each in groups))
         return reduced
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether a request can run: there is a worker for whole requests, or a prefill and a decode worker that match.
+
+        Takes time in proportion to the instances, not to their pairs."""
+        keys = [{self.keys[instance.id] for instance in role} for role in (self.prefill, self.decode)]
+        return bool(self.aggregated) or not keys[0].isdisjoint(keys[1])
+
     def missing_roles(self) -> list[Role]:
         """Roles without which no request of this model can run; empty when it can."""
         if self.aggregated or (self.prefill and self.decode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from pathlib import Path
 
 import msgspec
@@ -41,6 +42,25 @@ async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(fronte
     assert isinstance(frontend.models.get("oss").renderer, HarmonyRenderer)
     assert frontend.models.lacking("oss") is None
     assert [instance.id for instance in frontend.models.instances()] == [1]
+
+
+async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that_the_model_is_served(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def said(part: str) -> int:
+        return sum(part in record.getMessage() for record in caplog.records)
+
+    await frontend.add(1, HARMONY, role=Role.PREFILL)
+    await served(frontend, "oss")
+    assert said("model oss is loaded, and not served yet: model oss has no decode worker") == 1
+    assert said("is served") == 0
+    await frontend.add(2, HARMONY, role=Role.DECODE)
+    await until(lambda: said("model oss is served") == 1)
+    await frontend.add(3, HARMONY, role=Role.DECODE)
+    await until(lambda: len(frontend.models.instances()) == 3)
+    assert said("model oss is served") == 1
 
 
 async def test_watch_when_discovery_has_told_all_then_synced_is_set(frontend: Frontend) -> None:
