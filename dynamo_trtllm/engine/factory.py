@@ -12,7 +12,7 @@ from dynamo_trtllm.errors import ConfigError
 
 def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
     """Not started. Raises ConfigError for an engine that is not here, or arguments it can't take."""
-    match config.engine or _default():
+    match chosen_engine(config):
         case "trtllm":
             from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
 
@@ -35,13 +35,18 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
             return MockEngine(config, instance_id=instance_id)
 
 
-def _default() -> EngineName:
-    """TensorRT-LLM where it is installed; it is not imported here. Raises ConfigError elsewhere."""
+def chosen_engine(config: WorkerConfig) -> EngineName:
+    """Return the engine that is named, else TensorRT-LLM where it is installed; it is not imported here.
+
+    Raises ConfigError when none is named and TensorRT-LLM is not installed.
+    """
+    if config.engine is not None:
+        return config.engine
     if importlib.util.find_spec("tensorrt_llm") is not None:
         return "trtllm"
     raise ConfigError(
-        "no --engine is named and TensorRT-LLM, which is then meant, is not installed: pip install tensorrt-llm on a "
-        "machine with NVIDIA GPUs, or choose --engine vllm, --engine torch (transformers on CPU or GPU) or --engine "
-        "mock (no weights)",
+        "no engine is named, and the default, TensorRT-LLM, is not installed; give --engine torch (transformers on CPU "
+        "or GPU), --engine vllm or --engine mock (no weights), or pip install tensorrt-llm on a machine with NVIDIA "
+        "GPUs",
         field="engine",
     )

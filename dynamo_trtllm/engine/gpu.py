@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamo_trtllm.config.load import process_environment
@@ -11,6 +12,7 @@ from dynamo_trtllm.config.load import process_environment
 T = TypeVar("T")
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of Linux and of WSL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,14 @@ class Gpu:
 def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
     """The GPUs in the driver's order, or as CUDA_VISIBLE_DEVICES names them; [] without a driver or NVML."""
     return _asked(_gpu, environment)
+
+
+def count_visible(environment: Mapping[str, str]) -> int | None:
+    """Return how many GPUs a process with this environment may use; None when there is a driver that can't be asked."""
+    if gpus := visible_gpus(environment):
+        return len(gpus)
+    is_asked = bool(visible_gpus({})) or not any(path.exists() for path in _DRIVERS)
+    return 0 if is_asked else None
 
 
 def memory_free_bytes() -> list[tuple[int, int]]:

@@ -14,9 +14,18 @@ from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_envir
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
-from dynamo_trtllm.launch.plan import Addresses, model_names, processes, with_address, with_engine, with_model
+from dynamo_trtllm.launch.plan import (
+    Addresses,
+    ProcessSpec,
+    model_names,
+    processes,
+    with_address,
+    with_engine,
+    with_model,
+)
 from dynamo_trtllm.launch.supervisor import GivenUp, Serving, Supervisor
 from dynamo_trtllm.observe import logging as observe_logging
+from dynamo_trtllm.worker.prerequisites import check
 
 PROG = "python -m dynamo_trtllm.launch"
 _DESCRIPTION = "Starts etcd, NATS, a frontend and workers on this machine from a YAML file, and keeps them running."
@@ -46,8 +55,10 @@ def main() -> None:
 
 async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": config.log_format}
-    # found out now, not after the servers were started
+    # what is wrong is found out now, and told once, not by each process after the servers were started
     specs = processes(deployment, Addresses(etcd="localhost", nats="localhost"), environ)
+    for spec in specs:
+        _check(spec, environ)
     console = Console(sys.stdout, [spec.name for spec in specs], is_json=config.log_format == "json")
     supervisor = Supervisor(deployment, console, environ)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -67,6 +78,15 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     await supervisor.run(on_ready)
     if config.once and not is_done:
         raise GivenUp("stopped before all served and the demo was done")
+
+
+def _check(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
+    if spec.worker is None:
+        return
+    try:
+        check(spec.worker, {**environ, **spec.env})
+    except ConfigError as exc:
+        raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
 
 
 async def _demonstrate(frontend: str, model: str, names: Mapping[str, str]) -> str:

@@ -48,6 +48,7 @@ class ProcessSpec:
     role: Role | None = None  # of a worker, as what follows
     engine: str = ""
     model: str = ""  # what clients send
+    worker: WorkerConfig | None = None
 
     @property
     def is_frontend(self) -> bool:
@@ -182,6 +183,7 @@ def _worker(
         role=worker.disaggregation_mode,
         engine=config.engine or "",
         model=_model_name(flags),
+        worker=config,
     )
 
 

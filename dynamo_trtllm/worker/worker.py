@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from dynamo_trtllm import __version__
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.bundled import resolve
+from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Registration
@@ -39,6 +40,7 @@ from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.draining import drain
 from dynamo_trtllm.worker.health import Health, HealthServer
 from dynamo_trtllm.worker.parsers import check_flags, parsers
+from dynamo_trtllm.worker.prerequisites import check
 from dynamo_trtllm.worker.service import WorkerService, digest
 
 _log = logging.getLogger(__name__)
@@ -71,7 +73,11 @@ class _Parts(NamedTuple):
 
 
 def _resolved(config: WorkerConfig) -> WorkerConfig:
-    """The name of a bundled model becomes its folder; clients still use the name. May write the folder: seconds."""
+    """The name of a bundled model becomes its folder; clients still use the name. May write the folder: seconds.
+
+    Raises ConfigError for what this machine lacks.
+    """
+    check(config, process_environment())
     if config.engine == "mock":
         return config  # it has no weights: the path only gives the name
     name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]

@@ -22,7 +22,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as vendor_logging
 
-from dynamo_trtllm.engine.checkpoint import TOKENIZER, renderer_of, served_files
+from dynamo_trtllm.config.load import process_environment
+from dynamo_trtllm.engine.checkpoint import TOKENIZER, model_file, renderer_of, served_files
+from dynamo_trtllm.engine.gpu import VISIBLE
 from dynamo_trtllm.engine.torch.args import TorchArgs
 from dynamo_trtllm.engine.torch.attention import NAME, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
@@ -110,6 +112,13 @@ def _describe(module: Any, config: Any, folder: Path, *, device: torch.device, d
 def _device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        requested = process_environment().get(VISIBLE, "")
+        if wanted == "cpu" and requested.replace(",", "").isdecimal():
+            raise ConfigError(
+                f"GPUs {requested} are requested ({VISIBLE}), and torch {torch.__version__} can use none; install a "
+                f"build of torch for CUDA, or give an empty {VISIBLE} to run on the CPU",
+                field="device",
+            )
     device = torch.device(wanted)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(
@@ -119,14 +128,8 @@ def _device(wanted: str) -> torch.device:
 
 
 def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise ConfigError(f"model folder {path} does not exist", field="model_path")
-    if (path / "config.json").is_file():
-        return path
-    ggufs = sorted(path.glob("*.gguf"))
-    if len(ggufs) != 1:
-        raise ConfigError(f"model folder {path} holds neither config.json nor one .gguf file", field="model_path")
-    return _converted(ggufs[0])
+    found = model_file(path)
+    return path if found.suffix != ".gguf" else _converted(found)
 
 
 def _converted(gguf: Path) -> Path:

@@ -32,6 +32,7 @@ def test_engine_when_none_is_named_and_trtllm_is_not_there_then_one_line_says_wh
         create_engine(WorkerConfig(model_path="m"), instance_id=1)
     message = caught.value.message
     assert all(each in message for each in ("pip install tensorrt-llm", "--engine torch", "--engine mock"))
+    assert message.startswith("no engine is named, and the default, TensorRT-LLM, is not installed; ")
     assert "\n" not in message
 
 

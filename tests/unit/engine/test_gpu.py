@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from dynamo_trtllm.engine.gpu import Gpu, memory_free_bytes, visible_gpus
+from dynamo_trtllm.engine import gpu
+from dynamo_trtllm.engine.gpu import Gpu, count_visible, memory_free_bytes, visible_gpus
 
 H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "GPU-aaaa-1")
 B200 = (b"NVIDIA B200", (10, 0), 180 << 30, b"GPU-bbbb-2")  # older bindings answer in bytes
@@ -102,3 +103,16 @@ def test_memory_free_when_asked_then_of_each_visible_gpu_what_is_free_and_all(mo
     driver(monkeypatch, [H100, B200, RTX])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
     assert memory_free_bytes() == [(24 << 30, 96 << 30), (20 << 30, 80 << 30)]
+
+
+def test_count_visible_when_some_are_there_then_only_these_count(monkeypatch):
+    driver(monkeypatch, [H100, B200])
+    assert [count_visible({"CUDA_VISIBLE_DEVICES": named}) for named in ("0,1", "0,5", "5", "")] == [2, 1, 0, 0]
+
+
+def test_count_visible_when_a_driver_is_there_that_can_not_be_asked_then_it_is_not_known(monkeypatch, tmp_path):
+    driver(monkeypatch, [H100], fails="nvmlInit")
+    monkeypatch.setattr(gpu, "_DRIVERS", (tmp_path,))
+    assert count_visible({"CUDA_VISIBLE_DEVICES": "0"}) is None
+    monkeypatch.setattr(gpu, "_DRIVERS", ())
+    assert count_visible({"CUDA_VISIBLE_DEVICES": "0"}) == 0
