@@ -20,7 +20,7 @@ from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.base import Alone, Colleagues
 from dynamo_trtllm.frontend.door import Door
 from dynamo_trtllm.http_server.connection import http_server
-from dynamo_trtllm.network.listening import BACKLOG, listening
+from dynamo_trtllm.network.listening import BACKLOG, listening, warn_if_exposed
 from dynamo_trtllm.observe import logging as observe_logging
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -40,7 +40,9 @@ def main() -> None:
         observe_logging.setup(config.log_level, "frontend", config.log_format)
         if config.workers > 1:
             raise SystemExit(_run_crew(config))
-        uvloop.run(serve(config, listening(config.http_host, config.http_port), Alone()))
+        sock = listening(config.http_host, config.http_port)
+        _warn_if_exposed(config, sock)
+        uvloop.run(serve(config, sock, Alone()))
     except ConfigError as exc:
         exit_with(PROG, exc)
     except DynamoError as exc:
@@ -53,7 +55,12 @@ def _run_crew(config: FrontendConfig) -> int:
     from dynamo_trtllm.frontend.crew import Crew, held_port
 
     with held_port(config) as port:
+        _warn_if_exposed(config, port)
         return asyncio.run(Crew(config, port.getsockname()[1], process_environment()).run())
+
+
+def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
+    warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
 
 
 async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleagues) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import math
 import resource
@@ -12,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.network.addresses import LOOPBACK
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,30 @@ def listening(host: str, port: int, *, is_shared: bool = False, setting: str = "
         sock.close()
         raise _taken(host, port, setting, exc) from exc
     return sock
+
+
+def warn_if_exposed(host: str, port: int, what: str, flag: str) -> None:
+    """Log one warning when other machines can connect to a server that listens on `host`.
+
+    Args:
+        what: what everyone who connects can do: no server here asks for a key or password.
+        flag: the one that gave `host`.
+    """
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    if not is_local:
+        _log.warning(
+            "port %d is open to other machines (%s %s) and no key is asked for: everyone who reaches it can %s; %s %s "
+            "admits this machine only",
+            port,
+            flag,
+            host,
+            what,
+            flag,
+            LOOPBACK,
+        )
 
 
 class Acceptor:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.connection import ConnectionLimits, HttpServer
-from dynamo_trtllm.network.listening import BACKLOG, listening
+from dynamo_trtllm.network.listening import BACKLOG, listening, warn_if_exposed
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class HealthServer:
         self._server = HttpServer(self._app, LIMITS, backlog=BACKLOG, shutdown_s=1)
         # `serve` would take the process's signals, which are the worker's
         self._task = self._tasks.start(self._server._serve([self._sock]), "worker-health")
+        warn_if_exposed(self._host, self._sock.getsockname()[1], "read health and metrics", "--system-host")
         shown = "localhost" if self._host in _REACHED_AS_LOCALHOST else self._host
         _log.info("health at http://%s:%d", shown, self._sock.getsockname()[1])
         return self

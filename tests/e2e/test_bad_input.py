@@ -137,10 +137,6 @@ FRONTEND = ["dynamo_trtllm.frontend", "--http-port", "0"]
 LINES: dict[str, tuple[Launch, str]] = {
     "worker's unknown flag": (lambda _: [*WORKER, "--max-num-token", "5"], "unknown flag --max-num-token; .*--max-num"),
     "frontend's unknown flag": (lambda _: [*FRONTEND, "--htpp-host", "::"], "unknown flag --htpp-host; .*--http-host"),
-    "missing model folder": (
-        lambda folder: ["dynamo_trtllm", "--engine", "torch", "--model", str(folder / "none")],
-        "no model folder .*none",
-    ),
     "model path left out": (lambda _: ["dynamo_trtllm"], "--model-path is missing"),
     "unknown key": (
         lambda folder: [*WORKER, "--extra-engine-args", write_yaml(folder, "kv_block_sise: 32\n")],
@@ -190,3 +186,10 @@ def test_launch_when_a_server_is_away_then_one_line_and_status_1(mock_cluster: C
             for variable in ("ETCD_ENDPOINTS", "NATS_SERVER")
         ]:
             check.result()
+
+
+def test_frontend_when_it_listens_on_every_interface_then_it_warns_once(mock_cluster: Cluster) -> None:
+    mock_cluster.frontend.wait_for("listening on http://0.0.0.0")
+    warnings = [line for line in mock_cluster.frontend.lines if "is open to other machines" in line]
+    assert len(warnings) == 1
+    assert " WARNING " in warnings[0]

@@ -39,13 +39,6 @@ def test_front_door_when_a_flag_is_unknown_then_one_line_and_status_two(module):
     assert done.stdout == ""
 
 
-def test_front_door_when_the_model_folder_is_missing_then_one_line_and_status_two():
-    done = start("dynamo_trtllm", "--model", "/no/such/folder", "--engine", "torch")
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "/no/such/folder" in done.stderr
-
-
 def test_front_door_when_the_deployment_file_has_a_typing_error_then_one_line_and_status_two(tmp_path):
     path = tmp_path / "d.yaml"
     path.write_text("worker: []\n")

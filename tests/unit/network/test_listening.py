@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files, listening
+from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files, listening, warn_if_exposed
 from tests.waiting import SOON_S
 
 CLIENTS = 4 * ACCEPTS_PER_TURN
@@ -146,3 +146,29 @@ def test_files_when_the_process_may_open_too_few_then_more_or_a_warning_with_wha
     allow_files(wanted, ", or do less")
     assert limits == [(resource.RLIMIT_NOFILE, (files, hard))]
     assert ("raise the limit (ulimit -n) to 2128, or do less" in caplog.text) == (files < wanted)
+
+
+@pytest.mark.parametrize(
+    ("host", "is_exposed"),
+    [
+        ("127.0.0.1", False),
+        ("127.0.0.9", False),
+        ("::1", False),
+        ("localhost", False),
+        ("0.0.0.0", True),
+        ("::", True),
+        ("", True),
+        ("10.0.0.1", True),
+        ("gpu-host", True),
+    ],
+)
+def test_warn_if_exposed_when_other_machines_can_connect_then_one_warning_says_who_can_do_what(
+    caplog: pytest.LogCaptureFixture, host: str, is_exposed: bool
+) -> None:
+    warn_if_exposed(host, 81, "use the API", "--http-host")
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == is_exposed
+    if is_exposed:
+        assert "port 81" in said[0]
+        assert "everyone who reaches it can use the API" in said[0]
+        assert "--http-host 127.0.0.1" in said[0]
