@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dynamo_trtllm.cli import preflight_report
 from dynamo_trtllm.cli.preflight_report import Judged, Report
-from dynamo_trtllm.config.layers import located
+from dynamo_trtllm.config.layers import located, read_yaml
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.preflight import PreflightConfig
@@ -18,11 +18,14 @@ from dynamo_trtllm.engine.base import Finding
 from dynamo_trtllm.engine.checkpoint import Checkpoint, read_checkpoint
 from dynamo_trtllm.engine.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engine.shapes import SHAPES
+from dynamo_trtllm.engine.torch.args import TorchArgs
+from dynamo_trtllm.engine.trtllm import schema
 from dynamo_trtllm.engine.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engine.trtllm.preflight import Load, RoleFacts, check_pair, check_role, memory_table
 from dynamo_trtllm.engine.trtllm.preflight.gpus import known_gpu
 from dynamo_trtllm.engine.trtllm.preflight.memory import handoff_s
 from dynamo_trtllm.engine.trtllm.releases import Release, release_for
+from dynamo_trtllm.engine.vllm import manifest
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -93,11 +96,29 @@ def _judged(role: Role, path: Path, flags: str | None, config: PreflightConfig, 
     try:
         args = trtllm_args(worker, ground.release, gpus)
     except ConfigError as exc:
+        _check_engine_of(path)
         return Judged(role=role, facts=None, notes=(), findings=(_refused(exc, path),), memory=None)
     facts = _facts(role, args, worker, config, ground)
     return Judged(
         role=role, facts=facts, notes=args.notes, findings=tuple(check_role(facts)), memory=memory_table(facts)
     )
+
+
+def _check_engine_of(path: Path) -> None:
+    """Raise ConfigError when the file has an argument that another engine has, and no TensorRT-LLM."""
+    others: dict[str, Callable[[str], bool]] = {
+        "vllm": lambda key: manifest.find(key) is not None,
+        "torch": lambda key: key in TorchArgs.model_fields,
+    }
+    keys = [key for key in read_yaml(located(path)) if not schema.is_known(key)]
+    for engine, has in others.items():
+        if found := next((key for key in keys if has(key)), None):
+            raise ConfigError(
+                f"preflight checks TensorRT-LLM files only, and {path} is a file for --engine {engine} ({found}); to "
+                f"check it: python -m dynamo_trtllm --engine {engine} --model-path MODEL --extra-engine-args {path} "
+                "--print-config",
+                field=found,
+            )
 
 
 def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) -> WorkerConfig:

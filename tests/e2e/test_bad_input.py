@@ -132,7 +132,7 @@ def test_request_when_a_role_has_no_worker_then_503_names_it(
 
 Launch = Callable[[Path], list[str]]
 WORKER = ["dynamo_trtllm", "--engine", "mock", "--model", "mock"]
-FRONTEND = ["dynamo_trtllm.frontend", "--http-port", "0"]
+FRONTEND = ["dynamo_trtllm.frontend", "--http-host", "127.0.0.1", "--http-port", "0"]
 
 LINES: dict[str, tuple[Launch, str]] = {
     "worker's unknown flag": (lambda _: [*WORKER, "--max-num-token", "5"], "unknown flag --max-num-token; .*--max-num"),

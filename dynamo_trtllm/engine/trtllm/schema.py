@@ -16,6 +16,7 @@ from dynamo_trtllm.engine.trtllm.releases import Field, Presence, Release, in_de
 from dynamo_trtllm.errors import ConfigError
 
 ROOT = "TorchLlmArgs"
+_MOST_LISTED = 20  # keys, in an error
 
 # What the validators of 1.2.1 and the executor ask of numbers, as (smallest, largest).
 _RANGES: Mapping[str, tuple[float, float | None]] = {
@@ -147,7 +148,10 @@ def _refuse(key: str, release: Release, where: str) -> NoReturn:
     names = [known for owner in owners for known in release.fields(owner)]
     guess = nearest(name, names)
     inside = f"{parent}." if parent else ""
-    hint = f"did you mean {inside + guess!r}?" if guess else f"known: {', '.join(sorted(names))}"
+    listed = (
+        f"known: {', '.join(sorted(names))}" if len(names) <= _MOST_LISTED else "--print-config lists the known ones"
+    )
+    hint = f"did you mean {inside + guess!r}?" if guess else listed
     raise ConfigError(f"{where}: unknown key {key!r}; {hint}", field=key)
 
 

@@ -87,6 +87,33 @@ def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the
     assert "moe_config.backend is 'TRITON'" in out
 
 
+@pytest.mark.parametrize(
+    ("file", "engine", "key"),
+    [
+        ("vllm/gpt-oss-120b/prefill.yaml", "vllm", "gpu_memory_utilization"),
+        ("tiny-gpt-oss/prefill.yaml", "torch", "prefill_chunk_tokens"),
+    ],
+)
+def test_main_when_a_file_is_another_engines_then_one_line_says_so_and_how_to_check_it(
+    capsys: pytest.CaptureFixture[str], file: str, engine: str, key: str
+) -> None:
+    path = str(CONFIGS.parent / file)
+    status, out, err = run(capsys, "--prefill", path, "--decode", path, *KNOWN)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert f"preflight checks TensorRT-LLM files only, and {path} is a file for --engine {engine} ({key})" in err
+    assert f"--engine {engine} --model-path MODEL --extra-engine-args {path} --print-config" in err
+    assert len(err) < 500
+
+
+def test_main_when_a_key_is_like_none_then_not_all_of_them_are_listed(
+    capsys: pytest.CaptureFixture[str], changed: Changed
+) -> None:
+    status, out, _ = run(capsys, *changed(xyzzy=1), *KNOWN)
+    assert status == 1
+    (line,) = [line for line in out.splitlines() if "unknown key 'xyzzy'" in line]
+    assert len(line) < 300
+
+
 def test_main_when_json_is_asked_then_it_is_all_there(capsys: pytest.CaptureFixture[str], changed: Changed) -> None:
     argv = changed(kv_cache_config={"dtype": "auto", "enable_block_reuse": False})
     status, out, _ = run(capsys, *argv, *KNOWN, *LOAD, "--json")
