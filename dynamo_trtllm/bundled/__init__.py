@@ -3,6 +3,6 @@
 It turns a model's name into a folder. No torch here: expanding is numpy alone.
 """
 
-from dynamo_trtllm.bundled.resolve import BUNDLED, resolve
+from dynamo_trtllm.bundled.resolve import BUNDLED, locate, resolve
 
-__all__ = ["BUNDLED", "resolve"]
+__all__ = ["BUNDLED", "locate", "resolve"]

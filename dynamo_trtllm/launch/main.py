@@ -8,9 +8,11 @@ import sys
 import threading
 from collections.abc import Mapping
 
+from dynamo_trtllm.bundled import locate
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
 from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment
+from dynamo_trtllm.engine.prerequisites import check
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
@@ -25,7 +27,6 @@ from dynamo_trtllm.launch.plan import (
 )
 from dynamo_trtllm.launch.supervisor import GivenUp, Serving, Supervisor
 from dynamo_trtllm.observe import logging as observe_logging
-from dynamo_trtllm.worker.prerequisites import check
 
 PROG = "python -m dynamo_trtllm.launch"
 _DESCRIPTION = "Starts etcd, NATS, a frontend and workers on this machine from a YAML file, and keeps them running."
@@ -84,7 +85,7 @@ def _check(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     if spec.worker is None:
         return
     try:
-        check(spec.worker, {**environ, **spec.env})
+        check(spec.worker, {**environ, **spec.env}, locate)
     except ConfigError as exc:
         raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
 

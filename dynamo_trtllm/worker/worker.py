@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.bundled import resolve
+from dynamo_trtllm.bundled import locate, resolve
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
@@ -27,6 +27,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.discovery.records import check_model_name
 from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
+from dynamo_trtllm.engine.prerequisites import check
 from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
@@ -40,7 +41,6 @@ from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.draining import drain
 from dynamo_trtllm.worker.health import Health, HealthServer
 from dynamo_trtllm.worker.parsers import check_flags, parsers
-from dynamo_trtllm.worker.prerequisites import check
 from dynamo_trtllm.worker.service import WorkerService, digest
 
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
 
     Raises ConfigError for what this machine lacks.
     """
-    check(config, process_environment())
+    check(config, process_environment(), locate)
     if config.engine == "mock":
         return config  # it has no weights: the path only gives the name
     name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]

@@ -5,9 +5,9 @@ Reads names, small files and the list of GPUs, in milliseconds. Loads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from dynamo_trtllm.bundled.resolve import locate
 from dynamo_trtllm.config.base import EngineName
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine import gpu
@@ -17,10 +17,13 @@ from dynamo_trtllm.engine.factory import chosen_engine
 from dynamo_trtllm.errors import ConfigError
 
 
-def check(config: WorkerConfig, environment: Mapping[str, str]) -> None:
+def check(config: WorkerConfig, environment: Mapping[str, str], locate: Callable[[str], Path | None]) -> None:
     """Raise ConfigError for an engine, model folder, file of engine arguments or GPU that is not there.
 
-    `environment`: of the worker's process.
+    Args:
+        environment: of the worker's process.
+        locate: returns the folder of a model that is named as in the settings, or None for one that is still to be
+            written; raises ConfigError.
     """
     engine = chosen_engine(config)
     given = file_layer(config).values
