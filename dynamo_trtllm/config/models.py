@@ -67,8 +67,8 @@ examples, one prefill and one decode worker of the same model:
     )
     engine: EngineName | None = Field(
         default=None,
-        description="what computes tokens: trtllm (TensorRT-LLM; meant when it is installed and none is named), vllm, "
-        "torch (transformers on CPU or GPU), mock (no weights)",
+        description="inference engine: trtllm (TensorRT-LLM; the default where it is installed), vllm, torch "
+        "(transformers on CPU or GPU), mock (no weights)",
         json_schema_extra=setting(ENGINE),
     )
     extra_engine_args: Path | None = Field(
@@ -181,7 +181,8 @@ examples, one prefill and one decode worker of the same model:
     )
     system_host: Annotated[str, Field(min_length=1)] = Field(
         default="0.0.0.0",
-        description="address that --system-port listens on; the default accepts connections from other machines",
+        description="address that --system-port listens on; the default accepts connections from other machines. "
+        "Default when the launcher starts the worker: 127.0.0.1",
         json_schema_extra=setting(PROCESS, env="DYN_SYSTEM_HOST"),
     )
     system_port: Port | None = Field(
@@ -234,7 +235,12 @@ examples, one prefill and one decode worker of the same model:
 class FrontendConfig(ConnectionConfig):
     """`python -m dynamo_trtllm.frontend`."""
 
-    http_host: str = Field(default="0.0.0.0", description="address to listen on", json_schema_extra=setting(HTTP))
+    http_host: str = Field(
+        default="0.0.0.0",
+        description="address to listen on; the default accepts connections from other machines. Default when the "
+        "launcher starts the frontend: 127.0.0.1",
+        json_schema_extra=setting(HTTP),
+    )
     http_port: Port = Field(
         default=8000,
         description="port to listen on; 0 takes a free one",
