@@ -51,6 +51,18 @@ def test_site_when_built_then_every_page_is_there_and_loads_nothing_from_elsewhe
         assert [address for address in loads.addresses if re.match(r"(\w+:)?//", address)] == []
 
 
+def test_tables_when_built_then_a_style_after_the_theme_s_lets_their_text_wrap(site: Path) -> None:
+    """The theme's own rule keeps a cell on one line; the later of two equally specific rules wins."""
+    cells = r"\.wy-table-responsive table td,\s*\.wy-table-responsive table th\b[^{]*\{\s*white-space:\s*"
+    assert re.search(cells + "nowrap", (site / "css/theme.css").read_text())
+    for path in site.glob("*.html"):
+        loads = Loads()
+        loads.feed(path.read_text(encoding="utf-8"))
+        styles = [address.lstrip("./") for address in loads.addresses if address.endswith(".css")]
+        assert styles.index("css/theme.css") < styles.index("site.css") == len(styles) - 1
+    assert re.search(cells + "normal", (site / "site.css").read_text())
+
+
 def test_navigation_when_read_then_it_has_each_page_once() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     named = re.findall(r"[\w-]+\.md", str(nav))
