@@ -170,6 +170,12 @@ async def test_docs_then_a_page_that_needs_nothing_from_elsewhere() -> None:
     assert len(response.content) < 20_000
 
 
+async def test_docs_then_status_codes_and_field_names_stay_on_one_line() -> None:
+    page = (await ask(front(), "GET", "/docs")).text
+    assert "td:first-child, td:first-child code { white-space: nowrap }" in page
+    assert '"default and meaning"' in page
+
+
 async def test_bug_of_an_endpoint_that_answers_at_once_then_500_in_the_shape_of_all_errors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
