@@ -11,7 +11,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
 
 import orjson
@@ -40,6 +40,7 @@ Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
 _NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))
 _SHOWN: Final = 40  # characters of a client's text that an error quotes
+_LISTED: Final = 4  # values that an error names one by one
 _REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
@@ -97,7 +98,7 @@ class Wire(BaseModel):
     def _refuse(cls, name: str) -> NoReturn:
         values = cls.no_ops.get(name)
         if values:
-            reason = f"is not supported, except as {orjson.dumps(values[0]).decode()}; leave it out"
+            reason = f"is not supported, except as {_alternatives(values)}; leave it out"
         elif name in cls.refused or name in cls.no_ops:
             reason = "is not supported; leave it out"
         else:
@@ -128,6 +129,12 @@ def _or_null(value: JsonSchemaValue) -> JsonSchemaValue:
 
 def _same(value: Any, other: Any) -> bool:
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _alternatives(values: Sequence[Any]) -> str:
+    """Return the values as JSON for an error, only the ends of a long list."""
+    texts = [orjson.dumps(value).decode() for value in values]
+    return " or ".join(texts) if len(texts) <= _LISTED else f"{texts[0]} to {texts[-1]}"
 
 
 def invalid(reason: str, field: str | None = None) -> NoReturn:

@@ -14,6 +14,7 @@ from dynamo_trtllm.openai.wire import parse
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+FUNCTION = {"name": "f", "arguments": "{}"}
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -45,6 +46,22 @@ def test_field_we_do_not_honour_then_refused_by_its_name(fields: dict[str, Any],
         chat(**fields)
     assert refused.value.field == param
     assert refused.value.message.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        ({"service_tier": "flex"}, '"auto" or "default"'),
+        ({"store": True}, "false"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": FUNCTION, "index": 200}]}]},
+            "0 to 127",
+        ),
+    ],
+)
+def test_field_with_values_that_are_taken_then_the_error_names_all_of_them(fields: dict[str, Any], values: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=f"is not supported, except as {values}; leave it out"):
+        chat(**fields)
 
 
 @pytest.mark.parametrize(
