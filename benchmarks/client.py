@@ -237,21 +237,21 @@ def _arguments() -> argparse.Namespace:
         prog="python -m benchmarks.client", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--url", default="http://localhost:8000")
+    add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
     add("--model", help="default: the only one that is served")
-    add("--concurrency", type=int, default=1, help="requests under way at once (closed loop)")
+    add("--concurrency", type=int, default=1, help="requests under way at once, closed loop (default: 1)")
     add("--rate", type=float, default=0.0, help="requests per second; above 0: open loop")
-    add("--requests", type=int, default=16)
-    add("--seconds", type=float, default=120.0, help="no new request after this")
-    add("--warmup", type=int, default=0, help="requests sent first and not counted")
-    add("--isl", type=int, default=128, help="words of the prompt, near enough its tokens")
-    add("--osl", type=int, default=64, help="max_tokens")
-    add("--timeout-s", type=float, default=120.0, help="longest wait for one answer")
+    add("--requests", type=int, default=16, help="requests that are sent and counted (default: 16)")
+    add("--seconds", type=float, default=120.0, help="no new request after this (default: 120)")
+    add("--warmup", type=int, default=0, help="requests sent first and not counted (default: 0)")
+    add("--isl", type=int, default=128, help="words of the prompt, near enough its tokens (default: 128)")
+    add("--osl", type=int, default=64, help="max_tokens (default: 64)")
+    add("--timeout-s", type=float, default=120.0, help="longest wait for one answer (default: 120)")
     add("--fresh-connections", action="store_true", help="a new connection for every request")
     add("--no-ignore-eos", action="store_true", help="leave out ignore_eos, which not every server knows")
     add("--extra", type=orjson.loads, default={}, help="JSON object put into every body")
     add("--seed", type=int, default=0, help="of the prompts; 0: other ones every time")
-    add("--processes", type=int, default=1, help="client processes that share the load")
+    add("--processes", type=int, default=1, help="client processes that share the load (default: 1)")
     add(
         "--pid",
         action="append",

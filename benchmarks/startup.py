@@ -145,9 +145,15 @@ def imports(module: str) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=3, help="starts, of which medians are shown")
-    parser.add_argument("--http-port", type=int, default=18080)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--repeat", type=int, default=3, metavar="N", help="starts, of which medians are shown (default: 3)")
+    add("--http-port", type=int, default=18080, metavar="PORT", help="port of the frontend (default: 18080)")
     args = parser.parse_args()
     with servers() as env:
         runs = [timeline(env, args.http_port) for _ in range(args.repeat)]

@@ -8,4 +8,9 @@
 #
 # srun or mpirun must give each rank its GPU, and a signal must reach rank 0 for a drain (srun: --signal or scancel).
 set -euo pipefail
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    echo "usage: examples/llmapi_launch.sh [flags of python -m dynamo_trtllm]"
+    sed -n '2,/^set /s/^# \{0,1\}//p' "$0"
+    exit 0
+fi
 exec trtllm-llmapi-launch "${PYTHON:-python3}" "$(dirname "$0")/embedded_trtllm.py" "$@"

@@ -28,17 +28,19 @@ _BUDGET_S = 1500.0
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Those of a run, with the steps and shapes of this one."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.eight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Return the arguments of a run, with the steps and shapes of this one as defaults."""
+    args = one_run.arguments(
+        argv,
+        prog="python -m benchmarks.gpu.eight",
+        description=__doc__,
+        only=_ONLY,
+        victims="prefill",
+        shapes=",".join(f"{isl}/{osl}/{concurrency}" for isl, osl, concurrency in SHAPES),
+        budget_s=_BUDGET_S,
+        out=Path("benchmarks/results/gpu/eight"),
     )
-    parser.add_argument(
-        "--out", type=Path, default=Path("benchmarks/results/gpu/eight"), help="folder of the result file"
-    )
-    own, rest = parser.parse_known_args(argv)
-    shapes = ",".join(f"{isl}/{osl}/{concurrency}" for isl, osl, concurrency in SHAPES)
-    given = ["--only", _ONLY, "--victims", "prefill", "--shapes", shapes, "--budget-s", str(_BUDGET_S)]
-    return one_run.arguments([*given, *rest, "--out", str(own.out / "steps")])
+    args.out /= "steps"
+    return args
 
 
 def merged(results: Sequence[Result]) -> Result:

@@ -172,11 +172,19 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Of the command line. Exits with 2 and a line for what can't be."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+def arguments(
+    argv: Sequence[str] | None = None,
+    *,
+    prog: str = "python -m benchmarks.gpu",
+    description: str | None = __doc__,
+    **defaults: object,
+) -> argparse.Namespace:
+    """Return what the command line asks for; `defaults` replace those of flags. Exits with 2 and a line for errors."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--engine", choices=("vllm", "torch", "mock"), default="vllm")
+    add("--engine", choices=("vllm", "torch", "mock"), default="vllm", help="default: vllm")
     add("--model", help="a model folder instead of gpt-oss-120b's shape with made-up weights")
     add("--layers", type=int, default=FULL_LAYERS, help="of the made-up model; default all 36")
     add("--eager", action="store_true", help="no CUDA graphs: ready sooner, slower tokens")
@@ -195,6 +203,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ready-s", type=float, default=300.0, help="longest wait for engines to come up")
     add("--engine-args", type=_object, default={}, help="JSON object of engine arguments")
     add("--out", type=Path, default=Path("benchmarks/results/gpu/latest"), help="folder of the result files")
+    parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
     args.only, args.victims = args.only.split(","), args.victims.split(",")
     for given, known in ((args.only, STEPS), (args.victims, ("prefill", "decode"))):

@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--shape", required=True, help=f"{', '.join(GUIDES)}, or a YAML file with isl, osl, concurrency, ...")
-    add("--url", default="http://localhost:8000")
+    add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
     add("--model", help="default: the only one that is served")
     add("--concurrency", metavar="N,N,...", help="sweep these instead of the shape's")
     add("--requests", type=_count, help="per point, instead of the shape's")

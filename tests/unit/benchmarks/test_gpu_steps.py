@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -148,6 +149,15 @@ def test_arguments_when_they_name_what_is_not_there_then_they_are_refused(
 def test_arguments_when_shapes_are_given_then_they_replace_the_guides() -> None:
     args = main.arguments(["--shapes", "10/20/3,40/50/6", "--engine", "mock"])
     assert main.sizes_of(args).shapes == ((10, 20, 3), (40, 50, 6))
+
+
+def test_topology_when_help_is_asked_then_it_has_the_flags_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = []
+    for arguments in (eight.arguments, main.arguments):
+        with pytest.raises(SystemExit):
+            arguments(["--help"])
+        flags.append(set(re.findall(r"--[a-z-]+", capsys.readouterr().out)))
+    assert flags[1] <= flags[0]
 
 
 def test_topology_when_nothing_is_said_then_it_is_the_guides_shapes_and_one_kill() -> None:
