@@ -250,3 +250,8 @@ def error_classes() -> dict[str, type[DynamoError]]:
 def from_code(code: str, message: str, field: str | None = None) -> DynamoError:
     """The error that was sent over the wire as (code, message); an unknown code becomes `InternalError`."""
     return error_classes().get(code, InternalError)(message, field=field)
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install an optional part of this package, for an error. The package is on no package index."""
+    return f"run pip install -e '.[{extra}]' in a checkout of dynamo_trtllm"

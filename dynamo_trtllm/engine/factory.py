@@ -7,7 +7,7 @@ import importlib.util
 from dynamo_trtllm.config.base import EngineName
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engine.base import Engine
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.errors import ConfigError, install_hint
 
 
 def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
@@ -26,7 +26,7 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
                 from dynamo_trtllm.engine.torch.engine import TorchEngine
             except ModuleNotFoundError as exc:
                 raise ConfigError(
-                    f"the torch engine needs {exc.name}; pip install 'dynamo_trtllm[torch]'", field="engine"
+                    f"the torch engine needs {exc.name}; {install_hint('torch')}", field="engine"
                 ) from exc
             return TorchEngine(config, instance_id=instance_id)
         case "mock":

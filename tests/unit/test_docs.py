@@ -118,6 +118,14 @@ def test_page_when_it_names_a_file_of_this_repository_then_it_is_there(page: Pat
     assert [name for name in named - made if not (ROOT / name).exists()] == []
 
 
+def test_install_lines_when_read_then_none_takes_this_package_from_an_index() -> None:
+    """It is on none: a stranger may take its name there."""
+    texts = [ROOT / "README.md", *DOCS.glob("*.md")]
+    texts += [path for folder in ("dynamo_trtllm", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    wrong = re.compile(r"""pip install (?:-\S+ )*['"]?dynamo[-_]trtllm""")
+    assert [str(path.relative_to(ROOT)) for path in texts if wrong.search(path.read_text())] == []
+
+
 def launch_lines() -> list[tuple[str, str, str]]:
     """(page, module, flags) of every line in a block of code that starts a program of ours."""
     start = re.compile(r"^\s*python3? -m (dynamo_trtllm\S*) ?([^#&\n]*)", re.MULTILINE)

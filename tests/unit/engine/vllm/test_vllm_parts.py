@@ -331,7 +331,7 @@ async def test_flight_when_it_is_late_then_ended_once_with_the_first_reason() ->
 
 def test_version_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vendor, "installed", lambda: False)
-    with pytest.raises(ConfigError, match=r"needs vLLM 0.24.0; pip install 'dynamo_trtllm\[vllm\]'"):
+    with pytest.raises(ConfigError, match=r"needs vLLM 0.24.0; run pip install -e '\.\[vllm\]' in a checkout"):
         vendor.installed_version()
 
 
