@@ -73,6 +73,7 @@ class Client:
         self._connection = connection
         self._on_open = on_open
         self._until_s = math.inf
+        self.is_stopped = False
         self._random = random.Random(load.seed or time.time_ns())
         at = urlsplit(load.url)
         self._host, self._port = at.hostname or "localhost", at.port or 80
@@ -84,7 +85,7 @@ class Client:
         """All records, in the order in which the requests ended. `requests` instead of the load's, for a warm-up."""
         wanted = self._load.requests if requests is None else requests
         records: list[Record] = []
-        self._until_s = time.perf_counter() + self._load.seconds
+        self._until_s = 0.0 if self.is_stopped else time.perf_counter() + self._load.seconds
         if self._load.rate > 0:
             await self._open_loop(wanted, records)
         else:
@@ -96,8 +97,8 @@ class Client:
         return records
 
     def stop(self) -> None:
-        """No new request from now on; `run` ends with those under way."""
-        self._until_s = 0.0
+        """No new request from now on, in a later run neither; `run` ends with those under way."""
+        self.is_stopped, self._until_s = True, 0.0
 
     async def _lane(self, left: Iterator[int], records: list[Record], wait_s: float) -> None:
         """One request after the other, out of those that all lanes share."""
@@ -182,25 +183,37 @@ async def measured(load: Load, *, warmup: int, pids: dict[str, int]) -> tuple[Fi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one client process did."""
+    """What one client process did. The records of one that was stopped are also those of its warm-up."""
 
     records: list[Record]
+    is_stopped: bool = False
     begun_s: float
     ended_s: float
     cpu_s: float
 
 
-async def run_share(load: Load, warmup: int, on_warm: Callable[[], object]) -> Share:
-    """`on_warm` is called between warm-up and load; it may block."""
-    client = Client(load)
+async def run_share(
+    load: Load,
+    warmup: int,
+    on_warm: Callable[[], object],
+    goes_on: Callable[[Record], bool] = lambda _: True,
+) -> Share:
+    """Run warm-up and load. `on_warm` is called between them and may block; `goes_on` sees each record as it ends."""
+
+    def on_record(record: Record) -> None:
+        if not goes_on(record):
+            client.stop()
+
+    client = Client(load, on_record)
     try:
-        if warmup:
-            await client.run(warmup)
+        warmed = await client.run(warmup) if warmup else []
         on_warm()
         begun_s, cpu_s = time.perf_counter(), time.process_time()
         records = await client.run()
         ended_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
-        return Share(records=records, begun_s=begun_s, ended_s=ended_s, cpu_s=cpu_s)
+        if client.is_stopped:
+            records = warmed + records
+        return Share(records=records, is_stopped=client.is_stopped, begun_s=begun_s, ended_s=ended_s, cpu_s=cpu_s)
     finally:
         client.aclose()
 
@@ -218,18 +231,23 @@ def metered(shares: Sequence[Share], meter: ProcessMeter, *, osl: int) -> Figure
     return found
 
 
-def only_model(url: str) -> str:
-    """The model that the server has, when it is one. Exits with a line otherwise."""
+def chosen_model(url: str, wanted: str | None) -> tuple[str, int | None]:
+    """Return a served model's name and its longest prompt and answer together in tokens, None if the server is silent.
+
+    `wanted` names the model; None takes the only one. Exits with a line if there is no such model, or no server.
+    """
     try:
         with urlopen(url.rstrip("/") + "/v1/models", timeout=10) as answer:
-            names = [model["id"] for model in orjson.loads(answer.read())["data"]]
+            models = {str(each["id"]): each.get("max_model_len") for each in orjson.loads(answer.read())["data"]}
     except OSError as exc:
-        raise SystemExit(
-            f"benchmarks.client: nobody answers at {url} ({exc}); start a deployment or name --url"
-        ) from exc
-    if len(names) != 1:
-        raise SystemExit(f"benchmarks.client: name one with --model: {', '.join(names) or 'none is served yet'}")
-    return str(names[0])
+        raise SystemExit(f"no server answers at {url} ({exc}); start a deployment or name --url") from exc
+    names = ", ".join(models) or "none yet"
+    if wanted is None and len(models) != 1:
+        raise SystemExit(f"name a model with --model; served at {url}: {names}")
+    if wanted is not None and wanted not in models:
+        raise SystemExit(f"model {wanted!r} is not served at {url}; served: {names}")
+    name = wanted or next(iter(models))
+    return name, models[name]
 
 
 def _arguments() -> argparse.Namespace:
@@ -271,7 +289,7 @@ def main() -> None:
     args = _arguments()
     load = Load(
         url=args.url,
-        model=args.model or only_model(args.url),
+        model=chosen_model(args.url, args.model)[0],
         concurrency=args.concurrency,
         rate=args.rate,
         requests=args.requests,
@@ -286,7 +304,10 @@ def main() -> None:
     )
     pids = {name: int(pid) for name, _, pid in (each.partition("=") for each in args.pid)}
     if args.processes > 1:
-        found, records = shares.measured(load, processes=args.processes, warmup=args.warmup, pids=pids)
+        try:
+            found, records = shares.measured(load, processes=args.processes, warmup=args.warmup, pids=pids)
+        except shares.NoAnswer as exc:
+            raise SystemExit(f"benchmarks.client: {exc}") from exc
     else:
         found, records = uvloop.run(measured(load, warmup=args.warmup, pids=pids))
     if args.records:

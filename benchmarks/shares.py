@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
 from multiprocessing.synchronize import Barrier
 
 import uvloop
@@ -12,6 +18,55 @@ import uvloop
 from benchmarks.client import Load, Share, metered, run_share
 from benchmarks.figures import Figures, ProcessMeter
 from benchmarks.stream import Record
+
+HOPELESS = 8  # requests that ended, warm-up included, without one that was answered
+PROGRESS_S = 5.0  # between two reports
+
+
+class NoAnswer(Exception):
+    """The first requests all failed, and no more were sent."""
+
+
+class Tally:
+    """Requests of all client processes that have ended, in memory that they share."""
+
+    def __init__(self, context: SpawnContext, processes: int) -> None:
+        self._ok, self._failed = context.RawArray("q", processes), context.RawArray("q", processes)
+
+    def goes_on(self, process: int, record: Record) -> bool:
+        """Count the record of this process. Return whether there is any use in sending more."""
+        (self._ok if record.is_ok else self._failed)[process] += 1
+        return self.ok > 0 or self.failed < HOPELESS
+
+    @property
+    def ok(self) -> int:
+        return sum(self._ok)
+
+    @property
+    def failed(self) -> int:
+        return sum(self._failed)
+
+
+OnProgress = Callable[[Tally], None]
+
+
+@contextmanager
+def _reported(tally: Tally, on_progress: OnProgress | None) -> Iterator[None]:
+    """Report every PROGRESS_S, from a thread, while the block runs."""
+    done = threading.Event()
+
+    def report() -> None:
+        while not done.wait(PROGRESS_S):
+            if on_progress is not None:
+                on_progress(tally)
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def part(load: Load, processes: int) -> list[Load]:
@@ -33,31 +88,43 @@ def _nth(whole: int, index: int, count: int) -> int:
     return whole // count + (index < whole % count)
 
 
-def measured(load: Load, *, processes: int, warmup: int, pids: dict[str, int]) -> tuple[Figures, list[Record]]:
-    """As `client.measured`; records come process by process, numbered anew. Raises EOFError when a process fails."""
+def measured(
+    load: Load, *, processes: int, warmup: int, pids: dict[str, int], on_progress: OnProgress | None = None
+) -> tuple[Figures, list[Record]]:
+    """As `client.measured`; records come process by process, numbered anew.
+
+    Raises EOFError when a process fails, and NoAnswer when the first HOPELESS requests all failed.
+    """
     parts = part(load, processes)
     context = multiprocessing.get_context("spawn")
     warm = context.Barrier(len(parts) + 1)
     meter = ProcessMeter(pids)
+    tally = Tally(context, len(parts))
     children, results = [], []
-    for each in parts:
+    for index, each in enumerate(parts):
         result, given = context.Pipe(duplex=False)
-        child = context.Process(target=_run, args=(each, -(-warmup // len(parts)), warm, given), daemon=True)
+        args = (each, -(-warmup // len(parts)), warm, given, tally, index)
+        child = context.Process(target=_run, args=args, daemon=True)
         child.start()
         given.close()
         children.append(child)
         results.append(result)
-    warm.wait(load.timeout_s)
-    meter.start()
-    shares: list[Share] = [result.recv() for result in results]
-    found = metered(shares, meter, osl=load.osl)
+    with _reported(tally, on_progress):
+        warm.wait(load.timeout_s)
+        meter.start()
+        shares: list[Share] = [result.recv() for result in results]
     for child in children:
         child.join()
     records = [record for share in shares for record in share.records]
+    if any(share.is_stopped for share in shares):
+        errors = Counter(record.error for record in records if not record.is_ok)
+        counts = ", ".join(f"{error} {count} times" for error, count in errors.most_common())
+        raise NoAnswer(f"the first {errors.total()} requests all failed ({counts}), so no more were sent")
+    found = metered(shares, meter, osl=load.osl)
     for index, record in enumerate(records, 1):
         record.index = index
     return found, records
 
 
-def _run(load: Load, warmup: int, warm: Barrier, given: Connection) -> None:
-    given.send(uvloop.run(run_share(load, warmup, warm.wait)))
+def _run(load: Load, warmup: int, warm: Barrier, given: Connection, tally: Tally, index: int) -> None:
+    given.send(uvloop.run(run_share(load, warmup, warm.wait, partial(tally.goes_on, index))))

@@ -2,3 +2,5 @@
 
 It measures servers that others started; it starts none.
 """
+
+PROG = "python -m benchmarks.profile"

@@ -1,11 +1,12 @@
 """Benchmarks of the guides against a running server, from warm-up to a report.
 
-  python -m benchmarks.profile --shape guide-001 --url http://localhost:8000
+  python -m benchmarks.profile --shape laptop --url http://localhost:8000
   python -m benchmarks.profile --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048 --repetitions 3
   python -m benchmarks.profile --shape mine.yaml --compare benchmark-results/before --fail-under output_tokens_per_s=900
 
 Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which needs nothing beside it.
-Exit status: 0; 1 when a budget was missed or no request was answered; 2 for arguments that make no sense.
+Exit status: 0; 1 when a budget was missed or no request was answered; 2 for arguments that make no sense, and for a
+shape with more tokens than the model takes.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.client import only_model
+from benchmarks.client import chosen_model
 from benchmarks.figures import table
-from benchmarks.profile import aiperf, point
+from benchmarks.profile import PROG, aiperf, point
 from benchmarks.profile.budget import Limit, limit, missed
 from benchmarks.profile.point import Target
 from benchmarks.profile.result import REPORT_FILE, Line, Point, Run, load_lines, load_run, save, summary
-from benchmarks.profile.shapes import GUIDES, Shape, shape_of
+from benchmarks.profile.shapes import SHAPES, Shape, shape_of
+from benchmarks.shares import NoAnswer
 from benchmarks.stream import Record
+from dynamo_trtllm.errors import install_hint
 
-PROG = "python -m benchmarks.profile"
 _LOG = logging.getLogger(PROG)
 
 
@@ -46,7 +48,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         draw = _drawing()
     except ValueError as exc:
         _parser().error(str(exc))
-    target = Target(url=args.url, model=args.model or only_model(args.url), timeout_s=args.timeout_s)
+    model, longest = chosen_model(args.url, args.model)
+    try:
+        shape.check_fits(model, longest)
+    except ValueError as exc:
+        _LOG.error("%s: %s", PROG, exc)
+        raise SystemExit(2) from exc
+    target = Target(url=args.url, model=model, timeout_s=args.timeout_s)
     run, lines = _run(args, shape, target)
     folder = args.out or Path("benchmark-results") / f"{shape.name}-{datetime.now():%Y%m%d-%H%M%S}"
     save(run, lines, folder)
@@ -55,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     lacking = missed(limits, summary(run))
     for line in lacking:
         _LOG.error("budget missed: %s", line)
-    if lacking or not any(each.figures["ok"] for each in run.points):
+    answered = sum(each.figures["ok"] for each in run.points)
+    if not answered:
+        _LOG.error("no request was answered")
+    if lacking or not answered:
         raise SystemExit(1)
 
 
@@ -68,7 +79,7 @@ def _drawing() -> Draw:
         from benchmarks.profile.plots import Series
         from benchmarks.profile.report import report
     except ModuleNotFoundError as exc:
-        raise ValueError(f"the report needs {exc.name}; pip install 'dynamo_trtllm[bench]'") from exc
+        raise ValueError(f"the report needs {exc.name}; {install_hint('bench')}") from exc
 
     def draw(run: Run, lines: list[Line], earlier: tuple[Run, list[Line]] | None, command: str) -> str:
         series = [Series("this run", run, lines)]
@@ -105,7 +116,10 @@ def _measure(
     program: Path | None, shape: Shape, target: Target, concurrency: int, repetition: int, args: argparse.Namespace
 ) -> tuple[Point, list[Record]]:
     if program is None:
-        return point.measure(shape, target, concurrency, repetition)
+        try:
+            return point.measure(shape, target, concurrency, repetition)
+        except NoAnswer as exc:
+            raise SystemExit(f"{PROG}: {exc}") from exc
     folder = args.aiperf_dir / "artifacts" / f"{shape.name}-{concurrency}-{repetition}"
     try:
         return aiperf.measure(program, shape, target, concurrency, repetition, folder)
@@ -157,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=PROG, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("--shape", required=True, help=f"{', '.join(GUIDES)}, or a YAML file with isl, osl, concurrency, ...")
+    add("--shape", required=True, help=f"{', '.join(SHAPES)}, or a YAML file with isl, osl, concurrency, ...")
     add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
     add("--model", help="default: the only one that is served")
     add("--concurrency", metavar="N,N,...", help="sweep these instead of the shape's")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks import shares
 from benchmarks.client import Load
-from benchmarks.profile import phases
+from benchmarks.profile import PROG, phases
 from benchmarks.profile.result import Point
 from benchmarks.profile.shapes import Shape
 from benchmarks.profile.steady import steady
 from benchmarks.stream import Record
 
+_LOG = logging.getLogger(PROG)
 _ALL_DAY_S = 24 * 3600.0
 _STREAMS_PER_CLIENT = 512  # a client process follows this many at a guide's pace without becoming the limit
 
@@ -41,12 +45,22 @@ def load_of(shape: Shape, target: Target, concurrency: int, repetition: int) -> 
     )
 
 
+def _report(wanted: int, begun_s: float, tally: shares.Tally) -> None:
+    ended, spent_s = tally.ok + tally.failed, time.monotonic() - begun_s
+    _LOG.info("  %d of %d requests ended, %d failed, %.0f s", ended, wanted, tally.failed, spent_s)
+
+
 def measure(shape: Shape, target: Target, concurrency: int, repetition: int) -> tuple[Point, list[Record]]:
-    """Raises EOFError when a client process fails."""
+    """Raises EOFError when a client process fails, NoAnswer when the first requests all failed."""
+    warmup = shape.warmup_at(concurrency)
     load = load_of(shape, target, concurrency, repetition)
     before = phases.read_totals(target.url)
     found, records = shares.measured(
-        load, processes=-(-concurrency // _STREAMS_PER_CLIENT), warmup=shape.warmup_at(concurrency), pids={}
+        load,
+        processes=-(-concurrency // _STREAMS_PER_CLIENT),
+        warmup=warmup,
+        pids={},
+        on_progress=partial(_report, warmup + load.requests, time.monotonic()),
     )
     point = Point(
         concurrency=concurrency,

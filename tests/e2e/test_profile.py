@@ -80,6 +80,26 @@ def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(words: 
     assert told in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        (("--shape", "guide-001", "--model", "nope"), 1, "model 'nope' is not served at"),
+        (("--shape", "long.yaml"), 2, "shape long has 131000 + 100 tokens, model mock takes 131072 at most"),
+        (("--shape", "edge.yaml"), 1, "all failed (context_length_exceeded"),
+    ],
+)
+def test_profile_when_the_model_can_t_take_it_then_it_says_so_and_measures_nothing(
+    mock_cluster: Cluster, tmp_path: Path, words: tuple[str, ...], status: int, reason: str
+) -> None:
+    (tmp_path / "long.yaml").write_text("{name: long, isl: 131000, osl: 100, concurrency: [1], requests: 1}")
+    (tmp_path / "edge.yaml").write_text("{name: edge, isl: 131000, osl: 72, concurrency: [2], requests: 9}")
+    out = tmp_path / "out"
+    placed = [str(tmp_path / word) if word.endswith(".yaml") else word for word in words]
+    done = profile(*placed, "--url", mock_cluster.frontend.url(), "--out", str(out))
+    assert (done.returncode, reason in done.stderr.splitlines()[-1]) == (status, True), done.stderr
+    assert not out.exists()
+
+
 @pytest.mark.extra
 @pytest.mark.timeout(240)
 def test_report_when_a_browser_opens_it_then_no_error_and_no_outside_request(

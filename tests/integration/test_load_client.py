@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+
+import pytest
 
 from benchmarks import shares
 from benchmarks.client import Client, Load
@@ -169,6 +172,34 @@ async def test_run_when_cancelled_then_its_connections_are_closed() -> None:
         await asyncio.wait([running])
         client.aclose()
         await asyncio.wait_for(ended.wait(), SOON_S)
+
+
+async def test_measured_when_the_first_requests_all_fail_then_no_more_are_sent() -> None:
+    bodies: list[Any] = []
+    async with serving(refused, bodies) as url:
+        load = Load(url=url, model="m", requests=500, concurrency=4)
+        with pytest.raises(shares.NoAnswer, match=r"the first \d+ requests all failed \(overloaded \d+ times\)"):
+            await asyncio.to_thread(shares.measured, load, processes=2, warmup=2, pids={})
+    assert shares.HOPELESS <= len(bodies) < shares.HOPELESS + load.concurrency
+
+
+async def test_measured_when_it_runs_then_its_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "PROGRESS_S", 0.01)
+    reports, is_reported = [], threading.Event()
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        await asyncio.to_thread(is_reported.wait, SOON_S)
+        await chunked(*WHOLE)(writer)
+
+    def on_progress(tally: shares.Tally) -> None:
+        reports.append((tally.ok, tally.failed))
+        is_reported.set()
+
+    async with serving(answer) as url:
+        load = Load(url=url, model="m", requests=2, osl=2)
+        await asyncio.to_thread(shares.measured, load, processes=1, warmup=0, pids={}, on_progress=on_progress)
+    assert reports[0] == (0, 0)
+    assert all(ended in {(0, 0), (1, 0), (2, 0)} for ended in reports)
 
 
 async def test_measured_when_several_processes_share_a_load_then_all_of_it_is_sent() -> None:

@@ -70,6 +70,17 @@ def test_guides_when_read_then_their_numbers() -> None:
     }
 
 
+def test_warmup_when_there_are_fewer_requests_then_no_more_than_those() -> None:
+    assert Shape(name="s", isl=1, osl=1, concurrency=(4,), requests=16, warmup=1000).warmup_at(4) == 16
+    assert Shape(name="s", isl=1, osl=1, concurrency=(64,), requests=16).warmup_at(64) == 16
+
+
+def test_laptop_shape_when_read_then_the_demo_models_can_take_it() -> None:
+    shape = shape_of("laptop")
+    assert shape.isl + shape.osl < 8192 // 2
+    assert shape.requests * len(shape.concurrency) * shape.osl <= 2000  # ends within a minute
+
+
 def test_shape_when_in_a_file_then_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("{name: mine, isl: 7, osl: 3, concurrency: [1, 4]}")
