@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -124,6 +125,35 @@ def test_install_lines_when_read_then_none_takes_this_package_from_an_index() ->
     texts += [path for folder in ("dynamo_trtllm", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
     wrong = re.compile(r"""pip install (?:-\S+ )*['"]?dynamo[-_]trtllm""")
     assert [str(path.relative_to(ROOT)) for path in texts if wrong.search(path.read_text())] == []
+
+
+def activated(text: str) -> list[bool]:
+    """Return, for each command that needs our Python, whether the page has activated an environment by then."""
+    found, is_active = [], False
+    for block in re.findall(r"```(?:bash|sh)?\n(.*?)```", text, re.DOTALL):
+        for line in block.splitlines():
+            is_active = is_active or bool(re.search(r"source \.venv(-gpu)?/bin/activate", line))
+            if re.match(r" *(\w+=\S+ )*(python -m|etcd|nats-server)\b", line):
+                found.append(is_active)
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda path: path.stem)
+def test_page_when_its_commands_need_our_python_then_it_activates_an_environment_first(page: Path) -> None:
+    assert all(activated(page.read_text()))
+
+
+def test_extras_when_a_page_or_an_error_installs_them_then_there_are_such() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    texts = [ROOT / "README.md", *DOCS.glob("*.md"), *(ROOT / "dynamo_trtllm").rglob("*.py")]
+    named = [
+        name
+        for path in texts
+        for names in re.findall(r"pip install -e '\.\[([\w,]+)\]'|install_hint\([\"'](\w+)", path.read_text())
+        for name in "".join(names).split(",")
+    ]
+    assert len(named) > 5
+    assert set(named) <= set(extras)
 
 
 def launch_lines() -> list[tuple[str, str, str]]:

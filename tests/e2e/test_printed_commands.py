@@ -1,0 +1,118 @@
+"""The commands of README and getting-started, typed in the order of the page into a shell that knows nothing else.
+
+They run as printed but for ports, folders in /tmp and the size of the benchmark. What takes minutes, gigabytes or GPUs
+is asked for its help or its configuration instead.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.children.ports import free_ports
+
+ROOT = Path(__file__).parents[2]
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/getting-started.md")}
+END = "kill $(jobs -p)"
+SHORT = (
+    (r"^\./scripts/(demo|test)\b.*", r"./scripts/\1 --help"),
+    (r"^(MODEL_PATH=\S+ scripts/launch/\S+\.sh)\b.*", r"\1 --help"),
+    (r"^(python -m dynamo_trtllm --model-path .*)", r"\1 --print-config"),
+    (r"^python3 -m venv .*|^pip install .*", ""),
+)
+
+
+def blocks(page: str) -> list[str]:
+    """Return the shell blocks of a page in their order, every command on one line where it can be."""
+    found = re.findall(r"^( *)```bash\n(.*?)^ *```", PAGES[page], re.DOTALL | re.MULTILINE)
+    return [re.sub(rf"^{indent}", "", text, flags=re.MULTILINE).replace("\\\n", " ") for indent, text in found]
+
+
+def shortened(block: str) -> str:
+    for pattern, replacement in SHORT:
+        block = re.sub(pattern, replacement, block, flags=re.MULTILINE)
+    return block
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The repository's files beside the environment that the set-up makes; new files stay out of the repository."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for path in ROOT.iterdir():
+        if path.name not in (".git", ".venv", "benchmark-results"):
+            (folder / path.name).symlink_to(path)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+def typed(script: str, folder: Path, **environment: str) -> str:
+    """Run the lines in bash until one fails. Return all that they print."""
+    shell = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "TMPDIR": str(folder)}
+    with (folder / "output").open("w+b") as output:  # a pipe would stay open as long as what the shell has started
+        process = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", script],
+            cwd=folder,
+            env=shell | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=200)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            output.seek(0)
+            said = output.read().decode(errors="replace")
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.timeout(240)
+def test_commands_that_serve_when_typed_as_printed_then_they_answer(clone: Path) -> None:
+    readme, started = blocks("README.md"), blocks("docs/getting-started.md")
+    (by_hand,) = [block for block in readme if END in block]
+    (measure,) = [block for block in readme if "benchmarks.profile" in block]
+    (activate,) = [block for block in readme if block.startswith("source ")]
+    (ask,) = [block for block in started if "dynamo_trtllm.chat" in block]
+    serve, _, stop = by_hand.partition(END)
+    script = "\n".join(
+        [activate, serve, ask, measure.replace("--url", "--concurrency 1 --requests 1 --url"), END + stop]
+    )
+    first = free_ports(4)
+    http, etcd, peers, nats = range(first, first + 4)
+    client, peer = f"http://127.0.0.1:{etcd}", f"http://127.0.0.1:{peers}"
+    for printed, taken in (
+        ("8000", str(http)),
+        ("/tmp/", f"{clone}/"),
+        ("nats-server ", f"nats-server -p {nats} "),
+        (
+            "etcd --data",
+            f"etcd --listen-client-urls {client} --advertise-client-urls {client} --listen-peer-urls {peer} --data",
+        ),
+    ):
+        assert printed in script
+        script = script.replace(printed, taken)
+    said = typed(script, clone, ETCD_ENDPOINTS=client, NATS_SERVER=f"nats://127.0.0.1:{nats}")
+    assert said.count('"finish_reason":"stop"') == 2
+    assert '"status":"ready"' in said
+    assert "report: benchmark-results/laptop-" in said
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_need_no_server_when_typed_as_printed_then_they_end_well(page: str, clone: Path) -> None:
+    served = re.compile(r"curl|benchmarks\.profile")
+    others = [shortened(block) for block in blocks(page) if not served.search(block)]
+    said = typed("\n".join(["source .venv/bin/activate", *others]), clone)
+    assert "usage: scripts/demo" in said
+    assert "tensor_parallel_size" in said
