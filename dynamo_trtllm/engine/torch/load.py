@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import shutil
+import struct
 import tempfile
 import time
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from filelock import FileLock, Timeout
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, modeling_gguf_pytorch_utils
 from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as vendor_logging
 
@@ -30,6 +31,7 @@ from dynamo_trtllm.engine.torch.attention import NAME, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 
 _log = logging.getLogger(__name__)
+_CONVERSION_S = 600.0  # a GGUF file of 90 MB takes 25 s on two cores
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -133,15 +135,43 @@ def _folder(path: Path) -> Path:
 
 
 def _converted(gguf: Path) -> Path:
-    """The folder in the cache that holds this GGUF file as safetensors; made at first use, put in place at once."""
+    """Return the folder in the cache that holds this GGUF file as safetensors, made at first use.
+
+    One process converts; others that need the same file wait for it. The lock ends with the process that holds it.
+    Raises ConfigError as `load`, EngineFailed when another process does not finish in time.
+    """
     stat = gguf.stat()
     key = hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     target = Path.home() / ".cache" / "dynamo_trtllm" / "models" / f"{gguf.stem}-{key}"
     if (target / "config.json").is_file():
         return target
-    _log.info("converting %s (%d MB) into %s, once", gguf.name, stat.st_size >> 20, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(target.with_name(f".{target.name}.lock"))
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            _log.info("waiting for another process that converts %s", gguf.name)
+            lock.acquire(timeout=_CONVERSION_S)
+        try:
+            if not (target / "config.json").is_file():
+                _convert(gguf, target)
+        finally:
+            lock.release()
+    except Timeout as exc:
+        raise EngineFailed(
+            f"another process has not finished converting {gguf} after {_CONVERSION_S:g} s: end it, and start this "
+            "worker again"
+        ) from exc
+    except OSError as exc:
+        raise ConfigError(f"{gguf} can't be converted into {target.parent}: {exc}", field="model_path") from exc
+    return target
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    """Write the folder beside its place, and move it there when it is whole."""
+    _log.info("converting %s (%d MB) into %s, once; half a minute", gguf.name, gguf.stat().st_size >> 20, target)
     began = time.monotonic()
-    target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         made = Path(scratch) / "model"
         try:
@@ -151,23 +181,20 @@ def _converted(gguf: Path) -> Path:
             raise ConfigError(
                 "reading .gguf files needs the package gguf: pip install gguf", field="model_path"
             ) from exc
-        except (OSError, ValueError, KeyError, RuntimeError) as exc:
+        except (ValueError, KeyError, RuntimeError, struct.error) as exc:
             raise ConfigError(f"{gguf} can't be converted: {exc}", field="model_path") from exc
-        try:
-            made.rename(target)
-        except OSError:
-            if not (target / "config.json").is_file():  # another worker was first, or the move failed
-                shutil.rmtree(target, ignore_errors=True)
-                made.rename(target)
+        shutil.rmtree(target, ignore_errors=True)  # what an interrupted removal left
+        made.rename(target)
     _log.info("converted %s in %.1f s", gguf.name, time.monotonic() - began)
-    return target
 
 
 def _read_gguf(gguf: Path) -> Any:
     """What from_pretrained(gguf_file=...) does, which refuses to without the package accelerate (transformers 5.23)."""
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    weights = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
+    modeling_gguf_pytorch_utils.tqdm = vendor_logging.tqdm  # its own bar would show whatever the verbosity is
+    read = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    weights = read(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
     found = model.load_state_dict(weights["tensors"], strict=False)
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
     if missing := set(found.missing_keys) - tied:
