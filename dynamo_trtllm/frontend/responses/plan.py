@@ -10,7 +10,7 @@ from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import CallMode, Options, ToolChoice
 from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_conversation
 from dynamo_trtllm.frontend.responses.items import Item, messages_of
-from dynamo_trtllm.messages import Conversation, Message, Tool
+from dynamo_trtllm.messages import Conversation, Message, ModelCard, Tool
 from dynamo_trtllm.openai.responses import AllowedTools, NamedTool, ResponseRequest
 
 _NAMES = {
@@ -30,7 +30,7 @@ class TurnPlan(Plan):
 
 def prepare_turn(body: ResponseRequest, items: Sequence[Item], served: ServedModel, identity: Identity) -> TurnPlan:
     """Raises as `prepare_chat`, in the words of this API."""
-    plan = prepare_conversation(_conversation(body, items), _options(body), served, identity)
+    plan = prepare_conversation(_conversation(body, items), _options(body, served.card), served, identity)
     return TurnPlan(choices=plan.choices, items=tuple(items))
 
 
@@ -46,9 +46,9 @@ def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
     )
 
 
-def _options(body: ResponseRequest) -> Options:
+def _options(body: ResponseRequest, card: ModelCard) -> Options:
     return Options(
-        sampling=sampling_of(body, body.output_tokens, body.logprobs),
+        sampling=sampling_of(body, card, body.output_tokens, body.logprobs),
         stop=tuple(body.stop),
         tool_choice=_tool_choice(body),
         strict_tools=frozenset(tool.name for tool in body.tools if tool.strict),

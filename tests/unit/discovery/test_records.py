@@ -18,7 +18,7 @@ from dynamo_trtllm.discovery.records import (
     written,
 )
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import WIRE_VERSION, Instance, Limits, Role
+from dynamo_trtllm.messages import WIRE_VERSION, Instance, Limits, Role, SamplingDefaults
 from tests.instances import CARD, LAYOUT, make_instance
 
 ONE = make_instance(1)
@@ -160,6 +160,9 @@ def test_record_when_a_name_in_it_would_break_subjects_or_logs_then_rejected(nam
         (with_card(tool_call_parser="a\x00"), "card.tool_call_parser is"),
         (with_card(refuses=("x",) * 257), "card.refuses has 257 entries"),
         (with_card(refuses=("\n",)), "a name in card.refuses"),
+        (with_card(sampling_defaults=SamplingDefaults(temperature=3.0)), "$.card.sampling_defaults.temperature"),
+        (with_card(sampling_defaults=SamplingDefaults(top_k=-2)), "$.card.sampling_defaults.top_k"),
+        (with_card(sampling_defaults=SamplingDefaults(min_p=float("nan"))), "$.card.sampling_defaults.min_p"),
         (with_card(files={"a/b": SHA256}), "file name 'a/b' must be a plain name"),
         (with_card(files={"a\\b": SHA256}), "must be a plain name"),
         (with_card(files={"..": SHA256}), "file name '..' must be a plain name"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
@@ -11,7 +12,7 @@ from dynamo_trtllm.frontend import preprocess
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import Options
 from dynamo_trtllm.frontend.preprocess import prepare_conversation
-from dynamo_trtllm.messages import Conversation, Message, Sampling
+from dynamo_trtllm.messages import Conversation, Message, Sampling, SamplingDefaults
 from tests.unit.frontend.planning import IDENTITY, TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
 
 # --- choices -------------------------------------------------------------------------------------------
@@ -81,6 +82,19 @@ def test_temperature_when_logits_can_not_be_divided_by_it_then_greedy(
 ) -> None:
     (choice,) = chat(harmony, temperature=asked).choices
     assert choice.request.sampling.temperature == taken
+
+
+@pytest.mark.parametrize("make", [chat, text])
+def test_sampling_defaults_of_the_model_then_they_count_for_what_the_request_leaves_out(
+    harmony: ServedModel, make: Any
+) -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_k=-1, top_p=0.9, repetition_penalty=1.1)
+    served = ServedModel(msgspec.structs.replace(harmony.card, sampling_defaults=defaults), harmony.renderer)
+    (choice,) = make(served, top_p=1.0, temperature=None).choices
+    found = choice.request.sampling
+    assert (found.temperature, found.top_k, found.top_p, found.repetition_penalty) == (0.6, 0, 1.0, 1.1)
+    (choice,) = make(served, temperature=1, repetition_penalty=1.0).choices
+    assert (choice.request.sampling.temperature, choice.request.sampling.repetition_penalty) == (1.0, 1.0)
 
 
 def test_all_sampling_fields_then_they_reach_the_engine(harmony: ServedModel) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.messages import Chunk, FinishReason
+from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.messages import Chunk, FinishReason, SamplingDefaults
 from tests.unit.frontend.responses_client import EVENT, PATH, TOOL, ask, body, check_error, check_unknown, events, made
-from tests.unit.frontend.scripted import CALL, CONTENT, HALF, REASONING, chunk, front, stop
+from tests.unit.frontend.scripted import CALL, CARD, CONTENT, HALF, MODEL, REASONING, chunk, front, stop
 
 ANSWERS: dict[str, list[Chunk]] = {
     "content": [chunk("Hel"), chunk(ids=[HALF]), chunk("lo"), stop()],
@@ -149,6 +151,15 @@ async def test_answer_then_what_was_asked_is_echoed() -> None:
     response = await made(front(stop("x")), reasoning={"effort": "low"}, **asked)
     assert {name: response[name] for name in asked} == asked
     assert response["reasoning"]["effort"] == "low"
+
+
+async def test_answer_when_the_model_has_sampling_defaults_then_they_are_echoed() -> None:
+    served = front(stop("x"))
+    defaults = SamplingDefaults(temperature=0.5, top_p=0.75)
+    card = msgspec.structs.replace(CARD, sampling_defaults=defaults)
+    served.catalog.served[MODEL] = ServedModel(card, served.catalog.renderer)
+    response = await made(served, top_p=1.0)
+    assert (response["temperature"], response["top_p"]) == (0.5, 1.0)
 
 
 async def test_stats_when_asked_for_then_on_the_response() -> None:

@@ -1,14 +1,46 @@
-"""The parsers that a worker puts on its model's card: what its flags say, or what the model's format brings."""
+"""What a worker's flags and its model's files put on the model's card: parsers, and how the model is sampled."""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Collection
 from pathlib import Path
 
+import msgspec
+
+from dynamo_trtllm import bundled
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.checkpoint import CONFIG, renderer_of
+from dynamo_trtllm.engine.checkpoint import CONFIG, read_sampling_defaults, renderer_of
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import SamplingDefaults
 from dynamo_trtllm.render.formats import PARSERS
+
+_log = logging.getLogger(__name__)
+
+
+def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
+    """Return what --generation-config asks for. Reads a file.
+
+    Args:
+        config: with `model_path` set to the model's folder.
+        model: what the user gave as --model-path, which may be the name of a bundled model.
+
+    Raises ConfigError for a value that can't be.
+    """
+    if config.generation_config == "none" or config.engine == "mock":  # the mock engine makes no choices
+        return SamplingDefaults()
+    return bundled.sampling_defaults(model) or read_sampling_defaults(Path(config.model_path))
+
+
+def without_refused(defaults: SamplingDefaults, refuses: Collection[str]) -> SamplingDefaults:
+    """Return the defaults that the engine supports: another one would make each request fail. Logs what is dropped."""
+    dropped = [name for name in defaults.given() if name in refuses]
+    if dropped:
+        _log.warning(
+            "%s of the model's generation config is not applied: this engine does not support it", ", ".join(dropped)
+        )
+    return msgspec.structs.replace(defaults, **dict.fromkeys(dropped))
 
 
 def check_flags(config: WorkerConfig) -> None:

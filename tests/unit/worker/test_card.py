@@ -1,4 +1,5 @@
-"""Parser flags: what a model's format brings is meant without a flag, what it does not have is refused by name."""
+"""Parser flags: what a model's format brings is meant without a flag, what it does not have is refused by name.
+Sampling defaults: read from the model's generation config, unless a flag says otherwise."""
 
 import json
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.worker.parsers import check_flags, parsers
+from dynamo_trtllm.messages import SamplingDefaults
+from dynamo_trtllm.worker.card import check_flags, parsers, sampling_defaults, without_refused
 
 
 @pytest.mark.parametrize(
@@ -70,3 +72,48 @@ def test_check_flags_when_the_folder_tells_nothing_against_it_then_it_passes(
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     check_flags(WorkerConfig(model_path=str(tmp_path), dyn_reasoning_parser="basic"))
+
+
+@pytest.mark.parametrize(
+    ("generation", "flags", "expected"),
+    [
+        (
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1.05, "eos_token_id": 2},
+            {},
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05},
+        ),
+        ({"do_sample": True, "bos_token_id": 1}, {}, {}),
+        (None, {}, {}),
+        ({"temperature": 0.6}, {"generation_config": "none"}, {}),
+        ({"temperature": "hot"}, {"generation_config": "none"}, {}),
+        ({"temperature": 0.6}, {"engine": "mock"}, {}),
+    ],
+    ids=str,
+)
+def test_sampling_defaults_when_the_model_has_a_generation_config_then_its_sampling_counts(
+    tmp_path: Path, generation: Any, flags: Any, expected: dict[str, float]
+) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    found = sampling_defaults(WorkerConfig(model_path=str(tmp_path), **flags), str(tmp_path))
+    assert found.given() == expected
+
+
+def test_sampling_defaults_when_the_model_is_smollm2_then_they_are_bundled(tmp_path: Path) -> None:
+    found = sampling_defaults(WorkerConfig(model_path=str(tmp_path)), "smollm2")
+    assert found.given() == {"temperature": 0.2, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("value", ["hot", -1, 2.5, [1], True])
+def test_sampling_defaults_when_a_value_cant_be_then_file_field_and_flag_are_named(tmp_path: Path, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: .*temperature.*--generation-config none"):
+        sampling_defaults(WorkerConfig(model_path=str(tmp_path)), str(tmp_path))
+
+
+def test_without_refused_when_the_engine_cant_do_a_default_then_it_is_dropped_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    defaults = SamplingDefaults(temperature=0.6, min_p=0.1)
+    assert without_refused(defaults, ("min_p", "seed")).given() == {"temperature": 0.6}
+    assert "min_p of the model's generation config is not applied" in caplog.text
