@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
+_PROMPTS = {"smollm2": "What is the capital of France?"}  # of models that can't answer the guides' question
 MAX_TOKENS = 200
 _PATH = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 120.0
@@ -23,9 +24,9 @@ class DemoFailed(Exception):
 
 
 def body(model: str) -> dict[str, Any]:
-    """The request of the guides."""
-    message = {"role": "user", "content": PROMPT}
-    return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS}
+    """Return the request of the guides, with a question that the model can answer, and greedy: equal each time."""
+    message = {"role": "user", "content": _PROMPTS.get(model, PROMPT)}
+    return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS, "temperature": 0}
 
 
 def ask(frontend: str, model: str, given_up: threading.Event) -> dict[str, Any]:
@@ -70,14 +71,21 @@ def _request(frontend: str, method: str, path: str, content: bytes | None) -> tu
         connection.close()
 
 
-def report(answer: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """Lines for people. `names`: instance ids in hexadecimal to the names of the launcher."""
+def report(answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, is_mock: bool = False) -> str:
+    """Return lines for people.
+
+    Args:
+        names: instance ids in hexadecimal to the names of the launcher.
+        is_mock: the answer is the mock engine's, which has no model.
+    """
     message = answer["choices"][0]["message"]
     stats = answer["dynamo_trtllm"]
-    lines = ["", f"question:   {PROMPT}"]
+    lines = ["", f"question:   {_PROMPTS.get(model, PROMPT)}"]
     if message.get("reasoning_content"):
         lines.append(f"reasoning:  {_one_line(message['reasoning_content'])}")
     lines.append(f"answer:     {_one_line(message.get('content') or '(none)')}")
+    if is_mock:
+        lines.append("            (random text: the mock engine has no model. It shows routing and transfers only.)")
     lines.append(f"prefill by: {_who(stats['prefill_instance'], names)}")
     lines.append(f"decode by:  {_who(stats['decode_instance'], names)}")
     lines.append(f"KV moved:   {stats['kv_bytes']:,} bytes over {stats['transport'] or 'nothing'}")

@@ -65,14 +65,15 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, supervisor.stop)
 
-    is_done = False
+    is_done, is_mock = False, any(spec.engine == "mock" for spec in specs)
 
     async def on_ready(serving: Serving) -> bool:
         nonlocal is_done
         where = "" if serving.frontend is None else f" at http://{serving.frontend}"
         console.say(f"all processes serve{where}" + ("" if config.once else "; Ctrl-C stops them"))
         if config.demo and serving.frontend is not None:
-            console.say(await _demonstrate(serving.frontend, model_names(deployment)[0], serving.names))
+            model = model_names(deployment)[0]
+            console.say(await _demonstrate(serving.frontend, model, serving.names, is_mock=is_mock))
         is_done = True
         return config.once
 
@@ -90,7 +91,7 @@ def _check(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
         raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
 
 
-async def _demonstrate(frontend: str, model: str, names: Mapping[str, str]) -> str:
+async def _demonstrate(frontend: str, model: str, names: Mapping[str, str], *, is_mock: bool = False) -> str:
     given_up = threading.Event()
     try:
         answer = await asyncio.to_thread(demo.ask, frontend, model, given_up)
@@ -98,4 +99,4 @@ async def _demonstrate(frontend: str, model: str, names: Mapping[str, str]) -> s
         raise GivenUp(str(exc)) from exc
     finally:
         given_up.set()  # stopped: this process waits for the thread
-    return demo.report(answer, names) + "\n" + demo.next_step(frontend, model)
+    return demo.report(answer, model, names, is_mock=is_mock) + "\n" + demo.next_step(frontend, model)

@@ -31,7 +31,7 @@ def answer(**stats):
 
 
 def test_report_when_answer_came_then_all_that_happened_is_named():
-    text = demo.report(answer(), {"a1": "prefill", "b2": "decode-2"})
+    text = demo.report(answer(), "m", {"a1": "prefill", "b2": "decode-2"})
     for part in ("Think.", "Two lines.", "prefill (instance a1)", "decode-2 (instance b2)", "12,345 bytes over tcp"):
         assert part in text
     assert "250 ms" in text
@@ -40,10 +40,22 @@ def test_report_when_answer_came_then_all_that_happened_is_named():
 
 
 def test_report_when_nobody_prefilled_and_no_rate_is_known_then_it_says_so():
-    text = demo.report(answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), {})
+    text = demo.report(answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {})
     assert "prefill by: nobody" in text
     assert "tokens/s" not in text
     assert "a worker of another launcher (instance c3)" in text
+
+
+def test_report_when_the_engine_is_a_mock_then_it_says_that_the_text_is_random():
+    assert "random" in demo.report(answer(), "m", {}, is_mock=True)
+    assert "random" not in demo.report(answer(), "m", {})
+
+
+@pytest.mark.parametrize(("model", "question"), [("smollm2", "What is the capital of France?"), ("m", demo.PROMPT)])
+def test_question_then_the_model_can_answer_it_and_the_answer_is_the_same_each_time(model, question):
+    sent = demo.body(model)
+    assert (sent["temperature"], sent["messages"][0]["content"]) == (0, question)
+    assert f"question:   {question}" in demo.report(answer(), model, {})
 
 
 def test_next_step_when_pasted_then_it_is_the_request_of_the_guides_streaming():
