@@ -12,6 +12,7 @@ from dynamo_trtllm.openai.chat import AssistantMessage, ChatMessage, ChatRequest
 from dynamo_trtllm.openai.sampling import SamplingFields
 
 _EFFORT = "reasoning_effort"
+_TEMPLATE_ARGS = "chat_template_args"
 _ABRIDGED_CHARS = 16
 
 
@@ -40,7 +41,16 @@ def chat_options(body: ChatRequest, card: ModelCard) -> Options:
         json_schema=body.json_schema,
         cache_salt=body.salt,
         effort_given=body.effort is not None,
+        names=_names(body),
     )
+
+
+def _names(body: ChatRequest) -> dict[str, str]:
+    """Return the paths of the template's arguments as they were sent, by the names that they have here."""
+    names = {f"{_TEMPLATE_ARGS}.{name}": body.template_arg_path(name) for name in body.template_args}
+    if body.reasoning_effort is None and _EFFORT in body.template_args:
+        names[_EFFORT] = body.template_arg_path(_EFFORT)
+    return names
 
 
 def sampling_of(body: SamplingFields, card: ModelCard, max_tokens: int | None, logprobs: int | None) -> Sampling:
@@ -88,7 +98,7 @@ def rendered(conversation: Conversation, served: ServedModel, options: Options) 
         refuse(options.name("tools"), card, "its chat template shows no tools")
     for name in conversation.template_args:
         if name not in known:
-            refuse(f"chat_template_args.{name}", card, "its prompt format does not know it")
+            refuse(options.name(f"{_TEMPLATE_ARGS}.{name}"), card, "its prompt format does not know it")
     conversation = msgspec.structs.replace(
         conversation, messages=_without_implied(conversation.messages, card, options)
     )

@@ -278,13 +278,18 @@ class ChatRequest(SamplingFields):
                 invalid(f"and chat_template_kwargs give {shown(name)} two values", field="chat_template_args")
         effort = self.template_args.get("reasoning_effort")
         if effort is not None and effort not in get_args(Effort):
-            invalid(f"reasoning_effort must be one of {', '.join(get_args(Effort))}", field="chat_template_args")
+            invalid(f"must be one of {', '.join(get_args(Effort))}", self.template_arg_path("reasoning_effort"))
         if effort is not None and self.reasoning_effort not in (None, effort):
-            invalid("differs from the reasoning_effort of chat_template_args; send one of them", "reasoning_effort")
+            other = self.template_arg_path("reasoning_effort")
+            invalid(f"differs from {other}; send one of them", "reasoning_effort")
 
     @property
     def template_args(self) -> dict[str, Any]:
         return self.chat_template_args | self.chat_template_kwargs
+
+    def template_arg_path(self, name: str) -> str:
+        """Return the path of a template argument as the client sent it, for errors."""
+        return f"chat_template_{'args' if name in self.chat_template_args else 'kwargs'}.{name}"
 
     @property
     def effort(self) -> str | None:

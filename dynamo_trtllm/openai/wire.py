@@ -102,7 +102,7 @@ class Wire(BaseModel):
         elif name in cls.refused or name in cls.no_ops:
             reason = "is not supported; leave it out"
         else:
-            near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.6) if len(name) <= _SHOWN else ()
+            near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.8) if len(name) <= _SHOWN else ()
             reason = "is not a known field" + (f"; did you mean {near[0]!r}?" if near else "; leave it out")
         unsupported(reason, field=name)
 

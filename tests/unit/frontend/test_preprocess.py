@@ -157,7 +157,8 @@ def test_no_max_tokens_then_chat_takes_the_rest_of_the_context_and_completions_s
         ({"max_tokens": 2000}, "max_tokens"),
         ({"messages": [{"role": "user", "content": "word " * 2000}]}, "messages"),
         ({"reasoning_effort": "xhigh"}, "reasoning_effort"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_args.enable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+        ({"chat_template_args": {"enable_thinking": False}}, "chat_template_args.enable_thinking"),
     ],
 )
 def test_value_that_does_not_fit_the_model_then_named(harmony: ServedModel, fields: Any, param: str) -> None:
@@ -238,6 +239,7 @@ def test_chat_template_then_developer_is_system_and_what_it_ignores_is_refused(m
     for fields, param in (
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"chat_template_args": {"mood": "good"}}, "chat_template_args.mood"),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "chat_template_kwargs.reasoning_effort"),
         ({"messages": [{"role": "user", "name": "alice", "content": "hi"}]}, "messages[0].name"),
     ):
         with pytest.raises(UnsupportedParameter) as refused:

@@ -106,8 +106,12 @@ def test_field_with_values_that_are_taken_then_the_error_names_all_of_them(field
             "response_format.json_schema is required with type 'json_schema'",
         ),
         ({"cache_salt": ""}, "cache_salt must have at least 1 character"),
-        ({"chat_template_args": {"reasoning_effort": 1}}, "chat_template_args reasoning_effort must be"),
-        ({"reasoning_effort": "low", "chat_template_args": {"reasoning_effort": "high"}}, "reasoning_effort differs"),
+        ({"chat_template_args": {"reasoning_effort": 1}}, "chat_template_args.reasoning_effort must be"),
+        ({"chat_template_kwargs": {"reasoning_effort": 1}}, "chat_template_kwargs.reasoning_effort must be"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "reasoning_effort differs from chat_template_kwargs.reasoning_effort",
+        ),
     ],
 )
 def test_invalid_value_then_a_message_to_act_on(fields: dict[str, Any], message: str) -> None:
@@ -125,6 +129,12 @@ def test_unknown_role_then_the_known_ones_are_listed() -> None:
 def test_misspelled_field_then_the_nearest_name_is_offered() -> None:
     with pytest.raises(UnsupportedParameter, match="did you mean 'max_tokens'"):
         chat(max_token=3)
+
+
+@pytest.mark.parametrize("name", ["return_token_ids", "truncate_prompt_tokens", "prompt_logprobs"])
+def test_unknown_field_then_no_unlike_name_is_offered(name: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=f"^{name} is not a known field; leave it out$"):
+        chat(**{name: 1})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"a":}', b'{"a":NaN}', b'"\xff"', b"[" * 5000])
