@@ -36,15 +36,18 @@ class Generation(Generic[B]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics, engine_id = self._edge.metrics, _engine_id(scope)
         wants_stats = header(scope, b"x-dynamo-stats") == "1"
-        record = Record(metrics, self._dialect.endpoint, engine_id, wants_stats=wants_stats)
-        run = Run(self._dialect, self._edge, Reply(send, scope.get("state", {}).get(WRITER)), record)
+        record = Record(
+            metrics, self._dialect.endpoint, engine_id, path=str(scope.get("path", "")), wants_stats=wants_stats
+        )
+        reply = Reply(send, scope.get("state", {}).get(WRITER))
+        run = Run(self._dialect, self._edge, reply, record)
         metrics.request_started()
         ending: str | DynamoError = "cancelled"
         try:
             ending = await self._answered(run, scope, receive, engine_id)
         finally:
             run.leave()
-            record.write(ending)
+            record.write(ending, reply.status)
 
     async def _answered(self, run: Run[B], scope: Scope, receive: Receive, engine_id: str) -> str | DynamoError:
         """Answers whatever happens, and says how it ended: "ok", "cancelled", or the error."""

@@ -114,6 +114,7 @@ class Reply:
         self._send = send
         self.writer = writer
         self.started = False
+        self.status = 0  # of HTTP, once it was sent
         self.ended = False
         self.deadline = 0.0  # seconds since the epoch; until then the client may take its time
 
@@ -142,7 +143,7 @@ class Reply:
             await self.json(told.status, told.body, told.headers)
 
     async def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
-        self.started = True
+        self.started, self.status = True, status
         pairs = [*first.items(), *(more or {}).items()]
         headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
         await self._pass({"type": "http.response.start", "status": status, "headers": headers})

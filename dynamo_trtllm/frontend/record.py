@@ -15,8 +15,11 @@ from dynamo_trtllm.frontend.postprocess import Output, Piece, Usage
 from dynamo_trtllm.frontend.preprocess import Plan
 from dynamo_trtllm.messages import LegStats
 from dynamo_trtllm.observe.metrics import FrontendMetrics
+from dynamo_trtllm.sanitize import shorten
 
 log = logging.getLogger(__name__)
+
+_MESSAGE_CHARS = 300  # of an error, in the log line
 
 
 @dataclass(slots=True)
@@ -50,12 +53,16 @@ class Course:
 class Record:
     """One per exchange. Times are from its making on. Costs a clock reading per piece."""
 
-    def __init__(self, metrics: FrontendMetrics, endpoint: str, request_id: str, *, wants_stats: bool) -> None:
+    def __init__(
+        self, metrics: FrontendMetrics, endpoint: str, request_id: str, *, path: str, wants_stats: bool
+    ) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
         self._wants_stats = wants_stats
         self._begun_s = time.monotonic()
         self._request_id = request_id
+        self._path = path
+        self.answer_id = ""  # as the client sees it in the answer, once it has one
         self._model = ""
         self._candidates = 1
         self._queued_s = 0.0
@@ -146,8 +153,13 @@ class Record:
             },
         }
 
-    def write(self, ending: str | DynamoError) -> None:
-        """Metrics and the log line, at the end. `ending`: "ok", "cancelled" or the error."""
+    def write(self, ending: str | DynamoError, status: int) -> None:
+        """Write metrics and the log line, at the end.
+
+        Args:
+            ending: "ok", "cancelled" or the error.
+            status: of the HTTP answer; 0 when none was begun.
+        """
         code = ending if isinstance(ending, str) else ending.code
         seconds = time.monotonic() - self._begun_s
         metrics = self._metrics
@@ -162,22 +174,27 @@ class Record:
             for leg in (course.trace.prefill_stats, course.trace.decode_stats):
                 if leg is not None:
                     metrics.observe_leg(model=self._model, stats=leg)
+        log.info("request %s %s", self._request_id, self._summary(ending, status, usage))
+
+    def _summary(self, ending: str | DynamoError, status: int, usage: Usage) -> str:
+        """Return what is known of the exchange, as name=value; what is not known or nothing is left out."""
         first_s, rate = self._first_s(), _tokens_per_s(self.courses)
-        log.info(
-            "request %s model=%s prefill=%s decode=%s isl=%d osl=%d cached_tokens=%d queued=%.4fs ttft=%s tpot=%s "
-            "finish=%s",
-            self._request_id,
-            self._model or "-",
-            self._prefills() or "-",
-            self._decodes() or "-",
-            usage.prompt_tokens,
-            usage.completion_tokens,
-            usage.cached_tokens,
-            self._queued_s,
-            f"{first_s - self._begun_s:.4f}s" if first_s is not None else "-",
-            f"{len(self.courses) / rate:.4f}s" if rate else "-",
-            (self._finishes() or "ok") if ending == "ok" else _why(ending),
-        )
+        known = {
+            "status": status,
+            "path": self._path,
+            "id": self.answer_id,
+            "model": self._model,
+            "prefill": self._prefills(),
+            "decode": self._decodes(),
+            "isl": usage.prompt_tokens,
+            "osl": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "queued": _seconds(self._queued_s),
+            "ttft": _seconds(first_s - self._begun_s) if first_s is not None else None,
+            "tpot": _seconds(len(self.courses) / rate) if rate else None,
+            "finish": (self._finishes() or "ok") if ending == "ok" else _why(ending),
+        }
+        return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
     def _first_s(self) -> float | None:
         return min((course.first_s for course in self.courses if course.first_s is not None), default=None)
@@ -193,12 +210,16 @@ class Record:
 
 
 def _why(ending: str | DynamoError) -> str:
-    """For the log. Of a wrong request the field only: the message may quote what the client wrote."""
+    """Return the error's code, its field and the beginning of its message, which may quote the client."""
     if isinstance(ending, str):
         return ending
-    if isinstance(ending, RequestError):
-        return f"{ending.code} param={ending.field}" if ending.field else ending.code
-    return f"{ending.code}: {ending.message}"
+    param = f" param={ending.field}" if isinstance(ending, RequestError) and ending.field else ""
+    return f"{ending.code}{param}: {shorten(ending.message, _MESSAGE_CHARS)}"
+
+
+def _seconds(value: float) -> str | None:
+    """Return the time in seconds, None when it is shorter than is shown."""
+    return f"{value:.4f}s" if value >= 0.0001 else None
 
 
 def _joined(instances: Iterable[int | None]) -> str | None:

@@ -122,7 +122,7 @@ class Run(Generic[B]):
             self._drop_body()
         self._record.planned(plan)
         await self._turn(len(plan.choices), deadline)
-        answer_id = dialect.id_prefix + secrets.token_hex(16)
+        answer_id = self._record.answer_id = dialect.id_prefix + secrets.token_hex(16)
         heading = Heading(id=answer_id, model=body.model, created=int(time.time()), client=client)
         return Job(heading=heading, body=body, plan=plan)
 

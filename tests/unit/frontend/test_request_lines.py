@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -37,10 +38,21 @@ async def test_same_request_id_twice_then_engine_ids_differ_and_the_client_sees_
 
 async def test_finished_request_then_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
-    await asked(front(chunk("a"), stop()))
+    response = await asked(front(chunk("a"), stop()))
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
+    assert f"status=200 path=/v1/chat/completions id={response.json()['id']} model={MODEL} " in line
     assert "prefill=ab decode=cd isl=2 osl=2 cached_tokens=2" in line
     assert line.endswith("finish=stop")
+
+
+async def test_streamed_request_then_its_log_line_has_the_id_that_the_client_got(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="dynamo_trtllm")
+    response = await asked(front(chunk("a"), stop()), stream=True)
+    first = json.loads(response.text.split("\n")[0].removeprefix("data: "))
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
+    assert f" id={first['id']} " in line
 
 
 @pytest.mark.parametrize("request_id", ["job-7", None, "a/b"])
@@ -62,13 +74,25 @@ async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
     assert retried[3] == finished[3] == given
 
 
-async def test_refused_request_then_its_log_line_has_the_field(caplog: pytest.LogCaptureFixture) -> None:
+async def test_refused_request_then_its_log_line_says_why_and_has_no_empty_fields(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     caplog.set_level("INFO", logger="dynamo_trtllm")
     response = await asked(front(), NAMED, max_tokens=0)
     check_error(response, 400, "invalid_request", "max_tokens")
     (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
-    assert line.startswith("request job-7-")
-    assert line.endswith("finish=invalid_request param=max_tokens")
+    reason = response.json()["error"]["message"]
+    head, line = line.split(" ", 2)[1:]
+    assert head.startswith("job-7-")
+    assert line == f"status=400 path=/v1/chat/completions finish=invalid_request param=max_tokens: {reason}"
+
+
+async def test_refused_request_when_it_is_large_then_its_log_line_is_short(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="dynamo_trtllm")
+    await asked(front(), model="x\n" * 5000)
+    (line,) = [record.getMessage() for record in caplog.records if record.name.endswith("record")]
+    assert " status=4" in line
+    assert len(line) < 500
 
 
 async def test_request_that_nobody_could_serve_then_its_log_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
