@@ -224,7 +224,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One live worker as discovery knows it."""
 
-    id: int  # 63 bits, unique in the cluster
+    id: int  # up to 63 bits, unique in the cluster; hexadecimal wherever it is shown
     namespace: str
     component: str
     endpoint: str

@@ -133,7 +133,7 @@ OPERATIONS: Final = (
         id="modelReady",
         about="Whether the model can be served now; what is missing if not.",
         answer="Ready",
-        errors=frozenset({404}),  # an id with a line end is no path
+        errors=frozenset({404}),
         otherwise=((503, "Ready"),),
     ),
     Operation(

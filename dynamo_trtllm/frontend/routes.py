@@ -53,19 +53,25 @@ class Answers:
         return json_response(model_list([model_object(card, self._created) for card in cards]))
 
     async def model(self, request: Request) -> Response:
+        """Answer with one model; without a name, as `/v1/models/` is, with all."""
+        name = request.path_params["name"]
+        if not name:
+            return await self.models(request)
         try:
-            served = self._models.get(request.path_params["name"])
+            served = self._models.get(name)
         except (ModelNotFound, EngineNotReady) as error:
             return _told(error)
         return json_response(model_object(served.card, self._created))
 
     async def ready(self, request: Request) -> Response:
-        """200 when the model can be served now, 503 with what is missing when not, unknown models included."""
+        """Answer 200 when the model can be served now, 503 with the reason when not, 404 for an unknown model."""
         name = request.path_params["name"]
         try:
             self._models.get(name)
             lacking = self._models.lacking(name)
-        except (ModelNotFound, EngineNotReady) as error:
+        except ModelNotFound as error:
+            return _told(error)
+        except EngineNotReady as error:
             return _not_ready(name, error.message)
         if lacking:
             return _not_ready(name, lacking)
@@ -132,6 +138,10 @@ def _instance(instance: Instance) -> dict[str, Any]:
         "component": instance.component,
         "endpoint": instance.endpoint,
         "namespace": instance.namespace,
-        "instance_id": instance.id,
+        "instance_id": instance.id,  # a number, as Dynamo's /health has it
+        "id": f"{instance.id:x}",  # as logs, headers and `pairs` show it
+        "role": instance.role,
+        "model": instance.card.name,
+        "engine": instance.engine,
         "transport": {"nats_tcp": instance.subject},
     }

@@ -88,6 +88,10 @@ _BASICS: dict[str, Schema] = {
                         "endpoint": TEXT,
                         "namespace": TEXT,
                         "instance_id": COUNT,
+                        "id": TEXT | {"description": "The same in hexadecimal, as in logs, headers and pairs."},
+                        "role": TEXT,
+                        "model": TEXT,
+                        "engine": TEXT,
                         "transport": _obj({"nats_tcp": TEXT}),
                     }
                 )

@@ -48,6 +48,7 @@ _CHECK_EVERY_S = 2.0  # engines are asked, they do not tell: how soon a dead eng
 # So long an engine thread that comes back from its GPU may wait for the GIL while the loop has work. With Python's own
 # 5 ms the worst of a hundred steps waited just that.
 SWITCH_S = 0.0005
+_ID_BITS = 53  # `/health` shows ids as JSON numbers, of which JavaScript and jq keep this many bits
 _FILES = 8192  # open at once: one per KV transfer, and about 128 for everything else
 _COMPONENTS = {Role.PREFILL: "prefill", Role.DECODE: "tensorrt_llm", Role.AGGREGATED: "tensorrt_llm"}
 _VLLM_COMPONENTS = {**_COMPONENTS, Role.DECODE: "backend", Role.AGGREGATED: "backend"}  # as Dynamo's vLLM workers
@@ -115,7 +116,7 @@ class Worker:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
-        self.instance_id = secrets.randbits(63)
+        self.instance_id = secrets.randbits(_ID_BITS)
         self._sampling_defaults = SamplingDefaults()
         self._metrics = WorkerMetrics()
         self._health = Health(instance_id=f"{self.instance_id:x}")
