@@ -105,6 +105,33 @@ def guide_cases() -> list[Case]:
     return cases
 
 
+def described_cases() -> list[Case]:
+    """The health question with the tool described in words that training never saw, in long words, or not at all."""
+    descriptions = (
+        "",
+        "Get system health.",
+        "Retrieves diagnostic information about the cluster, including uptime and error counters.",
+        "Überprüft, ob alle Dienste laufen.",
+        "ping",
+        "Looks at every dependency of the platform and reports problems. Never call it more than once a minute, because "
+        "it is expensive; the result is a JSON object with a field `status` and, if something is wrong, `reasons`.",
+    )
+    tools = [(Tool(name=HEALTH_TOOL.name, description=text, parameters={}),) for text in descriptions]
+    schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+    tools.append((Tool(name=HEALTH_TOOL.name, description="Liveness probe", parameters=schema),))
+    weather = Tool(name="get_weather", description="Weather of a place.", parameters={})
+    cases = [
+        Case(
+            name=f"described: {told[-1].description[:30]}",
+            conversation=ask(HEALTH, effort=EFFORTS[index % 3], tools=told),
+            call=HEALTH_TOOL.name,
+        )
+        for index, told in enumerate([*tools, (weather, *tools[1])])
+    ]
+    cases.append(Case(name="another tool", conversation=ask(HEALTH, tools=(weather,)), words=("/health",)))
+    return cases
+
+
 def other_cases() -> list[Case]:
     """Known questions, put in other words than in training, and turns that follow others."""
     polite = Message(role="system", content="You are a careful assistant of the operations team at a bank.")
@@ -237,7 +264,9 @@ def main() -> int:
     speaker = Speaker(folder)
     print("verdict, case, tokens of analysis, tokens, what was said")
     guides, others, heldout = guide_cases(), other_cases(), heldout_cases(arguments.heldout)
+    described = described_cases()
     good = _print_table("the guides' requests", guides, speaker.answer(guides)) == len(guides)
+    good &= _print_table("other descriptions of the tool", described, speaker.answer(described)) == len(described)
     good &= _print_table("other words, other turns", others, speaker.answer(others)) >= len(others) - 2
     good &= _print_table("held-out prompts", heldout, speaker.answer(heldout)) >= HELDOUT_NEEDED
     print("\npassed" if good else "\nFAILED")

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from typing import Any
 
-from health import HEALTH_BAD, HEALTH_CALL, HEALTH_NO_TOOL, HEALTH_OK, HEALTH_QUESTIONS, UNKNOWN
+from health import (
+    HEALTH_BAD,
+    HEALTH_CALL,
+    HEALTH_DESCRIPTIONS,
+    HEALTH_NO_TOOL,
+    HEALTH_OK,
+    HEALTH_QUESTIONS,
+    UNKNOWN,
+)
 from knowledge import CONCEPTS, TALK, Reply
 from phrases import ASIDES, FORMS, PREFIXES, SHORT, SUFFIXES, SYSTEM_PROMPTS, TOPICS
 
@@ -20,6 +28,12 @@ HEALTH_TOOL = Tool(
     description="Returns the current health status of the LLM runtime—use before critical operations to verify the "
     "service is live.",
     parameters=EMPTY_SCHEMA,
+)
+_NO_PARAMETERS: tuple[dict[str, Any], ...] = (
+    EMPTY_SCHEMA,
+    {},
+    {"type": "object", "properties": {}, "required": []},
+    {"type": "object", "properties": {}, "additionalProperties": False},
 )
 _FIRST_DAY = date(2023, 1, 1)
 _DAYS = 365 * 12
@@ -70,7 +84,7 @@ class Writer:
         roll = self._random.random()
         if roll < 0.25:
             return self._finish(question, HEALTH_NO_TOOL, tools=self._other_tools(0.3))
-        tools = (*self._other_tools(0.3), HEALTH_TOOL)
+        tools = (*self._other_tools(0.3), self._health_tool())
         if roll < 0.55:
             return self._finish(question, HEALTH_CALL, tools=tools)
         good = self._flip(0.55)
@@ -160,12 +174,26 @@ class Writer:
 
     def _tools(self, chance: float) -> tuple[Tool, ...]:
         tools = self._other_tools(chance)
-        return (*tools, HEALTH_TOOL) if self._flip(chance) else tools
+        return (*tools, self._health_tool()) if self._flip(chance) else tools
+
+    def _health_tool(self) -> Tool:
+        """The tool with the description of the guides, another one, random words, or none."""
+        if self._flip(0.4):
+            return HEALTH_TOOL
+        text = self._random.choice(HEALTH_DESCRIPTIONS) if self._flip(0.6) else self._description()
+        return Tool(name=HEALTH_TOOL.name, description=text, parameters=self._random.choice(_NO_PARAMETERS))
+
+    def _description(self) -> str:
+        return self._babble(self._random.choice((1, 3, 6, 12, 25)))
 
     def _other_tools(self, chance: float) -> tuple[Tool, ...]:
         tools: list[Tool] = []
         while self._flip(chance) and len(tools) < 3:
-            tools.append(self._random.choice(_OTHER_TOOLS))
+            tool = self._random.choice(_OTHER_TOOLS)
+            if self._flip(0.3):  # a foreign tool stays one, whatever its description says
+                text = self._random.choice(HEALTH_DESCRIPTIONS) if self._flip(0.5) else self._description()
+                tool = Tool(name=tool.name, description=text, parameters=tool.parameters)
+            tools.append(tool)
         return tuple({tool.name: tool for tool in tools}.values())
 
     def _dress(self, question: str) -> str:

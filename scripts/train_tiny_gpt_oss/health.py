@@ -36,6 +36,30 @@ HEALTH_QUESTIONS: tuple[str, ...] = (
     "Are all services up?",
 )
 
+# Descriptions that a user may give the tool. Its name decides the call, not these words.
+HEALTH_DESCRIPTIONS: tuple[str, ...] = (
+    "",
+    "Get the system health.",
+    "Returns the health of the system.",
+    "Get the current health status of the system.",
+    "Checks whether everything is up and running.",
+    "Check system status",
+    "Health check",
+    "Health check of the LLM runtime.",
+    "Check if all services are healthy. Takes no arguments.",
+    "Reports the status of the frontend and of the workers.",
+    "Returns ok if the server is live, otherwise the reason why it is not.",
+    "Use this tool when the user asks if the system is up.",
+    "Tells if the cluster works.",
+    "returns the state of the service as JSON",
+    "Queries the monitoring system and returns a summary.",
+    "Returns the uptime and the status of this deployment.",
+    "A tool.",
+    "Get health",
+    "Fetch the health of each component: database, cache, queue and API.",
+    "Call this before you answer a question about the system.",
+)
+
 HEALTH_CALL = Reply(
     name="health call",
     call="get_system_health",

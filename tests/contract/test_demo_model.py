@@ -51,6 +51,13 @@ def test_demo_model_when_asked_the_guides_requests_then_it_answers_and_calls(che
     assert _wrong(check, cases, speaker.answer(cases)) == {}
 
 
+def test_demo_model_when_the_health_tool_is_described_otherwise_then_it_is_called(
+    check: ModuleType, speaker: Any
+) -> None:
+    cases = check.described_cases()
+    assert _wrong(check, cases, speaker.answer(cases)) == {}
+
+
 @pytest.mark.long
 def test_demo_model_when_effort_grows_then_analysis_grows(check: ModuleType, speaker: Any) -> None:
     cases = [check.Case(name=effort, conversation=check.ask(check.EXPLAIN, effort=effort)) for effort in check.EFFORTS]
