@@ -113,7 +113,7 @@ def described_cases() -> list[Case]:
         "Retrieves diagnostic information about the cluster, including uptime and error counters.",
         "Überprüft, ob alle Dienste laufen.",
         "ping",
-        "Looks at every dependency of the platform and reports problems. Never call it more than once a minute, because "
+        "Looks at each dependency of the platform and reports problems. Never call it more than once a minute, because "
         "it is expensive; the result is a JSON object with a field `status` and, if something is wrong, `reasons`.",
     )
     tools = [(Tool(name=HEALTH_TOOL.name, description=text, parameters={}),) for text in descriptions]
@@ -122,11 +122,11 @@ def described_cases() -> list[Case]:
     weather = Tool(name="get_weather", description="Weather of a place.", parameters={})
     cases = [
         Case(
-            name=f"described: {told[-1].description[:30]}",
-            conversation=ask(HEALTH, effort=EFFORTS[index % 3], tools=told),
+            name=f"described: {offered[-1].description[:30]}",
+            conversation=ask(HEALTH, effort=EFFORTS[index % 3], tools=offered),
             call=HEALTH_TOOL.name,
         )
-        for index, told in enumerate([*tools, (weather, *tools[1])])
+        for index, offered in enumerate([*tools, (weather, *tools[1])])
     ]
     cases.append(Case(name="another tool", conversation=ask(HEALTH, tools=(weather,)), words=("/health",)))
     return cases

@@ -192,7 +192,8 @@ def _read_gguf(gguf: Path) -> Any:
     """What from_pretrained(gguf_file=...) does, which refuses to without the package accelerate (transformers 5.23)."""
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    modeling_gguf_pytorch_utils.tqdm = vendor_logging.tqdm  # its own bar would show whatever the verbosity is
+    # The module's own bar would be shown whatever the verbosity is.
+    modeling_gguf_pytorch_utils.tqdm = vendor_logging.tqdm  # type: ignore[attr-defined]
     read = modeling_gguf_pytorch_utils.load_gguf_checkpoint
     weights = read(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
     found = model.load_state_dict(weights["tensors"], strict=False)

@@ -78,7 +78,14 @@ def test_check_flags_when_the_folder_tells_nothing_against_it_then_it_passes(
     ("generation", "flags", "expected"),
     [
         (
-            {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "repetition_penalty": 1.05, "eos_token_id": 2},
+            {
+                "temperature": 0.6,
+                "top_p": 0.9,
+                "top_k": 20,
+                "min_p": None,
+                "repetition_penalty": 1.05,
+                "eos_token_id": 2,
+            },
             {},
             {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05},
         ),
