@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from typing import Any
 
@@ -63,8 +62,7 @@ async def test_request_when_all_permits_are_taken_then_it_waits_and_says_how_lon
     stats = responses[1].json()["dynamo_trtllm"]
     assert stats["ttft_s"] >= stats["queued_s"] >= 0.02
     lines = [record.getMessage() for record in caplog.records if "queued=" in record.getMessage()]
-    assert re.search(r"queued=0\.0\d{3}s", lines[0])
-    assert f"queued={stats['queued_s']:.4f}s" in lines[1]
+    assert f"queued={stats['queued_s']:.4f}s" in lines[-1]
     assert gauge(served, "queue_seconds_count") == 2
     check_nothing_left(served)
 
