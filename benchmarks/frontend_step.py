@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
+from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.wire import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
 from dynamo_trtllm.frontend.dialect import Heading, Job
@@ -28,12 +30,10 @@ from dynamo_trtllm.frontend.sse import ChatEvents
 from dynamo_trtllm.frontend.standing import Standing
 from dynamo_trtllm.http_server.writer import WRITER
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelCard, token_ids
-from dynamo_trtllm.observe.metrics import FrontendMetrics
-from dynamo_trtllm.openai.chat import ChatRequest
-from dynamo_trtllm.openai.wire import parse
-from dynamo_trtllm.plane.base import Sink
-from dynamo_trtllm.render import vocabulary
-from dynamo_trtllm.render.harmony import HarmonyRenderer
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 RENDERER = HarmonyRenderer()
 CARD = ModelCard(

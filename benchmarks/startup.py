@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.blocking import wait_for
-from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import start_etcd, start_nats
+from dynamo_trtllm.subprocesses.spawn import spawn
 
 MODEL = "mock"
 STAGES = {"first word": "dynamo_trtllm.frontend.main", "whole frontend": "dynamo_trtllm.frontend.serving"}

@@ -25,8 +25,8 @@ from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import ENV_PREFIX
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.preflight import PreflightConfig
-from dynamo_trtllm.engine.mock.args import MockArgs
-from dynamo_trtllm.engine.torch.args import TorchArgs
+from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.engines.torch.args import TorchArgs
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference-configuration.md"
 

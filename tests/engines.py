@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets
-from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats, HasTickets
+from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.handoff.base import Carrier
-from dynamo_trtllm.handoff.select import select_carrier
+from dynamo_trtllm.kv_transfer.base import Carrier
+from dynamo_trtllm.kv_transfer.select import select_carrier
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -29,7 +29,7 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
 from tests.instances import make_instance
@@ -48,17 +48,17 @@ def make(
     )
     number = list(Role).index(role) + 1
     if kind == "trtllm":  # over the stand-in, which chooses the carrier itself
-        from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
+        from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 
         return TrtllmEngine(config, instance_id=number)
     if kind == "vllm":  # over the stand-in
-        from dynamo_trtllm.engine.vllm.engine import VllmEngine
+        from dynamo_trtllm.engines.vllm.engine import VllmEngine
 
         return VllmEngine(config, instance_id=number)
     chosen = select_carrier(carrier) if isinstance(carrier, str) else carrier
     if kind == "mock":
         return MockEngine(config, instance_id=number, carrier=chosen)
-    from dynamo_trtllm.engine.torch.engine import TorchEngine
+    from dynamo_trtllm.engines.torch.engine import TorchEngine
 
     return TorchEngine(config, instance_id=number, carrier=chosen)
 

@@ -1,6 +1,6 @@
 """Notes every name of TensorRT-LLM that the adapter touches while it works over the stand-in.
 
-Attributes, keywords and methods are noted where they are used from `dynamo_trtllm.engine.trtllm`, by the class that
+Attributes, keywords and methods are noted where they are used from `dynamo_trtllm.engines.trtllm`, by the class that
 TensorRT-LLM has them in; nothing is listed by hand.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-ADAPTER = ("dynamo_trtllm.engine.trtllm", "dynamo_trtllm.engine.vendored")
+ADAPTER = ("dynamo_trtllm.engines.trtllm", "dynamo_trtllm.engines.vendored")
 Uses = set[tuple[str, str]]  # (class or method, name)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-_CONNECTOR = "dynamo_trtllm.engine.vllm.connector"  # changes the vLLM that it finds when it is imported
+_CONNECTOR = "dynamo_trtllm.engines.vllm.connector"  # changes the vLLM that it finds when it is imported
 FAKES = Path(__file__).parent / "fakes"
 RELEASES = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc29")
 
@@ -50,8 +50,8 @@ def trap_names() -> list[str]:
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter waits milliseconds where it would wait seconds, for answers that do not come and for statistics."""
-    from dynamo_trtllm.engine.trtllm import stats
-    from dynamo_trtllm.engine.trtllm.flight import Flight
+    from dynamo_trtllm.engines.trtllm import stats
+    from dynamo_trtllm.engines.trtllm.flight import Flight
 
     monkeypatch.setattr(stats, "_TIMEOUT_S", 0.05)
     monkeypatch.setattr(stats, "_PAUSE_S", 0.01)

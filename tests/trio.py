@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.messages import Role
 from tests.engines import make, started
 from tests.waiting import SOON_S

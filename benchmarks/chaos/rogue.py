@@ -17,14 +17,14 @@ import msgspec
 
 from benchmarks.chaos.deployment import ENGINE_ARGS, Deployment, NotServing
 from benchmarks.chaos.relay import ChangingRelay
-from dynamo_trtllm.bundled.resolve import resolve
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.demo_models.resolve import resolve
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest, Instance, Restart, Role
-from dynamo_trtllm.observe.metrics import WorkerMetrics
-from dynamo_trtllm.plane.base import Plane, Service
-from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.request_plane.base import Plane, Service
+from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.loading import live_peers
 from dynamo_trtllm.worker.service import WorkerService
@@ -32,7 +32,7 @@ from dynamo_trtllm.worker.service import WorkerService
 Spoil = Callable[[Chunk], Chunk]  # of a last chunk, which has a ticket
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.engine.torch.engine import TorchEngine
+    from dynamo_trtllm.engines.torch.engine import TorchEngine
 
 _LEASE_TTL_S = 2.0
 _AN_HOUR_S = 3600.0
@@ -84,7 +84,7 @@ async def poisoned(deployment: Deployment) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
 
         async def serve(plane: Plane, good: Instance, own: Instance) -> Service:
-            from dynamo_trtllm.engine.torch.engine import TorchEngine  # imports torch: seconds
+            from dynamo_trtllm.engines.torch.engine import TorchEngine  # imports torch: seconds
 
             config = WorkerConfig(
                 model_path=str(await asyncio.to_thread(resolve, own.card.name)),

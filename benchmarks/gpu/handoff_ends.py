@@ -19,11 +19,11 @@ import torch
 import uvloop
 from torch import Tensor
 
-from dynamo_trtllm.engine.torch.kv import KvPool
-from dynamo_trtllm.engine.torch.staging import Parcel, Staging
-from dynamo_trtllm.handoff.base import Piece
-from dynamo_trtllm.handoff.checksums import ChecksumMode, Checksums
-from dynamo_trtllm.handoff.nixl import NixlCarrier
+from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.staging import Parcel, Staging
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
+from dynamo_trtllm.kv_transfer.nixl import NixlCarrier
 from dynamo_trtllm.messages import KvLayout
 from dynamo_trtllm.worker.worker import SWITCH_S
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dynamo_trtllm.engine.vllm.args import EXTENSION
+from dynamo_trtllm.engines.vllm.args import EXTENSION
 
 Engine = Literal["vllm", "torch", "mock"]
 MODEL_NAME = "bench"

@@ -25,7 +25,7 @@ from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.server import Command, Server, vllm_server
 from benchmarks.gpu.steps import Found, Shapes, Sizes, shape_rows, shapes
-from dynamo_trtllm.children.ports import free_ports
+from dynamo_trtllm.subprocesses.ports import free_ports
 
 ARM = "vLLM's servers and a proxy"
 _CONNECTOR = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})

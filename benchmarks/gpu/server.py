@@ -16,8 +16,8 @@ from benchmarks.chaos.scrape import fetch
 from benchmarks.gpu.machine import wait_free
 from benchmarks.gpu.plan import ENVIRONMENT, Plan, server_arguments
 from benchmarks.launched import NotServing
-from dynamo_trtllm.children.ports import free_ports
-from dynamo_trtllm.children.spawn import spawn
+from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.subprocesses.spawn import spawn
 
 _STOP_S = 30.0
 
@@ -100,7 +100,7 @@ def vllm_server(
     plan: Plan, half: int, log: Path, more: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> Server:
     """vLLM's OpenAI-compatible server on the first or second half of the GPUs. `more`: arguments beside the plan's."""
-    from dynamo_trtllm.render.vocabulary import o200k_ranks_path
+    from dynamo_trtllm.tokenization.vocabulary import o200k_ranks_path
 
     port = free_ports()
     gpus = plan.halves[half]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.plane.points import STEP_S
 from benchmarks.plane.stack import HOST, MODEL
-from dynamo_trtllm.bundled.tokenizer import write_tokenizer
-from dynamo_trtllm.render.vocabulary import default_cache_dir
+from dynamo_trtllm.demo_models.tokenizer import write_tokenizer
+from dynamo_trtllm.tokenization.vocabulary import default_cache_dir
 
 VERSION = "1.6.1"
 # Without their own requirements: one of them, which neither frontend nor mocker imports, can't be had from PyPI whole

@@ -58,7 +58,7 @@ def install(folder: Path) -> Path:
 
 def vocabulary(folder: Path) -> Path:
     """A folder with o200k_base as tiktoken looks for it."""
-    from dynamo_trtllm.render.vocabulary import o200k_ranks_path
+    from dynamo_trtllm.tokenization.vocabulary import o200k_ranks_path
 
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / _O200K_CACHE_NAME

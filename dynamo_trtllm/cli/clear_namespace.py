@@ -18,8 +18,8 @@ from dynamo_trtllm.discovery.etcd import tls_files
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
 from dynamo_trtllm.errors import ConfigError, Unreachable
-from dynamo_trtllm.observe import logging as observe_logging
-from dynamo_trtllm.plane.jetstream import KeptResponses, forget_responses, kept_responses
+from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.request_plane.jetstream import KeptResponses, forget_responses, kept_responses
 
 PROG = "python -m dynamo_trtllm.clear_namespace"
 _DESCRIPTION = "Removes what a deployment left in etcd and JetStream: instances that nobody renews, and kept responses."

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dynamo_trtllm.engine.base import Finding
-from dynamo_trtllm.engine.trtllm.preflight import MemoryTable, RoleFacts
-from dynamo_trtllm.engine.trtllm.preflight.memory import WORKSPACE_BYTES
+from dynamo_trtllm.engines.base import Finding
+from dynamo_trtllm.engines.trtllm.preflight import MemoryTable, RoleFacts
+from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES
 from dynamo_trtllm.messages import Role
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from dynamo_trtllm.frontend.dialect import Heading, Job, Stats
 from dynamo_trtllm.frontend.postprocess import Piece, Usage
 from dynamo_trtllm.messages import TokenLogprob, token_ids
-from dynamo_trtllm.render.base import Renderer
+from dynamo_trtllm.tokenization.base import Renderer
 
 LOWEST_LOGPROB = -9999.0  # what JSON gets for minus infinity
 HALF_CHARACTER = "\ufffd"

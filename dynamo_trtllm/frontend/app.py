@@ -24,8 +24,8 @@ from dynamo_trtllm.frontend.responses.shelf import Shelf, store_limits
 from dynamo_trtllm.frontend.routes import Answers, docs, error_response, json_response, openapi
 from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.http_server.errors import answer
-from dynamo_trtllm.observe.metrics import FrontendMetrics
-from dynamo_trtllm.plane.store import MemoryStore, Store
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.request_plane.store import MemoryStore, Store
 
 
 def build_app(

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from dynamo_trtllm.frontend.models import ServedModel
     from dynamo_trtllm.frontend.pipeline import Trace
     from dynamo_trtllm.frontend.standing import Standing
-    from dynamo_trtllm.observe.metrics import FrontendMetrics
-    from dynamo_trtllm.plane.base import Sink
+    from dynamo_trtllm.observability.metrics import FrontendMetrics
+    from dynamo_trtllm.request_plane.base import Sink
 
 
 class Generates(Protocol):

@@ -31,7 +31,7 @@ from dynamo_trtllm.errors import (
 from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS, KnownAnswer, KnownAnswers, is_salted, random_prompt
 from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
 from dynamo_trtllm.messages import GenerateRequest, Instance, Restart, Sampling, TokenIds
-from dynamo_trtllm.plane.base import Plane
+from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pairs import Pair, PairBook, pairs_of, poisoned, spelled
 from dynamo_trtllm.router.policy import Placement
 from dynamo_trtllm.router.view import ClusterView

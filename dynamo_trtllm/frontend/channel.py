@@ -16,7 +16,7 @@ import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
-from dynamo_trtllm.observe.snapshot import Snapshot
+from dynamo_trtllm.observability.snapshot import Snapshot
 
 _LENGTH: Final = struct.Struct("<I")
 

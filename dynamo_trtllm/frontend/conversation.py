@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
+from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
+from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import CallMode, Options, ToolChoice, refuse
 from dynamo_trtllm.messages import Conversation, Message, ModelCard, Sampling, TokenIds, Tool, ToolCall
-from dynamo_trtllm.openai.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
-from dynamo_trtllm.openai.sampling import SamplingFields
 
 _EFFORT = "reasoning_effort"
 _TEMPLATE_ARGS = "chat_template_args"

@@ -14,16 +14,16 @@ import sys
 import time
 from collections.abc import Mapping
 
-from dynamo_trtllm.children.child import Child
-from dynamo_trtllm.children.restart import decide, describe
-from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, MemberConfig
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.channel import Channel
 from dynamo_trtllm.network.listening import bound, listening
-from dynamo_trtllm.observe.snapshot import Ledger, Snapshot
+from dynamo_trtllm.observability.snapshot import Ledger, Snapshot
+from dynamo_trtllm.subprocesses.child import Child
+from dynamo_trtllm.subprocesses.restart import decide, describe
+from dynamo_trtllm.subprocesses.spawn import spawn
 
 _MODULE = "dynamo_trtllm.frontend.member"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process gives running requests 30 s

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NotRequired, Protocol, TypedDict, TypeVar
 
+from dynamo_trtllm.api.wire import Body
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.admission import in_thread
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.postprocess import Piece, Usage
 from dynamo_trtllm.frontend.preprocess import Identity, Plan
-from dynamo_trtllm.openai.wire import Body
-from dynamo_trtllm.render.base import Renderer
+from dynamo_trtllm.tokenization.base import Renderer
 
 B = TypeVar("B", bound=Body)
 

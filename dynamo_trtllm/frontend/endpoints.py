@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.frontend.answer import ChatFold, TextFold
 from dynamo_trtllm.frontend.dialect import Direct
 from dynamo_trtllm.frontend.preprocess import prepare_chat, prepare_text
 from dynamo_trtllm.frontend.sse import ChatEvents, TextEvents
-from dynamo_trtllm.openai.chat import ChatRequest
-from dynamo_trtllm.openai.completions import CompletionRequest
 
 CHAT = Direct(
     endpoint="chat_completions",

@@ -11,7 +11,7 @@ from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import ANY_OBJECT, CallMode, Options, refuse
 from dynamo_trtllm.messages import Guided, GuidedAlternative, TokenIds, Tool
-from dynamo_trtllm.render.base import NOTHING_FORCED
+from dynamo_trtllm.tokenization.base import NOTHING_FORCED
 
 
 class Guiding(NamedTuple):

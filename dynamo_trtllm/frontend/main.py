@@ -21,7 +21,7 @@ from dynamo_trtllm.frontend.base import Alone, Colleagues
 from dynamo_trtllm.frontend.door import Door
 from dynamo_trtllm.http_server.connection import http_server
 from dynamo_trtllm.network.listening import BACKLOG, listening, warn_if_exposed
-from dynamo_trtllm.observe import logging as observe_logging
+from dynamo_trtllm.observability import logging as observe_logging
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 

@@ -20,11 +20,11 @@ from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.channel import Channel
 from dynamo_trtllm.frontend.main import DESCRIPTION, serve
 from dynamo_trtllm.network.listening import listening
-from dynamo_trtllm.observe import logging as observe_logging
-from dynamo_trtllm.observe.snapshot import Snapshot
+from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.observe.metrics import FrontendMetrics
+    from dynamo_trtllm.observability.metrics import FrontendMetrics
 
 PROG = "python -m dynamo_trtllm.frontend.member"
 _NUMBERS_WITHIN_S = 5.0  # of all processes; the parent waits for each of them a shorter time

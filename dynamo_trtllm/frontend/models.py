@@ -20,11 +20,11 @@ from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, Internal
 from dynamo_trtllm.frontend import standing
 from dynamo_trtllm.frontend.standing import Standing
 from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard, Role
-from dynamo_trtllm.plane.base import Plane
-from dynamo_trtllm.render.base import Renderer
-from dynamo_trtllm.render.select import renderer_for
+from dynamo_trtllm.request_plane.base import Plane
 from dynamo_trtllm.router.pairs import PairBook
 from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.tokenization.base import Renderer
+from dynamo_trtllm.tokenization.select import renderer_for
 
 _log = logging.getLogger(__name__)
 

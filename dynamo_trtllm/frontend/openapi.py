@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import dynamo_trtllm
+from dynamo_trtllm.api.answers import ANSWERS, TEXT, Schema, ref
+from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.wire import request_schemas
 from dynamo_trtllm.http_server.errors import RETRY_LATER, TABLE
-from dynamo_trtllm.openai.answers import ANSWERS, TEXT, Schema, ref
-from dynamo_trtllm.openai.chat import ChatRequest
-from dynamo_trtllm.openai.completions import CompletionRequest
-from dynamo_trtllm.openai.responses import ResponseRequest
-from dynamo_trtllm.openai.wire import request_schemas
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"

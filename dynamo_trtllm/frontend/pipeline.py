@@ -45,7 +45,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Reserve,
 )
-from dynamo_trtllm.plane.base import Plane, Sink
+from dynamo_trtllm.request_plane.base import Plane, Sink
 from dynamo_trtllm.router.pairs import Pair, PairBook, PairState, pairs_of, spelled
 from dynamo_trtllm.router.policy import Placement, place
 from dynamo_trtllm.router.view import ClusterView, pairing_key

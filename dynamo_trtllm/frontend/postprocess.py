@@ -15,7 +15,7 @@ import msgspec
 from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.frontend.preprocess import Prepared
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenIds, TokenLogprob, token_ids
-from dynamo_trtllm.render.base import Delta, ToolCallDelta
+from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta
 
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
+from dynamo_trtllm.api.sampling import SEED_LIMIT
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
 from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, rendered, sampling_of
 from dynamo_trtllm.frontend.guiding import guiding, tools_told
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.options import ANY_OBJECT, Options, refuse, refuse_unhonoured
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
-from dynamo_trtllm.openai.chat import ChatRequest
-from dynamo_trtllm.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
-from dynamo_trtllm.openai.sampling import SEED_LIMIT
-from dynamo_trtllm.render.base import OutputParser, Renderer
+from dynamo_trtllm.tokenization.base import OutputParser, Renderer
 
 _MAX_PROMPT_TOKENS = 2 << 20  # of all choices together: each is sent to its worker by itself
 _MAX_ECHO_CHARS = 8 << 20  # of all choices; n = 128 would make an answer 128 times as large as its request

@@ -14,7 +14,7 @@ from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.frontend.postprocess import Output, Piece, Usage
 from dynamo_trtllm.frontend.preprocess import Plan
 from dynamo_trtllm.messages import LegStats
-from dynamo_trtllm.observe.metrics import FrontendMetrics
+from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.sanitize import shorten
 
 log = logging.getLogger(__name__)

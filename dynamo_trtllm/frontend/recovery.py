@@ -12,7 +12,7 @@ import msgspec
 
 from dynamo_trtllm.errors import Draining, DynamoError, HandoffError, NotMigratable, Overloaded, Unreachable
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelCard, Sampling, TokenIds, token_ids
-from dynamo_trtllm.plane.base import Sink
+from dynamo_trtllm.request_plane.base import Sink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import secrets
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dynamo_trtllm.frontend.http import header
-from dynamo_trtllm.observe import logging as observe_logging
+from dynamo_trtllm.observability import logging as observe_logging
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects

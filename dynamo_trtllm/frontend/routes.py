@@ -13,15 +13,15 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dynamo_trtllm.api.errors import error_body
+from dynamo_trtllm.api.models import model_list, model_object
 from dynamo_trtllm.discovery.keys import endpoint_of
 from dynamo_trtllm.errors import DynamoError, EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend.base import Catalog
 from dynamo_trtllm.frontend.openapi import document
 from dynamo_trtllm.http_server.errors import INVALID, answer, retry_headers
 from dynamo_trtllm.messages import Instance
-from dynamo_trtllm.observe.metrics import CONTENT_TYPE, FrontendMetrics
-from dynamo_trtllm.openai.errors import error_body
-from dynamo_trtllm.openai.models import model_list, model_object
+from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
 
 PAGE_MAY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "

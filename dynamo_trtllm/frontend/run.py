@@ -14,6 +14,7 @@ from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Generic
 
+from dynamo_trtllm.api.wire import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
 from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running, in_thread
@@ -26,9 +27,8 @@ from dynamo_trtllm.frontend.preprocess import Identity, Plan, Prepared
 from dynamo_trtllm.frontend.record import Record
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.messages import Chunk
-from dynamo_trtllm.observe.metrics import FrontendMetrics
-from dynamo_trtllm.openai.wire import parse
-from dynamo_trtllm.plane.base import Sink
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.request_plane.base import Sink
 
 THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so as not to delay other streams
 _LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # such bodies that are parsed and rendered at the same time

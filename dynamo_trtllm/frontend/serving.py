@@ -21,11 +21,11 @@ from dynamo_trtllm.frontend.models import Models
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions
 from dynamo_trtllm.frontend.recovery import RecoveryLimits
 from dynamo_trtllm.frontend.responses.shelf import store_limits
-from dynamo_trtllm.observe.metrics import FrontendMetrics
-from dynamo_trtllm.plane.jetstream import JetStreamStore
-from dynamo_trtllm.plane.linked import PlaneLimits
-from dynamo_trtllm.plane.nats import NatsPlane
-from dynamo_trtllm.plane.store import MemoryStore, Store
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.request_plane.jetstream import JetStreamStore
+from dynamo_trtllm.request_plane.linked import PlaneLimits
+from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.request_plane.store import MemoryStore, Store
 from dynamo_trtllm.router.pairs import PairBook
 from dynamo_trtllm.router.view import ClusterView
 

@@ -14,7 +14,7 @@ from dynamo_trtllm.frontend.answer import chat_logprobs, echoes, text_logprobs, 
 from dynamo_trtllm.frontend.dialect import Heading, Job, Stats
 from dynamo_trtllm.frontend.postprocess import Piece, Usage
 from dynamo_trtllm.http_server.errors import answer
-from dynamo_trtllm.render.base import Renderer, ToolCallDelta
+from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
 _HOLE = "\x00"  # in JSON spelled \u0000, which none of our other values holds

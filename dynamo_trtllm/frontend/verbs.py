@@ -7,7 +7,7 @@ import logging
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
 from dynamo_trtllm.messages import HandoffTicket, Instance, Release, ReleaseOutcome, Unreserve
-from dynamo_trtllm.plane.base import Plane
+from dynamo_trtllm.request_plane.base import Plane
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dynamo_trtllm import errors
+from dynamo_trtllm.api.errors import ErrorBody, error_body
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.openai.errors import ErrorBody, error_body
 
 INVALID = "invalid_request_error"
 LIMITED = "rate_limit_error"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from dynamo_trtllm.observe.logging import LINE_CHARS, json_line
+from dynamo_trtllm.observability.logging import LINE_CHARS, json_line
 from dynamo_trtllm.sanitize import shorten
 
 LAUNCHER = "launch"

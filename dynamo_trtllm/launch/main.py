@@ -8,11 +8,11 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from dynamo_trtllm.bundled import locate
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
 from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment
-from dynamo_trtllm.engine.prerequisites import check
+from dynamo_trtllm.demo_models import locate
+from dynamo_trtllm.engines.prerequisites import check
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
@@ -26,7 +26,7 @@ from dynamo_trtllm.launch.plan import (
     with_model,
 )
 from dynamo_trtllm.launch.supervisor import GivenUp, Serving, Supervisor
-from dynamo_trtllm.observe import logging as observe_logging
+from dynamo_trtllm.observability import logging as observe_logging
 
 PROG = "python -m dynamo_trtllm.launch"
 _DESCRIPTION = "Starts etcd, NATS, a frontend and workers on this machine from a YAML file, and keeps them running."

@@ -12,7 +12,7 @@ from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
 from dynamo_trtllm.config.deployment import DeploymentConfig, WorkerSpec
 from dynamo_trtllm.config.load import ENV_PREFIX, load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.engine.arguments import ENGINE_FLAGS
+from dynamo_trtllm.engines.arguments import ENGINE_FLAGS
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.network.addresses import LOOPBACK

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from dynamo_trtllm.engine.gpu import VISIBLE
+from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.plan import ProcessSpec
 from dynamo_trtllm.messages import Role
 

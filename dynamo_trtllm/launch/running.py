@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
-from dynamo_trtllm.children.child import Child
-from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.launch.console import LineSplitter
 from dynamo_trtllm.launch.plan import ProcessSpec
+from dynamo_trtllm.subprocesses.child import Child
+from dynamo_trtllm.subprocesses.spawn import spawn
 
 _READ_BYTES = 1 << 16
 _LAST_LINES_S = 1.0  # after its end: longest wait for output that something else may hold open

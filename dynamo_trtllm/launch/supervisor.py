@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dynamo_trtllm.children.ports import free_ports
-from dynamo_trtllm.children.restart import decide, describe
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.asking import NotYet, is_taken, ready, until
@@ -23,6 +21,8 @@ from dynamo_trtllm.launch.running import Running
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.network.listening import bound
+from dynamo_trtllm.subprocesses.ports import free_ports
+from dynamo_trtllm.subprocesses.restart import decide, describe
 
 
 class GivenUp(Exception):

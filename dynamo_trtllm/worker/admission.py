@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.errors import Overloaded
 from dynamo_trtllm.messages import GenerateRequest
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import msgspec
 
-from dynamo_trtllm import bundled
+from dynamo_trtllm import demo_models
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.checkpoint import CONFIG, read_sampling_defaults, renderer_of
+from dynamo_trtllm.engines.checkpoint import CONFIG, read_sampling_defaults, renderer_of
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import SamplingDefaults
-from dynamo_trtllm.render.formats import PARSERS
+from dynamo_trtllm.tokenization.formats import PARSERS
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
     """
     if config.generation_config == "none" or config.engine == "mock":  # the mock engine makes no choices
         return SamplingDefaults()
-    return bundled.sampling_defaults(model) or read_sampling_defaults(Path(config.model_path))
+    return demo_models.sampling_defaults(model) or read_sampling_defaults(Path(config.model_path))
 
 
 def without_refused(defaults: SamplingDefaults, refuses: Collection[str]) -> SamplingDefaults:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from dynamo_trtllm.engine.base import Engine, HasStats
+from dynamo_trtllm.engines.base import Engine, HasStats
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.plane.base import Serving
+from dynamo_trtllm.request_plane.base import Serving
 
 _log = logging.getLogger(__name__)
 

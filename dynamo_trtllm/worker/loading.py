@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from dynamo_trtllm.discovery.base import Discovery, Synced, Up
-from dynamo_trtllm.engine.base import Engine, EngineInfo, Finding, HasPreflight, HasProgress
+from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding, HasPreflight, HasProgress
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.worker.health import Health

@@ -6,9 +6,9 @@ import logging
 
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine import described
+from dynamo_trtllm.engines import described
 from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.observe import logging as observe_logging
+from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.worker.worker import Worker
 
 PROG = "python -m dynamo_trtllm"

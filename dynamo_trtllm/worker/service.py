@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engine.base import Engine, EngineStats, HasStats, HasTickets, Push, Pushes
+from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats, HasTickets, Push, Pushes
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound
 from dynamo_trtllm.messages import (
     Chunk,
@@ -26,8 +26,8 @@ from dynamo_trtllm.messages import (
     Role,
     Unreserve,
 )
-from dynamo_trtllm.observe.logging import request_id
-from dynamo_trtllm.observe.metrics import WorkerMetrics
+from dynamo_trtllm.observability.logging import request_id
+from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.worker.admission import Admission
 
 _log = logging.getLogger(__name__)

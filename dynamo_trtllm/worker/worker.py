@@ -18,24 +18,24 @@ from typing import Any, NamedTuple
 
 from dynamo_trtllm import __version__
 from dynamo_trtllm.background import BackgroundTasks
-from dynamo_trtllm.bundled import locate, resolve
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.demo_models import locate, resolve
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.discovery.records import check_model_name
-from dynamo_trtllm.engine.base import Engine, EngineInfo, HasStats
-from dynamo_trtllm.engine.factory import create_engine
-from dynamo_trtllm.engine.prerequisites import check
+from dynamo_trtllm.engines.base import Engine, EngineInfo, HasStats
+from dynamo_trtllm.engines.factory import create_engine
+from dynamo_trtllm.engines.prerequisites import check
 from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role, SamplingDefaults
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
-from dynamo_trtllm.observe.metrics import WorkerMetrics
-from dynamo_trtllm.plane.base import Serving
-from dynamo_trtllm.plane.linked import PlaneLimits
-from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.request_plane.base import Serving
+from dynamo_trtllm.request_plane.linked import PlaneLimits
+from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import card, loading
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.draining import drain

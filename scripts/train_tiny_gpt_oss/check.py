@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from transformers import GptOssForCausalLM
 
-from dynamo_trtllm.bundled import expand, resolve
+from dynamo_trtllm.demo_models import expand, resolve
 from dynamo_trtllm.messages import Conversation, Message, Tool, ToolCall, token_ids
-from dynamo_trtllm.render.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 EXPLAIN = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
 HEALTH = "Hey, quick check: is everything up and running?"

@@ -10,8 +10,8 @@ from datetime import date
 import numpy as np
 from corpus import Lesson, Writer
 
-from dynamo_trtllm.render import vocabulary
-from dynamo_trtllm.render.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization import vocabulary
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 SHARD = 500  # lessons made from one seed, whatever the number of processes
 MAX_TOKENS = 2560  # longer lessons are left out

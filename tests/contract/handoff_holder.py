@@ -7,9 +7,9 @@ import json
 import random
 import sys
 
-from dynamo_trtllm.handoff.base import Piece
-from dynamo_trtllm.handoff.memory import address_of
-from dynamo_trtllm.handoff.select import select_carrier
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.memory import address_of
+from dynamo_trtllm.kv_transfer.select import select_carrier
 
 
 def content(seed: str, num_bytes: int) -> bytearray:

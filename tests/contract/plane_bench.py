@@ -23,8 +23,8 @@ from dynamo_trtllm.messages import (
     Sampling,
     token_ids,
 )
-from dynamo_trtllm.plane.base import Plane
-from dynamo_trtllm.plane.linked import PlaneLimits
+from dynamo_trtllm.request_plane.base import Plane
+from dynamo_trtllm.request_plane.linked import PlaneLimits
 from tests.waiting import SOON_S
 
 LIMITS = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=0.6, max_pending_tokens=2000)

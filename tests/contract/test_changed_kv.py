@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.handoff.base import Piece
-from dynamo_trtllm.handoff.loopback import LoopbackCarrier
-from dynamo_trtllm.handoff.memory import view
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.memory import view
 from dynamo_trtllm.messages import Role, token_ids
 from tests.engines import check_nothing_left, make, prompt_of, started, stats, tokens, two_legs
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import tokenizers
 
-from dynamo_trtllm.bundled import resolve
-from dynamo_trtllm.render.vocabulary import load_tiktoken
+from dynamo_trtllm.demo_models import resolve
+from dynamo_trtllm.tokenization.vocabulary import load_tiktoken
 
 pytestmark = pytest.mark.timeout(180)  # the first test loads torch and expands the model
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_tiny_gpt_oss" / "check.py"

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engine.base import Pushes
+from dynamo_trtllm.engines.base import Pushes
 from dynamo_trtllm.errors import (
     ContextTooLong,
     EngineFailed,
@@ -21,9 +21,9 @@ from dynamo_trtllm.errors import (
     TicketMismatch,
     TransferFailed,
 )
-from dynamo_trtllm.handoff.base import Piece
-from dynamo_trtllm.handoff.loopback import LoopbackCarrier
-from dynamo_trtllm.handoff.memory import view
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.memory import view
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.base import Engine
-from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffTimeout
-from dynamo_trtllm.handoff.base import OnPiece, Piece
-from dynamo_trtllm.handoff.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
 from dynamo_trtllm.messages import Phase, Role
 from tests.engines import ask, check_nothing_left, check_stats, collect, make, prompt_of, release, started, ticket_from
 from tests.standin import hurry, playing
@@ -60,7 +60,7 @@ def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
     chosen = WorkerConfig.model_validate(config | {"handoff_timeout_s": handoff_timeout_s})
     if kind == "mock":
         return MockEngine(chosen, instance_id=2, carrier=Stuck())
-    from dynamo_trtllm.engine.torch.engine import TorchEngine
+    from dynamo_trtllm.engines.torch.engine import TorchEngine
 
     return TorchEngine(chosen, instance_id=2, carrier=Stuck())
 

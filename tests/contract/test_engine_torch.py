@@ -16,7 +16,7 @@ from dynamo_trtllm.errors import (
     EngineFailed,
     EngineRefused,
 )
-from dynamo_trtllm.handoff.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
 from dynamo_trtllm.messages import (
     FinishReason,
     Phase,
@@ -95,7 +95,7 @@ async def test_two_legs_when_cancelled_while_fetching_then_nothing_left(gpt_oss:
             reached.set()
             await asyncio.Event().wait()
 
-    from dynamo_trtllm.engine.torch.engine import TorchEngine
+    from dynamo_trtllm.engines.torch.engine import TorchEngine
 
     reached = asyncio.Event()
     config = WorkerConfig(model_path=str(gpt_oss), served_model_name="tiny", disaggregation_mode=Role.DECODE)
@@ -152,7 +152,7 @@ async def test_step_when_it_breaks_then_streams_fail_and_check_raises(
         def broken(*_: Any) -> None:
             raise RuntimeError("no such kernel")
 
-        monkeypatch.setattr("dynamo_trtllm.engine.torch.batcher.choose", broken)
+        monkeypatch.setattr("dynamo_trtllm.engines.torch.batcher.choose", broken)
         with pytest.raises(EngineFailed, match="no such kernel"):
             await answer(engine, prompt_of(20))
         with pytest.raises(EngineFailed, match="no such kernel"):

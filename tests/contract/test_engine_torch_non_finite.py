@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from dynamo_trtllm.engine.torch import batcher
-from dynamo_trtllm.engine.torch.engine import TorchEngine
-from dynamo_trtllm.engine.torch.kv import KvPool
-from dynamo_trtllm.engine.torch.sampler import Row, choose
+from dynamo_trtllm.engines.torch import batcher
+from dynamo_trtllm.engines.torch.engine import TorchEngine
+from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.sampler import Row, choose
 from dynamo_trtllm.errors import DynamoError, EngineFailed, NonFinite, NonFiniteKv
 from dynamo_trtllm.messages import Phase, Role, token_ids
 from tests.engines import ask, check_nothing_left, collect, make, prompt_of, started, ticket_from, tokens, two_legs

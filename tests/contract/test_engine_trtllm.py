@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from dynamo_trtllm.bundled import resolve
-from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.demo_models import resolve
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -274,7 +274,7 @@ async def test_request_when_it_fails_then_named_and_the_engine_goes_on(trap: str
 async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = "dynamo_trtllm.engine.trtllm", "tensorrt_llm"
+    ours, theirs = "dynamo_trtllm.engines.trtllm", "tensorrt_llm"
     bugs = [
         (f"{ours}.{p}", "internal") for p in ("serving.make_call", "vendor.Vendor.arguments", "results.Reader.read")
     ]

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -194,7 +194,7 @@ async def test_decode_when_its_kv_comes_after_the_ticket_expired_then_it_is_not_
     """Only the engine process can tell: whoever ends late reads, in the worker's process, may be late too."""
     ticket = await ticket_from(engines.prefill, PROMPT)
     clock = SimpleNamespace(time=lambda: ticket.expires_at)
-    monkeypatch.setattr("dynamo_trtllm.engine.vllm.connector.time", clock)
+    monkeypatch.setattr("dynamo_trtllm.engines.vllm.connector.time", clock)
     with pytest.raises(TransferFailed):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
     (again,) = [chunk for chunk in await collect(engines.decode, ask(PROMPT)) if chunk.stats]
@@ -245,7 +245,7 @@ async def test_engine_when_its_process_dies_then_every_stream_fails_and_so_does_
 async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = "dynamo_trtllm.engine.vllm", "vllm.sampling_params.SamplingParams.__init__"
+    ours, theirs = "dynamo_trtllm.engines.vllm", "vllm.sampling_params.SamplingParams.__init__"
     bugs = [
         (f"{ours}.{p}", "internal") for p in ("serving.make_call", "vendor.Vendor.arguments", "outputs.Reader.read")
     ]

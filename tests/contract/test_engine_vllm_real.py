@@ -20,8 +20,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from dynamo_trtllm.engine.vllm import manifest
-from dynamo_trtllm.engine.vllm.ticket import unpack
+from dynamo_trtllm.engines.vllm import manifest
+from dynamo_trtllm.engines.vllm.ticket import unpack
 from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
 from tests.contract.vllm_real import ROOT, SPOILED, Pair, all_failed_reads, save_model, started
@@ -189,7 +189,7 @@ async def collect_rest(stream: AsyncGenerator[Chunk, None]) -> list[Chunk]:
 
 async def test_manifest_when_compared_with_the_package_then_equal() -> None:
     made = runpy.run_path(str(ROOT / "scripts" / "vllm_manifest"))["manifest"]()
-    read = json.loads((ROOT / f"dynamo_trtllm/engine/vllm/releases/{manifest.VERSION}.json").read_text())
+    read = json.loads((ROOT / f"dynamo_trtllm/engines/vllm/releases/{manifest.VERSION}.json").read_text())
     assert made == read
 
 

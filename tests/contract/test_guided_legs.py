@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engine.torch import guided
+from dynamo_trtllm.engines.torch import guided
 from dynamo_trtllm.errors import EngineRefused
 from dynamo_trtllm.messages import FinishReason, Guided, GuidedAlternative, Phase, Role, token_ids
 from tests.engines import answer, ask, check_nothing_left, collect, make, prompt_of, started, tokens, two_legs

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
-from dynamo_trtllm.handoff.nixl import NixlCarrier, moving, peers
+from dynamo_trtllm.kv_transfer.nixl import NixlCarrier, moving, peers
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
-from dynamo_trtllm.handoff.base import Piece
+from dynamo_trtllm.kv_transfer.base import Piece
 from tests.contract.carriers import KINDS, Start, count_registrations, starting
 from tests.contract.handoff_holder import content, split
 

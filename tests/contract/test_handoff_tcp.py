@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import ConfigError, EngineFailed, HandoffTimeout, TransferFailed
-from dynamo_trtllm.handoff import tcp
-from dynamo_trtllm.handoff.base import Piece
-from dynamo_trtllm.handoff.tcp import _ASK, _CHECKED, _REPLY, TcpCarrier
+from dynamo_trtllm.kv_transfer import tcp
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.tcp import _ASK, _CHECKED, _REPLY, TcpCarrier
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
 

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.frontend.canary import Canaries, CanaryOptions
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
-from dynamo_trtllm.handoff.base import Carrier, Piece
-from dynamo_trtllm.handoff.loopback import LoopbackCarrier
-from dynamo_trtllm.handoff.memory import view as bytes_of
-from dynamo_trtllm.handoff.tcp import TcpCarrier
+from dynamo_trtllm.kv_transfer.base import Carrier, Piece
+from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.memory import view as bytes_of
+from dynamo_trtllm.kv_transfer.tcp import TcpCarrier
 from dynamo_trtllm.messages import GenerateRequest, ModelCard, Role, token_ids
-from dynamo_trtllm.observe.metrics import WorkerMetrics
-from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits

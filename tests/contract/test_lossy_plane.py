@@ -21,15 +21,15 @@ import pytest
 
 from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
-from dynamo_trtllm.observe.metrics import WorkerMetrics
-from dynamo_trtllm.plane.inproc import InprocPlane
-from dynamo_trtllm.plane.linked import LinkPlane, PlaneLimits
-from dynamo_trtllm.plane.serving import LinkServing
-from dynamo_trtllm.plane.stream import PING, Batch, Frame
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.request_plane.inproc import InprocPlane
+from dynamo_trtllm.request_plane.linked import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.serving import LinkServing
+from dynamo_trtllm.request_plane.stream import PING, Batch, Frame
 from dynamo_trtllm.router.pairs import BreakerLimits, PairBook
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits

@@ -21,8 +21,8 @@ from dynamo_trtllm.messages import (
     Release,
     ReleaseOutcome,
 )
-from dynamo_trtllm.plane.serving import control_subject
-from dynamo_trtllm.plane.stream import PING, Envelope, Open
+from dynamo_trtllm.request_plane.serving import control_subject
+from dynamo_trtllm.request_plane.stream import PING, Envelope, Open
 from tests.contract.plane_bench import (
     SUBJECT,
     Bench,

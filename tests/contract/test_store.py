@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
-from dynamo_trtllm.children.spawn import spawn
 from dynamo_trtllm.errors import Disconnected, PayloadTooLarge, Unreachable
 from dynamo_trtllm.launch.servers import _nats_binary
-from dynamo_trtllm.plane.jetstream import JetStreamStore, bucket_of
-from dynamo_trtllm.plane.store import MemoryStore, Store, StoreLimits
+from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_of
+from dynamo_trtllm.request_plane.store import MemoryStore, Store, StoreLimits
+from dynamo_trtllm.subprocesses.spawn import spawn
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.base import Engine
-from dynamo_trtllm.engine.vllm import ticket as wire
+from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.engines.vllm import ticket as wire
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.messages import HandoffTicket, Phase, ReleaseOutcome, Role, token_ids
+from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.engines import answer, ask, check_nothing_left, collect, release, ticket_from, tokens
 from tests.tiny_models import save_tiny_llama
 
@@ -97,7 +97,7 @@ def save_model(folder: Path) -> Path:
 
 
 def _engine(folder: Path, role: Role, **more: Any) -> Engine:
-    from dynamo_trtllm.engine.vllm.engine import VllmEngine
+    from dynamo_trtllm.engines.vllm.engine import VllmEngine
 
     shares = {"gpu_memory_utilization": 0.3} if _gpus() else {"dtype": "float32"}
     config = WorkerConfig(

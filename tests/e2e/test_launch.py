@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.children.ports import free_ports
+from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.e2e.launched import WAIT_S, Launched, ask_until_answered
 from tests.waiting import SOON_S
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.children.ports import free_ports
+from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.e2e.launched import Launched, ask_until_answered
 from tests.waiting import SOON_S
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.request_plane.nats import NatsPlane
 
 
 class QuietService:

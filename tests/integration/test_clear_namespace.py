@@ -18,8 +18,8 @@ from dynamo_trtllm.discovery.base import Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
-from dynamo_trtllm.plane.jetstream import JetStreamStore, kept_responses
-from dynamo_trtllm.plane.store import StoreLimits
+from dynamo_trtllm.request_plane.jetstream import JetStreamStore, kept_responses
+from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.instances import make_instance
 from tests.waiting import SOON_S
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.discovery.base import Synced, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import TlsFiles
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.launch.servers import _etcd_binary
+from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.instances import make_instance
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -12,8 +12,8 @@ import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.plane.jetstream import JetStreamStore
-from dynamo_trtllm.plane.store import StoreLimits
+from dynamo_trtllm.request_plane.jetstream import JetStreamStore
+from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.servers import TestServer
 from tests.unit.frontend.scripted import CALL, MODEL, REASONING, Front, chunk, front, stop
 

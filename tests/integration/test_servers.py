@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import servers
+from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 

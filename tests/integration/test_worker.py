@@ -17,12 +17,12 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.discovery.base import Down, Up
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.engine.mock.engine import MockEngine
-from dynamo_trtllm.engine.mock.steps import Steps
+from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.engines.mock.steps import Steps
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.messages import FinishReason, Phase, Role
-from dynamo_trtllm.plane.nats import NatsPlane
+from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.worker import endpoint_of
 from tests.engines import tokens

@@ -14,8 +14,8 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
-from dynamo_trtllm.engine.base import EngineInfo, Finding
-from dynamo_trtllm.engine.mock.engine import MockEngine
+from dynamo_trtllm.engines.base import EngineInfo, Finding
+from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.worker import Worker, worker

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.trtllm.engine import TrtllmEngine
+from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.worker import Worker

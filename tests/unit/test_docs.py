@@ -13,7 +13,7 @@ import yaml
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.observe.metrics import PREFIX, TABLE
+from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 from scripts.config_reference import PROGRAMS
 
 ROOT = Path(__file__).parents[2]

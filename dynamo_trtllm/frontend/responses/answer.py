@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from dynamo_trtllm import codec
+from dynamo_trtllm.api.responses import AllowedTools, JsonSchemaFormat, NamedTool, ResponseRequest
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, RequestError
 from dynamo_trtllm.frontend.dialect import Job, Stats
 from dynamo_trtllm.frontend.postprocess import Piece, Usage
@@ -15,7 +16,6 @@ from dynamo_trtllm.frontend.responses.items import Item, named
 from dynamo_trtllm.frontend.responses.plan import TurnPlan
 from dynamo_trtllm.frontend.responses.shelf import Kept
 from dynamo_trtllm.frontend.responses.transcript import Growth, Told, Transcript, spelled_head
-from dynamo_trtllm.openai.responses import AllowedTools, JsonSchemaFormat, NamedTool, ResponseRequest
 
 
 class Answer:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 from weakref import WeakValueDictionary
 
+from dynamo_trtllm.api.response_items import InputItem, ItemReference
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.wire import MAX_TEXT
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.admission import in_thread
 from dynamo_trtllm.frontend.dialect import Events, Fold, Job
@@ -15,9 +18,6 @@ from dynamo_trtllm.frontend.responses.answer import Answer, ResponseEvents, Resp
 from dynamo_trtllm.frontend.responses.items import Item, characters, normalized
 from dynamo_trtllm.frontend.responses.plan import prepare_turn
 from dynamo_trtllm.frontend.responses.shelf import References, Shelf
-from dynamo_trtllm.openai.response_items import InputItem, ItemReference
-from dynamo_trtllm.openai.responses import ResponseRequest
-from dynamo_trtllm.openai.wire import MAX_TEXT
 
 THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so as not to delay other streams
 

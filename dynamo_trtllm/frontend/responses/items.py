@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
-from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.responses.ids import input_id
-from dynamo_trtllm.messages import Message, ToolCall
-from dynamo_trtllm.openai.response_items import (
+from dynamo_trtllm.api.response_items import (
     FunctionCallItem,
     FunctionOutputItem,
     MessageItem,
     ReasoningItem,
 )
+from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.frontend.responses.ids import input_id
+from dynamo_trtllm.messages import Message, ToolCall
 
 Item: TypeAlias = dict[str, Any]
 

@@ -10,13 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, ResponseNotFound, UnsupportedParameter
 from dynamo_trtllm.frontend.admission import Running
 from dynamo_trtllm.frontend.responses.answer import Answer
 from dynamo_trtllm.frontend.responses.dialect import Responses
 from dynamo_trtllm.frontend.responses.shelf import Shelf
 from dynamo_trtllm.http_server.errors import answer
-from dynamo_trtllm.openai.responses import LOGPROBS
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 

@@ -16,7 +16,7 @@ from dynamo_trtllm.frontend.answer import chat_logprobs, tool_call_id
 from dynamo_trtllm.frontend.postprocess import Piece
 from dynamo_trtllm.frontend.responses.ids import output_id
 from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.render.base import Renderer, ToolCallDelta
+from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
 Event: TypeAlias = dict[str, Any]
 Item: TypeAlias = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engine.vllm import manifest
+from dynamo_trtllm.engines.vllm import manifest
 
 
 class _Part(SimpleNamespace):

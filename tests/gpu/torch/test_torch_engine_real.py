@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engine.base import Engine
+from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.messages import Phase, Role
 from tests.engines import answer, ask, check_nothing_left, collect, make, prompt_of, started, tokens, two_legs
 from tests.gpu.torch.site import Site

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.gpu.model import gpt_oss_config, write_model
 from benchmarks.gpu.plan import ENVIRONMENT, Plan, disaggregated, engine_arguments, replicas, server_arguments, single
 from dynamo_trtllm.config.deployment import load_deployment
-from dynamo_trtllm.engine.checkpoint import read_checkpoint
-from dynamo_trtllm.engine.vllm.args import EXTENSION
+from dynamo_trtllm.engines.checkpoint import read_checkpoint
+from dynamo_trtllm.engines.vllm.args import EXTENSION
 
 LAUNCHER_FILES = Path(__file__).parents[3] / "deploy" / "local"
 

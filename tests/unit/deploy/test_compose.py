@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from dynamo_trtllm.launch.servers import _nats_binary
-from dynamo_trtllm.observe.metrics import PREFIX, TABLE
+from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 RECIPES = DEPLOY / "recipes" / "platform"

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.profile.main import _parser
 from benchmarks.profile.shapes import shape_of
-from dynamo_trtllm.observe.metrics import PREFIX, TABLE
+from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 from tests.unit.deploy.kustomize import Doc, documents, render
 from tests.unit.deploy.recipes import (
     MODEL,

@@ -13,7 +13,7 @@ import msgspec
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
-from dynamo_trtllm.engine.base import EngineInfo
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.frontend.models import Models
 from dynamo_trtllm.messages import (
     Chunk,
@@ -24,9 +24,9 @@ from dynamo_trtllm.messages import (
     ModelCard,
     Role,
 )
-from dynamo_trtllm.observe.metrics import WorkerMetrics
-from dynamo_trtllm.plane.base import Service
-from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.request_plane.base import Service
+from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService, digest

@@ -26,7 +26,7 @@ from dynamo_trtllm.messages import (
     Unreserve,
     token_ids,
 )
-from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance, make_ticket
 

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import orjson
 
+from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.wire import parse
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_chat, prepare_text
 from dynamo_trtllm.messages import ModelCard
-from dynamo_trtllm.openai.chat import ChatRequest
-from dynamo_trtllm.openai.completions import CompletionRequest
-from dynamo_trtllm.openai.wire import parse
-from dynamo_trtllm.render.harmony import HarmonyRenderer
-from dynamo_trtllm.render.template import ChatTemplateRenderer
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 from tests.small_tokenizer import CONTROL, write_tokenizer
 
 CARD = ModelCard(name="m", context_length=2000, vocab_size=201088, eos_token_ids=(200002, 200012), renderer="harmony")

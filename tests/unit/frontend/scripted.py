@@ -26,9 +26,9 @@ from dynamo_trtllm.messages import (
     TokenLogprob,
     token_ids,
 )
-from dynamo_trtllm.observe.metrics import FrontendMetrics
-from dynamo_trtllm.plane.base import Sink
-from dynamo_trtllm.render.base import NOTHING_FORCED, Delta, ToolCallDelta
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.tokenization.base import NOTHING_FORCED, Delta, ToolCallDelta
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
 MODEL = "lab/tiny"

@@ -29,7 +29,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.plane.inproc import InprocPlane
+from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import CARD, make_instance, make_ticket

@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.channel import Channel
 from dynamo_trtllm.frontend.member import Member
-from dynamo_trtllm.observe.snapshot import Family, Sample, Snapshot
+from dynamo_trtllm.observability.snapshot import Family, Sample, Snapshot
 
 NUMBERS: Snapshot = (Family("requests", "finished", "counter", (Sample("requests_total", (("model", "m"),), 3.0),)),)
 

@@ -19,7 +19,7 @@ from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.frontend.postprocess import Piece
 from dynamo_trtllm.frontend.preprocess import Plan
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
-from dynamo_trtllm.plane.base import Sink
+from dynamo_trtllm.request_plane.base import Sink
 from tests.unit.frontend.scripted import CALL, MODEL, Front, Scripted, chunk, stop
 
 CHAT = "/v1/chat/completions"

@@ -15,7 +15,7 @@ from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.http_server.writer import WRITER, CycleWriter, HeldHead, Turn
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
-from dynamo_trtllm.plane.base import Sink
+from dynamo_trtllm.request_plane.base import Sink
 from tests.unit.frontend.legs import FINISHED, Cluster, request
 from tests.unit.frontend.scripted import CALL, CONTENT, MODEL, REASONING, Front, Scripted, chunk, stop
 

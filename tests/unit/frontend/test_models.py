@@ -21,9 +21,9 @@ from dynamo_trtllm.messages import (
     Message,
     Role,
 )
-from dynamo_trtllm.plane.inproc import InprocPlane
-from dynamo_trtllm.render.harmony import HarmonyRenderer
+from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.worker.service import PIECE_BYTES, digest
 from tests.instances import CARD, make_instance
 from tests.unit.frontend.holders import HARMONY, Frontend, Holder, by_hash, card_of, served, until

@@ -23,7 +23,7 @@ from dynamo_trtllm.messages import (
     ModelCard,
     Role,
 )
-from dynamo_trtllm.render.base import Renderer
+from dynamo_trtllm.tokenization.base import Renderer
 from tests.unit.frontend.holders import HARMONY, Frontend, Holder, by_hash, card_of, served, until
 
 

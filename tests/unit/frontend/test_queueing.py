@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dynamo_trtllm.observe.metrics import PREFIX
+from dynamo_trtllm.observability.metrics import PREFIX
 from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
 from tests.waiting import SOON_S
 

@@ -13,7 +13,7 @@ from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.observe.logging import TextFormatter
+from dynamo_trtllm.observability.logging import TextFormatter
 from tests.unit.frontend.legs import FINISHED, Cluster
 from tests.unit.frontend.responses_client import ask, check_error
 from tests.unit.frontend.scripted import CARD, MODEL, Front, chunk, front, stop

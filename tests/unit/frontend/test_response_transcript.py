@@ -11,7 +11,7 @@ from dynamo_trtllm.frontend.postprocess import Piece
 from dynamo_trtllm.frontend.responses.items import messages_of
 from dynamo_trtllm.frontend.responses.transcript import Growth, Transcript
 from dynamo_trtllm.messages import TokenLogprob
-from dynamo_trtllm.render.base import ToolCallDelta
+from dynamo_trtllm.tokenization.base import ToolCallDelta
 from tests.unit.frontend.responses_client import EVENT
 from tests.unit.frontend.scripted import CharacterRenderer
 

@@ -11,7 +11,7 @@ from openai.types.responses import Response
 
 from dynamo_trtllm.frontend.responses import dialect, shelf
 from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
-from dynamo_trtllm.plane.store import MemoryStore
+from dynamo_trtllm.request_plane.store import MemoryStore
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
 from tests.unit.frontend.scripted import CALL, REASONING, chunk, front, stop
 

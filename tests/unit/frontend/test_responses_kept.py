@@ -15,7 +15,7 @@ from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.responses import shelf
 from dynamo_trtllm.frontend.responses.shelf import store_limits
-from dynamo_trtllm.plane.store import MemoryStore
+from dynamo_trtllm.request_plane.store import MemoryStore
 from tests.unit.frontend.responses_client import (
     EVENT,
     ITEM,

@@ -26,7 +26,7 @@ from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.models import ServedModel
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, TokenIds
-from dynamo_trtllm.plane.base import Sink
+from dynamo_trtllm.request_plane.base import Sink
 from tests.unit.frontend.scripted import (
     CALL,
     CARD,

@@ -11,9 +11,9 @@ from functools import partial
 
 import pytest
 
-from dynamo_trtllm.children.ports import free_ports
 from dynamo_trtllm.launch import asking
 from dynamo_trtllm.launch.asking import NotYet, ReadyAnswer, etcd_serves, is_taken, nats_serves, ready, until
+from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.waiting import SOON_S
 
 HOST = "127.0.0.1"

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.children.restart import BAD_CONFIG
 from dynamo_trtllm.config.deployment import ServicesConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import supervisor
@@ -15,6 +14,7 @@ from dynamo_trtllm.launch.asking import NotYet
 from dynamo_trtllm.launch.plan import with_address
 from dynamo_trtllm.launch.supervisor import GivenUp
 from dynamo_trtllm.network.listening import bound
+from dynamo_trtllm.subprocesses.restart import BAD_CONFIG
 from tests.unit.launch.supervised import ALL, KILLED, World, deployment, lives_reach, now, settle, until, worker, world
 
 pytestmark = pytest.mark.usefixtures("scripted")

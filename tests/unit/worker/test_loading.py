@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
-from dynamo_trtllm.engine.base import EngineInfo, Finding
+from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, Limits, Role
 from dynamo_trtllm.worker import loading

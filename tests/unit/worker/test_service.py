@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engine.base import EngineInfo, EngineStats, Push
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
@@ -34,7 +34,7 @@ from dynamo_trtllm.messages import (
     Unreserve,
     token_ids,
 )
-from dynamo_trtllm.observe.metrics import PREFIX, WorkerMetrics
+from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
 from tests.instances import make_instance, make_ticket

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.engine.base import EngineStats
+from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.errors import Overloaded
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits

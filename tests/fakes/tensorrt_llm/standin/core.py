@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engine.base import EngineInfo, EngineStats
-from dynamo_trtllm.engine.torch.engine import TorchEngine
-from dynamo_trtllm.handoff.base import Carrier
-from dynamo_trtllm.handoff.select import select_carrier
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats
+from dynamo_trtllm.engines.torch.engine import TorchEngine
+from dynamo_trtllm.kv_transfer.base import Carrier
+from dynamo_trtllm.kv_transfer.select import select_carrier
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engine.base import EngineInfo
+from dynamo_trtllm.engines.base import EngineInfo
 from dynamo_trtllm.messages import Guided, GuidedAlternative, Sampling
 
 

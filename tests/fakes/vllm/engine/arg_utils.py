@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engine.vllm import manifest
+from dynamo_trtllm.engines.vllm import manifest
 from vllm.config import VllmConfig
 
 

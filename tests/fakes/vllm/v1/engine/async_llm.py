@@ -81,7 +81,7 @@ class AsyncLLM:
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "dynamo_die_with":
             return [True]  # it has no process of its own
-        extension = importlib.import_module("dynamo_trtllm.engine.vllm.extension").WorkerExtension()
+        extension = importlib.import_module("dynamo_trtllm.engines.vllm.extension").WorkerExtension()
         kv_transfer.current = self.core
         try:
             return [getattr(extension, method)(*args)]

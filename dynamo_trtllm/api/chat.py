@@ -1,0 +1,310 @@
+"""`POST /v1/chat/completions`: the request as we honour it. What it means for an engine is in `frontend/preprocess`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
+from dynamo_trtllm.api.schemas import Schema, schema_text
+from dynamo_trtllm.api.wire import (
+    MAX_ITEMS,
+    Id,
+    Label,
+    List,
+    LongText,
+    Object,
+    Wire,
+    check_size,
+    first_repeated,
+    invalid,
+    kind_of,
+    shown,
+    unsupported,
+)
+
+MAX_TOOLS = 512
+MAX_TOOLS_BYTES = 256 << 10  # of JSON, of all tools together
+MAX_TOOL_CALLS = 512  # of one message
+MAX_ARGUMENTS = 1 << 20  # characters of one call's arguments
+MAX_TEMPLATE_ARGS = 64
+MAX_TEMPLATE_BYTES = 64 << 10  # of JSON, of all template arguments
+
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may have less
+
+
+def _text(value: Any) -> Any:
+    """Content is a string or a list of text parts, which are joined by line ends."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        invalid(f"must be a string or a list of text parts, not {kind_of(value)}")
+    if len(value) > MAX_ITEMS:
+        invalid(f"may hold {MAX_ITEMS} parts at most, not {len(value)}")
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            unsupported(f"holds a part of type {shown(kind)} at index {index}; only text is supported")
+        text = part.get("text") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(text, str):
+            invalid(f'must hold parts of the form {{"type": "text", "text": "…"}}; the one at index {index} is not')
+        for name in part.keys() - {"type", "text"} - TextPart.hints:
+            unsupported(f"holds a part with {shown(name)} at index {index}, which is not supported; leave it out")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+class TextPart(Wire):
+    hints: ClassVar = frozenset({"prompt_cache_breakpoint"})
+
+    type: Literal["text"]
+    text: LongText
+
+
+_Parts = Annotated[List[TextPart], Field(max_length=MAX_ITEMS)]
+Text = Annotated[LongText, BeforeValidator(_text, json_schema_input_type=LongText | _Parts)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
+Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
+
+
+class SystemMessage(Wire):
+    role: Literal["system", "developer"]
+    content: Text
+    name: Name | None = None
+
+
+class UserMessage(Wire):
+    role: Literal["user"]
+    content: Text
+    name: Name | None = None
+
+
+class CalledFunction(Wire):
+    name: Id
+    arguments: Arguments = "{}"
+
+
+class AssistantToolCall(Wire):
+    no_ops: ClassVar = {"index": tuple(range(128))}  # clients send back what they read in a stream
+
+    id: Id
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class AssistantMessage(Wire):
+    no_ops: ClassVar = {"annotations": ([],)}
+    refused: ClassVar = frozenset({"refusal", "audio", "function_call"})
+
+    role: Literal["assistant"]
+    content: Text = ""
+    name: Name | None = None
+    reasoning_content: LongText | None = None
+    reasoning: LongText | None = None  # the name that other servers use
+    tool_calls: List[AssistantToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            invalid("is required when there are no tool_calls", field="content")
+        return self
+
+
+class ToolMessage(Wire):
+    role: Literal["tool"]
+    content: Text
+    tool_call_id: Id
+    name: Name | None = None
+
+
+ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
+
+
+class Function(Wire):
+    name: Name
+    description: Description = ""
+    parameters: Schema = Field(default_factory=dict)
+    strict: bool = False
+
+
+def _function_only(value: Any) -> Any:
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
+        unsupported(f"of type {shown(kind)} is not supported; only 'function' is")
+    return value
+
+
+class FunctionTool(Wire):
+    type: Literal["function"]
+    function: Function
+
+
+def check_tools(value: Any) -> Any:
+    """Return the tools unchanged once their size is checked: the prompt contains all of them."""
+    check_size(value, MAX_TOOLS_BYTES)
+    return value
+
+
+Tools = Annotated[
+    List[Annotated[FunctionTool, BeforeValidator(_function_only)]],
+    Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
+    BeforeValidator(check_tools),
+]
+
+
+def _template_args(value: Any) -> Any:
+    check_size(value, MAX_TEMPLATE_BYTES)
+    return value
+
+
+TemplateArgs = Annotated[
+    Object[Label, Any],
+    Field(max_length=MAX_TEMPLATE_ARGS, description=f"At most {MAX_TEMPLATE_BYTES} bytes of JSON."),
+    BeforeValidator(_template_args),
+]
+
+
+class JsonSchema(Wire):
+    """The schema of a `response_format`. `strict` or not, the answer is held to it."""
+
+    hints: ClassVar = frozenset({"description"})
+
+    name: Name
+    schema_: Schema = Field(default_factory=dict, alias="schema")
+    strict: bool = False
+
+
+class ResponseFormat(Wire):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            wrong = "is required with" if self.json_schema is None else "is only allowed with"
+            invalid(f"{wrong} type 'json_schema'", field="json_schema")
+        return self
+
+
+class Choice(Wire):
+    """A `tool_choice`, in whichever form it was sent."""
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: Label = ""  # of the function, when mode is "named"
+    allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None  # None: all tools
+
+
+class FunctionName(Wire):
+    name: Label
+
+
+class ToolNamed(Wire):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Wire):
+    mode: Literal["auto", "required"]
+    tools: List[ToolNamed] = Field(max_length=MAX_TOOLS)
+
+
+class ToolsAllowed(Wire):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | ToolsAllowed
+
+
+def _tool_choice(value: Any) -> Any:
+    match value:
+        case "auto" | "none" | "required":
+            return Choice(mode=value)
+        case {"type": "function"}:
+            return Choice(mode="named", name=ToolNamed.model_validate(value).function.name)
+        case {"type": "allowed_tools"}:
+            allowed = ToolsAllowed.model_validate(value).allowed_tools
+            return Choice(mode=allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
+        case {"type": "custom"}:
+            unsupported("of type 'custom' is not supported; only 'function' is")
+    invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
+
+
+class ChatRequest(SamplingFields):
+    """A chat completion request; valid for any model."""
+
+    no_ops: ClassVar = NO_OPS | {
+        "modalities": (["text"],),
+        "verbosity": ("medium",),
+        "add_generation_prompt": (True,),
+        "functions": ([],),
+    }
+    refused: ClassVar = frozenset(
+        {"audio", "prediction", "function_call", "web_search_options", "moderation", "echo", "best_of", "suffix"}
+    )
+
+    messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    tools: Tools = Field(default_factory=list)
+    tool_choice: Annotated[Choice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = Choice()
+    parallel_tool_calls: bool = True
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    reasoning_effort: Effort | None = None
+    chat_template_args: TemplateArgs = Field(default_factory=dict)
+    chat_template_kwargs: TemplateArgs = Field(default_factory=dict)
+    response_format: ResponseFormat | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatRequest:
+        self.check_stream_options()
+        if self.top_logprobs and not self.logprobs:
+            invalid("is only allowed with logprobs set to true", field="top_logprobs")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            invalid("differs from max_completion_tokens; send one of them", field="max_tokens")
+        if (name := first_repeated(tool.function.name for tool in self.tools)) is not None:
+            invalid(f"names the function {name!r} twice", field="tools")
+        self._check_effort()
+        return self
+
+    def _check_effort(self) -> None:
+        both = self.chat_template_args.keys() & self.chat_template_kwargs.keys()
+        for name in sorted(both):
+            if self.chat_template_args[name] != self.chat_template_kwargs[name]:
+                invalid(f"and chat_template_kwargs give {shown(name)} two values", field="chat_template_args")
+        effort = self.template_args.get("reasoning_effort")
+        if effort is not None and effort not in get_args(Effort):
+            invalid(f"must be one of {', '.join(get_args(Effort))}", self.template_arg_path("reasoning_effort"))
+        if effort is not None and self.reasoning_effort not in (None, effort):
+            other = self.template_arg_path("reasoning_effort")
+            invalid(f"differs from {other}; send one of them", "reasoning_effort")
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        return self.chat_template_args | self.chat_template_kwargs
+
+    def template_arg_path(self, name: str) -> str:
+        """Return the path of a template argument as the client sent it, for errors."""
+        return f"chat_template_{'args' if name in self.chat_template_args else 'kwargs'}.{name}"
+
+    @property
+    def effort(self) -> str | None:
+        """The reasoning effort, wherever it was asked for."""
+        return self.reasoning_effort or self.template_args.get("reasoning_effort")
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The most tokens to generate; None: as many as the context allows."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def json_schema(self) -> str | None:
+        """What the answer's text must be JSON of; None: any text."""
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        wanted = self.response_format.json_schema
+        return schema_text(wanted.schema_ if wanted is not None else {})

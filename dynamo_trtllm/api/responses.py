@@ -1,0 +1,213 @@
+"""`POST /v1/responses`: the request as we honour it. What its items mean is in `frontend/responses`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from dynamo_trtllm.api.chat import MAX_TOOLS, MAX_TOOLS_BYTES, Description, Effort, Name, check_tools
+from dynamo_trtllm.api.response_items import InputItem
+from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
+from dynamo_trtllm.api.schemas import Schema, schema_text
+from dynamo_trtllm.api.wire import (
+    MAX_ITEMS,
+    MAX_TEXT,
+    Id,
+    List,
+    LongText,
+    Wire,
+    first_repeated,
+    invalid,
+    kind_of,
+    shown,
+    unsupported,
+)
+
+LOGPROBS = "message.output_text.logprobs"
+MAX_INSTRUCTIONS = 256 << 10  # characters; every event that shows the response repeats them
+MAX_INCLUDED = 16
+
+
+class FunctionTool(Wire):
+    no_ops: ClassVar = {"async": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],)}
+    refused: ClassVar = frozenset({"output_schema"})
+
+    type: Literal["function"]
+    name: Name
+    description: Description = ""
+    parameters: Schema = Field(default_factory=dict)
+    strict: bool = False
+
+
+def _tool(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        unsupported(f"{shown(kind)} is not supported; only functions, which the client calls, are", field="type")
+    return value
+
+
+class Reasoning(Wire):
+    no_ops: ClassVar = {
+        "summary": ("auto",),  # there is no summarizer: reasoning is answered whole, as `content`
+        "generate_summary": ("auto",),
+        "context": ("auto", "current_turn"),
+        "mode": ("standard",),
+    }
+
+    effort: Effort | None = None
+
+
+class TextFormat(Wire):
+    type: Literal["text", "json_object"]
+
+
+class JsonSchemaFormat(Wire):
+    hints: ClassVar = frozenset({"description", "strict"})  # output always keeps to the schema
+
+    type: Literal["json_schema"]
+    name: Name
+    schema_: Schema = Field(alias="schema")
+
+
+def _format(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        invalid("must be 'text', 'json_object' or 'json_schema'", field="type")
+    return value
+
+
+Format = Annotated[
+    Annotated[TextFormat, Tag("<text>")] | Annotated[JsonSchemaFormat, Tag("<json_schema>")],
+    Discriminator(lambda value: "<json_schema>" if value["type"] == "json_schema" else "<text>"),
+    BeforeValidator(_format),
+]
+
+
+class TextConfig(Wire):
+    no_ops: ClassVar = {"verbosity": ("medium",)}
+
+    format: Format = TextFormat(type="text")
+
+
+class NamedTool(Wire):
+    type: Literal["function"] = "function"
+    name: Id
+
+
+class AllowedTools(Wire):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: List[Annotated[NamedTool, BeforeValidator(_tool)]] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+def _tool_choice(value: Any) -> Any:
+    if isinstance(value, str):
+        if value not in ("auto", "none", "required"):
+            invalid(f"must be 'auto', 'none', 'required' or an object, not {shown(value)}")
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        invalid(f"must be a string or an object with a type, not {kind_of(value)}")
+    if kind not in ("function", "allowed_tools"):
+        unsupported(f"of type {shown(kind)} is not supported; 'function' and 'allowed_tools' are")
+    return AllowedTools.model_validate(value) if kind == "allowed_tools" else NamedTool.model_validate(value)
+
+
+def _input(value: Any) -> Any:
+    if not isinstance(value, str | list):
+        invalid(f"must be a string or a list of items, not {kind_of(value)}")
+    if not value:
+        invalid("may not be empty")
+    if isinstance(value, str) and len(value) > MAX_TEXT:
+        invalid(f"may have {MAX_TEXT} characters at most, not {len(value)}")
+    return value if isinstance(value, list) else [{"role": "user", "content": value}]
+
+
+def _include(value: Any) -> Any:
+    if not isinstance(value, list):
+        invalid(f"must be a list, not {kind_of(value)}")
+    for name in value:
+        if name != LOGPROBS:
+            unsupported(f"of {shown(name)} is not supported; {LOGPROBS!r} is")
+    return value
+
+
+ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | NamedTool | AllowedTools
+Items = Annotated[List[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
+InputSent: TypeAlias = Annotated[LongText, Field(min_length=1)] | Items
+Included = Annotated[List[Literal["message.output_text.logprobs"]], Field(max_length=MAX_INCLUDED)]
+Tools = Annotated[
+    List[Annotated[FunctionTool, BeforeValidator(_tool)]],
+    Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
+    BeforeValidator(check_tools),
+]
+
+
+class ResponseRequest(SamplingFields):
+    """A request for a response; valid for any model."""
+
+    hints: ClassVar = frozenset({"prompt_cache_retention"})
+    no_ops: ClassVar = {name: values for name, values in NO_OPS.items() if name != "store"} | {
+        "background": (False,),
+        "truncation": ("disabled",),
+        "prompt_cache_options": ({"mode": "implicit"},),
+    }
+    refused: ClassVar = frozenset(
+        {
+            "access_programs",
+            "background_options",
+            "context_management",
+            "conversation",
+            "image",
+            "messages",
+            "moderation",
+            "prompt",
+        }
+    )
+
+    input: Annotated[Items, BeforeValidator(_input, json_schema_input_type=InputSent)]
+    instructions: str | None = Field(None, max_length=MAX_INSTRUCTIONS)
+    previous_response_id: Id | None = None
+    store: bool = True
+    tools: Tools = Field(default_factory=list)
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedTool | AllowedTools,
+        BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent),
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    max_tool_calls: int | None = Field(None, ge=1)  # counts built-in tools' calls, and there are none
+    max_output_tokens: int | None = Field(None, ge=1)
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: Annotated[Included, BeforeValidator(_include)] = Field(default_factory=list)
+    reasoning: Reasoning = Reasoning()
+    text: TextConfig = Field(default_factory=TextConfig)
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ResponseRequest:
+        self.check_stream_options()
+        if self.n != 1:
+            unsupported("is not supported, except as 1; leave it out", field="n")
+        if None not in (self.max_tokens, self.max_output_tokens) and self.max_tokens != self.max_output_tokens:
+            invalid("differs from max_output_tokens; send one of them", field="max_tokens")
+        if (name := first_repeated(tool.name for tool in self.tools)) is not None:
+            invalid(f"names the function {name!r} twice", field="tools")
+        return self
+
+    @property
+    def output_tokens(self) -> int | None:
+        """The most tokens to generate; None: as many as the context allows. `max_tokens` is taken as well."""
+        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+
+    @property
+    def logprobs(self) -> int | None:
+        """Alternatives per token; None: no log-probabilities at all."""
+        return self.top_logprobs or 0 if LOGPROBS in self.include or self.top_logprobs else None
+
+    @property
+    def json_schema(self) -> str | None:
+        """What the answer's text must be JSON of; None: any text."""
+        wanted = self.text.format
+        if wanted.type == "text":
+            return None
+        return schema_text(wanted.schema_ if isinstance(wanted, JsonSchemaFormat) else {})

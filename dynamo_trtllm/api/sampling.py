@@ -1,0 +1,142 @@
+"""The request fields that chat and text completions share: how to sample, when to stop, how to answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, TypeAlias
+
+from pydantic import BeforeValidator, Field
+
+from dynamo_trtllm.api.wire import Body, Label, List, Object, Wire, invalid, kind_of, shown
+
+MAX_STOPS = 4
+MAX_STOP_CHARS = 1000  # of one stop string
+MAX_STOP_TOKENS = 64
+MAX_BIASED = 1024
+MAX_CHOICES = 128  # of one request, those of all its prompts together
+MAX_METADATA = 16
+MAX_METADATA_KEY = 64
+SEED_LIMIT = 1 << 63
+_ID_DIGITS = 10  # of the largest token id
+
+TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+def _bias(value: Any) -> Any:
+    """Token ids as strings, which is how JSON spells them, to numbers."""
+    if not isinstance(value, dict):
+        invalid(f"must be an object of token ids and numbers, not {kind_of(value)}")
+    if len(value) > MAX_BIASED:
+        invalid(f"may name {MAX_BIASED} tokens at most, not {len(value)}")
+    biases = {}
+    for key, bias in value.items():
+        if not (len(key) <= _ID_DIGITS and key.isascii() and key.isdigit() and int(key) < 1 << 32):
+            invalid(f"must have token ids as keys; {shown(key)} is none")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            invalid(f"must have numbers from -100 to 100 as values, not {shown(bias)} for token {key}")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _stops(value: Any) -> Any:
+    """A string, or a list of up to four, to a list."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        invalid(f"must be a string or a list of strings, not {kind_of(value)}")
+    if len(stops) > MAX_STOPS:
+        invalid(f"may hold {MAX_STOPS} strings at most, not {len(stops)}")
+    if any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        invalid(f"may hold strings of {MAX_STOP_CHARS} characters at most")
+    if "" in stops:
+        invalid("may not hold an empty string")
+    return stops
+
+
+BiasSent: TypeAlias = Annotated[
+    Object[
+        Annotated[str, Field(pattern=r"^[0-9]{1,9}$", max_length=_ID_DIGITS)], Annotated[float, Field(ge=-100, le=100)]
+    ],
+    Field(max_length=MAX_BIASED),
+]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[List[Stop], Field(max_length=MAX_STOPS)]
+
+
+Metadata = Annotated[Object[Annotated[str, Field(max_length=MAX_METADATA_KEY)], Label], Field(max_length=MAX_METADATA)]
+
+
+class StreamOptions(Wire):
+    no_ops: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
+
+    include_usage: bool = False
+
+
+class NvExt(Wire):
+    """Extensions of NVIDIA's servers."""
+
+    refused: ClassVar = frozenset(
+        {"greed_sampling", "use_raw_prompt", "annotations", "backend_instance_id", "token_data", "max_thinking_tokens"}
+    )
+
+    ignore_eos: bool = False
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+
+
+class SamplingFields(Body):
+    hints: ClassVar = frozenset({"prompt_cache_retention", "prompt_cache_options"})
+
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int = Field(0, ge=0)
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    min_p: float = Field(0.0, ge=0, le=1)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=10)
+    logit_bias: Annotated[
+        Object[int, float], Field(max_length=MAX_BIASED), BeforeValidator(_bias, json_schema_input_type=BiasSent)
+    ] = Field(default_factory=dict)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(None, ge=-SEED_LIMIT, lt=SEED_LIMIT)
+    stop: Annotated[Stops, BeforeValidator(_stops, json_schema_input_type=Stop | Stops)] = Field(default_factory=list)
+    stop_token_ids: List[TokenId] = Field(default_factory=list, max_length=MAX_STOP_TOKENS)
+    ignore_eos: bool | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    nvext: NvExt = Field(default_factory=NvExt)
+    # These four never change an answer; `/v1/responses` shows them again.
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    metadata: Metadata = Field(default_factory=dict)
+
+    def check_stream_options(self) -> None:
+        """For the models' own validators: options of a stream that is none are a mistake."""
+        if self.stream_options is not None and not self.stream:
+            invalid("is only allowed with stream set to true", field="stream_options")
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def past_eos(self) -> bool:
+        """Whether to go on past the model's own stop tokens; the top-level field beats `nvext`."""
+        return self.nvext.ignore_eos if self.ignore_eos is None else self.ignore_eos
+
+    @property
+    def salt(self) -> str | None:
+        """The top-level field beats `nvext`, as above."""
+        return self.nvext.cache_salt if self.cache_salt is None else self.cache_salt
+
+
+NO_OPS: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+}
+"""Fields whose default value is what we do anyway."""

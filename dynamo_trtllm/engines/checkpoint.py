@@ -1,0 +1,244 @@
+"""What a model folder says of its model, read from its JSON files alone: no vendor library, no weights.
+
+Sizes of weights are in `engines/weights.py`. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import SamplingDefaults
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+WEIGHT_INDEX = "model.safetensors.index.json"
+TOKENIZER = "tokenizer.json"
+SERVED_FILES = (TOKENIZER, "tokenizer_config.json", "chat_template.jinja")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One model, as its files describe it."""
+
+    folder: Path
+    model_type: str
+    num_layers: int
+    num_attention_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int  # of one expert, where there are experts
+    vocab_size: int
+    context_length: int  # 0: the files don't say
+    sliding_window: int | None = None  # tokens that the sliding layers see
+    num_sliding_layers: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    quantization: str | None = None  # "mxfp4", "fp8", ...; None: weights are of `dtype`
+    dtype: str = "bfloat16"
+    eos_token_ids: tuple[int, ...] = ()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    index_bytes: int | None = None  # all tensors, as the safetensors index or the file sizes say; None: none are there
+    files: Mapping[str, Path] = field(default_factory=dict)  # what a frontend needs to render and parse
+
+    @property
+    def renderer(self) -> str:
+        return renderer_of(self.model_type)
+
+
+def renderer_of(model_type: str) -> str:
+    """How conversations with models of this kind are written."""
+    return "harmony" if model_type == "gpt_oss" else "chat_template"
+
+
+def served_files(folder: Path, model_type: str) -> dict[str, Path]:
+    """The files a frontend fetches, by name. Harmony needs none: its vocabulary is not the model's."""
+    if renderer_of(model_type) == "harmony":
+        return {}
+    return {name: folder / name for name in SERVED_FILES if (folder / name).is_file()}
+
+
+def model_file(folder: Path) -> Path:
+    """Return the folder's config.json, or the one GGUF file that it holds instead. Raises ConfigError."""
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist", field="model_path")
+    if (folder / CONFIG).is_file():
+        return folder / CONFIG
+    ggufs = list(folder.glob("*.gguf"))
+    if len(ggufs) != 1:
+        raise ConfigError(f"model folder {folder} holds neither {CONFIG} nor one .gguf file", field="model_path")
+    return ggufs[0]
+
+
+def check_model_files(folder: Path, *, reads_gguf: bool) -> None:
+    """Raise ConfigError, naming the file, when an engine or a frontend would fail for what the folder lacks."""
+    found = model_file(folder)
+    if found.name != CONFIG:
+        if not reads_gguf:
+            raise ConfigError(
+                f"{found} is a GGUF file, which only the torch engine reads; give a folder with {CONFIG}",
+                field="model_path",
+            )
+        return
+    model_type = _Fields(found, _read_json(found)).text("model_type")
+    if renderer_of(model_type) != "harmony" and not (folder / TOKENIZER).is_file():
+        raise ConfigError(
+            f"model folder {folder} has no {TOKENIZER}, which frontends need to write prompts; download it too",
+            field="model_path",
+        )
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Raises ConfigError naming the file, and the field in it, that is missing or can't be."""
+    if not folder.is_dir():
+        raise ConfigError(f"model folder {folder} does not exist", field="model_path")
+    path = folder / CONFIG
+    top = _read_json(path)
+    text = top.get("text_config") if isinstance(top.get("text_config"), dict) else None
+    config = _Fields(path, {**top, **text} if text else top)
+    model_type = config.text("model_type")
+    heads = config.count("num_attention_heads")
+    windows = _sliding_layers(config)
+    return Checkpoint(
+        folder=folder,
+        model_type=str(top.get("model_type", model_type)),
+        num_layers=config.count("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_kv_heads=config.count("num_key_value_heads", heads),
+        head_dim=config.count("head_dim", config.count("hidden_size") // heads),
+        hidden_size=config.count("hidden_size"),
+        intermediate_size=config.count("moe_intermediate_size", config.count("intermediate_size")),
+        vocab_size=config.count("vocab_size"),
+        context_length=config.count("max_position_embeddings", 0),
+        sliding_window=config.count("sliding_window") if windows else None,
+        num_sliding_layers=windows,
+        num_experts=config.count("num_local_experts", config.count("num_experts", 0)),
+        experts_per_token=config.count("num_experts_per_tok", config.count("experts_per_token", 0)),
+        quantization=_quantization(config),
+        dtype=_dtype(config),
+        eos_token_ids=_eos(folder, config),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+        attention_bias=bool(config.get("attention_bias")),
+        index_bytes=_index_bytes(folder),
+        files=served_files(folder, model_type),
+    )
+
+
+def read_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Return the sampling values in the folder's generation_config.json; none where there is no such file.
+
+    Its other fields are not read here. Raises ConfigError naming the field that can't be.
+    """
+    path = folder / GENERATION_CONFIG
+    if not path.is_file():
+        return SamplingDefaults()
+    try:
+        return msgspec.convert(_read_json(path), SamplingDefaults)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(
+            f"{path}: {exc}; correct it, or start the worker with --generation-config none", field="model_path"
+        ) from exc
+
+
+class _Fields:
+    """The fields of one JSON file, taken by name and kind."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path = path
+        self._values = values
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def text(self, name: str) -> str:
+        value = self._values.get(name)
+        if not isinstance(value, str) or not value:
+            raise self.wrong(name, "a name")
+        return value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A whole number from 1 on; `default` where the file has none or null."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.wrong(name, "a whole number from 1 on")
+        return value
+
+    def wrong(self, name: str, expected: str) -> ConfigError:
+        found = repr(self._values[name]) if name in self._values else "missing"
+        return ConfigError(f"{self.path}: {name} is {found}; expected {expected}", field="model_path")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise ConfigError(f"{path} does not exist: {path.parent} is no model folder", field="model_path") from exc
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path} can't be read: {exc}", field="model_path") from exc
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: expected a JSON object", field="model_path")
+    return value
+
+
+def _sliding_layers(config: _Fields) -> int:
+    """Layers that see only a window. Without `layer_types` every layer counts as full, as in the torch engine."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):
+        return 0
+    return sum(kind == "sliding_attention" for kind in kinds)
+
+
+def _quantization(config: _Fields) -> str | None:
+    found = config.get("quantization_config")
+    if not isinstance(found, dict):
+        return None
+    method = found.get("quant_method") or found.get("quant_algo")
+    if not isinstance(method, str) or not method:
+        raise config.wrong("quantization_config", "an object with quant_method")
+    return method.lower()
+
+
+def _dtype(config: _Fields) -> str:
+    """The type of the weights that are not quantized; files from before it was written mean bfloat16."""
+    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if found not in _DTYPES:
+        raise config.wrong("dtype" if config.get("dtype") else "torch_dtype", f"one of {', '.join(_DTYPES)}")
+    return found
+
+
+def _eos(folder: Path, config: _Fields) -> tuple[int, ...]:
+    """The generation config's, which has all of them, else the model's."""
+    path = folder / GENERATION_CONFIG
+    source = _Fields(path, _read_json(path)) if path.is_file() else config
+    if source.get("eos_token_id") is None:
+        source = config
+    found = source.get("eos_token_id")
+    if found is None:
+        return ()
+    ids = found if isinstance(found, list) else [found]
+    if not all(isinstance(each, int) and not isinstance(each, bool) and each >= 0 for each in ids):
+        raise source.wrong("eos_token_id", "a token id or a list of them")
+    return tuple(ids)
+
+
+def _index_bytes(folder: Path) -> int | None:
+    """The index's own total, else the tensor files' sizes."""
+    path = folder / WEIGHT_INDEX
+    if path.is_file():
+        metadata = _read_json(path).get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        if isinstance(total, int | float) and total > 0:
+            return int(total)
+    sizes = [file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file()]
+    return sum(sizes) or None

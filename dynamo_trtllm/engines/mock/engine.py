@@ -1,0 +1,258 @@
+"""The mock engine: what a worker, a plane and a frontend see of an engine, at no cost. A stand-in, not a model.
+
+The "KV" of a request is the seed of its tokens and the place of each block. A decode engine continues
+correctly only from the KV that it received; from other KV it continues with other tokens, as a model does. It never
+stops by itself: an answer has `max_tokens` tokens.
+
+It makes no choice, so what only shapes a random choice (temperature, top_p, top_k, min_p, seed) and what only keeps an
+answer from ending early means nothing to it and is taken. What a client could see to be missing is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+import zlib
+from array import array
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import NamedTuple
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.arguments import engine_arguments
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
+from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.engines.mock.steps import Sequence, Steps
+from dynamo_trtllm.errors import EngineFailed, EngineRefused, TicketMismatch
+from dynamo_trtllm.kv_transfer import tickets
+from dynamo_trtllm.kv_transfer.base import Carrier, Piece
+from dynamo_trtllm.kv_transfer.fetching import Destination, Within, fetch
+from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    HandoffTicket,
+    KvLayout,
+    LegStats,
+    Limits,
+    Phase,
+    ReleaseOutcome,
+    token_ids,
+)
+
+_KV_WORDS = 64  # 32-bit words of simulated KV per block
+_MAX_SEED = 0xFFFF
+_REFUSES = (
+    "guided",
+    "logit_bias",
+    "logprobs",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop_token_ids",
+)
+
+
+class _Held(NamedTuple):
+    blocks: int
+    kv: array[int]  # kept alive for the carrier
+    expiry: asyncio.TimerHandle
+
+
+class MockEngine:
+    """`Engine` with `Pushes`, `HasTickets` and `HasStats`."""
+
+    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: Carrier | None = None) -> None:
+        self._args = args = engine_arguments(config, MockArgs, "mock")
+        self._model = config.served_model_name or Path(config.model_path).name
+        self._instance_id = instance_id
+        self._carrier = carrier or select_carrier(args.carrier, config, kv_checksums=args.kv_checksums)
+        self._ticket_ttl_s = config.ticket_ttl_s
+        self._handoff_timeout_s = config.handoff_timeout_s
+        self._layout = KvLayout(
+            dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
+        )
+        self._steps = Steps(args)
+        self._streams = 0
+        self._held: dict[str, _Held] = {}
+        self._num_tickets = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._step_task: asyncio.Task[None] | None = None
+        self._withdrawals: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> EngineInfo:
+        await self._carrier.start(lambda ticket_id: self.release(ticket_id, ReleaseOutcome.REDEEMED))
+        self._step_task = asyncio.create_task(self._steps.run(), name="mock-engine-steps")
+        return EngineInfo(
+            engine="mock",
+            context_length=self._args.max_seq_len,
+            vocab_size=201088,
+            eos_token_ids=(200002, 200012),
+            renderer="harmony",
+            layout=self._layout,
+            limits=Limits(max_batch_size=self._args.max_batch_size, kv_blocks=self._args.kv_cache_blocks),
+            refuses=_REFUSES,
+            serves_whole=True,
+        )
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        return self._stream(request, None)
+
+    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
+        return self._stream(request, push)
+
+    async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
+        await self.check()
+        self._streams += 1
+        self._idle.clear()
+        prompt = request.token_ids[: len(request.token_ids) - request.resumed_tokens]
+        sequence = Sequence(request, self._blocks(request), zlib.crc32(prompt) & _MAX_SEED, len(request.token_ids))
+        try:
+            self._steps.add(sequence)  # before anything leaves: what is refused is refused before the first token
+            if request.ticket is not None:
+                yield await self._redeem(sequence, request.ticket)
+            left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.produced
+            sequence.push = push
+            self._steps.want(sequence, left)
+            made = sequence.made
+            while left > 1 and push is None:
+                await sequence.more()
+                yield Chunk(token_ids=token_ids((made.popleft(),)))
+                left -= 1
+            await sequence.more()
+            yield await self._last(sequence, made.popleft())
+        finally:
+            self._steps.remove(sequence)
+            self._streams -= 1
+            self._note_idle()
+
+    def _blocks(self, request: GenerateRequest) -> int:
+        tokens = len(request.token_ids) + (1 if request.phase is Phase.PREFILL else request.sampling.max_tokens)
+        return -(-tokens // self._args.kv_block_size)
+
+    def _prompt_blocks(self, prompt_tokens: int) -> int:
+        return -(-prompt_tokens // self._args.kv_block_size)
+
+    async def _redeem(self, sequence: Sequence, ticket: HandoffTicket) -> Chunk:
+        """Fetches the seed and replays the first tokens."""
+        tickets.check(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
+        if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
+            raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
+        kv_bytes = self._prompt_blocks(len(sequence.request.token_ids)) * _KV_WORDS * array("I").itemsize
+        if ticket.kv_bytes != kv_bytes:  # before so much memory is taken
+            raise TicketMismatch(
+                f"ticket {ticket.ticket_id}: kv_bytes is {ticket.kv_bytes} at prefill and {kv_bytes} at decode",
+                field="kv_bytes",
+            )
+        kv = array("I", bytes(kv_bytes))
+        piece = Piece(kv.buffer_info()[0], ticket.kv_bytes)
+        within = Within(sequence.request.deadline, self._handoff_timeout_s)
+        await fetch(self._carrier, ticket, ticket.opaque, Destination([piece]), within)
+        sequence.seed = _seed_of(kv)
+        sequence.prefill_left = 0
+        sequence.produced = len(ticket.first_token_ids)
+        return Chunk(token_ids=ticket.first_token_ids)
+
+    async def _last(self, sequence: Sequence, token: int) -> Chunk:
+        request = sequence.request
+        stats = LegStats(
+            queue_s=max(0.0, (sequence.started or sequence.born) - sequence.born),
+            kv_bytes=request.ticket.kv_bytes if request.ticket else 0,
+            transport=self._carrier.name if request.ticket else "",
+        )
+        if request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
+            ticket = await self._hand_out(sequence, token)
+            return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+        return Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=stats)
+
+    async def _hand_out(self, sequence: Sequence, first: int) -> HandoffTicket:
+        prompt = len(sequence.request.token_ids)
+        blocks = self._prompt_blocks(prompt)
+        kv = _kv_of(sequence.seed, blocks)
+        kv_bytes = len(kv) * kv.itemsize
+        self._num_tickets += 1
+        ticket_id = f"{self._instance_id:x}-{self._num_tickets}"
+        loop = asyncio.get_running_loop()
+        expires_at = time.time() + self._ticket_ttl_s
+        expiry = loop.call_later(self._ticket_ttl_s, self.release, ticket_id, ReleaseOutcome.REFUSED)
+        self._held[ticket_id] = _Held(blocks, kv, expiry)
+        self._steps.keep(sequence, blocks)
+        try:
+            opaque = await self._carrier.offer(ticket_id, [Piece(kv.buffer_info()[0], kv_bytes)])
+        except BaseException:  # cancelled too: the carrier may have begun to offer this memory
+            self.release(ticket_id, ReleaseOutcome.REFUSED)
+            raise
+        return HandoffTicket(
+            version=tickets.TICKET_VERSION,
+            ticket_id=ticket_id,
+            engine="mock",
+            model=self._model,
+            layout=self._layout,
+            holder=self._instance_id,
+            expires_at=expires_at,
+            prompt_tokens=prompt,
+            first_token_ids=token_ids([first]),
+            transport=self._carrier.name,
+            kv_bytes=kv_bytes,
+            opaque=opaque,
+        )
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        held = self._held.pop(ticket_id, None)
+        if held is None:
+            return
+        held.expiry.cancel()
+        task = asyncio.get_running_loop().create_task(self._withdraw(ticket_id, held))
+        self._withdrawals.add(task)
+        task.add_done_callback(self._withdrawn)
+
+    async def _withdraw(self, ticket_id: str, held: _Held) -> None:
+        """`held` keeps the memory until the carrier is done with it."""
+        await self._carrier.withdraw(ticket_id)
+        self._steps.give_back(held.blocks)
+
+    def _withdrawn(self, task: asyncio.Task[None]) -> None:
+        self._withdrawals.discard(task)
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._streams and not self._held and not self._withdrawals:
+            self._idle.set()
+        else:
+            self._idle.clear()
+
+    def stats(self) -> EngineStats:
+        stats = self._steps.stats(len(self._held), sum(held.blocks for held in self._held.values()))
+        return dataclasses.replace(stats, kv_checksum_mismatches=self._carrier.checksums.mismatches)
+
+    async def check(self) -> None:
+        if self._step_task is None or self._step_task.done():
+            raise EngineFailed("the mock engine is not running")
+        self._carrier.check()
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        if self._step_task is not None:
+            self._step_task.cancel()
+            await asyncio.gather(self._step_task, return_exceptions=True)
+        for ticket_id in list(self._held):
+            self.release(ticket_id, ReleaseOutcome.REFUSED)
+        await asyncio.gather(*self._withdrawals)
+        await self._carrier.aclose()
+
+
+def _kv_of(seed: int, blocks: int) -> array[int]:
+    kv = array("I", [seed]) * (blocks * _KV_WORDS)
+    kv[::_KV_WORDS] = array("I", range(seed, seed + blocks))
+    return kv
+
+
+def _seed_of(kv: array[int]) -> int:
+    """Return another seed when any bit of `kv` has changed since it was computed."""
+    seed = kv[-1]
+    return seed if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // _KV_WORDS) else zlib.crc32(kv) & _MAX_SEED

@@ -1,0 +1,164 @@
+"""The mock engine's clock: which request gets a token in which step, and who waits for KV blocks. Moves no KV."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from dynamo_trtllm.engines.base import EngineStats, Push
+from dynamo_trtllm.engines.mock.args import MockArgs
+from dynamo_trtllm.errors import ContextTooLong, EngineFailed, EngineRefused, Overloaded
+from dynamo_trtllm.messages import Chunk, GenerateRequest, token_ids
+
+_OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|>, so that a harmony frontend shows the rest
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request in the simulated batch. It receives one id per step."""
+
+    request: GenerateRequest
+    blocks: int
+    seed: int
+    prefill_left: int
+    produced: int = 0
+    wanted: int = 0
+    born: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    push: Push | None = None  # takes all tokens but the last
+    made: deque[int] = field(default_factory=deque)  # and not yet taken
+    _waiter: asyncio.Future[None] | None = None
+    _stopped: bool = False  # the clock has
+
+    async def more(self) -> None:
+        """Until something is in `made`. Raises EngineFailed when no step comes any more.
+
+        An `asyncio.Queue` does the same at three times the cost, which a load of thousands of streams would see.
+        """
+        while not self.made:
+            if self._stopped:
+                raise EngineFailed("the mock engine stopped while the request ran")
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def step(self) -> None:
+        """One more token."""
+        self.wanted -= 1
+        token = self.next_token()
+        if self.push is not None and self.wanted:
+            self.push(Chunk(token_ids=token_ids((token,))))
+        else:
+            self.made.append(token)
+            self._wake()
+
+    def stop(self) -> None:
+        """No step comes any more."""
+        self._stopped = True
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def next_token(self) -> int:
+        at = self.request.resumed_tokens + self.produced
+        self.produced += 1
+        return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
+
+
+class Steps:
+    """Owns the waiting queue, the batch and the block count. All calls are made on the event loop."""
+
+    def __init__(self, args: MockArgs) -> None:
+        self._args = args
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[Sequence, None] = {}
+        self._free_blocks = args.kv_cache_blocks
+        self._work = asyncio.Event()
+
+    def add(self, sequence: Sequence) -> None:
+        """Raises ContextTooLong, EngineRefused for what never fits, Overloaded when the queue is full."""
+        total = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
+        if total > self._args.max_seq_len:
+            raise ContextTooLong(f"{total} tokens do not fit the context of {self._args.max_seq_len}")
+        if sequence.blocks > self._args.kv_cache_blocks:
+            raise EngineRefused(f"{sequence.blocks} KV blocks are needed and {self._args.kv_cache_blocks} exist")
+        if len(self._waiting) >= self._args.max_queue:
+            raise Overloaded(f"{len(self._waiting)} requests wait already")
+        self._waiting.append(sequence)
+        self._work.set()
+
+    def want(self, sequence: Sequence, num_tokens: int) -> None:
+        """From the next step on a sequence gets a token per step, this many."""
+        sequence.wanted = num_tokens
+        self._work.set()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out wherever it is; its blocks are free again."""
+        if sequence.started is not None:
+            self._running.pop(sequence, None)
+            self.give_back(sequence.blocks)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def keep(self, sequence: Sequence, blocks: int) -> None:
+        """Leaves blocks of a running sequence to a ticket, until they are given back."""
+        sequence.blocks -= blocks
+
+    def give_back(self, blocks: int) -> None:
+        self._free_blocks += blocks
+        self._work.set()
+
+    def stats(self, tickets_held: int, ticket_kv_blocks: int) -> EngineStats:
+        total = self._args.kv_cache_blocks
+        return EngineStats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_blocks_used=total - self._free_blocks,
+            kv_blocks_total=total,
+            tickets_held=tickets_held,
+            ticket_kv_blocks=ticket_kv_blocks,
+        )
+
+    async def run(self) -> None:
+        """Steps for ever; sleeps when there is nothing to do. Its end fails whoever waits for a token.
+
+        A step begins when the one before is over: what the loop takes for other work does not make it longer.
+        """
+        begun_s = 0.0
+        try:
+            while True:
+                self._admit()
+                if not any(sequence.wanted for sequence in self._running):
+                    self._work.clear()
+                    await self._work.wait()
+                    begun_s = time.monotonic()
+                    continue
+                await asyncio.sleep(begun_s + self._args.step_s - time.monotonic())
+                begun_s = max(begun_s + self._args.step_s, time.monotonic() - self._args.step_s)  # none is made up for
+                self._step()
+        finally:
+            for sequence in (*self._waiting, *self._running):
+                sequence.stop()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self._args.max_batch_size:
+            if self._waiting[0].blocks > self._free_blocks:
+                return
+            sequence = self._waiting.popleft()
+            self._free_blocks -= sequence.blocks
+            sequence.started = time.monotonic()
+            self._running[sequence] = None
+
+    def _step(self) -> None:
+        prefill_budget = self._args.prefill_tokens_per_step
+        for sequence in list(self._running):
+            if sequence.prefill_left > 0:
+                taken = min(prefill_budget, sequence.prefill_left)
+                prefill_budget -= taken
+                sequence.prefill_left -= taken
+            if sequence.prefill_left == 0 and sequence.wanted > 0:
+                sequence.step()

@@ -1,0 +1,330 @@
+"""The engine protocol over the batcher: streams and their ends, on the event loop.
+
+Computes nothing itself: the model, the KV pool and every job belong to the batcher's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
+from dynamo_trtllm.engines.torch import guided
+from dynamo_trtllm.engines.torch.args import torch_args
+from dynamo_trtllm.engines.torch.batcher import Batcher, BatchLimits, Memory
+from dynamo_trtllm.engines.torch.desk import Desk
+from dynamo_trtllm.engines.torch.jobs import Delivery, Event, Gathered, Job, Reserved, Retired
+from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.shaping import shaping_for
+from dynamo_trtllm.engines.torch.staging import Staging
+from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, EngineRefused, NonFinite
+from dynamo_trtllm.kv_transfer.base import Carrier
+from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.messages import (
+    Chunk,
+    GenerateRequest,
+    Limits,
+    Phase,
+    ReleaseOutcome,
+    Role,
+    Sampling,
+    token_ids,
+)
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engines.torch.load import LoadedModel
+
+_log = logging.getLogger(__name__)
+_MASK_64 = (1 << 64) - 1
+
+
+class TorchEngine:
+    """`Engine` with `HasTickets` and `HasStats`. `config.model_path` is a folder; the engine owns its carrier."""
+
+    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: Carrier | None = None) -> None:
+        self._args = args = torch_args(config)
+        self._model_path = config.model_path
+        self._model_name = config.served_model_name or Path(config.model_path).name
+        if carrier is None and config.disaggregation_mode is not Role.AGGREGATED:
+            name = None if args.carrier == "auto" else args.carrier
+            carrier = select_carrier(name, config, kv_checksums=args.kv_checksums)
+        self._handoff_timeout_s = config.handoff_timeout_s
+        self._desk: Desk | None = None
+        if carrier is not None:
+            self._desk = Desk(
+                carrier,
+                holder=instance_id,
+                model=self._model_name,
+                ttl_s=config.ticket_ttl_s,
+                retire=self._retire,
+            )
+        self._jobs: set[Job] = set()  # until the batcher says that their blocks are free
+        self._batcher: Batcher | None = None
+        self._memory: Memory | None = None
+        self._guides: guided.Guides | None = None
+        self._info: EngineInfo | None = None
+        self._ended: EngineFailed | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """See `Engine.start`."""
+        model = await asyncio.to_thread(self._load)
+        self._info = info = self._prepare(model)
+        if self._desk is not None and self._memory is not None and self._memory.staging is not None:
+            await self._desk.start(self._memory.staging)
+        if self._batcher is not None:
+            self._batcher.start()
+        await self._warm_up()
+        _log.info(
+            "torch engine ready on %s: context %d, %d KV blocks of %d tokens",
+            model.device,
+            info.context_length,
+            info.limits.kv_blocks,
+            info.layout.block_tokens,
+        )
+        return info
+
+    def _load(self) -> LoadedModel:
+        from dynamo_trtllm.engines.torch.load import load  # imports transformers: seconds, so not on the event loop
+
+        return load(self._model_path, self._args)
+
+    def _prepare(self, model: LoadedModel) -> EngineInfo:
+        from dynamo_trtllm.engines.torch import sizing
+
+        args = self._args
+        layout = sizing.kv_layout(model, args)
+        hands_over = self._desk is not None
+        num_blocks = sizing.kv_blocks(model, args, layout, staged=hands_over)
+        context_length = sizing.context_length(model, args, num_blocks * layout.block_tokens)
+        limits = BatchLimits(
+            max_batch_size=args.max_batch_size,
+            max_num_tokens=args.max_num_tokens or args.prefill_chunk_tokens + args.max_batch_size,
+            max_queue=args.max_queue,
+            prefill_chunk_tokens=args.prefill_chunk_tokens,
+            num_threads=sizing.num_threads(model, args),
+        )
+        if model.tokenizer is not None and guided.is_available():
+            self._guides = guided.Guides(
+                model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+            )
+        pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
+        staging = None
+        if hands_over:
+            staging = Staging(pool, sizing.staging_bytes(model, args, layout, num_blocks, context_length))
+        self._memory = Memory(pool, staging)
+        loop = asyncio.get_running_loop()
+        self._batcher = Batcher(
+            model.module,
+            self._memory,
+            limits,
+            deliver=partial(_call_soon, loop, self._receive),
+            on_end=partial(_call_soon, loop, self._end),
+        )
+        return EngineInfo(
+            engine="torch",
+            context_length=context_length,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            renderer=model.renderer,
+            layout=layout,
+            limits=Limits(
+                max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, kv_blocks=num_blocks
+            ),
+            refuses=() if self._guides is not None else ("guided",),
+            files=model.files,
+            serves_whole=True,
+        )
+
+    async def _warm_up(self) -> None:
+        request = GenerateRequest(
+            request_id="warm-up",
+            model=self._model_name,
+            token_ids=token_ids([0]),
+            sampling=Sampling(max_tokens=2, temperature=0.0, ignore_eos=True),
+            deadline=time.time() + 600,
+        )
+        try:
+            async with aclosing(self.generate(request)) as stream:
+                async for _ in stream:
+                    pass
+        except NonFinite as exc:
+            raise EngineFailed(f"{self._model_path} computes NaN or infinity: check its weights and the dtype") from exc
+
+    async def check(self) -> None:
+        self._ready()
+        if self._desk is not None:
+            self._desk.check()
+
+    def _ready(self) -> tuple[Batcher, EngineInfo]:
+        if self._ended is not None:
+            raise EngineFailed(self._ended.message)
+        if self._batcher is None or self._info is None:
+            raise EngineNotReady("the torch engine has not been started")
+        if not self._batcher.alive():
+            raise EngineFailed("the torch engine's thread is gone")
+        return self._batcher, self._info
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        if self._batcher is not None:
+            self._batcher.post(self._batcher.stop)
+            await asyncio.to_thread(self._batcher.join)
+        self._end(EngineFailed("the engine was closed"))
+        if self._desk is not None:
+            await self._desk.aclose()
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """See `Engine.generate`."""
+        return self._stream(request, None)
+
+    def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
+        """See `Pushes.generate_into`."""
+        return self._stream(request, push)
+
+    async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
+        batcher, info = self._ready()
+        inbox: asyncio.Queue[Event] = asyncio.Queue()  # never more than the request's tokens
+
+        def take(event: Event) -> None:
+            if push is not None and isinstance(event, Chunk) and event.finish_reason is None:
+                push(event)
+            else:
+                inbox.put_nowait(event)
+
+        job = self._job(request, info, take)
+        self._jobs.add(job)
+        self._idle.clear()
+        handed_out = False
+        try:
+            job.shaping = shaping_for(request, await self._guide(request.sampling, job))
+            batcher.post(partial(batcher.submit, job))
+            while True:
+                event = await inbox.get()
+                if isinstance(event, Gathered) and self._desk is not None:
+                    handed_out = True  # from here on the desk retires the job
+                    yield await self._desk.hand_out(job, event, info.layout)
+                    return
+                if isinstance(event, Reserved):
+                    await self._fetch(request, event)
+                    batcher.post(partial(batcher.install, job))
+                elif isinstance(event, Chunk):
+                    yield event
+                    if event.finish_reason is not None:
+                        return
+                elif isinstance(event, DynamoError):
+                    raise event
+        finally:
+            push = None  # what a step has on its way goes nowhere
+            if not handed_out:
+                self._retire(job)
+
+    async def _fetch(self, request: GenerateRequest, reserved: Reserved) -> None:
+        """Returns when the copies of all pieces into the pool are queued; nothing is queued for this job after that."""
+        if self._desk is None or self._memory is None or self._memory.staging is None:
+            raise RuntimeError(f"request {request.request_id} has KV to fetch and no room for it")
+        scatter = partial(self._memory.staging.scatter, reserved.parcel, reserved.rows)
+        await self._desk.fetch(request, reserved.parcel, self._handoff_timeout_s, on_piece=scatter)
+
+    def _job(self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]) -> Job:
+        """Raises EngineRefused, ContextTooLong or a HandoffError for what can't be served here."""
+        prompt_tokens = len(request.token_ids)
+        if prompt_tokens == 0:
+            raise EngineRefused("the prompt is empty", field="token_ids")
+        if prompt_tokens >= info.context_length:
+            raise ContextTooLong(
+                f"a prompt of {prompt_tokens} tokens leaves no room in the context of {info.context_length}; shorten it"
+            )
+        if max(request.token_ids) >= info.vocab_size:
+            raise EngineRefused(
+                f"token id {max(request.token_ids)} is not in the vocabulary of {info.vocab_size}", field="token_ids"
+            )
+        if request.phase is not Phase.WHOLE and self._desk is None:
+            raise EngineRefused(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
+        job = Job(
+            request=request,
+            max_new_tokens=min(request.sampling.max_tokens, info.context_length - prompt_tokens),
+            stop_ids=_stop_ids(request.sampling, info),
+            inbox=inbox,
+        )
+        if request.sampling.seed is not None:
+            job.seed = request.sampling.seed & _MASK_64
+        if request.phase is Phase.DECODE and self._desk is not None and self._memory is not None:
+            kv_bytes = self._memory.pool.moved_bytes(prompt_tokens)
+            job.seed, job.piece_bytes = self._desk.redeem(request, info.layout, kv_bytes=kv_bytes)
+        return job
+
+    async def _guide(self, sampling: Sampling, job: Job) -> guided.Guide | None:
+        """Raises EngineRefused for a form that can't be followed, before anything is computed for the request."""
+        if sampling.guided is None:
+            return None
+        if self._guides is None:
+            raise EngineRefused("guided decoding needs the package llguidance and a tokenizer.json", field="guided")
+        if sampling.min_tokens:
+            raise EngineRefused("guided output ends by its form: min_tokens must be 0", field="min_tokens")
+        return await asyncio.to_thread(self._guides.compile, sampling.guided, job.stop_ids)
+
+    def _retire(self, job: Job) -> None:
+        if self._batcher is not None and self._ended is None:
+            self._batcher.post(partial(self._batcher.retire, job))
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        """See `HasTickets.release`."""
+        _log.debug("ticket %s: %s", ticket_id, outcome)
+        if self._desk is not None:
+            self._desk.let_go(ticket_id)
+
+    def stats(self) -> EngineStats:
+        if self._batcher is None:
+            return EngineStats(
+                running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0
+            )
+        mismatches = 0 if self._desk is None else self._desk.checksum_mismatches
+        return dataclasses.replace(self._batcher.stats(), kv_checksum_mismatches=mismatches)
+
+    # --- called by the batcher, on the loop ------------------------------------------------------------
+
+    def _receive(self, delivery: Delivery) -> None:
+        for job, event in delivery:
+            if isinstance(event, Retired):
+                self._jobs.discard(job)
+            else:
+                job.inbox(event)
+        if not self._jobs:
+            self._idle.set()
+
+    def _end(self, reason: EngineFailed) -> None:
+        """No step will follow: every stream ends with the reason."""
+        if self._ended is None:
+            self._ended = reason
+        for job in self._jobs:
+            job.inbox(reason)
+        self._jobs.clear()
+        self._idle.set()
+
+
+def _stop_ids(sampling: Sampling, info: EngineInfo) -> tuple[int, ...]:
+    """`ignore_eos` goes on past the model's own stop tokens, also where the request names them; others still stop."""
+    own, named = set(info.eos_token_ids), set(sampling.stop_token_ids)
+    stop = named - own if sampling.ignore_eos else named | own
+    return tuple(sorted(token for token in stop if 0 <= token < info.vocab_size))
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, receive: Callable[[Any], None], value: object) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(receive, value)

@@ -1,0 +1,111 @@
+"""Chooses the next token of every row of a step. Functions on logits; holds no state.
+
+Randomness is a function of (seed, index of the token in the answer), so a decode worker continues the stream that a
+prefill worker began with nothing but the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dynamo_trtllm.engines.torch.shaping import Shaping
+from dynamo_trtllm.messages import Sampling, TokenLogprob
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the choice for one sequence depends on besides its logits."""
+
+    sampling: Sampling
+    seed: int
+    index: int  # tokens of the answer that this request has made already
+    stop_ids: tuple[int, ...]
+    shaping: Shaping | None = None
+    resumed: int = 0  # tokens of the answer that another worker made; they count as drawn
+
+
+class Choice(NamedTuple):
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+def uniform(seed: int, index: int) -> float:
+    """The draw in [0, 1) for token `index` under `seed` (splitmix64 over a mixed seed)."""
+    return (_mix(_mix(seed & _MASK) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
+
+
+def _mix(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def choose(logits: Tensor, rows: Sequence[Row], finite: Tensor | None = None) -> list[Choice | None]:
+    """Choose one token per row of `logits` [rows, vocabulary]. Log-probabilities are those of the raw logits.
+
+    The choice is None for a row whose raw logits have NaN, +inf or no finite number, or that `finite` [rows] rules out.
+    """
+    logits = logits.float()
+    raw = logits
+    highest, picked = logits.max(dim=-1)  # NaN where the row has one
+    finite = highest.isfinite() if finite is None else highest.isfinite() & finite
+    held_back = [(n, row.stop_ids) for n, row in enumerate(rows) if row.index < row.sampling.min_tokens]
+    shaped = [(n, row.shaping) for n, row in enumerate(rows) if row.shaping is not None]
+    if held_back or shaped:
+        logits = logits.clone()
+        for n, shaping in shaped:
+            shaping.apply(logits[n])
+        for n, stop_ids in held_back:
+            logits[n, list(stop_ids)] = -torch.inf
+        picked = logits.argmax(dim=-1)
+    drawn = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
+    if drawn:
+        picked[drawn] = _draw(logits[drawn], [rows[n] for n in drawn])
+    ids = torch.where(finite, picked, -1).tolist()
+    logprobs = _logprobs(raw, ids, rows)
+    return [None if token < 0 else Choice(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    device = logits.device
+    logits = logits / torch.tensor([row.sampling.temperature for row in rows], device=device)[:, None]
+    if any(row.sampling.min_p > 0 for row in rows):
+        min_p = torch.tensor([row.sampling.min_p for row in rows], device=device)[:, None]
+        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), -torch.inf)
+    order: Tensor | None = None
+    if any(row.sampling.top_k > 0 or row.sampling.top_p < 1 for row in rows):
+        logits, order = logits.sort(dim=-1, descending=True, stable=True)
+        size = logits.shape[-1]
+        ranks = torch.arange(size, device=device)
+        top_k = torch.tensor([row.sampling.top_k or size for row in rows], device=device)[:, None]
+        logits = logits.masked_fill(ranks >= top_k, -torch.inf)
+        top_p = torch.tensor([row.sampling.top_p for row in rows], device=device)[:, None]
+        weights = torch.softmax(logits, dim=-1)
+        before = weights.cumsum(dim=-1) - weights
+        logits = logits.masked_fill((before >= top_p) & (ranks > 0), -torch.inf)
+    cumulated = torch.softmax(logits, dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    draws = torch.tensor(
+        [uniform(row.seed, row.resumed + row.index) for row in rows], dtype=torch.float64, device=device
+    )[:, None]
+    found = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    return (found if order is None else order.gather(1, found)).squeeze(1)
+
+
+def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprob | None]:
+    wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None and ids[n] >= 0]
+    found: list[TokenLogprob | None] = [None] * len(rows)
+    if wanted:
+        logs = torch.log_softmax(logits[wanted], dim=-1)
+        for log, n in zip(logs, wanted, strict=True):
+            top = log.topk(min(rows[n].sampling.logprobs or 0, log.shape[0]))
+            pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+            found[n] = TokenLogprob(ids[n], float(log[ids[n]]), pairs)
+    return found

@@ -1,0 +1,140 @@
+"""TensorRT-LLM's `LLM` as an `Engine`: from configuration to a built LLM, and its end.
+
+Computes nothing and moves no KV: the vendor's executor and cache transceiver do. Blocking calls run on threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamo_trtllm.config.load import process_environment
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines import gpu
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
+from dynamo_trtllm.engines.checkpoint import read_checkpoint
+from dynamo_trtllm.engines.held import Terms
+from dynamo_trtllm.engines.loading import Loading
+from dynamo_trtllm.engines.trtllm import kernels, settings
+from dynamo_trtllm.engines.trtllm.args import trtllm_args
+from dynamo_trtllm.engines.trtllm.flight import VENDOR_ERRORS
+from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
+from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
+from dynamo_trtllm.engines.trtllm.releases import release_for
+from dynamo_trtllm.engines.trtllm.serving import Serving
+from dynamo_trtllm.engines.trtllm.vendor import Vendor, installed_version, load_vendor, release_line
+from dynamo_trtllm.engines.vendored import NO_STATS, LibraryEngine, Times
+from dynamo_trtllm.engines.weights import weight_bytes
+from dynamo_trtllm.errors import ConfigError, EngineFailed
+from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
+
+_log = logging.getLogger(__name__)
+
+_OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.WHOLE}
+
+
+class TrtllmEngine(LibraryEngine[Serving]):
+    """`Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`. `config.model_path` is a folder."""
+
+    def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
+        """Raises ConfigError: for TensorRT-LLM not installed, arguments it does not take, a folder with no model."""
+        super().__init__("trtllm", "TensorRT-LLM")
+        version = installed_version()
+        gpus = gpu.visible_gpus()
+        self._release = release_for(version)
+        self._args = trtllm_args(config, self._release, gpus)
+        self._checkpoint = read_checkpoint(Path(config.model_path))
+        self._model = config.served_model_name or self._checkpoint.folder.name
+        self._holder = instance_id
+        self._facts = RoleFacts(
+            role=config.disaggregation_mode,
+            args=self._args,
+            release=version,
+            model=self._checkpoint,
+            gpu=gpus[0] if gpus else None,
+            num_gpus=len(gpus) or None,
+            environment={**self._args.profile.environment, **process_environment()},
+            strategy=config.disaggregation_strategy,
+        )
+        self._times = Times(settings.ticket_ttl_s(self._facts, config.ticket_ttl_s), config.handoff_timeout_s)
+        self._pairing = settings.pairing(self._facts, release_line(version))
+
+    def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
+        """See `HasPreflight`."""
+        return [*check_role(self._facts), *check_peers(self._facts, peers, self._pairing)]
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """See `Engine.start`."""
+        for note in self._args.notes:
+            _log.info("%s", note)
+        loading = Loading(
+            self._build,
+            discard=self._discard,
+            gpu_bytes_used=gpu.memory_used_bytes,
+            weight_bytes=weight_bytes(self._checkpoint).total // self._facts.tensor_parallel,
+        )
+        info = self._serve(await self._load(loading))
+        await self._canary(self._model)
+        if settings.has_statistics(self._args) and self._serving is not None:
+            self._serving.poll_stats()
+        return info
+
+    def _build(self) -> tuple[Vendor, Any]:
+        """On a thread. The environment is set before the vendor is imported, which reads it."""
+        kernels.apply(self._args.profile)
+        vendor = load_vendor()
+        values = settings.llm_values(self._args, model=str(self._checkpoint.folder))
+        try:
+            llm = vendor.llm(**values)
+        except (ValueError, TypeError) as exc:
+            raise ConfigError(f"TensorRT-LLM {vendor.version} refuses the engine arguments: {exc}") from exc
+        except (vendor.request_error, *VENDOR_ERRORS) as exc:
+            raise EngineFailed(f"TensorRT-LLM could not be started: {exc}") from exc
+        return vendor, llm
+
+    def _serve(self, vendor: Vendor) -> EngineInfo:
+        refused = settings.refuses(self._args, self._release, cache_salt=vendor.capabilities.cache_salt)
+        rules = settings.rules(self._facts, self._checkpoint, vendor.capabilities, refused)
+        transport = f"trtllm/{self._pairing.get('transceiver', '')}".lower()
+        terms = Terms("trtllm", self._holder, self._model, self._layout(), self._pairing, transport)
+        self._serving = Serving(vendor, self._llm, rules, terms, self._times)
+        limit = rules.prompt_limits[_OWN_PHASE[rules.role]]
+        _log.info(
+            "TensorRT-LLM %s (as %s) is loaded: context %d, prompts up to %d (%s)",
+            vendor.version,
+            self._release.title,
+            rules.context_length,
+            limit.tokens,
+            limit.why,
+        )
+        return EngineInfo(
+            engine="trtllm",
+            context_length=rules.context_length,
+            vocab_size=rules.vocab_size,
+            eos_token_ids=rules.end_ids,
+            renderer=self._checkpoint.renderer,
+            layout=terms.layout,
+            limits=settings.limits(self._facts),
+            pairing=self._pairing,
+            refuses=(*refused, "resumed_tokens"),  # they are prompt to it and nothing else
+            serves_whole=True,
+            files=self._checkpoint.files,
+        )
+
+    def _layout(self) -> KvLayout:
+        layout = self._facts.layout()
+        assert layout is not None  # None only without a model
+        return layout
+
+    def stats(self) -> EngineStats:
+        return NO_STATS if self._serving is None else self._serving.stats()
+
+    def _shut_down(self, llm: Any) -> None:
+        try:
+            llm.shutdown()
+        except VENDOR_ERRORS as exc:
+            _log.warning("TensorRT-LLM's shutdown: %s", exc)

@@ -1,0 +1,16 @@
+"""Judges TensorRT-LLM arguments before anything is loaded. Pure: no vendor, no GPU, no network."""
+
+from dynamo_trtllm.engines.trtllm.preflight.checks import check_pair, check_peers, check_role
+from dynamo_trtllm.engines.trtllm.preflight.facts import Load, RoleFacts, prompt_limit
+from dynamo_trtllm.engines.trtllm.preflight.memory import MemoryTable, memory_table
+
+__all__ = [
+    "Load",
+    "MemoryTable",
+    "RoleFacts",
+    "check_pair",
+    "check_peers",
+    "check_role",
+    "memory_table",
+    "prompt_limit",
+]

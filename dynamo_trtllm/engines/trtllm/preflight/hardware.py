@@ -1,0 +1,220 @@
+"""Rules about the GPU's architecture: MoE kernels, quantization, KV types. Pure.
+
+How releases choose: an MXFP4 checkpoint runs as W4A8_MXFP4_FP8 (TRITON) or W4A8_MXFP4_MXFP8 (others) from compute
+capability 10.0 on, and as W4A16_MXFP4 below; OVERRIDE_QUANT_ALGO beats that.
+"""
+
+from __future__ import annotations
+
+from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
+
+_MOE = "moe_config.backend"
+_KV = "kv_cache_config.dtype"
+_OVERRIDE = "OVERRIDE_QUANT_ALGO"
+_BIASED = ("CUTLASS", "TRITON", "TRTLLM")  # what computes experts with biases and gpt-oss' activation
+_FALLS_BACK = ("TRTLLM", "CUTEDSL")
+# CUTLASS' MXFP4 kernels by compute capability.
+_CUTLASS = {"W4A16_MXFP4": (90,), "W4A8_MXFP4_FP8": (100, 103), "W4A8_MXFP4_MXFP8": (100, 103, 120, 121)}
+_KV_KNOWN = ("auto", "fp8")
+_KV_KNOWN_13 = ("auto", "fp8", "float16", "bfloat16", "float32", "fp8_ds_mla", "nvfp4")
+
+
+def moe_backend(facts: RoleFacts) -> str:
+    """The MoE kernels that will be tried, with AUTO as what it means on the GPU."""
+    name = str(facts.args.get(_MOE) or "CUTLASS").upper()
+    if name != "AUTO" or facts.gpu is None:
+        return name
+    if 100 <= facts.gpu.sm < 120:
+        return "TRTLLM"
+    return "TRITON" if 90 <= facts.gpu.sm < 100 else "CUTLASS"
+
+
+def mxfp4_algorithm(facts: RoleFacts) -> str | None:
+    """How an MXFP4 model will be computed; None: it is not one, or the GPU is not known."""
+    if not _is_mxfp4(facts) or facts.gpu is None:
+        return None
+    override = facts.variable(_OVERRIDE)
+    if override:
+        return override
+    if facts.gpu.sm < 100:
+        return "W4A16_MXFP4"
+    return "W4A8_MXFP4_FP8" if moe_backend(facts) == "TRITON" else "W4A8_MXFP4_MXFP8"
+
+
+def _is_mxfp4(facts: RoleFacts) -> bool:
+    return facts.model is not None and facts.model.quantization == "mxfp4"
+
+
+def _is_gpt_oss(facts: RoleFacts) -> bool:
+    return facts.model is not None and facts.model.model_type == "gpt_oss"
+
+
+def _gpu(facts: RoleFacts) -> str:
+    return f"{facts.gpu.name} (sm{facts.gpu.sm})" if facts.gpu else ""
+
+
+def _moe_without_bias(facts: RoleFacts) -> Clash | None:
+    name = moe_backend(facts)
+    if not _is_gpt_oss(facts) or name in (*_BIASED, *_FALLS_BACK, "AUTO"):
+        return None
+    return Clash(other="model_type gpt_oss")
+
+
+def _moe_falls_back(facts: RoleFacts) -> Clash | None:
+    """TRTLLM has MXFP4 for data-centre Blackwell alone; CUTEDSL has none."""
+    name = moe_backend(facts)
+    if facts.gpu is None or name not in _FALLS_BACK or not (_is_mxfp4(facts) or name == "TRTLLM"):
+        return None
+    if facts.model is not None and not facts.model.num_experts:
+        return None
+    if name == "TRTLLM" and 100 <= facts.gpu.sm < 120:
+        return None
+    better = "TRITON" if 90 <= facts.gpu.sm < 100 else "CUTLASS"
+    return Clash(other=_gpu(facts), cure=f"set it to {better}")
+
+
+def _moe_quantization(facts: RoleFacts) -> Clash | None:
+    algorithm, name = mxfp4_algorithm(facts), moe_backend(facts)
+    if algorithm is None or facts.gpu is None or not algorithm.endswith(("MXFP4", "MXFP8", "MXFP4_FP8")):
+        return None
+    effective = "CUTLASS" if _moe_falls_back(facts) else name
+    if effective == "CUTLASS":
+        fits = facts.gpu.sm in _CUTLASS.get(algorithm, ())
+    elif effective == "TRITON":
+        fits = (90 <= facts.gpu.sm < 100 and algorithm == "W4A16_MXFP4") or 100 <= facts.gpu.sm < 120
+    else:
+        fits = 100 <= facts.gpu.sm < 120
+    if fits:
+        return None
+    return Clash(
+        other=f"{algorithm} on {_gpu(facts)}", cure=_kernel_cure(facts.gpu.sm, bool(facts.variable(_OVERRIDE)))
+    )
+
+
+def _kernel_cure(sm: int, overridden: bool) -> str:
+    if overridden:
+        return f"unset {_OVERRIDE}"
+    if 90 <= sm < 100:
+        return "set it to TRITON"
+    return "set it to TRTLLM" if 100 <= sm < 120 else "set it to CUTLASS" if sm >= 120 else "use a newer GPU"
+
+
+def _moe_unset(facts: RoleFacts) -> Clash | None:
+    if not _is_gpt_oss(facts) or _MOE in facts.args.leaves or facts.line >= (1, 3, 0):
+        return None
+    return Clash(other=_gpu(facts) or "model_type gpt_oss")
+
+
+def _cutlass_on_hopper(facts: RoleFacts) -> Clash | None:
+    hopper = facts.gpu is not None and 90 <= facts.gpu.sm < 100
+    if not hopper or not _is_mxfp4(facts) or _MOE not in facts.args.leaves or moe_backend(facts) != "CUTLASS":
+        return None
+    return Clash(other=_gpu(facts), cure="set it to TRITON" if facts.line >= (1, 1, 0) else "use 1.1.0 or newer")
+
+
+def _consumer_blackwell(facts: RoleFacts) -> Clash | None:
+    if not _is_gpt_oss(facts) or facts.gpu is None or facts.gpu.sm < 120:
+        return None
+    return Clash(other=_gpu(facts), value="gpt_oss")
+
+
+def _kv_dtype_unknown(facts: RoleFacts) -> Clash | None:
+    name = str(facts.args.get(_KV) or "auto").lower()
+    known = _KV_KNOWN_13 if facts.line >= (1, 3, 0) else _KV_KNOWN
+    if name in known:
+        return None
+    return Clash(other=f"known in {facts.release}: {', '.join(known)}")
+
+
+def _kv_dtype_gpu(facts: RoleFacts) -> Clash | None:
+    if facts.gpu is None:
+        return None
+    needed = {"fp8": 89, "fp8_ds_mla": 89, "nvfp4": 100}.get(str(facts.args.get(_KV) or "auto").lower(), 0)
+    return Clash(other=_gpu(facts)) if facts.gpu.sm < needed else None
+
+
+def _fp8_kv_on_hopper(facts: RoleFacts) -> Clash | None:
+    hopper = facts.gpu is not None and 90 <= facts.gpu.sm < 100
+    if not hopper or not _is_gpt_oss(facts) or str(facts.args.get(_KV) or "auto").lower() != "fp8":
+        return None
+    return Clash(other=_gpu(facts))
+
+
+RULES = (
+    RoleRule(
+        name="moe-backend-bias",
+        severity="error",
+        field=_MOE,
+        why="gpt-oss' experts have biases and an activation of their own, which only CUTLASS, TRITON and TRTLLM "
+        "compute: others assert while loading",
+        cure="set it to TRTLLM on Blackwell, TRITON on Hopper",
+        test=_moe_without_bias,
+    ),
+    RoleRule(
+        name="moe-backend-falls-back",
+        severity="warning",
+        field=_MOE,
+        why="these kernels do not run this quantization on this GPU: TensorRT-LLM takes CUTLASS instead, with one "
+        "line in its log",
+        cure="set it to TRITON on Hopper, CUTLASS elsewhere",
+        test=_moe_falls_back,
+    ),
+    RoleRule(
+        name="moe-quantization-gpu",
+        severity="error",
+        field=_MOE,
+        why="these kernels do not exist for this GPU: loading fails",
+        cure="choose kernels that the GPU has: TRTLLM on data-centre Blackwell, TRITON on Hopper, CUTLASS on RTX "
+        "Blackwell; and unset OVERRIDE_QUANT_ALGO",
+        test=_moe_quantization,
+    ),
+    RoleRule(
+        name="moe-backend-unset",
+        severity="note",
+        field=_MOE,
+        why="before 1.3 the default is CUTLASS on every GPU, the slower choice for gpt-oss",
+        cure="set it to TRTLLM on Blackwell, TRITON on Hopper from 1.1.0 on",
+        test=_moe_unset,
+    ),
+    RoleRule(
+        name="moe-cutlass-hopper",
+        severity="note",
+        field=_MOE,
+        why="it runs MXFP4 with BF16 activations here, and NVIDIA's guide chooses TRITON on Hopper",
+        cure="set it to TRITON, from 1.1.0 on",
+        test=_cutlass_on_hopper,
+    ),
+    RoleRule(
+        name="gpt-oss-rtx-blackwell",
+        severity="warning",
+        field="model",
+        why="gpt-oss is reported to fail on this architecture with an invalid argument in tinygemm2",
+        cure="try one request before relying on it, or use a data-centre GPU",
+        test=_consumer_blackwell,
+    ),
+    RoleRule(
+        name="kv-dtype-unknown",
+        severity="warning",
+        field=_KV,
+        why="this release ignores KV types it does not know, with one line in its log",
+        cure="set it to auto or fp8",
+        test=_kv_dtype_unknown,
+    ),
+    RoleRule(
+        name="kv-dtype-gpu",
+        severity="error",
+        field=_KV,
+        why="the GPU has no arithmetic for this KV type",
+        cure="set it to auto",
+        test=_kv_dtype_gpu,
+    ),
+    RoleRule(
+        name="kv-fp8-hopper",
+        severity="warning",
+        field=_KV,
+        why="on Hopper gpt-oss is published with KV of type auto alone; with fp8 nobody vouches for accuracy",
+        cure="set it to auto, on both sides",
+        test=_fp8_kv_on_hopper,
+    ),
+)

@@ -1,0 +1,142 @@
+"""An estimate of where one GPU's memory goes, how many requests fit, and how long a hand-off takes. Pure arithmetic.
+
+KV is counted in full for every layer. Sliding-window layers need less, but whether TensorRT-LLM frees what left a
+window depends on release and settings: what the windows could save is shown beside it, not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts
+from dynamo_trtllm.engines.trtllm.preflight.gpus import links_of
+from dynamo_trtllm.engines.weights import weight_bytes
+from dynamo_trtllm.messages import Role
+
+WORKSPACE_BYTES = 5 << 30  # CUDA context, NCCL, one step's activations, graphs: a guess, measured nowhere
+KV_FRACTION = 0.9  # what releases take that leave the fraction unset
+_BUFFERS = 2  # staging buffers that a transceiver allocates
+_KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "fp8_ds_mla": 1.0, "nvfp4": 0.5625}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTable:
+    """One GPU of one role. None: the GPU, or the load, is not known."""
+
+    role: Role
+    gpu: str | None
+    gpu_bytes: int | None
+    weights_bytes: int
+    kv_token_bytes: int  # of one token, in all layers, on one GPU
+    windowed_token_bytes: int  # the same for a token that has left every window
+    buffer_bytes: int
+    room_bytes: int | None  # for KV; negative when the rest does not fit
+    blocks: int | None
+    pool_tokens: int | None  # tokens of KV that one GPU, or one group of ranks, holds
+    request_tokens: int | None  # of KV that one request of the load takes here
+    concurrency: int | None  # requests of the load at once in this engine, by KV and by batch
+    limited_by: str = ""  # "KV" or "max_batch_size"
+
+    @property
+    def window_gain(self) -> float:
+        """How many times more fits if TensorRT-LLM frees what left the windows."""
+        return self.kv_token_bytes / max(1, self.windowed_token_bytes)
+
+
+def memory_table(facts: RoleFacts) -> MemoryTable | None:
+    """None without a model."""
+    model = facts.model
+    if model is None:
+        return None
+    token_bytes = kv_token_bytes(facts, model)
+    buffer_bytes = _BUFFERS * (facts.number(BUFFER) or 0) * token_bytes if facts.is_disaggregated else 0
+    weights = weights_per_gpu(facts, model)
+    room = _room(facts, weights, buffer_bytes)
+    blocks = None if room is None else _blocks(facts, room, token_bytes)
+    pool = None if blocks is None else blocks * facts.block_tokens
+    request = _request_tokens(facts)
+    concurrency, limited_by = _concurrency(facts, blocks, request)
+    return MemoryTable(
+        role=facts.role,
+        gpu=facts.gpu.name if facts.gpu else None,
+        gpu_bytes=facts.gpu.memory_bytes if facts.gpu else None,
+        weights_bytes=weights,
+        kv_token_bytes=token_bytes,
+        windowed_token_bytes=token_bytes * (model.num_layers - model.num_sliding_layers) // model.num_layers,
+        buffer_bytes=buffer_bytes,
+        room_bytes=room,
+        blocks=blocks,
+        pool_tokens=pool,
+        request_tokens=request,
+        concurrency=concurrency,
+        limited_by=limited_by,
+    )
+
+
+def weights_per_gpu(facts: RoleFacts, model: Checkpoint) -> int:
+    """The files' own total where there is one, split as the ranks split it."""
+    parts = weight_bytes(model)
+    ranks = facts.tensor_parallel
+    whole = 1 if facts.on("enable_attention_dp") else ranks  # attention DP: attention is whole on each rank
+    held = parts.experts / ranks + (parts.attention + parts.vocabulary) / whole + parts.rest
+    scale = model.index_bytes / parts.total if model.index_bytes else 1.0
+    return round(held * scale / facts.size("pipeline_parallel_size"))
+
+
+def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
+    """Keys and values of one token on one GPU; heads are copied where there are more ranks than heads."""
+    ranks = 1 if facts.on("enable_attention_dp") else facts.tensor_parallel
+    heads = -(-model.num_kv_heads // ranks)
+    layers = -(-model.num_layers // facts.size("pipeline_parallel_size"))
+    return round(2 * layers * heads * model.head_dim * _KV_BYTES.get(facts.kv_dtype, 2.0))
+
+
+def handoff_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dict[str, float]:
+    """Seconds from prefill to decode for one prompt's KV at each link's full rate, by link. Empty without a model.
+
+    The smaller side's GPUs take part, each on a link of its own.
+    """
+    model = prefill.model
+    if model is None:
+        return {}
+    sides = [1 if facts.on("enable_attention_dp") else facts.tensor_parallel for facts in (prefill, decode)]
+    lanes = min(*sides, model.num_kv_heads)
+    whole = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _KV_BYTES.get(prefill.kv_dtype, 2.0)
+    name = prefill.gpu.name if prefill.gpu else ""
+    return {link: prompt_tokens * whole / (rate * lanes) for link, rate in links_of(name).items()}
+
+
+def _room(facts: RoleFacts, weights: int, buffer_bytes: int) -> int | None:
+    if facts.gpu is None:
+        return None
+    fraction = facts.args.get("kv_cache_config.free_gpu_memory_fraction")
+    share = fraction if isinstance(fraction, int | float) else KV_FRACTION
+    free = facts.gpu.memory_bytes - weights - WORKSPACE_BYTES - buffer_bytes
+    room = round(free * share) if free > 0 else free
+    ceiling = facts.number("kv_cache_config.max_gpu_total_bytes") or 0
+    return min(room, ceiling) if ceiling > 0 else room
+
+
+def _blocks(facts: RoleFacts, room: int, token_bytes: int) -> int:
+    blocks = max(0, room) // (token_bytes * facts.block_tokens)
+    ceiling = facts.number("kv_cache_config.max_tokens")
+    return min(blocks, -(-ceiling // facts.block_tokens)) if ceiling else blocks
+
+
+def _request_tokens(facts: RoleFacts) -> int | None:
+    """A prefill worker holds the prompt alone."""
+    if facts.load.isl is None:
+        return None
+    return facts.load.isl + (0 if facts.role is Role.PREFILL else facts.load.osl or 0)
+
+
+def _concurrency(facts: RoleFacts, blocks: int | None, request: int | None) -> tuple[int | None, str]:
+    """With attention DP each rank holds requests of its own."""
+    if blocks is None or request is None:
+        return None, ""
+    groups = facts.tensor_parallel if facts.on("enable_attention_dp") else 1
+    by_kv = blocks // -(-request // facts.block_tokens)
+    if by_kv <= facts.max_batch_size:
+        return by_kv * groups, "KV"
+    return facts.max_batch_size * groups, "max_batch_size"

@@ -1,0 +1,306 @@
+"""Rules about handing KV over, and about what else is switched on beside it. Pure."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.trtllm.preflight.facts import BACKEND, BUFFER, TIMEOUT, RoleFacts
+from dynamo_trtllm.messages import Role
+
+_OVERLAP = "disable_overlap_scheduler"
+_REUSE = "kv_cache_config.enable_block_reuse"
+_HOST = "kv_cache_config.host_cache_size"
+_CHUNKED = "enable_chunked_prefill"
+# Known: 60 s failed every prompt of 128 K tokens, 600 s served them: it lies between 0.5 and 4.6 ms a token.
+_TIMEOUT_MS_PER_TOKEN = 1.0
+
+
+def _no_transceiver(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or facts.transceiver is not None:
+        return None
+    return Clash(other=f"--disaggregation-mode {facts.role}")
+
+
+def _idle_transceiver(facts: RoleFacts) -> Clash | None:
+    if facts.is_disaggregated or not facts.args.leaves.keys() & {BACKEND, BUFFER}:
+        return None
+    return Clash(other=f"--disaggregation-mode {facts.role}", field=BACKEND if BACKEND in facts.args.leaves else BUFFER)
+
+
+def _default_transceiver(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or str(facts.args.get(BACKEND) or "").upper() != "DEFAULT":
+        return None
+    return Clash(other="NIXL, unless a TRTLLM_USE_*_KVCACHE variable says otherwise")
+
+
+def _mpi_transceiver(facts: RoleFacts) -> Clash | None:
+    return Clash() if facts.is_disaggregated and facts.transceiver == "MPI" else None
+
+
+def _overlap_on_prefill(facts: RoleFacts) -> Clash | None:
+    if facts.role is not Role.PREFILL or facts.line >= (1, 3, 0) or facts.on(_OVERLAP):
+        return None
+    return Clash(other=f"a prefill worker of {facts.release}")
+
+
+def _beams(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or (facts.number("max_beam_width") or 1) <= 1:
+        return None
+    return Clash(other=f"--disaggregation-mode {facts.role}")
+
+
+def _short_timeout(facts: RoleFacts) -> Clash | None:
+    timeout, prompt = facts.number(TIMEOUT), facts.longest_prompt
+    stated = TIMEOUT in facts.args.leaves or facts.load.isl is not None
+    if not facts.is_disaggregated or timeout is None or prompt is None or not stated:
+        return None
+    needed = round(prompt * _TIMEOUT_MS_PER_TOKEN)
+    if timeout >= needed:
+        return None
+    return Clash(other=f"prompts of up to {prompt} tokens", cure=f"set it to at least {needed}, on both sides")
+
+
+def _no_timeout(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or facts.line < (1, 3, 0) or facts.transceiver is None:
+        return None
+    return None if TIMEOUT in facts.args.leaves else Clash(other=f"release {facts.release}")
+
+
+def _untested_timeout(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or facts.line[:2] != (1, 2) or facts.number(TIMEOUT) is None:
+        return None
+    return Clash(other=f"release {facts.release}")
+
+
+def _chunks_with_reuse(facts: RoleFacts) -> Clash | None:
+    if facts.line != (1, 2, 0) or not facts.on(_CHUNKED) or not facts.on(_REUSE):
+        return None
+    return Clash(other=f"{_CHUNKED} {facts.shown(_CHUNKED)}, release {facts.release}")
+
+
+def _reuse_on_prefill(facts: RoleFacts) -> Clash | None:
+    if facts.role is not Role.PREFILL or facts.line[:2] != (1, 2) or not facts.on(_REUSE):
+        return None
+    return Clash(other=f"a prefill worker of {facts.release}")
+
+
+def _reuse_with_windows(facts: RoleFacts) -> Clash | None:
+    if facts.model is None or not facts.model.num_sliding_layers or not facts.on(_REUSE):
+        return None
+    return Clash(other=f"{facts.model.num_sliding_layers} layers with a window of {facts.model.sliding_window} tokens")
+
+
+def _host_with_chunks(facts: RoleFacts) -> Clash | None:
+    if not (facts.number(_HOST) or 0) > 0 or not facts.on(_CHUNKED):
+        return None
+    return Clash(other=f"{_CHUNKED} {facts.shown(_CHUNKED)}")
+
+
+def _host_corrupts(facts: RoleFacts) -> Clash | None:
+    if not (facts.number(_HOST) or 0) > 0 or facts.line >= (1, 2, 0):
+        return None
+    return Clash(other=f"release {facts.release}")
+
+
+def _speculative(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or not facts.section("speculative_config"):
+        return None
+    return Clash(other=f"--disaggregation-mode {facts.role}", value="set")
+
+
+def _logits_processor(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or facts.args.get("batched_logits_processor") is None:
+        return None
+    return Clash(other=f"--disaggregation-mode {facts.role}")
+
+
+def _lora(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or not (facts.on("enable_lora") or facts.section("lora_config")):
+        return None
+    field = "enable_lora" if facts.on("enable_lora") else "lora_config"
+    return Clash(other=f"--disaggregation-mode {facts.role}", field=field, value="set")
+
+
+def _pipelined(facts: RoleFacts) -> Clash | None:
+    if not facts.on("cache_transceiver_config.enable_pipelined_transfer"):
+        return None
+    return Clash(other=f"--disaggregation-strategy {facts.strategy}")
+
+
+def _manager_v2(facts: RoleFacts) -> Clash | None:
+    if not facts.is_disaggregated or facts.args.get("kv_cache_config.use_kv_cache_manager_v2") is not True:
+        return None
+    if str(facts.args.get("cache_transceiver_config.transceiver_runtime")).upper() == "PYTHON":
+        return None
+    return Clash(other="the C++ transceiver")
+
+
+def _events_without_reuse(facts: RoleFacts) -> Clash | None:
+    size = facts.number("kv_cache_config.event_buffer_max_size") or 0
+    if size <= 0 or facts.args.get(_REUSE) is not False:
+        return None
+    return Clash(other=f"{_REUSE} {facts.shown(_REUSE)}")
+
+
+RULES = (
+    RoleRule(
+        name="transceiver-missing",
+        severity="error",
+        field=BACKEND,
+        why="without a KV transport the first request of a prefill or decode worker fails; null means none",
+        cure="set it to NIXL or UCX, the same on both sides",
+        test=_no_transceiver,
+    ),
+    RoleRule(
+        name="transceiver-idle",
+        severity="note",
+        field=BACKEND,
+        why="a worker that serves whole requests hands nothing over, and the buffers take memory",
+        cure="leave cache_transceiver_config out",
+        test=_idle_transceiver,
+    ),
+    RoleRule(
+        name="transceiver-default",
+        severity="note",
+        field=BACKEND,
+        why="DEFAULT lets environment variables choose, which may differ between the two sides",
+        cure="name the transport: NIXL or UCX",
+        test=_default_transceiver,
+    ),
+    RoleRule(
+        name="transceiver-mpi",
+        severity="warning",
+        field=BACKEND,
+        why="MPI is deprecated, and needs both sides in one MPI world, which separate workers are not",
+        cure="set it to NIXL or UCX",
+        test=_mpi_transceiver,
+    ),
+    RoleRule(
+        name="overlap-on-prefill",
+        severity="error",
+        field=_OVERLAP,
+        why="up to 1.2.1 requests for the prompt alone are refused while the overlap scheduler is on",
+        cure="set disable_overlap_scheduler: true on prefill",
+        test=_overlap_on_prefill,
+    ),
+    RoleRule(
+        name="beam-width",
+        severity="error",
+        field="max_beam_width",
+        why="beam search can't be handed over",
+        cure="set it to 1, or leave it out",
+        test=_beams,
+    ),
+    RoleRule(
+        name="transfer-timeout-short",
+        severity="warning",
+        field=TIMEOUT,
+        why="it covers waiting for a place in decode as well as the transfer: too short for long prompts it fails "
+        "every one of them (60 s did for 128 K tokens)",
+        cure="set it to at least one millisecond per prompt token; 600000 is known to serve 128 K",
+        test=_short_timeout,
+    ),
+    RoleRule(
+        name="transfer-timeout-unset",
+        severity="note",
+        field=TIMEOUT,
+        why="1.3 gives up a transfer after 60 s, waiting included, where earlier releases wait for ever",
+        cure="say it: well above the longest wait for decode plus the transfer",
+        test=_no_timeout,
+    ),
+    RoleRule(
+        name="transfer-timeout-untested",
+        severity="note",
+        field=TIMEOUT,
+        why="code of the 1.2 line was seen to raise in its own time-out loop; whether 1.2.1 does is not known",
+        cure="leave it out, or test it under load before relying on it",
+        test=_untested_timeout,
+    ),
+    RoleRule(
+        name="chunked-reuse-corruption",
+        severity="error",
+        field=_REUSE,
+        why="1.2.0 corrupts KV with chunked prefill and block reuse: answers are silently wrong",
+        cure="use 1.2.1, or set kv_cache_config.enable_block_reuse: false",
+        test=_chunks_with_reuse,
+    ),
+    RoleRule(
+        name="reuse-on-prefill",
+        severity="note",
+        field=_REUSE,
+        why="on 1.2 a block may leave the reuse tree before its transfer is over; decode then waits",
+        cure="if requests hang, set kv_cache_config.enable_block_reuse: false on prefill",
+        test=_reuse_on_prefill,
+    ),
+    RoleRule(
+        name="reuse-with-windows",
+        severity="note",
+        field=_REUSE,
+        why="sliding-window layers limit what can be reused, by release",
+        cure="nothing, if cached tokens are not counted on; else measure them",
+        test=_reuse_with_windows,
+    ),
+    RoleRule(
+        name="host-offload-chunked",
+        severity="warning",
+        field=_HOST,
+        why="host offload with chunked prefill is reported to deadlock",
+        cure="leave host_cache_size out, or switch enable_chunked_prefill off",
+        test=_host_with_chunks,
+    ),
+    RoleRule(
+        name="host-offload-corruption",
+        severity="warning",
+        field=_HOST,
+        why="before 1.2 host offload is reported to mix tokens of other prompts into answers",
+        cure="leave host_cache_size out, or use 1.2.1",
+        test=_host_corrupts,
+    ),
+    RoleRule(
+        name="speculative-disaggregated",
+        severity="warning",
+        field="speculative_config",
+        why="speculative decoding across a hand-off is not proven, and with the overlap scheduler it was inaccurate",
+        cure="serve whole requests with it, or check answers and acceptance before relying on it",
+        test=_speculative,
+    ),
+    RoleRule(
+        name="logits-processor-disaggregated",
+        severity="error",
+        field="batched_logits_processor",
+        why="TensorRT-LLM does not support logits processors with disaggregation",
+        cure="leave it out, or serve whole requests",
+        test=_logits_processor,
+    ),
+    RoleRule(
+        name="lora-disaggregated",
+        severity="warning",
+        field="enable_lora",
+        why="TensorRT-LLM does not test LoRA with disaggregation",
+        cure="leave it out, or check answers before relying on it",
+        test=_lora,
+    ),
+    RoleRule(
+        name="pipelined-transfer",
+        severity="error",
+        field="cache_transceiver_config.enable_pipelined_transfer",
+        why="it needs decode to begin first, and here prefill does",
+        cure="leave it out",
+        test=_pipelined,
+    ),
+    RoleRule(
+        name="cache-manager-fallback",
+        severity="note",
+        field="kv_cache_config.use_kv_cache_manager_v2",
+        why="with disaggregation TensorRT-LLM falls back to the first manager unless the Python transceiver runs",
+        cure="leave it out, or set cache_transceiver_config.transceiver_runtime: PYTHON with NIXL",
+        test=_manager_v2,
+    ),
+    RoleRule(
+        name="events-without-reuse",
+        severity="warning",
+        field="kv_cache_config.event_buffer_max_size",
+        why="KV events tell of reusable blocks: without reuse none come",
+        cure="set it to 0, or switch kv_cache_config.enable_block_reuse on",
+        test=_events_without_reuse,
+    ),
+)

@@ -1,0 +1,119 @@
+"""From a leg of a request to the arguments of `LLM.generate_async`. Pure: plain values, no vendor objects.
+
+What can't be served is refused here, by name, before the engine sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dynamo_trtllm.engines.asking import check, guided_params, is_plain, stop_token_ids
+from dynamo_trtllm.errors import ContextTooLong, EngineRefused
+from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
+
+_NO_END = -1  # what TensorRT-LLM itself sends for a request that never ends by token
+
+
+class PromptLimit(NamedTuple):
+    """The longest prompt."""
+
+    tokens: int
+    why: str  # the argument that sets it, for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What model, arguments and release say about every request; made once."""
+
+    role: Role
+    context_length: int  # prompt and output
+    prompt_limits: Mapping[Phase, PromptLimit]  # each leaves room for a token in the context
+    vocab_size: int
+    end_ids: tuple[int, ...]  # the model's own stop tokens, the chief one first
+    refuses: tuple[str, ...]  # fields of Sampling, and "cache_salt"
+    structural_tags: bool  # the guided-decoding backend takes them, in their newer form
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of `generate_async`. Made anew for each: the vendor writes into what it is given."""
+
+    prompt: list[int]
+    streaming: bool
+    max_tokens: int  # what may still be generated for the request, whatever the leg
+    sampling: dict[str, Any]  # of SamplingParams
+    guided: dict[str, Any] | None  # of GuidedDecodingParams
+    bias: tuple[tuple[int, float], ...]  # becomes a tensor where the vendor's classes are
+    cache_salt: str | None
+    stop_ids: frozenset[int]
+    hands_over: bool  # a context-only call, whose KV stays for a decode worker
+
+
+def make_call(request: GenerateRequest, rules: Rules) -> Call:
+    """Raises ContextTooLong, or EngineRefused naming the field."""
+    _check(request, rules)
+    sampling = request.sampling
+    max_tokens = min(sampling.max_tokens, rules.context_length - len(request.token_ids))
+    stop_ids = stop_token_ids(sampling, rules.end_ids)
+    # A request for one token is whole after the prompt: nothing may be left waiting for a decode worker.
+    hands_over = request.phase is Phase.PREFILL and max_tokens > 1
+    return Call(
+        prompt=list(request.token_ids),
+        streaming=request.phase is not Phase.PREFILL,
+        max_tokens=max_tokens,
+        sampling=_sampling(sampling, rules, stop_ids, 1 if hands_over else max_tokens),
+        guided=None if sampling.guided is None else guided_params(sampling.guided),
+        bias=sampling.logit_bias,
+        cache_salt=request.cache_salt,
+        stop_ids=stop_ids,
+        hands_over=hands_over,
+    )
+
+
+def _check(request: GenerateRequest, rules: Rules) -> None:
+    check(request, role=rules.role, vocab_size=rules.vocab_size, refuses=rules.refuses, library="TensorRT-LLM")
+    tokens, limit = len(request.token_ids), rules.prompt_limits[request.phase]
+    if tokens > limit.tokens:
+        raise ContextTooLong(
+            f"a prompt of {tokens} tokens is longer than this worker takes, {limit.tokens} ({limit.why}); shorten it"
+        )
+    if request.sampling.guided is not None and not is_plain(request.sampling.guided) and not rules.structural_tags:
+        raise EngineRefused(
+            "a form for part of the answer needs guided_decoding_backend: xgrammar and TensorRT-LLM 1.2 or newer",
+            field="guided",
+        )
+
+
+def _sampling(sampling: Sampling, rules: Rules, stop_ids: frozenset[int], max_tokens: int) -> dict[str, Any]:
+    # With an end id the vendor leaves these values as they are; without one it would ask its tokenizer, add the
+    # checkpoint's stop tokens in some releases, and change the object.
+    end_id = rules.end_ids[0] if rules.end_ids else _NO_END
+    values: dict[str, Any] = {
+        "end_id": end_id,
+        "ignore_eos": sampling.ignore_eos,
+        "max_tokens": max_tokens,
+        "stop_token_ids": sorted(stop_ids - {end_id}) or None,
+        "include_stop_str_in_output": True,  # what ended the answer must be seen: a Harmony call token is output
+        "detokenize": False,
+        "seed": sampling.seed,
+        # 0 would mean none to the vendor; the surplus alternative is left out of the answer
+        "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
+    }
+    if sampling.min_tokens > 0:
+        values["min_tokens"] = sampling.min_tokens  # the vendor keeps the end id back; other stop tokens still stop
+    if sampling.min_p > 0:
+        values["min_p"] = sampling.min_p
+    values |= _greedy() if sampling.temperature == 0 else _random(sampling)
+    neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    return values | {name: value for name in neutral if (value := getattr(sampling, name)) != neutral[name]}
+
+
+def _greedy() -> dict[str, Any]:
+    return {"top_k": 1}  # temperature 0 is greedy only from 1.2 on; top_k 1 is in every release
+
+
+def _random(sampling: Sampling) -> dict[str, Any]:
+    # Said in full: a release that is told nothing decodes greedily.
+    return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}

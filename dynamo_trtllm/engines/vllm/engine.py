@@ -1,0 +1,139 @@
+"""vLLM's `AsyncLLM` as an `Engine`: from configuration to a built engine, and its end.
+
+Computes nothing and moves no KV: vLLM's engine process and its NixlConnector do. Blocking calls run on threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamo_trtllm.config import environ
+from dynamo_trtllm.config.load import process_environment
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines import gpu
+from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
+from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint
+from dynamo_trtllm.engines.held import Terms
+from dynamo_trtllm.engines.loading import Loading
+from dynamo_trtllm.engines.vendored import NO_STATS, LibraryEngine, Times
+from dynamo_trtllm.engines.vllm import preflight, settings, side_channel
+from dynamo_trtllm.engines.vllm.args import vllm_args
+from dynamo_trtllm.engines.vllm.serving import Serving
+from dynamo_trtllm.engines.vllm.stats import StepStats
+from dynamo_trtllm.engines.vllm.vendor import VENDOR_ERRORS, Vendor, installed_version, load_vendor
+from dynamo_trtllm.engines.weights import weight_bytes
+from dynamo_trtllm.messages import Instance, Role
+from dynamo_trtllm.network.addresses import LOOPBACK
+
+_log = logging.getLogger(__name__)
+
+_WANTED_BY = "the vllm engine"
+# vLLM's processes are spawned: this one has threads. It tells nobody that it runs. flashinfer's cubins may be left out.
+_ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "FLASHINFER_DISABLE_VERSION_CHECK": "1",
+}
+
+
+class VllmEngine(LibraryEngine[Serving]):
+    """`Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`. `config.model_path` is a folder."""
+
+    def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
+        """Raises ConfigError: for vLLM not installed, arguments it does not take, a folder with no model."""
+        super().__init__("vllm", "vLLM")
+        self._release = installed_version()
+        self._args = vllm_args(config)
+        self._checkpoint = read_checkpoint(Path(config.model_path))
+        self._model = config.served_model_name or self._checkpoint.folder.name
+        self._holder = instance_id
+        self._role = config.disaggregation_mode
+        self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
+        self._times = Times(config.ticket_ttl_s, config.handoff_timeout_s)
+        self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
+        gpus = gpu.visible_gpus()
+        self._facts = preflight.Facts(
+            role=self._role,
+            args=self._args,
+            model=self._checkpoint,
+            gpu=gpus[0] if gpus else None,
+            num_gpus=len(gpus),
+        )
+        self._steps = StepStats()
+
+    def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
+        """See `HasPreflight`."""
+        return preflight.findings(self._facts, peers)
+
+    # --- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        """See `Engine.start`."""
+        for note in self._args.notes:
+            _log.info("%s", note)
+        loading = Loading(
+            self._build,
+            discard=self._discard,
+            gpu_bytes_used=gpu.memory_used_bytes,
+            weight_bytes=weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size"),
+        )
+        info = self._serve(await self._load(loading))
+        await self._ready().tie()
+        await self._canary(self._model)
+        return info
+
+    def _build(self) -> tuple[Vendor, Any]:
+        """On a thread. The environment is set before the vendor is imported, which reads it."""
+        for name, value in _ENVIRONMENT.items():
+            environ.export(name, value, wanted_by=_WANTED_BY)
+        channel = None
+        if self._role is not Role.AGGREGATED:
+            ranks = self._args.count("data_parallel_size")
+            channel = side_channel.choose(self._kv_transfer_host, ranks, process_environment())
+            _log.info("NixlConnector listens for handshakes at %s port %d", channel.host, channel.port)
+        vendor = load_vendor()
+        values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)
+        return vendor, vendor.build(values, self._steps.record)
+
+    def _serve(self, vendor: Vendor) -> EngineInfo:
+        config = self._llm.vllm_config
+        self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
+        layout = settings.layout(self._checkpoint, config)
+        rules = settings.rules(self._role, self._checkpoint, config, has_tokenizer=self._has_tokenizer)
+        pairing = settings.pairing(self._role, self._checkpoint, config, self._release)
+        terms = Terms("vllm", self._holder, self._model, layout, pairing, transport="vllm/nixl")
+        self._serving = Serving(vendor, self._llm, rules, terms, self._times)
+        _log.info(
+            "vLLM %s is loaded: context %d, %d KV blocks of %d tokens",
+            vendor.version,
+            rules.context_length,
+            self._steps.blocks_per_rank,
+            layout.block_tokens,
+        )
+        return EngineInfo(
+            engine="vllm",
+            context_length=rules.context_length,
+            vocab_size=rules.vocab_size,
+            eos_token_ids=rules.end_ids,
+            renderer=self._checkpoint.renderer,
+            layout=layout,
+            limits=settings.limits(config),
+            pairing=pairing,
+            refuses=(*rules.refuses, "resumed_tokens"),  # they are prompt to it and nothing else
+            serves_whole=True,
+            files=self._checkpoint.files,
+        )
+
+    def stats(self) -> EngineStats:
+        if self._serving is None:
+            return NO_STATS
+        return self._serving.stats(self._steps.counts(self._args.count("data_parallel_size")))
+
+    def _shut_down(self, llm: Any) -> None:
+        try:
+            llm.shutdown()
+        except VENDOR_ERRORS as exc:
+            _log.warning("vLLM's shutdown: %s", exc)

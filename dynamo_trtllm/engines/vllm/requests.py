@@ -1,0 +1,164 @@
+"""From a leg of a request to the arguments of `AsyncLLM.generate`. Pure: plain values, no vendor objects.
+
+What can't be served is refused here, by name, before the engine sees it.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dynamo_trtllm.engines.asking import check, guided_params, stop_token_ids
+from dynamo_trtllm.errors import ContextTooLong, EngineRefused
+from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
+
+EXPIRES_AT = "dynamo_expires_at"  # in the kv_transfer_params of a decode call: seconds since the epoch
+_SEED_BITS = 63
+_TO_DECODE: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What model and arguments say about every request; made once."""
+
+    role: Role
+    context_length: int  # prompt and output
+    vocab_size: int
+    end_ids: tuple[int, ...]  # the model's own stop tokens
+    max_logprobs: int  # -1: no limit
+    refuses: tuple[str, ...]  # fields of Sampling, and "cache_salt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redeemed:
+    """What a ticket brings to its decode leg."""
+
+    first_token: int
+    seed: int | None
+    kv_transfer_params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of `generate`."""
+
+    prompt: list[int]
+    sampling: dict[str, Any]  # of SamplingParams
+    guided: dict[str, Any] | None  # of StructuredOutputsParams
+    cache_salt: str | None
+    stop_ids: frozenset[int]
+    hands_over: bool  # the KV stays for a decode engine
+    seed: int | None  # that a decode leg must use too
+    first: tuple[int, ...] = ()  # a token to emit before the engine's own
+
+
+def make_call(request: GenerateRequest, rules: Rules, redeemed: Redeemed | None = None) -> Call:
+    """Raises ContextTooLong, or EngineRefused naming the field. `redeemed`: of a decode leg's ticket."""
+    _check(request, rules)
+    sampling = request.sampling
+    max_tokens = min(sampling.max_tokens, rules.context_length - len(request.token_ids))
+    # A request for one token is whole after the prompt: nothing may be left waiting for a decode engine.
+    hands_over = request.phase is Phase.PREFILL and max_tokens > 1
+    seed = sampling.seed
+    prompt = list(request.token_ids)
+    first: tuple[int, ...] = ()
+    transfer: Mapping[str, Any] | None = None
+    min_tokens = sampling.min_tokens
+    if hands_over:
+        transfer = _TO_DECODE
+        if seed is None and sampling.temperature > 0 and samples_again(request):
+            seed = secrets.randbits(_SEED_BITS)
+        max_tokens = 1
+    elif redeemed is not None:
+        transfer, seed = redeemed.kv_transfer_params, redeemed.seed if seed is None else seed
+        if max_tokens <= 1:
+            raise EngineRefused("the ticket holds all tokens asked for; nothing is left to decode", field="max_tokens")
+        if not samples_again(request):
+            prompt.append(redeemed.first_token)
+            first = (redeemed.first_token,)
+            max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
+    stop_ids = stop_token_ids(sampling, rules.end_ids)
+    values = _sampling(sampling, stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
+    if transfer is not None:
+        values["extra_args"] = {"kv_transfer_params": dict(transfer)}
+    return Call(
+        prompt=prompt,
+        sampling=values,
+        guided=None if sampling.guided is None else guided_params(sampling.guided),
+        cache_salt=request.cache_salt,
+        stop_ids=stop_ids,
+        hands_over=hands_over,
+        seed=seed,
+        first=first,
+    )
+
+
+def samples_again(request: GenerateRequest) -> bool:
+    """Whether the decode engine makes the first token once more instead of finding it in its prompt.
+
+    In its prompt it costs no step, and goes wherever sampling does not care which side of the prompt's end a token is
+    on: penalties of the answer's tokens, forms and a seed's sequence do.
+    """
+    sampling = request.sampling
+    counted = sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
+    seeded = sampling.seed is not None and sampling.temperature > 0
+    return counted or seeded or sampling.guided is not None
+
+
+def tokens_to_read(prompt_tokens: int, held_tokens: int, block_tokens: int) -> int:
+    """Of a decode engine's prompt: how many tokens' KV to take over from the prefill engine, which holds `held_tokens`.
+
+    All but the last token, which is computed: that one may lie in a block of its own, which nobody holds. But as many
+    blocks as are held: the connector pairs them from the end.
+    """
+    wanted = min(prompt_tokens - 1, held_tokens)
+    if -(-wanted // block_tokens) == -(-held_tokens // block_tokens):
+        return wanted
+    return min(prompt_tokens, held_tokens)
+
+
+def _check(request: GenerateRequest, rules: Rules) -> None:
+    check(request, role=rules.role, vocab_size=rules.vocab_size, refuses=rules.refuses, library="vLLM")
+    tokens = len(request.token_ids)
+    if tokens >= rules.context_length:
+        raise ContextTooLong(
+            f"a prompt of {tokens} tokens leaves no room in the context of {rules.context_length} (max_model_len); "
+            "shorten it"
+        )
+    wanted = request.sampling.logprobs
+    if wanted is not None and -1 < rules.max_logprobs < wanted:
+        raise EngineRefused(
+            f"logprobs {wanted} is more than max_logprobs {rules.max_logprobs} of this worker", field="logprobs"
+        )
+
+
+def _sampling(
+    sampling: Sampling, stop_ids: frozenset[int], *, max_tokens: int, min_tokens: int, seed: int | None
+) -> dict[str, Any]:
+    """In full: vLLM would otherwise add the stop tokens of the model's generation_config.json itself."""
+    return {
+        "max_tokens": max_tokens,
+        "min_tokens": min(min_tokens, max_tokens),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "seed": seed,
+        "stop_token_ids": sorted(stop_ids),
+        "ignore_eos": True,  # all that ends an answer is in stop_token_ids
+        "logprobs": sampling.logprobs,
+        "detokenize": False,
+    }

@@ -1,0 +1,85 @@
+"""What follows from arguments, checkpoint and the built engine's configuration once and for all. Pure functions.
+
+`config` is the vendor's `VllmConfig`, of which plain attributes are read.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from dynamo_trtllm.engines.asking import HARMONY_STOP_IDS
+from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.vllm.args import VllmArgs
+from dynamo_trtllm.engines.vllm.requests import Rules
+from dynamo_trtllm.engines.vllm.side_channel import SideChannel, extra_config
+from dynamo_trtllm.messages import KvLayout, Limits, Role
+
+_log = logging.getLogger(__name__)
+
+
+def engine_values(args: VllmArgs, folder: Path, channel: SideChannel | None, *, has_tokenizer: bool) -> dict[str, Any]:
+    """The keywords of AsyncEngineArgs; `channel`: of engines that hand over or take. Only forms need the tokenizer:
+    nothing is detokenized here."""
+    values = {**args.values, "model": str(folder), "skip_tokenizer_init": not has_tokenizer, "disable_log_stats": True}
+    if channel is not None:
+        transfer = values["kv_transfer_config"]
+        extra = transfer["kv_connector_extra_config"] | extra_config(channel)
+        values["kv_transfer_config"] = transfer | {"kv_connector_extra_config": extra}
+    return values
+
+
+def layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
+    dtype = str(config.cache_config.cache_dtype)
+    if dtype == "auto":
+        dtype = str(config.model_config.dtype).removeprefix("torch.")
+    return KvLayout(
+        dtype="fp8" if dtype.startswith("fp8") else dtype,
+        block_tokens=int(config.cache_config.block_size),
+        num_layers=checkpoint.num_layers,
+        num_kv_heads=checkpoint.num_kv_heads,
+        head_dim=checkpoint.head_dim,
+        tensor_parallel_size=int(config.parallel_config.tensor_parallel_size),
+    )
+
+
+def pairing(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:
+    """What else prefill and decode must share: what NixlConnector compares when it shakes hands, and would fail at."""
+    if role is Role.AGGREGATED:
+        return {}
+    return {
+        "release": release,
+        "model_folder": str(checkpoint.folder),
+        "kv_cache_dtype": str(config.cache_config.cache_dtype),
+        "attention_backend": str(config.attention_config.backend),
+        "hybrid_kv_cache": str(not config.scheduler_config.disable_hybrid_kv_cache_manager),
+    }
+
+
+def rules(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: bool) -> Rules:
+    refused = () if has_tokenizer else ("guided",)
+    if refused:
+        _log.info("requests with a form for the answer are refused: %s has no tokenizer.json", checkpoint.folder)
+    return Rules(
+        role=role,
+        context_length=int(config.model_config.max_model_len),
+        vocab_size=checkpoint.vocab_size,
+        end_ids=end_ids(checkpoint),
+        max_logprobs=int(config.model_config.max_logprobs),
+        refuses=refused,
+    )
+
+
+def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The model's own stop tokens, the chief one first."""
+    harmony = HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
+    return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
+
+
+def limits(config: Any) -> Limits:
+    return Limits(
+        max_batch_size=int(config.scheduler_config.max_num_seqs),
+        max_num_tokens=int(config.scheduler_config.max_num_batched_tokens),
+        kv_blocks=int(config.cache_config.num_gpu_blocks or 0),
+    )

@@ -1,0 +1,81 @@
+"""The carrier seam: one-sided read by the decode side. `loopback` is the in-process twin; `nixl` and `tcp` are real.
+
+A carrier moves pieces (address, bytes, device). Gathering KV blocks into pieces and scattering them is the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.kv_transfer.checksums import Checksums
+
+
+class Piece(NamedTuple):
+    """Contiguous memory its owner keeps alive and unchanged while a carrier uses it."""
+
+    address: int
+    num_bytes: int
+    device: str = "cpu"  # or "cuda:0" …
+
+
+OnPiece: TypeAlias = Callable[[int], None]
+
+
+class Carrier(Protocol):
+    """One per engine. All calls are made from the event loop; blocking vendor calls run on threads inside."""
+
+    name: str  # for tickets, logs and people: "nixl/ucx", "tcp", "loopback"
+    checksums: Checksums
+
+    async def start(self, on_fetched: Callable[[str], None]) -> None:
+        """`on_fetched(ticket_id)` is called on the loop each time a peer says that it has read an offer."""
+        ...
+
+    async def register(self, region: Piece) -> None:
+        """Makes memory known once, until `aclose`: what is offered or fetched within it then needs no registration.
+
+        Raises TransferFailed, and leaves nothing behind, for memory that this carrier can't move.
+        """
+        ...
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+        """Makes the pieces readable by whoever holds the returned bytes, until `withdraw`. Raises TransferFailed.
+
+        Only the first `ready` pieces hold their data yet (None: all); a reader waits for `advance` with the others.
+        """
+        ...
+
+    def advance(self, ticket_id: str, ready: int) -> None:
+        """The first `ready` pieces of an offer hold their data. Unknown tickets are no error."""
+        ...
+
+    async def withdraw(self, ticket_id: str) -> None:
+        """Ends an offer; its memory may be reused when this returns. Unknown tickets are no error."""
+        ...
+
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
+        """Read an offer of equal piece sizes into own memory and notify its holder. Nothing is written to `pieces`
+        after this returns, raises or is cancelled. Raises HandoffTimeout, TransferFailed (peer dead, offer gone, wrong
+        checksum).
+
+        `on_piece(index)` is called for every piece in order as soon as it is whole, on the loop or on a thread of the
+        carrier, never after this has ended; it must be quick. The data is not valid before this returns: some backends
+        compare the checksum of all pieces last.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise EngineFailed when this backend can no longer send or fetch KV. Called often; must be cheap."""
+        ...
+
+    async def aclose(self) -> None: ...

@@ -1,0 +1,157 @@
+"""The in-process twin of the carriers: offers live in a table of this process, a fetch is a memmove.
+
+Moves CPU memory only and reaches no other process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.errors import BadFrame, HandoffTimeout, TransferFailed
+from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, combined, ended, results
+from dynamo_trtllm.kv_transfer.memory import require_cpu, require_sizes
+
+
+class _Offer(msgspec.Struct, frozen=True, kw_only=True):
+    carrier_id: str
+    sizes_bytes: list[int]
+    checksum: str = ""  # name of its method, see `checksums`
+
+
+@dataclass(slots=True)
+class _Held:
+    pieces: tuple[Piece, ...]
+    ready: int  # pieces that hold their data
+    checksum: OfferChecksum | None = None
+
+
+class LoopbackCarrier:
+    """A Carrier between engines of one process. Peers find each other by the id in the offer."""
+
+    name = "loopback"
+    _open: ClassVar[dict[str, LoopbackCarrier]] = {}
+
+    def __init__(self, checksums: Checksums | None = None) -> None:
+        self.checksums = checksums or Checksums()
+        self._id = uuid.uuid4().hex
+        self._offers: dict[str, _Held] = {}
+        self._changed = asyncio.Event()  # an offer advanced or ended; replaced each time
+        self._on_fetched: Callable[[str], None] | None = None
+
+    async def start(self, on_fetched: Callable[[str], None]) -> None:
+        self._on_fetched = on_fetched
+        self._open[self._id] = self
+
+    async def register(self, region: Piece) -> None:
+        require_cpu([region], self.name)  # and that is all that it takes
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+        require_cpu(pieces, self.name)
+        if self._id not in self._open:
+            raise TransferFailed("the loopback carrier is not running; start it before it offers")
+        if ticket_id in self._offers:
+            raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
+        method = self.checksums.method(pieces)
+        held = _Held(tuple(pieces), len(pieces) if ready is None else ready)
+        if method:
+            held.checksum = OfferChecksum(self.checksums, held.pieces)
+            held.checksum.advance(held.ready)
+        self._offers[ticket_id] = held
+        sizes_bytes = [piece.num_bytes for piece in pieces]
+        return codec.encode(_Offer(carrier_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
+
+    def advance(self, ticket_id: str, ready: int) -> None:
+        held = self._offers.get(ticket_id)
+        if held is not None:
+            held.ready = ready
+            if held.checksum is not None:
+                held.checksum.advance(ready)
+            self._tell_readers()
+
+    async def withdraw(self, ticket_id: str) -> None:
+        held = self._offers.pop(ticket_id, None)
+        if held is None:
+            return
+        self._tell_readers()
+        if held.checksum is not None:
+            await held.checksum.stop()
+
+    def _tell_readers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
+        """See `Carrier.fetch`. The time of the copies does not count towards `timeout_s`."""
+        try:
+            facts = codec.decode(offer, _Offer)
+        except BadFrame as exc:
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
+        require_cpu(pieces, self.name)
+        require_sizes(ticket_id, facts.sizes_bytes, pieces)
+        holder = self._open.get(facts.carrier_id)
+        if holder is None:
+            raise TransferFailed(f"ticket {ticket_id}: its holder is not in this process or is closed")
+        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
+        ours = theirs = NOTHING
+        try:
+            async with asyncio.timeout(timeout_s):
+                for index, target in enumerate(pieces):
+                    held = await holder._with_ready(ticket_id, index)
+                    source = held.pieces[index]
+                    ctypes.memmove(target.address, source.address, source.num_bytes)
+                    if is_checked and held.checksum is not None:
+                        ours = combined(ours, await self._hashes(target))
+                        theirs = combined(theirs, await held.checksum.hashes(index))
+                        if ours != theirs:
+                            raise self.checksums.mismatch(ticket_id)
+                    if on_piece is not None:
+                        on_piece(index)
+        except TimeoutError as exc:
+            raise HandoffTimeout(f"ticket {ticket_id}: its pieces were not ready within {timeout_s:g} s") from exc
+        holder._held(ticket_id)
+        if holder._on_fetched is not None:
+            asyncio.get_running_loop().call_soon(holder._on_fetched, ticket_id)
+
+    async def _hashes(self, piece: Piece) -> list[int]:
+        jobs = self.checksums.submit_all(piece)
+        try:
+            return await results(jobs)
+        finally:
+            await ended(jobs)
+
+    async def _with_ready(self, ticket_id: str, index: int) -> _Held:
+        while (held := self._held(ticket_id)).ready <= index:
+            await self._changed.wait()
+        return held
+
+    def _held(self, ticket_id: str) -> _Held:
+        held = self._offers.get(ticket_id)
+        if held is None:
+            raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
+        return held
+
+    def check(self) -> None:
+        """Do nothing: there is no background work."""
+
+    async def aclose(self) -> None:
+        self._open.pop(self._id, None)
+        self._offers.clear()
+        self._tell_readers()
+        await asyncio.to_thread(self.checksums.close)

@@ -1,0 +1,9 @@
+"""KV over NIXL's UCX back end: the decode side reads the prefill side's memory, which does nothing meanwhile.
+
+`vendor` alone names the package. A one-sided read can't be refused by its target (over shared memory it even succeeds
+after deregistration), so every offer has a guard, see `guards`.
+"""
+
+from dynamo_trtllm.kv_transfer.nixl.carrier import NixlCarrier
+
+__all__ = ["NixlCarrier"]

@@ -1,0 +1,110 @@
+"""The guards of offers: one page of slots that readers look at, over the same carrier as the data.
+
+A slot holds 16 random bytes, which are wiped when its offer is withdrawn, then the number of pieces that hold their
+data, and the checksum of all pieces once it is known. Readers without checksums read only the part before it.
+Readers read the guard of an offer into a slot of their own. One that has read the offer writes the first of the random
+bytes behind the count: a late word about another offer says nothing. NIXL's own notifications are not used: the next
+read from the same peer ends only when its holder has looked for them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+from typing import NamedTuple
+
+from dynamo_trtllm.errors import TransferFailed
+from dynamo_trtllm.kv_transfer.memory import address_of
+
+NONCE_BYTES = 16
+COUNT_BYTES = 8
+WORD_BYTES = 8
+CHECKSUM_BYTES = 8
+PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + WORD_BYTES  # the size of a guard without a checksum
+SLOT_BYTES = PLAIN_BYTES + CHECKSUM_BYTES
+_WORD_AT = NONCE_BYTES + COUNT_BYTES
+SLOTS = 4096  # offers and fetches at once
+
+
+class Guard(NamedTuple):
+    nonce: bytes
+    ready: int
+    checksum: int  # 0: not there yet
+
+
+class Guards:
+    """Slots of one process. Taken and freed on any thread: list operations are atomic."""
+
+    def __init__(self) -> None:
+        self._page = mmap.mmap(-1, SLOTS * SLOT_BYTES)
+        self.address = address_of(self._page)
+        self.num_bytes = len(self._page)
+        self.free = list(range(SLOTS))
+
+    def take(self) -> int:
+        """A free slot. Raises TransferFailed when there is none."""
+        if not self.free:
+            raise TransferFailed(f"carrier nixl has {SLOTS} offers and fetches open; withdraw some")
+        return self.free.pop()
+
+    def give_back(self, slot: int) -> None:
+        self.wipe(slot)
+        self.free.append(slot)
+
+    def arm(self, slot: int, ready: int) -> bytes:
+        """From here on the slot says that its offer stands. Returns the nonce that it holds."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._hush(slot)
+        self.set_checksum(slot, 0)
+        self.advance(slot, ready)
+        self._page[slot * SLOT_BYTES : slot * SLOT_BYTES + NONCE_BYTES] = nonce
+        return nonce
+
+    def advance(self, slot: int, ready: int) -> None:
+        begin = slot * SLOT_BYTES + NONCE_BYTES
+        self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(COUNT_BYTES, "little")  # eight bytes at once
+
+    def set_checksum(self, slot: int, checksum: int) -> None:
+        """Let readers see the checksum of all pieces. Callable on any thread."""
+        begin = slot * SLOT_BYTES + PLAIN_BYTES
+        self._page[begin : begin + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
+
+    def wipe(self, slot: int) -> None:
+        self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes(SLOT_BYTES)
+
+    def was_read(self, slot: int) -> bool:
+        """Whether a reader said so since the last time it was asked."""
+        held = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        if held[_WORD_AT:PLAIN_BYTES] != held[:WORD_BYTES] or not any(held[:NONCE_BYTES]):
+            return False
+        self._hush(slot)
+        return True
+
+    def _hush(self, slot: int) -> None:
+        begin = slot * SLOT_BYTES + _WORD_AT
+        self._page[begin : begin + WORD_BYTES] = bytes(WORD_BYTES)
+
+    def look(self, slot: int) -> Guard:
+        held = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        ready, checksum = held[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], held[PLAIN_BYTES:]
+        return Guard(held[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
+
+    def spot(self, slot: int) -> tuple[int, int, int]:
+        """Return where a slot is: address, size in bytes without the checksum, device."""
+        return self.address + slot * SLOT_BYTES, PLAIN_BYTES, 0
+
+    def word(self, slot: int) -> tuple[int, int, int]:
+        """Where a reader has the word that says that it has read the offer whose guard it looked at."""
+        return self.address + slot * SLOT_BYTES, WORD_BYTES, 0
+
+
+def with_checksum(guard: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return where a guard is, with its checksum included."""
+    address, _, device = guard
+    return address, SLOT_BYTES, device
+
+
+def place_of_word(guard: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Where in a holder's guard that word belongs."""
+    address, _, device = guard
+    return address + _WORD_AT, WORD_BYTES, device

@@ -1,0 +1,64 @@
+"""Which carrier an engine uses: by name, or the best that is installed. Starts nothing."""
+
+from __future__ import annotations
+
+import logging
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.kv_transfer.base import Carrier
+from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
+from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.nixl import NixlCarrier
+from dynamo_trtllm.kv_transfer.tcp import TcpCarrier
+from dynamo_trtllm.network.addresses import LOOPBACK
+
+_log = logging.getLogger(__name__)
+
+CARRIERS = ("nixl", "tcp", "loopback")
+
+
+def select_carrier(
+    name: str | None, config: WorkerConfig | None = None, *, kv_checksums: ChecksumMode = "auto"
+) -> Carrier:
+    """The carrier called `name`; None: nixl where it is installed, tcp otherwise.
+
+    `config` has the addresses for tcp; without a config, only this host can connect. Raises ConfigError for
+    an unknown name, for nixl where it is not installed, and for addresses of two families.
+    """
+    checksums = Checksums(kv_checksums)
+    match name:
+        case None:
+            return _best(config, checksums)
+        case "nixl":
+            return NixlCarrier(checksums)
+        case "tcp":
+            return _tcp(config, checksums)
+        case "loopback":
+            return LoopbackCarrier(checksums)
+        case _:
+            raise ConfigError(f"there is no carrier {name!r}; choose one of {', '.join(CARRIERS)}", field="carrier")
+
+
+def _best(config: WorkerConfig | None, checksums: Checksums) -> Carrier:
+    try:
+        carrier = NixlCarrier(checksums)
+    except ConfigError as exc:
+        _log.info("KV moves over carrier tcp: %s", exc.message)
+        return _tcp(config, checksums)
+    _log.info("KV moves over carrier %s", carrier.name)
+    return carrier
+
+
+def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpCarrier:
+    if config is None:
+        return TcpCarrier(checksums=checksums)
+    advertised = config.kv_transfer_host or LOOPBACK
+    bound = config.kv_transfer_bind_host or advertised
+    if (":" in bound) != (":" in advertised) and bound != "::":
+        raise ConfigError(
+            f"KV transfer can't listen at {bound} and be reached at {advertised}: one is an IPv6 address, the other is "
+            "not. Give --kv-transfer-bind-host and --kv-transfer-host of one family, or listen at ::",
+            field="kv_transfer_bind_host",
+        )
+    return TcpCarrier(bound, advertised, checksums)

@@ -1,0 +1,365 @@
+"""KV over plain TCP, for hosts without NIXL: one connection per fetch, straight between sockets and memory.
+
+Moves CPU memory only. An offer carries a random token, without which the listener gives nothing away; the bytes
+themselves are not encrypted. One fetch is: `_ASK` and the ticket id, `_REPLY`, the pieces, `_ACK`. If the offer
+names a checksum, the reader asks with `_CHECKED`, and each piece is followed by the `_CHECKSUM` of all pieces so far.
+Peers without checksums ask with `_PLAIN`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import logging
+import math
+import resource
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, HandoffTimeout, TransferFailed
+from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
+from dynamo_trtllm.kv_transfer.memory import require_cpu, require_sizes, view
+from dynamo_trtllm.network.addresses import LOOPBACK
+from dynamo_trtllm.network.listening import Acceptor
+
+_log = logging.getLogger(__name__)
+
+_PLAIN = b"DKV1"
+_CHECKED = b"DKV2"
+_TOKEN_BYTES = 32
+_ASK = struct.Struct(f"!4s{_TOKEN_BYTES}sH")  # magic, token, bytes of the ticket id that follows
+_REPLY = struct.Struct("!4s?Q")  # magic, whether the offer stands, bytes that follow
+_CHECKSUM = struct.Struct("!Q")
+_ACK = b"\x01"
+_BACKLOG = 4096  # fetches that begin in one moment: one that finds no place here tries again seconds later
+_ASK_TIMEOUT_S = 5.0  # a connection that does not ask is closed
+# Limits of open connections, and of those that have not asked yet: absolute, and as a part of the files that this
+# process may open, so that strangers leave enough of these for everything else.
+_MAX_CONNECTIONS, _PART_OF_FILES = 4096, 2
+_MAX_UNASKED, _UNASKED_PART_OF_FILES = 1024, 4
+_LOG_EVERY_S = 10.0
+
+
+class _Offer(msgspec.Struct, frozen=True, kw_only=True):
+    host: str
+    port: int
+    token: bytes
+    sizes_bytes: list[int]
+    checksum: str = ""  # its method, see `checksums`
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    pieces: tuple[Piece, ...]
+    token: bytes
+    ready: int  # pieces that hold their data
+    checksum: OfferChecksum | None
+    advanced: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
+    readers: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def until_ready(self, index: int) -> None:
+        while self.ready <= index:
+            await self.advanced.wait()
+
+
+class _Ask(NamedTuple):
+    ticket_id: str
+    facts: _Offer
+    magic: bytes
+
+    def check_reply(self, magic: bytes, stands: bool, total_bytes: int) -> None:
+        """Raises TransferFailed unless the holder will send what it offered."""
+        ticket_id, facts = self.ticket_id, self.facts
+        if magic != self.magic:
+            raise TransferFailed(f"ticket {ticket_id}: {facts.host}:{facts.port} is no KV holder")
+        if not stands:
+            raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
+        if total_bytes != sum(facts.sizes_bytes):
+            raise TransferFailed(f"ticket {ticket_id}: its holder sends {total_bytes} bytes, not as it offered")
+
+
+class TcpCarrier:
+    """A Carrier over TCP. `bind_host`: the IP address it listens on. `advertise_host`: where other hosts reach it."""
+
+    name = "tcp"
+
+    def __init__(
+        self, bind_host: str = LOOPBACK, advertise_host: str = LOOPBACK, checksums: Checksums | None = None
+    ) -> None:
+        self.checksums = checksums or Checksums()
+        self._bind_host = bind_host
+        self._advertise_host = advertise_host
+        self._offers: dict[str, _Held] = {}
+        self._unasked: dict[asyncio.Task[None], None] = {}  # connections that have asked for nothing, oldest first
+        self._closed = 0  # connections closed to make room since the last log line about it
+        self._logged_at = -math.inf
+        self._listener: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
+
+    async def start(self, on_fetched: Callable[[str], None]) -> None:
+        """Raises ConfigError when it can't listen at its host."""
+        self._on_fetched = on_fetched
+        host = self._bind_host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
+        try:
+            self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        except OSError as exc:
+            raise ConfigError(
+                f"KV transfer over tcp can't listen at {host} ({exc.strerror}); give --kv-transfer-bind-host an "
+                "address of this host, or 0.0.0.0",
+                field="kv_transfer_bind_host",
+            ) from exc
+        self._acceptor = Acceptor(self._listener, self._serve, self._relieve)
+        port = self._listener.getsockname()[1]
+        _log.info("KV transfer over tcp: port %d at %s, advertised as %s", port, host, self._advertise_host)
+
+    # --- the holder's side ---------------------------------------------------------------------------------
+
+    async def register(self, region: Piece) -> None:
+        require_cpu([region], self.name)  # and that is all that it takes
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+        require_cpu(pieces, self.name)
+        if self._listener is None:
+            raise TransferFailed("carrier tcp is not running; start it before it offers")
+        if ticket_id in self._offers:
+            raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        method = self.checksums.method(pieces)
+        held = self._offers[ticket_id] = _Held(
+            pieces=tuple(pieces),
+            token=token,
+            ready=len(pieces) if ready is None else ready,
+            checksum=OfferChecksum(self.checksums, tuple(pieces)) if method else None,
+        )
+        if held.checksum is not None:
+            held.checksum.advance(held.ready)
+        return codec.encode(
+            _Offer(
+                host=self._advertise_host,
+                port=self._listener.getsockname()[1],
+                token=token,
+                sizes_bytes=[piece.num_bytes for piece in pieces],
+                checksum=method,
+            )
+        )
+
+    def advance(self, ticket_id: str, ready: int) -> None:
+        held = self._offers.get(ticket_id)
+        if held is not None:
+            held.ready = ready
+            if held.checksum is not None:
+                held.checksum.advance(ready)
+            held.advanced.set()
+            held.advanced = asyncio.Event()
+
+    async def withdraw(self, ticket_id: str) -> None:
+        held = self._offers.pop(ticket_id, None)
+        if held is None:
+            return
+        try:
+            await _stop(set(held.readers))
+        finally:
+            if held.checksum is not None:
+                await held.checksum.stop()
+
+    def check(self) -> None:
+        if self._acceptor is not None and self._acceptor.broken is not None:
+            raise EngineFailed(
+                f"KV transfer over tcp accepts no connections ({self._acceptor.broken}); restart the worker"
+            )
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """One connection. What the peer does wrong ends it and concerns nobody else."""
+        with connection:
+            task = asyncio.current_task()
+            assert task is not None
+            if not self._has_room():
+                return
+            self._unasked[task] = None
+            try:
+                async with asyncio.timeout(_ASK_TIMEOUT_S):
+                    magic, ticket_id, token = await _read_ask(connection)
+                self._unasked.pop(task, None)
+                held = self._offers.get(ticket_id)
+                if held is None or not hmac.compare_digest(held.token, token):
+                    await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(magic, False, 0))
+                    return
+                await self._send(connection, magic, ticket_id, held)
+            except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
+                _log.debug("carrier tcp: a connection ended early: %r", exc)
+            finally:
+                self._unasked.pop(task, None)
+
+    def _has_room(self) -> bool:
+        """Make room for another connection, if necessary by closing the oldest that has asked for nothing."""
+        assert self._acceptor is not None
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if files == resource.RLIM_INFINITY:
+            files = _PART_OF_FILES * _MAX_CONNECTIONS
+        is_full = self._acceptor.num_connections > min(_MAX_CONNECTIONS, files // _PART_OF_FILES)
+        if is_full or len(self._unasked) >= min(_MAX_UNASKED, files // _UNASKED_PART_OF_FILES):
+            if not self._drop(1):  # all have asked with the right token: this one has to retry later
+                self._note_closed(1)
+                return False
+        return True
+
+    def _relieve(self) -> bool:
+        return self._drop((len(self._unasked) + 1) // 2)
+
+    def _drop(self, count: int) -> bool:
+        """Close the oldest connections that have asked for nothing. Return whether there were any."""
+        oldest = list(itertools.islice(self._unasked, count))
+        for task in oldest:
+            del self._unasked[task]
+            task.cancel()
+        if oldest:
+            self._note_closed(len(oldest))
+        return bool(oldest)
+
+    def _note_closed(self, count: int) -> None:
+        self._closed += count
+        now = time.monotonic()
+        if now >= self._logged_at + _LOG_EVERY_S:
+            _log.warning("KV transfer over tcp: too many connections; closed before they asked: %d", self._closed)
+            self._closed, self._logged_at = 0, now
+
+    async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, held: _Held) -> None:
+        reader = asyncio.current_task()
+        assert reader is not None
+        held.readers.add(reader)  # `withdraw` ends it: the memory is not ours any more
+        try:
+            loop = asyncio.get_running_loop()
+            total_bytes = sum(piece.num_bytes for piece in held.pieces)
+            checksum = NOTHING
+            await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
+            for index, piece in enumerate(held.pieces):
+                await held.until_ready(index)
+                await loop.sock_sendall(connection, view(piece))
+                if magic == _CHECKED and held.checksum is not None:
+                    checksum = combined(checksum, await held.checksum.hashes(index))
+                    await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
+            await _receive(connection, memoryview(bytearray(len(_ACK))))
+        finally:
+            held.readers.discard(reader)
+        self._on_fetched(ticket_id)
+
+    # --- the reader's side ---------------------------------------------------------------------------------
+
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
+        try:
+            facts = codec.decode(offer, _Offer)
+        except BadFrame as exc:
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
+        require_cpu(pieces, self.name)
+        require_sizes(ticket_id, facts.sizes_bytes, pieces)
+        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
+        ask = _Ask(ticket_id, facts, _CHECKED if is_checked else _PLAIN)
+        where = f"ticket {ticket_id}: its holder at {facts.host}:{facts.port}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._read(ask, pieces, on_piece)
+        except TimeoutError as exc:
+            raise HandoffTimeout(f"{where} did not send all of it within {timeout_s:g} s") from exc
+        except (OSError, EOFError, struct.error) as exc:
+            raise TransferFailed(f"{where} broke off: {exc}") from exc
+
+    async def _read(self, ask: _Ask, pieces: Sequence[Piece], on_piece: OnPiece | None) -> None:
+        loop, facts = asyncio.get_running_loop(), ask.facts
+        family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as connection:
+            _prepare(connection)
+            await loop.sock_connect(connection, (facts.host, facts.port))
+            ticket = ask.ticket_id.encode()
+            await loop.sock_sendall(connection, _ASK.pack(ask.magic, facts.token, len(ticket)) + ticket)
+            head = bytearray(_REPLY.size)
+            await _receive(connection, memoryview(head))
+            ask.check_reply(*_REPLY.unpack(head))
+            checksum = NOTHING
+            for index, piece in enumerate(pieces):
+                if ask.magic == _CHECKED:
+                    checksum = await self._receive_checked(connection, ask.ticket_id, piece, checksum)
+                else:
+                    await _receive(connection, view(piece))
+                if on_piece is not None:
+                    on_piece(index)
+            await loop.sock_sendall(connection, _ACK)
+
+    async def _receive_checked(self, connection: socket.socket, ticket_id: str, piece: Piece, before: int) -> int:
+        """Receive a piece and return the checksum up to it. A block is hashed while the next one arrives."""
+        jobs = []
+        try:
+            for block in blocks(piece):
+                await _receive(connection, view(block))
+                jobs.append(self.checksums.submit(block))
+            theirs = bytearray(_CHECKSUM.size)
+            await _receive(connection, memoryview(theirs))
+            checksum = combined(before, await results(jobs))
+        finally:
+            await ended(jobs)
+        if _CHECKSUM.pack(checksum) != theirs:
+            raise self.checksums.mismatch(ticket_id)
+        return checksum
+
+    async def aclose(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        if self._acceptor is not None:
+            await self._acceptor.aclose()
+        listener.close()
+        self._offers.clear()
+        await asyncio.to_thread(self.checksums.close)
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+async def _read_ask(connection: socket.socket) -> tuple[bytes, str, bytes]:
+    head = bytearray(_ASK.size)
+    await _receive(connection, memoryview(head))
+    magic, token, ticket_bytes = _ASK.unpack(head)
+    if magic not in (_PLAIN, _CHECKED):
+        raise BadFrame("not a request for KV")
+    ticket = bytearray(ticket_bytes)
+    await _receive(connection, memoryview(ticket))
+    return magic, ticket.decode(errors="replace"), token
+
+
+async def _receive(connection: socket.socket, target: memoryview) -> None:
+    """Fills `target`. Raises EOFError when the peer closes before that."""
+    loop = asyncio.get_running_loop()
+    at = 0
+    while at < len(target):
+        count = await loop.sock_recv_into(connection, target[at:])
+        if count == 0:
+            raise EOFError("the connection was closed")
+        at += count
+
+
+async def _stop(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancels tasks and waits for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,84 @@
+"""The in-process twin of the request plane: the same code as the real one over a link that is a dictionary."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from dynamo_trtllm.errors import Disconnected, Unreachable
+from dynamo_trtllm.request_plane.link import Lost, Receive
+from dynamo_trtllm.request_plane.linked import LinkPlane, PlaneLimits
+
+
+class InprocLink:
+    """Delivers in the loop's next turn, in order, to who listens in this process."""
+
+    max_message_bytes = 1 << 20
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, Receive] = {}
+        self._numbers = itertools.count()
+        self._closed = False
+
+    def new_inbox(self) -> str:
+        return f"_INBOX.{next(self._numbers)}"
+
+    def on_lost(self, lost: Lost) -> None:
+        """Nothing is ever lost here."""
+
+    def outage(self) -> str | None:
+        return "the request plane is closed" if self._closed else None
+
+    async def listen(self, subject: str, receive: Receive) -> InprocListening:
+        self._listeners[subject] = receive
+        return InprocListening(self._listeners, subject)
+
+    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        if self._closed:
+            raise Disconnected("the request plane is closed")
+        if subject not in self._listeners:
+            raise Unreachable(f"nobody listens at {subject}: its worker has ended; retry")
+        inbox = self.new_inbox()
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._listeners[inbox] = lambda data, _: None if reply.done() else reply.set_result(data)
+        self._deliver_soon(subject, data, inbox)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError as exc:
+            raise Unreachable(
+                f"no answer from {subject} within {timeout_s:.1f} s: its worker is stuck or gone; retry"
+            ) from exc
+        finally:
+            del self._listeners[inbox]
+
+    def post(self, subject: str, data: bytes) -> None:
+        self._deliver_soon(subject, data, "")
+
+    def _deliver_soon(self, subject: str, data: bytes, reply: str) -> None:
+        asyncio.get_running_loop().call_soon(self._deliver, subject, data, reply)
+
+    def _deliver(self, subject: str, data: bytes, reply: str) -> None:
+        receive = self._listeners.get(subject)
+        if receive is not None:
+            receive(data, reply)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        self._listeners.clear()
+
+
+class InprocListening:
+    def __init__(self, listeners: dict[str, Receive], subject: str) -> None:
+        self._listeners = listeners
+        self._subject = subject
+
+    async def stop(self) -> None:
+        self._listeners.pop(self._subject, None)
+
+
+class InprocPlane(LinkPlane):
+    """One object is the whole plane: serve and call through the same one."""
+
+    def __init__(self, limits: PlaneLimits | None = None) -> None:
+        super().__init__(InprocLink(), limits or PlaneLimits())

@@ -1,0 +1,237 @@
+"""Harmony output to deltas: analysis is reasoning, final is content, calls of functions are tool calls.
+
+It never raises for what a model writes, never shows a marker and never waits for more than one message header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from dynamo_trtllm.messages import TokenIds
+from dynamo_trtllm.tokenization.base import NOTHING_FORCED, Delta
+from dynamo_trtllm.tokenization.collected import Collected
+from dynamo_trtllm.tokenization.harmony_header import Header, could_become_header, read_header
+from dynamo_trtllm.tokenization.text import WholeTexts
+from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL
+
+_RETURN: Final = 200002
+_CONSTRAIN: Final = 200003
+_CHANNEL: Final = 200005
+_START: Final = 200006
+_END: Final = 200007
+_MESSAGE: Final = 200008
+_CALL: Final = 200012
+_ENDS: Final = frozenset((_RETURN, _END, _CALL))
+_MAX_HEADER_TOKENS: Final = 288  # a longer header is none: names of tools have 256 characters at most
+_MAX_HEADER_BLANKS: Final = 12  # nor is one of many words
+_RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
+
+
+class _In(Enum):
+    """Where the next token stands."""
+
+    HEADER = auto()
+    BODY = auto()
+    BETWEEN = auto()  # after the end of a message
+
+
+class _Goes(Enum):
+    """Where the text of the current body goes."""
+
+    CONTENT = auto()
+    REASONING = auto()
+    ARGUMENTS = auto()
+
+
+class HarmonyTexts(NamedTuple):
+    """Of a vocabulary, shared by its parsers."""
+
+    content: WholeTexts
+    reasoning: WholeTexts
+
+
+class HarmonyParser:
+    """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
+
+    What is not Harmony is content, control tokens left out: a header that is none, is too long or is ended
+    before its message begins, text between messages, calls without a name or of tools that gpt-oss was trained
+    with and nobody offered. A header that the end of the output cuts off is dropped while it could still become one.
+    `forced` was put behind the prompt and is no output. Without `is_reasoning_split` reasoning is content, without
+    `is_call_split` the arguments of calls are.
+    """
+
+    def __init__(
+        self,
+        token_bytes: Callable[[int], bytes],
+        texts: HarmonyTexts,
+        *,
+        forced: TokenIds = NOTHING_FORCED,
+        is_reasoning_split: bool = True,
+        is_call_split: bool = True,
+    ) -> None:
+        self._token_bytes = token_bytes  # no bytes for control tokens
+        self._reasoning = _Goes.REASONING if is_reasoning_split else _Goes.CONTENT
+        self._is_call_split = is_call_split
+        self._decoder = Utf8Decoder(errors="replace")
+        self._texts = {_Goes.CONTENT: texts.content, _Goes.REASONING: texts.reasoning}
+        self._whole: WholeTexts | None = None  # of the next token, if it just goes on where the last one was
+        self._state = _In.HEADER
+        self._goes = _Goes.CONTENT
+        self._header: list[int] = []
+        self._blanks = 0  # in the header
+        self._calls = 0
+        self._out = Collected()
+        self._run(forced)
+        self._forced = len(self._header)  # of the header's tokens, those that are no output
+
+    def push(self, token_ids: TokenIds) -> Delta:
+        if self._whole is not None and len(token_ids) == 1 and not self._decoder.buffer:
+            whole = self._whole[token_ids[0]]
+            if whole is not None:
+                return whole
+        self._run(token_ids)
+        return self._take()
+
+    def finish(self) -> Delta:
+        if self._state is _In.HEADER and self._header and not self._is_cut_header():
+            self._header_is_text()
+        self._flush()
+        return self._take()
+
+    def _take(self) -> Delta:
+        out, self._out = self._out, Collected()
+        self._whole = self._texts.get(self._goes) if self._state is _In.BODY else None
+        return out.delta()
+
+    def _run(self, token_ids: TokenIds) -> None:
+        run: list[int] = []  # body tokens not decoded yet
+        for token_id in token_ids:
+            if self._state is _In.BODY and token_id < FIRST_SPECIAL:
+                run.append(token_id)
+                continue
+            if run:
+                self._body(run)
+                run = []
+            if token_id >= FIRST_SPECIAL:
+                self._control(token_id)
+            else:
+                self._text(token_id)
+        if run:
+            self._body(run)
+
+    def _text(self, token_id: int) -> None:
+        """An ordinary token outside a body."""
+        if self._state is _In.BETWEEN:
+            self._open(_Goes.CONTENT)
+            self._body([token_id])
+            return
+        self._header.append(token_id)
+        if not self._can_be_header():
+            self._header_is_text()
+
+    def _control(self, token_id: int) -> None:
+        if self._state is _In.HEADER and token_id == _MESSAGE:
+            self._end_header()
+        elif self._state is _In.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
+            self._header.append(token_id)
+        elif token_id in (_START, _CHANNEL):  # a start without an end before it, or an end without a start after it
+            self._end_message()
+            self._state = _In.HEADER
+            self._header = [token_id]
+        elif token_id in _ENDS:
+            self._end_message()
+
+    def _can_be_header(self) -> bool:
+        """False when the text before the first control token can't become a recipient, at a new line, and when it
+        is too long."""
+        newest = self._token_bytes(self._header[-1])
+        self._blanks += newest.startswith(b" ")
+        if b"\n" in newest or self._blanks > _MAX_HEADER_BLANKS or len(self._header) > _MAX_HEADER_TOKENS:
+            return False
+        if self._header[0] >= FIRST_SPECIAL or len(self._header) > len(_RECIPIENT):
+            return True
+        text = self._bytes(self._header)
+        return text.startswith(_RECIPIENT) or _RECIPIENT.startswith(text)
+
+    def _end_header(self) -> None:
+        header = self._read_header()
+        if header is None:
+            self._header_is_text()
+            return
+        self._clear_header()
+        if self._is_call_split and header.call is not None:
+            self._open(_Goes.ARGUMENTS)
+            self._out.begin_call(self._calls, header.call)
+            self._calls += 1
+        else:
+            self._open(self._reasoning if header.is_reasoning else _Goes.CONTENT)
+
+    def _read_header(self) -> Header | None:
+        """What the held tokens say; None if they are no header."""
+        parts: list[tuple[int, list[int]]] = [(_START, [])]
+        for token_id in self._header:
+            if token_id < FIRST_SPECIAL:
+                parts[-1][1].append(token_id)
+            elif token_id != _START:
+                parts.append((token_id, []))
+        texts = {control: self._bytes(ids).decode(errors="replace") for control, ids in parts}
+        if len(texts) < len(parts):
+            return None
+        is_started = bool(self._header) and self._header[0] == _START
+        return read_header(texts[_START], texts.get(_CHANNEL), texts.get(_CONSTRAIN), is_started=is_started)
+
+    def _is_cut_header(self) -> bool:
+        """Whether what is held is no loss: the beginning of a header that the end of the output cut off."""
+        header = self._read_header()
+        is_marked = self._header[0] >= FIRST_SPECIAL or (header is not None and bool(header.recipient))
+        return is_marked and could_become_header(header)
+
+    def _header_is_text(self) -> None:
+        """What was held as a header is none: it is content, and so is what follows up to the next control token."""
+        shown = self._header[self._forced :]
+        self._clear_header()
+        self._open(_Goes.CONTENT)
+        self._body(shown)
+
+    def _clear_header(self) -> None:
+        self._header = []
+        self._blanks = 0
+        self._forced = 0
+
+    def _open(self, goes: _Goes) -> None:
+        self._state = _In.BODY
+        self._goes = goes
+
+    def _end_message(self) -> None:
+        if self._state is _In.HEADER and self._header and self._read_header() != Header():
+            self._header_is_text()
+        self._flush()
+        self._clear_header()
+        self._state = _In.BETWEEN
+        self._goes = _Goes.CONTENT
+
+    def _body(self, ids: list[int]) -> None:
+        if self._goes is _Goes.REASONING:
+            self._out.reasoning_tokens += len(ids)
+        self._put(self._decoder.decode(self._bytes(ids)))
+
+    def _bytes(self, ids: list[int]) -> bytes:
+        return b"".join(map(self._token_bytes, ids))
+
+    def _flush(self) -> None:
+        self._put(self._decoder.decode(b"", final=True))
+        self._decoder.reset()
+
+    def _put(self, text: str) -> None:
+        if not text:
+            return
+        match self._goes:
+            case _Goes.CONTENT:
+                self._out.content.append(text)
+            case _Goes.REASONING:
+                self._out.reasoning.append(text)
+            case _Goes.ARGUMENTS:
+                self._out.add_arguments(self._calls - 1, text)

@@ -1,0 +1,267 @@
+"""Models with a `tokenizer.json` and a jinja chat template. The template runs sandboxed; nothing is downloaded."""
+
+from __future__ import annotations
+
+import functools
+import json
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import tokenizers
+
+from dynamo_trtllm.errors import ConfigError, InvalidRequest
+from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
+from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, OutputParser
+from dynamo_trtllm.tokenization.chat_template import ChatTemplates
+from dynamo_trtllm.tokenization.reasoning import END_THINK, THINK, ThinkSplit
+from dynamo_trtllm.tokenization.split import SplitParser
+from dynamo_trtllm.tokenization.text import BytesTextParser, WholeTexts, WindowTextParser
+from dynamo_trtllm.tokenization.tool_calls import END_TOOL_CALL, TOOL_CALL, CallReader, HermesCalls, JsonCalls
+
+TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+CHAT_TEMPLATE: Final = "chat_template.jinja"
+MAX_ARGUMENT_VALUES: Final = 100_000  # of all tool calls of a conversation: each is an object in memory
+_CALL_READERS: Final[Mapping[str, Callable[[], CallReader] | None]] = {
+    "none": None,
+    "hermes": HermesCalls,
+    "json": JsonCalls,
+}
+_CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
+_MARKERS: Final = {  # shown to the parser that looks for them even where they are special tokens
+    "none": (),
+    "basic": (THINK, END_THINK),
+    "deepseek_r1": (THINK, END_THINK),
+    "hermes": (TOOL_CALL, END_TOOL_CALL),
+    "json": (),
+}
+
+
+class ChatTemplateRenderer:
+    """Renderer made of a model's files. Raises ConfigError for a file that is missing or can't be read.
+
+    Control tokens spelled in a message become control tokens, as templates are text; `encode` keeps them text.
+    The parsers are those of a model card: basic or deepseek_r1, hermes or json, or none.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        *,
+        stop_token_ids: tuple[int, ...],
+        reasoning_parser: str = "none",
+        tool_call_parser: str = "none",
+    ) -> None:
+        self.stop_token_ids = stop_token_ids
+        self._reasoning_parser = reasoning_parser
+        self._tool_call_parser = tool_call_parser
+        self._source = _required(files, TOKENIZER)
+        self._tokenizer = _tokenizer(self._source)
+        config = _json_object(_required(files, TOKENIZER_CONFIG), TOKENIZER_CONFIG)
+        self._variables = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "unk_token")}
+        self._templates = ChatTemplates(_template_sources(files.get(CHAT_TEMPLATE), config))
+        self.variables = self._templates.variables
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._hidden = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {token_id: token.content for token_id, token in added.items()}
+        markers = _MARKERS[reasoning_parser] + _MARKERS[tool_call_parser]
+        self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
+        self._whole = WholeTexts(functools.partial(self._token_bytes, self._hidden))
+        self._whole_in_chat = WholeTexts(functools.partial(self._token_bytes, self._hidden_in_chat))
+        decoder = _json_object(self._source, TOKENIZER).get("decoder") or {}
+        self._is_byte_level = decoder.get("type") == "ByteLevel"
+
+    def render(self, conversation: Conversation) -> TokenIds:
+        """The prompt with the assistant's turn begun. Raises InvalidRequest for what the template refuses, and for
+        arguments of tool calls with too many values or levels."""
+        _check_arguments(conversation)
+        tools = [
+            {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
+            for t in conversation.tools
+        ]
+        text = self._templates.render(
+            {
+                "reasoning_effort": conversation.reasoning_effort,
+                **self._variables,
+                **conversation.template_args,
+                "messages": [_message(message) for message in conversation.messages],
+                "tools": tools or None,
+                "add_generation_prompt": True,
+            }
+        )
+        return _ids(self._tokenizer, text, add_special_tokens=False)
+
+    def encode(self, text: str) -> TokenIds:
+        """Plain text as a prompt: with the begin-of-text token where the model's tokenizer adds one."""
+        return _ids(self._plain_tokenizer, text)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+
+    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
+        thinking = None
+        if self._reasoning_parser != "none":
+            thinking = ThinkSplit(begins_inside=self._reasoning_parser == "deepseek_r1")
+        make_calls = _CALL_READERS[self._tool_call_parser]
+        calls = make_calls() if make_calls is not None else None
+        return SplitParser(self._text_parser(self._hidden_in_chat), thinking=thinking, calls=calls, forced=forced)
+
+    def call_header(self, name: str | None) -> TokenIds | None:
+        """A named call can be forced where the format of calls is known and the answer comes first."""
+        opening = _CALL_OPENINGS.get(self._tool_call_parser)
+        if name is None or opening is None or self._reasoning_parser == "deepseek_r1":
+            return None
+        if TOOL_NAME.match(name) is None:
+            raise InvalidRequest(f"tool name {name!r} can't be forced: use letters, digits, '_', '-' and '.'")
+        return self._control_text(f'{opening}{{"name": "{name}", "arguments":')
+
+    def answer_header(self) -> tuple[str, TokenIds]:
+        if self._reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():
+            return "", token_ids()  # spelled in several tokens it can't be found among the ids of an output
+        return END_THINK, self._control_text(END_THINK)
+
+    def text_parser(self) -> OutputParser:
+        return self._text_parser(self._hidden)
+
+    def _text_parser(self, hidden: frozenset[int]) -> OutputParser:
+        if self._is_byte_level:
+            whole = self._whole_in_chat if hidden is self._hidden_in_chat else self._whole
+            return BytesTextParser(functools.partial(self._token_bytes, hidden), whole)
+        return WindowTextParser(functools.partial(self._tokenizer.decode, skip_special_tokens=False), hidden)
+
+    def _control_text(self, text: str) -> TokenIds:
+        return _ids(self._tokenizer, text, add_special_tokens=False)
+
+    @functools.cached_property
+    def _plain_tokenizer(self) -> tokenizers.Tokenizer:
+        """A second tokenizer, for the switch is the tokenizer's and requests of both kinds run at once."""
+        tokenizer = _tokenizer(self._source)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _token_bytes(self, hidden: frozenset[int], token_id: int) -> bytes:
+        if token_id in hidden:
+            return b""
+        added = self._added.get(token_id)
+        if added is not None:
+            return added.encode()
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF[char] for char in piece)
+        except KeyError:  # not written in the alphabet, so it is text already
+            return piece.encode()
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte: itself where it can be seen, else one from U+0100 on."""
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    unseen = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
+
+
+_BYTE_OF: Final = _byte_level_alphabet()
+
+
+def _message(message: Message) -> dict[str, Any]:
+    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        shown["name"] = message.name
+    if message.reasoning is not None:
+        shown["reasoning_content"] = message.reasoning
+    if message.tool_call_id is not None:
+        shown["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        shown["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": _arguments(c.arguments)}}
+            for c in message.tool_calls
+        ]
+    return shown
+
+
+def _check_arguments(conversation: Conversation) -> None:
+    """Reject arguments with too many values, counted by their marks, including those inside strings."""
+    texts = [call.arguments for message in conversation.messages for call in message.tool_calls]
+    count = sum(text.count(mark) for text in texts for mark in ",[{")
+    if count > MAX_ARGUMENT_VALUES:
+        raise InvalidRequest(
+            f"the arguments of all tool calls have {count} values, counted by their ',', '[' and '{{'; "
+            f"at most {MAX_ARGUMENT_VALUES} are allowed; leave out older calls",
+            field="messages",
+        )
+
+
+def _arguments(text: str) -> object:
+    """Templates expect the object, not its JSON; text that is no JSON is shown as it is."""
+    try:
+        return json.loads(text)
+    except RecursionError as exc:
+        raise InvalidRequest("the arguments of a tool call are nested too deeply", field="messages") from exc
+    except ValueError:
+        return text
+
+
+def _required(files: Mapping[str, bytes], name: str) -> bytes:
+    data = files.get(name)
+    if data is None:
+        raise ConfigError(f"the model has no {name}; add it to the model's folder")
+    return data
+
+
+def _tokenizer(source: bytes) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_buffer(source)
+    except ValueError as exc:
+        raise ConfigError(f"{TOKENIZER} can't be read: {exc}") from exc
+
+
+def _json_object(data: bytes, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as exc:
+        raise ConfigError(f"{name} is not JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must hold a JSON object")
+    return value
+
+
+def _token_text(value: object) -> str:
+    """A token of tokenizer_config.json, which is a string, an object with `content`, or null."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
+
+
+def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name. The file goes before the entry in tokenizer_config.json."""
+    try:
+        if file is not None:
+            return {"default": file.decode()}
+        match config.get("chat_template"):
+            case str(source):
+                return {"default": source}
+            case list(entries):
+                return {entry["name"]: entry["template"] for entry in entries}
+            case _:
+                return {}
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{CHAT_TEMPLATE} is not UTF-8: {exc}") from exc
+    except (TypeError, KeyError) as exc:
+        raise ConfigError(f"chat_template in {TOKENIZER_CONFIG} must list objects with name and template") from exc
+
+
+def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> TokenIds:
+    """As `Tokenizer.encode`, which would hold the GIL and work out offsets as well."""
+    (encoding,) = tokenizer.encode_batch_fast([_well_formed(text)], add_special_tokens=add_special_tokens)
+    return array("I", encoding.ids)
+
+
+def _well_formed(text: str) -> str:
+    """The text with lone surrogates replaced, which JSON may bring and UTF-8 can't hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,90 @@
+"""Tokens to text, incrementally: never half a UTF-8 character, linear in the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from encodings.utf_8 import IncrementalDecoder as Utf8Decoder
+from typing import Final
+
+from dynamo_trtllm.messages import TokenIds
+from dynamo_trtllm.tokenization.base import Delta
+
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_MAX_HELD_TOKENS: Final = 4  # a UTF-8 character has at most four bytes; more held tokens make none
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that begins `marker` and is not all of it."""
+    for size in range(min(len(marker) - 1, len(text)), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
+
+
+class WholeTexts(dict[int, Delta | None]):
+    """What each token adds that is whole characters by itself; None for any other. Filled as tokens are seen, so it
+    grows to the size of the vocabulary: one per model, for all its requests."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], *, is_reasoning: bool = False) -> None:
+        self._token_bytes = token_bytes
+        self._is_reasoning = is_reasoning
+
+    def __missing__(self, token_id: int) -> Delta | None:
+        try:
+            text = self._token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            text = ""
+        if self._is_reasoning:
+            delta = Delta(reasoning=text, reasoning_tokens=1)
+        else:
+            delta = Delta(content=text)
+        return self.setdefault(token_id, delta if text else None)
+
+
+class BytesTextParser:
+    """OutputParser for vocabularies whose tokens are byte strings; all text is content."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes], whole: WholeTexts) -> None:
+        self._token_bytes = token_bytes  # no bytes for a token that must not be shown
+        self._whole = whole
+        self._decoder = Utf8Decoder(errors="replace")
+
+    def push(self, token_ids: TokenIds) -> Delta:
+        if len(token_ids) == 1 and not self._decoder.buffer and (whole := self._whole[token_ids[0]]) is not None:
+            return whole
+        return Delta(content=self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
+
+    def finish(self) -> Delta:
+        return Delta(content=self._decoder.decode(b"", final=True))
+
+
+class WindowTextParser:
+    """OutputParser for vocabularies whose text depends on the tokens before (leading spaces, byte fallback).
+
+    Decodes a short window: the tokens of the last text given out, as context, and those after them.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int]) -> None:
+        self._decode = decode
+        self._hidden = hidden  # special tokens, left out
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_ids: TokenIds) -> Delta:
+        parts: list[str] = []
+        for token_id in token_ids:
+            if token_id in self._hidden:
+                continue
+            self._held.append(token_id)
+            text = self._new_text()
+            if text.endswith(_REPLACEMENT) and len(self._held) < _MAX_HELD_TOKENS:
+                continue
+            parts.append(text)
+            self._context, self._held = self._held, []
+        return Delta(content="".join(parts))
+
+    def finish(self) -> Delta:
+        return Delta(content=self._new_text() if self._held else "")
+
+    def _new_text(self) -> str:
+        return self._decode([*self._context, *self._held])[len(self._decode(self._context)) :]

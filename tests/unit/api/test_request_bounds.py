@@ -1,0 +1,185 @@
+"""No request costs more than its size: every string, list and object has a bound, and one error is made at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from dynamo_trtllm.api.chat import ChatRequest
+from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.schemas import check_schema
+from dynamo_trtllm.api.wire import (
+    MAX_CONTAINERS,
+    MAX_ITEMS,
+    MAX_KEYS,
+    MAX_VALUES,
+    Body,
+    check_size,
+    parse,
+    request_schemas,
+)
+from dynamo_trtllm.errors import InvalidRequest
+
+BODIES: tuple[type[Body], ...] = (ChatRequest, CompletionRequest, ResponseRequest)
+SCHEMAS = request_schemas(*BODIES)
+WRONG = True  # no list and no object of the API holds it
+MANY = 3000
+LONGEST = 1 << 20  # strings that may be longer are not tried
+BOUNDS = {"string": "maxLength", "array": "maxItems", "object": "maxProperties"}
+
+
+def resolved(schema: Any) -> dict[str, Any]:
+    while isinstance(schema, dict) and "$ref" in schema:
+        schema = SCHEMAS[schema["$ref"].rpartition("/")[2]]
+    return schema if isinstance(schema, dict) else {}
+
+
+def variants(schema: dict[str, Any]) -> list[Any]:
+    return [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+
+
+def least(schema: Any) -> Any:
+    """A small value that the schema takes."""
+    schema = resolved(schema)
+    if "const" in schema or "enum" in schema:
+        return schema.get("const", schema.get("enum", [None])[0])
+    if "default" in schema:
+        return schema["default"]
+    if found := variants(schema):
+        return least(found[0])
+    match schema.get("type"):
+        case "object":
+            return {name: least(schema["properties"][name]) for name in schema.get("required", ())}
+        case "array":
+            return [least(schema["items"])] * schema.get("minItems", 0)
+        case "string":
+            return "1" * max(1, schema.get("minLength", 0))
+        case "boolean":
+            return False
+    return 1
+
+
+def beyond(schema: Any) -> Iterator[Any]:
+    """Values of the schema with one string, list or object in them that is too large, or full of wrong elements."""
+    schema = resolved(schema)
+    for variant in variants(schema):
+        yield from beyond(variant)
+    match schema.get("type"):
+        case "string" if schema.get("maxLength", LONGEST) < LONGEST:
+            yield "1" * (schema["maxLength"] + 1)
+        case "array":
+            yield [WRONG] * MANY
+            if schema["maxItems"] <= MAX_ITEMS:
+                yield [least(schema["items"])] * (schema["maxItems"] + 1)
+            yield from ([each] for each in beyond(schema["items"]))
+        case "object":
+            around = least(schema)
+            for name, field in schema.get("properties", {}).items():
+                yield from (around | {name: each} for each in beyond(field))
+            values = schema.get("additionalProperties")
+            if isinstance(values, dict):
+                yield {str(key): WRONG for key in range(MANY)}
+                yield {str(key): least(values) for key in range(schema["maxProperties"] + 1)}
+                yield from ({"1": each} for each in beyond(values))
+
+
+def nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    """All objects in a schema that has objects and lists in it."""
+    if isinstance(schema, dict):
+        yield schema
+    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list | tuple) else ():
+        yield from nodes(each)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_field_then_the_api_reference_has_its_bound(name: str) -> None:
+    for node in nodes(SCHEMAS[name]):
+        kind, is_fixed = node.get("type"), "enum" in node or "const" in node or "properties" in node
+        if isinstance(kind, str) and kind in BOUNDS and not is_fixed:
+            assert BOUNDS[kind] in node, f"{name}: {node}"
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_every_collection_then_it_has_a_bound_and_ends_at_its_first_wrong_element(model: type[Body]) -> None:
+    found = [node for node in nodes(model.__pydantic_core_schema__) if isinstance(node.get("type"), str)]
+    collections = [node for node in found if node["type"] in ("list", "dict", "set", "frozenset", "tuple")]
+    assert collections
+    for node in collections:
+        assert node.get("fail_fast"), node
+        assert "max_length" in node, node
+    for node in found:
+        assert node["type"] != "str" or "max_length" in node, node
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_anything_goes_only_where_its_bytes_are_counted(model: type[Body]) -> None:
+    """A value of any type is bounded by a validator around it, which counts the bytes of its JSON."""
+    for node in nodes(model.__pydantic_core_schema__):
+        for inner in node.values():
+            if isinstance(inner, dict) and inner.get("values_schema", {}).get("type") == "any":
+                assert node["type"] == "function-before", node
+                names = node["function"]["function"].__code__.co_names
+                assert check_size.__name__ in names or check_schema.__name__ in names
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_values_beyond_a_bound_then_one_error_is_made(model: type[Body]) -> None:
+    bodies = list(beyond({"$ref": f"#/components/schemas/{model.__name__}"}))
+    assert len(bodies) > 15
+    for body in bodies:
+        with pytest.raises(InvalidRequest) as refused:
+            parse(model, orjson.dumps(body))
+        cause = refused.value.__cause__
+        assert isinstance(cause, ValidationError)
+        assert cause.error_count() == 1
+        assert len(refused.value.message) < 500
+        assert refused.value.field
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            b'{"messages":[' + b"0," * MAX_VALUES + b"0]}",
+            "values, counted by",
+        ),
+        (
+            b'{"messages":[' + b"[]," * MAX_CONTAINERS + b"0]}",
+            "lists and objects, counted by",
+        ),
+        (b'{"messages":{' + b'"":0,' * MAX_KEYS + b'"":0}}', "keys, counted by"),
+        (b'{"' + b"k" * MAX_VALUES + b'":1}', "kkkk… is not a known field"),
+        (b'{"model":"m","messages":[{"role":"' + b"r" * MAX_VALUES + b'"}]}', "not 'rrrr"),
+        (b'{"model":"m","messages":[1' + b"0" * 400 + b"]}", "not valid JSON"),
+        (b'{"prompt":[1,' + b"[" * 1000 + b"]" * 1000 + b"]}", "prompt is not a known field"),
+    ],
+)
+def test_hostile_body_then_refused_in_few_words(body: bytes, words: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse(ChatRequest, body)
+    assert words in refused.value.message
+    assert len(refused.value.message) < 300
+    assert len(refused.value.field or "") < 100
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (CompletionRequest, {"prompt": [1, "DEEP"]}),
+        (CompletionRequest, {"prompt": "x", "logit_bias": {"1": "DEEP"}}),
+        (ResponseRequest, {"input": "x", "include": ["DEEP"]}),
+        (ResponseRequest, {"input": "x", "tool_choice": "DEEP"}),
+        (ChatRequest, {"tools": "DEEP"}),
+        (ChatRequest, {"chat_template_args": {"a": "DEEP"}, "chat_template_kwargs": {"a": "DEEP"}}),
+        (ChatRequest, {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["DEEP"]}}}}),
+    ],
+)
+def test_deep_nesting_then_refused_wherever_it_is(model: type[Body], fields: dict[str, Any]) -> None:
+    body = orjson.dumps(fields | {"model": "m"}).replace(b'"DEEP"', b"[" * 1000 + b"]" * 1000)
+    with pytest.raises(InvalidRequest):
+        parse(model, body)

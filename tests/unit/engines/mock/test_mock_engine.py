@@ -1,0 +1,244 @@
+"""What only the mock engine promises, or what the contract suite can't see: gates in the carrier, a dead clock."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.engines.mock.steps import Steps
+from dynamo_trtllm.errors import EngineFailed, TicketExpired, TicketMismatch
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.messages import HandoffTicket, Phase, ReleaseOutcome, Role
+from tests.engines import answer, ask, check_nothing_left, collect, prompt_of, started, ticket_from, tokens
+from tests.waiting import SOON_S
+
+PROMPT = prompt_of(100)  # four blocks
+
+
+class GatedCarrier(LoopbackCarrier):
+    """Counts its fetches and stops at the gate it is told to."""
+
+    def __init__(self, closed: str = "") -> None:
+        super().__init__()
+        self.closed = closed
+        self.reached = asyncio.Event()
+        self.opened = asyncio.Event()
+        self.fetches = 0
+
+    async def _pass(self, gate: str) -> None:
+        if gate == self.closed:
+            self.reached.set()
+            await self.opened.wait()
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], **named: Any) -> bytes:
+        await self._pass("offer")
+        return await super().offer(ticket_id, pieces, **named)
+
+    async def withdraw(self, ticket_id: str) -> None:
+        await self._pass("withdraw")
+        await super().withdraw(ticket_id)
+
+    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], **named: Any) -> None:
+        self.fetches += 1
+        await self._pass("fetch")
+        await super().fetch(ticket_id, offer, pieces, **named)
+
+
+class DamagingCarrier(LoopbackCarrier):
+    """Delivers other bytes than were offered."""
+
+    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], **named: Any) -> None:
+        await super().fetch(ticket_id, offer, pieces, **named)
+        for piece in pieces:
+            ctypes.memset(piece.address, 1, piece.num_bytes)
+
+
+def mock(role: Role = Role.AGGREGATED, *, carrier: LoopbackCarrier | None = None, **args: Any) -> MockEngine:
+    config = WorkerConfig(
+        model_path="tiny", engine="mock", disaggregation_mode=role, override_engine_args={"step_s": 0, **args}
+    )
+    return MockEngine(config, instance_id=list(Role).index(role) + 1, carrier=carrier or LoopbackCarrier())
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    for _ in range(1000):  # turns of the loop, not time
+        if reached():
+            return
+        await asyncio.sleep(0)
+    pytest.fail("it was never reached")
+
+
+async def decode(engine: MockEngine, ticket: HandoffTicket, prompt: array[int] = PROMPT, **sampling: Any) -> list[int]:
+    return tokens(await collect(engine, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling)))
+
+
+async def check_each_failed(streams: Sequence[asyncio.Task[list[int]]]) -> None:
+    async with asyncio.timeout(SOON_S):
+        results = await asyncio.gather(*streams, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineFailed] * len(streams)
+
+
+async def test_step_task_when_it_dies_then_streams_end_in_engine_failed_and_check_raises(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = mock(max_batch_size=2)
+    async with started(engine):
+        await engine.check()
+        streams = [asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(3)]
+        await until(lambda: (engine.stats().running, engine.stats().waiting) == (2, 1))
+
+        def die(_: Steps) -> None:
+            raise RuntimeError("a broken step")
+
+        monkeypatch.setattr(Steps, "_step", die)
+        await check_each_failed(streams)
+        with pytest.raises(EngineFailed):
+            await engine.check()
+        with pytest.raises(EngineFailed):
+            await answer(engine, PROMPT)
+        await check_nothing_left(engine)
+
+
+async def test_close_when_streams_run_and_wait_then_each_ends_in_engine_failed() -> None:
+    engine = mock(max_batch_size=1)
+    async with started(engine):
+        streams = [asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(3)]
+        await until(lambda: (engine.stats().running, engine.stats().waiting) == (1, 2))
+        await engine.aclose()
+        await check_each_failed(streams)
+        await check_nothing_left(engine)
+
+
+async def test_close_when_a_ticket_is_held_then_it_is_withdrawn() -> None:
+    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE)
+    async with started(prefill, decoder):
+        await ticket_from(prefill, PROMPT)
+        assert prefill.stats().tickets_held == 1
+        await prefill.aclose()
+        await check_nothing_left(prefill)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"engine": "torch"}, TicketMismatch),
+        ({"model": "other"}, TicketMismatch),
+        ({"expires_at": 1.0}, TicketExpired),
+        ({"kv_bytes": 1 << 60}, TicketMismatch),
+        ({"kv_bytes": 0}, TicketMismatch),
+    ],
+)
+async def test_decode_when_ticket_does_not_fit_then_refused_before_a_token_or_a_fetch(
+    change: dict[str, Any], error: type[Exception]
+) -> None:
+    carrier = GatedCarrier()
+    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, carrier=carrier)
+    async with started(prefill, decoder):
+        ticket = await ticket_from(prefill, PROMPT)
+        wrong = msgspec.structs.replace(ticket, **change)
+        async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=wrong))) as stream:
+            with pytest.raises(error):
+                await anext(stream)
+        assert carrier.fetches == 0
+        await check_nothing_left(decoder)
+        assert len(await decode(decoder, ticket)) == 8  # a refusal does not spend the ticket
+        await check_nothing_left(prefill)
+
+
+async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch() -> None:
+    carrier = GatedCarrier()
+    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, carrier=carrier, kv_block_size=16)
+    async with started(prefill, decoder):
+        ticket = await ticket_from(prefill, PROMPT)
+        async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=ticket))) as stream:
+            with pytest.raises(TicketMismatch):
+                await anext(stream)
+        assert carrier.fetches == 0
+
+
+async def test_decode_when_the_carrier_damages_the_kv_then_the_tokens_differ() -> None:
+    whole, prefill = mock(), mock(Role.PREFILL)
+    decoder, damaged = mock(Role.DECODE), mock(Role.DECODE, carrier=DamagingCarrier())
+    async with started(whole, prefill, decoder, damaged):
+        wanted = await answer(whole, PROMPT)
+        assert await decode(decoder, await ticket_from(prefill, PROMPT)) == wanted
+        assert await decode(damaged, await ticket_from(prefill, PROMPT)) != wanted
+
+
+async def test_drain_when_a_peer_redeems_the_ticket_then_it_returns_after_the_withdrawal() -> None:
+    carrier = GatedCarrier("withdraw")
+    prefill, decoder = mock(Role.PREFILL, carrier=carrier), mock(Role.DECODE)
+    async with started(prefill, decoder):
+        ticket = await ticket_from(prefill, PROMPT)
+        drain = asyncio.create_task(prefill.drain())
+        await decode(decoder, ticket)
+        await carrier.reached.wait()
+        assert not drain.done()  # the carrier may still read the memory
+        assert prefill.stats().kv_blocks_used == 4
+        carrier.opened.set()
+        async with asyncio.timeout(SOON_S):
+            await drain
+        await check_nothing_left(prefill)
+
+
+async def cancelled(stream: asyncio.Task[Any]) -> None:
+    stream.cancel()
+    assert isinstance((await asyncio.gather(stream, return_exceptions=True))[0], asyncio.CancelledError)
+
+
+async def test_cancel_when_waiting_for_a_slot_then_the_next_one_runs_and_nothing_is_left() -> None:
+    engine = mock(max_batch_size=1)
+    async with started(engine):
+        first, second = (asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(2))
+        await until(lambda: (engine.stats().running, engine.stats().waiting) == (1, 1))
+        await cancelled(second)
+        assert (engine.stats().running, engine.stats().waiting) == (1, 0)
+        await cancelled(first)
+        await check_nothing_left(engine)
+
+
+async def test_cancel_when_the_prompt_is_half_taken_then_nothing_left() -> None:
+    engine = mock(prefill_tokens_per_step=1)
+    async with started(engine):
+        stream = asyncio.create_task(answer(engine, prompt_of(20000)))
+        await until(lambda: engine.stats().running == 1)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert engine.stats().running == 1
+        await cancelled(stream)
+        await check_nothing_left(engine)
+
+
+async def test_cancel_when_the_offer_is_being_made_then_nothing_left() -> None:
+    carrier = GatedCarrier("offer")
+    engine = mock(Role.PREFILL, carrier=carrier)
+    async with started(engine):
+        stream = asyncio.create_task(ticket_from(engine, PROMPT))
+        await carrier.reached.wait()
+        assert engine.stats().kv_blocks_used > 0
+        await cancelled(stream)
+        await check_nothing_left(engine)
+
+
+async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_ticket_still_stands() -> None:
+    carrier = GatedCarrier("fetch")
+    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, carrier=carrier)
+    async with started(prefill, decoder):
+        ticket = await ticket_from(prefill, PROMPT)
+        stream = asyncio.create_task(decode(decoder, ticket))
+        await carrier.reached.wait()
+        await cancelled(stream)
+        await check_nothing_left(decoder)
+        assert prefill.stats().tickets_held == 1
+        prefill.release(ticket.ticket_id, ReleaseOutcome.REFUSED)
+        await check_nothing_left(prefill)

@@ -1,0 +1,79 @@
+"""Which engine is meant when none is named."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.described import described
+from dynamo_trtllm.engines.factory import create_engine
+from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
+from dynamo_trtllm.errors import ConfigError
+from tests.standin import playing
+
+
+def without_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorrt_llm" else found(name, *rest)
+    )
+
+
+def test_engine_when_none_is_named_and_trtllm_is_not_there_then_one_line_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_trtllm(monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        create_engine(WorkerConfig(model_path="m"), instance_id=1)
+    message = caught.value.message
+    assert all(each in message for each in ("pip install tensorrt-llm", "--engine torch", "--engine mock"))
+    assert message.startswith("no engine is named, and the default, TensorRT-LLM, is not installed; ")
+    assert "\n" not in message
+
+
+def test_engine_when_trtllm_is_named_and_not_there_then_it_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_trtllm(monkeypatch)
+    with pytest.raises(ConfigError, match="pip install tensorrt-llm"):
+        create_engine(WorkerConfig(model_path="m", engine="trtllm"), instance_id=1)
+
+
+def test_engine_when_none_is_named_and_trtllm_is_there_then_it_is_meant(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+    config = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 64, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with playing():
+        assert isinstance(create_engine(WorkerConfig(model_path=str(tmp_path)), instance_id=1), TrtllmEngine)
+
+
+def test_factory_when_it_decides_then_trtllm_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_trtllm(monkeypatch)
+    sys.modules.pop("tensorrt_llm", None)
+    with pytest.raises(ConfigError):
+        create_engine(WorkerConfig(model_path="m"), instance_id=1)
+    assert "tensorrt_llm" not in sys.modules
+
+
+def test_create_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo_trtllm.engines.vllm.vendor.installed", lambda: False)
+    with pytest.raises(ConfigError, match="the vllm engine needs vLLM") as caught:
+        create_engine(WorkerConfig(model_path="/m", engine="vllm"), instance_id=1)
+    assert caught.value.field == "engine"
+
+
+def test_create_when_the_engine_makes_no_weights_up_then_load_format_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--load-format: the mock engine has no such setting"):
+        create_engine(WorkerConfig(model_path="/m", engine="mock", load_format="dummy"), instance_id=1)
+
+
+@pytest.mark.parametrize("engine", ["torch", "mock"])
+def test_arguments_when_a_kernel_profile_is_given_to_an_engine_that_has_none_then_it_is_refused(engine: str) -> None:
+    config = WorkerConfig(model_path="m", engine=engine, kernels_profile="blackwell")
+    with pytest.raises(ConfigError, match=f"--kernels-profile: the {engine} engine has no such setting; leave it out"):
+        described(config)

@@ -1,0 +1,118 @@
+"""Which GPUs are seen, through a driver library that answers what the test says."""
+
+import sys
+import types
+from collections.abc import Sequence
+
+import pytest
+
+from dynamo_trtllm.engines import gpu
+from dynamo_trtllm.engines.gpu import Gpu, count_visible, memory_free_bytes, visible_gpus
+
+H100 = ("NVIDIA H100 80GB HBM3", (9, 0), 80 << 30, "GPU-aaaa-1")
+B200 = (b"NVIDIA B200", (10, 0), 180 << 30, b"GPU-bbbb-2")  # older bindings answer in bytes
+RTX = ("NVIDIA RTX PRO 6000", (12, 0), 96 << 30, "GPU-aabb-3")
+
+
+class NVMLError(Exception):
+    pass
+
+
+def driver(monkeypatch: pytest.MonkeyPatch, gpus: Sequence[tuple], *, fails: str = "") -> list[str]:
+    """Puts a driver library in place; the list tells which calls were made."""
+    calls: list[str] = []
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: len(gpus),
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda handle: gpus[handle][0],
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: gpus[handle][1],
+        "nvmlDeviceGetMemoryInfo": lambda handle: types.SimpleNamespace(
+            total=gpus[handle][2], free=gpus[handle][2] // 4
+        ),
+        "nvmlDeviceGetUUID": lambda handle: gpus[handle][3],
+    }
+    module = types.ModuleType("pynvml")
+    module.NVMLError = NVMLError
+
+    def call(name: str):
+        def answer(*arguments):
+            calls.append(name)
+            if name == fails:
+                raise NVMLError(name)
+            return answers[name](*arguments)
+
+        return answer
+
+    for name in answers:
+        setattr(module, name, call(name))
+    monkeypatch.setitem(sys.modules, "pynvml", module)
+    return calls
+
+
+def test_visible_gpus_when_all_are_visible_then_name_architecture_and_memory(monkeypatch):
+    calls = driver(monkeypatch, [H100, B200])
+    assert visible_gpus({}) == [
+        Gpu(name="NVIDIA H100 80GB HBM3", sm=90, memory_bytes=80 << 30),
+        Gpu(name="NVIDIA B200", sm=100, memory_bytes=180 << 30),
+    ]
+    assert calls[-1] == "nvmlShutdown"
+
+
+@pytest.mark.parametrize(
+    ("visible", "sms"),
+    [
+        ("0", [90]),
+        ("2,0", [120, 90]),
+        (" 1 , 2 ", [100, 120]),
+        ("GPU-bbbb-2", [100]),
+        ("GPU-bb", [100]),
+        ("GPU-aa", []),  # two begin so
+        ("0,-1,1", [90]),  # what follows an unknown one does not count
+        ("0,7,1", [90]),
+        ("MIG-aaaa", []),
+        ("0,0", [90]),
+        ("", []),
+    ],
+)
+def test_visible_gpus_when_the_variable_names_some_then_these_in_its_order(monkeypatch, visible, sms):
+    driver(monkeypatch, [H100, B200, RTX])
+    assert [gpu.sm for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible})] == sms
+
+
+def test_visible_gpus_when_no_environment_is_given_then_that_of_the_process(monkeypatch):
+    driver(monkeypatch, [H100, B200])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert [gpu.sm for gpu in visible_gpus()] == [100]
+
+
+@pytest.mark.parametrize("call", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetName", "nvmlShutdown"])
+def test_visible_gpus_when_the_driver_fails_then_none_and_no_error(monkeypatch, call):
+    calls = driver(monkeypatch, [H100], fails=call)
+    assert [gpu.sm for gpu in visible_gpus({})] == ([90] if call == "nvmlShutdown" else [])
+    assert ("nvmlShutdown" in calls) == (call != "nvmlInit")
+
+
+def test_visible_gpus_when_there_is_no_nvml_then_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert visible_gpus({}) == []
+
+
+def test_memory_free_when_asked_then_of_each_visible_gpu_what_is_free_and_all(monkeypatch):
+    driver(monkeypatch, [H100, B200, RTX])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
+    assert memory_free_bytes() == [(24 << 30, 96 << 30), (20 << 30, 80 << 30)]
+
+
+def test_count_visible_when_some_are_there_then_only_these_count(monkeypatch):
+    driver(monkeypatch, [H100, B200])
+    assert [count_visible({"CUDA_VISIBLE_DEVICES": named}) for named in ("0,1", "0,5", "5", "")] == [2, 1, 0, 0]
+
+
+def test_count_visible_when_a_driver_is_there_that_can_not_be_asked_then_it_is_not_known(monkeypatch, tmp_path):
+    driver(monkeypatch, [H100], fails="nvmlInit")
+    monkeypatch.setattr(gpu, "_DRIVERS", (tmp_path,))
+    assert count_visible({"CUDA_VISIBLE_DEVICES": "0"}) is None
+    monkeypatch.setattr(gpu, "_DRIVERS", ())
+    assert count_visible({"CUDA_VISIBLE_DEVICES": "0"}) == 0

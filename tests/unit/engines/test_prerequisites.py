@@ -1,0 +1,136 @@
+"""What is wrong with a worker's settings is found before anything heavy is imported, and told once."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.demo_models import locate
+from dynamo_trtllm.engines import gpu
+from dynamo_trtllm.engines.prerequisites import check
+from dynamo_trtllm.errors import ConfigError
+
+Makes = Callable[..., str]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Makes:
+    """A folder with these files: contents by name, JSON where they are not text."""
+
+    def make(files: dict[str, Any]) -> str:
+        for name, content in files.items():
+            (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+        return str(tmp_path)
+
+    return make
+
+
+def refused(config: WorkerConfig, environment: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config, environment or {}, locate)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("files", "engine", "says"),
+    [
+        ({}, "torch", "holds neither config.json nor one .gguf file"),
+        ({}, "vllm", "holds neither config.json nor one .gguf file"),
+        ({"a.gguf": "", "b.gguf": ""}, "torch", "holds neither config.json nor one .gguf file"),
+        ({"a.gguf": ""}, "trtllm", "only the torch engine reads"),
+        ({"config.json": "{"}, "torch", "config.json can't be read"),
+        ({"config.json": {}}, "vllm", "model_type is missing"),
+        ({"config.json": {"model_type": "llama"}}, "torch", "has no tokenizer.json"),
+    ],
+)
+def test_model_folder_when_it_lacks_a_file_then_it_is_named(
+    folder: Makes, files: dict[str, Any], engine: Any, says: str
+) -> None:
+    assert says in refused(WorkerConfig(model_path=folder(files), engine=engine))
+
+
+@pytest.mark.parametrize(
+    ("files", "engine"),
+    [
+        ({}, "mock"),
+        ({"a.gguf": ""}, "torch"),
+        ({"config.json": {"model_type": "gpt_oss"}}, "torch"),
+        ({"config.json": {"model_type": "llama"}, "tokenizer.json": {}}, "torch"),
+    ],
+)
+def test_model_folder_when_it_has_what_the_engine_needs_then_it_is_taken(
+    folder: Makes, files: dict[str, Any], engine: Any
+) -> None:
+    check(WorkerConfig(model_path=folder(files), engine=engine), {}, locate)
+
+
+def test_model_when_it_looks_like_a_hugging_face_name_then_the_download_line_is_given() -> None:
+    said = refused(WorkerConfig(model_path="openai/gpt-oss-20b", engine="torch"))
+    assert "hf download openai/gpt-oss-20b --local-dir gpt-oss-20b" in said
+    assert "hf download" not in refused(WorkerConfig(model_path="/models/none", engine="torch"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "environment", "args", "wrong"),
+    [
+        ("torch", {"CUDA_VISIBLE_DEVICES": "0"}, None, "GPUs 0 are requested"),
+        ("torch", {"CUDA_VISIBLE_DEVICES": "0,1"}, {"device": "auto"}, "GPUs 0,1 are requested"),
+        ("torch", {"CUDA_VISIBLE_DEVICES": "0"}, {"device": "cpu"}, ""),
+        ("torch", {"CUDA_VISIBLE_DEVICES": ""}, None, ""),
+        ("torch", {"CUDA_VISIBLE_DEVICES": "-1"}, None, ""),
+        ("torch", {}, None, ""),
+        ("mock", {"CUDA_VISIBLE_DEVICES": "0"}, None, ""),
+    ],
+)
+def test_gpus_when_they_are_requested_and_there_are_none_then_the_worker_does_not_run_on_the_cpu_in_silence(
+    monkeypatch: pytest.MonkeyPatch, engine: Any, environment: dict[str, str], args: Any, wrong: str
+) -> None:
+    monkeypatch.setattr(gpu, "visible_gpus", lambda environment=None: [])
+    monkeypatch.setattr(gpu, "_DRIVERS", ())
+    config = WorkerConfig(model_path="tiny-gpt-oss", engine=engine, override_engine_args=args)
+    if wrong:
+        said = refused(config, environment)
+        assert wrong in said
+        assert "this machine shows 0" in said
+    else:
+        check(config, environment, locate)
+
+
+DEPLOYMENT = """\
+workers:
+  - {name: prefill, disaggregation_mode: prefill, flags: {model: tiny-gpt-oss, engine: torch}}
+  - {name: decode, disaggregation_mode: decode, devices: [4000], flags: {model: tiny-gpt-oss, engine: torch}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["dynamo_trtllm", "--engine=torch", "--model={folder}"], "{folder} holds neither config.json nor one .gguf"),
+        (
+            ["dynamo_trtllm", "--engine=torch", "--model=tiny-gpt-oss", "--extra-engine-args=nope.yaml"],
+            "nope.yaml: can't be read: No such file or directory",
+        ),
+        (["dynamo_trtllm.launch", "{folder}/d.yaml", "--model=a/b"], "prefill: there is no model folder a/b"),
+        (["dynamo_trtllm.launch", "{folder}/d.yaml"], "decode: GPUs 4000 are requested"),
+    ],
+)
+def test_command_when_a_setting_is_wrong_then_one_line_and_status_2_before_a_library_is_imported(
+    tmp_path: Path, argv: list[str], says: str
+) -> None:
+    (tmp_path / "d.yaml").write_text(DEPLOYMENT)
+    words = [word.format(folder=tmp_path) for word in argv]
+    command = [sys.executable, "-X", "importtime", "-m", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert (done.returncode, done.stdout, len(told)) == (2, "", 1), told
+    assert says.format(folder=tmp_path) in told[0]
+    assert not re.search(r"\| +(torch|transformers|vllm|nixl)$", done.stderr, re.MULTILINE)

@@ -1,0 +1,89 @@
+"""A GGUF file is converted once, also when several workers start at the same time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.engines.torch import load
+from dynamo_trtllm.errors import ConfigError, EngineFailed
+
+_WAIT_S = 30.0
+
+
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = tmp_path / "tiny.gguf"
+    file.write_bytes(b"GGUF")
+    return file
+
+
+class Conversion:
+    """Replaces the conversion; it goes on once another worker waits for it."""
+
+    def __init__(self) -> None:
+        self.targets: list[Path] = []
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, _gguf: Path, target: Path) -> None:
+        self.targets.append(target)
+        self.began.set()
+        assert self.go_on.wait(_WAIT_S)
+        target.mkdir()
+        (target / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def conversion(monkeypatch: pytest.MonkeyPatch) -> Conversion:
+    made = Conversion()
+    monkeypatch.setattr(load, "_convert", made)
+    return made
+
+
+def test_gguf_when_two_workers_start_at_once_then_one_converts_and_the_other_uses_it(
+    gguf: Path, conversion: Conversion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Waits(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage() == "waiting for another process that converts tiny.gguf":
+                conversion.go_on.set()
+
+    handler = Waits()
+    caplog.set_level(logging.INFO, logger=load.__name__)
+    logging.getLogger(load.__name__).addHandler(handler)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(load._folder, gguf.parent)
+            assert conversion.began.wait(_WAIT_S)
+            second = pool.submit(load._folder, gguf.parent)
+            assert first.result(_WAIT_S) == second.result(_WAIT_S)
+    finally:
+        logging.getLogger(load.__name__).removeHandler(handler)
+    assert len(conversion.targets) == 1
+    assert load._folder(gguf.parent) == conversion.targets[0]
+    assert len(conversion.targets) == 1
+
+
+def test_gguf_when_another_worker_never_finishes_then_the_wait_ends_with_an_error(
+    gguf: Path, conversion: Conversion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_CONVERSION_S", 0.01)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(load._folder, gguf.parent)
+        try:
+            assert conversion.began.wait(_WAIT_S)
+            with pytest.raises(EngineFailed, match=r"another process has not finished converting .*tiny\.gguf"):
+                load._folder(gguf.parent)
+        finally:
+            conversion.go_on.set()
+
+
+def test_gguf_when_it_is_broken_then_the_file_is_named_and_the_next_worker_is_free_to_try(gguf: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"tiny\.gguf can't be converted"):
+            load._folder(gguf.parent)

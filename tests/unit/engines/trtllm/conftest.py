@@ -1,0 +1,21 @@
+"""Fixtures of the tests over the scripted vendor."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_trtllm.engines.trtllm.flight import Flight
+from dynamo_trtllm.engines.trtllm.serving import Serving
+from dynamo_trtllm.messages import Role
+from tests.unit.engines.trtllm.scripted_vendor import Llm, make
+
+
+@pytest.fixture
+def decode() -> tuple[Serving, Llm]:
+    return make(Role.DECODE)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("kv_wait_s", "answer_s"):
+        monkeypatch.setitem(Flight.wind_down.__kwdefaults__, name, 0.05)

@@ -1,0 +1,113 @@
+"""Which profile is chosen for which GPUs, and that a profile never overrides the user."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from dynamo_trtllm.config import layers
+from dynamo_trtllm.engines.gpu import Gpu
+from dynamo_trtllm.engines.trtllm import kernels, schema
+from dynamo_trtllm.engines.trtllm.kernels import KernelProfile, choose
+from dynamo_trtllm.engines.trtllm.releases import newest
+from dynamo_trtllm.errors import ConfigError
+
+SHIPPED = (*kernels.BY_GPU, kernels.FALLBACK)
+
+
+def gpus(*sms: int) -> list[Gpu]:
+    return [Gpu(name=f"GPU of sm{sm}", sm=sm, memory_bytes=1) for sm in sms]
+
+
+@pytest.mark.parametrize(
+    ("sms", "name"),
+    [
+        ((90, 90), "hopper"),
+        ((100,), "blackwell"),
+        ((100, 103), "blackwell"),
+        ((120,), "blackwell-rtx"),
+        ((121,), "blackwell-rtx"),
+        ((80,), "fallback"),
+        ((), "fallback"),
+    ],
+)
+def test_choose_when_nothing_is_named_then_by_the_gpus(sms: tuple[int, ...], name: str) -> None:
+    assert choose(None, gpus(*sms)).name == name
+
+
+def test_choose_when_a_name_is_given_then_it_beats_the_gpus() -> None:
+    assert choose("hopper", gpus(100)).name == "hopper"
+
+
+@pytest.mark.parametrize("sms", [(90, 100), (90, 80)])
+def test_choose_when_gpus_differ_then_refused_with_the_profiles_to_name(sms: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"different kernel profiles \(GPU of .*hopper"):
+        choose(None, gpus(*sms))
+
+
+def test_choose_when_the_name_is_unknown_then_the_known_are_listed() -> None:
+    with pytest.raises(ConfigError, match="known: blackwell, blackwell-rtx, hopper, fallback"):
+        choose("hoper", [])
+
+
+def test_choose_when_a_file_is_named_then_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("engine_args: {stream_interval: 4}\nenvironment: {A_B: 'x'}\n")
+    assert choose(str(path), gpus(90)) == KernelProfile(
+        name="mine", sm=(), quantization={}, engine_args={"stream_interval": 4}, mxfp4_args={}, environment={"A_B": "x"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("enviroment: {}", "unknown key 'enviroment'; did you mean 'environment'"),
+        ("environment: {A: 1}", "environment.A is 1: quote it"),
+        ("sm: 90", "sm is 90: expected a list"),
+    ],
+)
+def test_choose_when_the_file_is_bad_then_refused_with_the_key(tmp_path: Path, text: str, problem: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=problem):
+        choose(str(path), [])
+
+
+def test_choose_when_the_working_directory_is_elsewhere_then_the_shipped_ones_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert choose(None, gpus(90)).name == "hopper"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_profile_when_shipped_then_the_newest_release_takes_its_arguments(name: str) -> None:
+    profile = kernels.load(name)
+    assert schema.check(profile.engine_args, newest(), name) == []
+    assert schema.check(profile.mxfp4_args, newest(), name) == []
+    backend = profile.mxfp4_args.get("moe_config", {}).get("backend")
+    assert backend == next(iter(profile.quantization), None)  # the first is the default
+
+
+def test_profiles_when_listed_then_each_file_is_one_and_no_gpu_has_two() -> None:
+    folder = layers.located(kernels.FOLDER)
+    assert {path.stem for path in folder.glob("*.yaml")} == set(SHIPPED)
+    sms = [sm for name in SHIPPED for sm in kernels.load(name).sm]
+    assert len(sms) == len(set(sms))
+
+
+def test_apply_when_the_user_exported_a_variable_then_it_stays_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("UCX_MEMTYPE_CACHE", "y")
+    monkeypatch.setenv("TRTLLM_ENABLE_PDL", "")  # so that it is restored
+    monkeypatch.delenv("TRTLLM_ENABLE_PDL")
+    environment = {"UCX_MEMTYPE_CACHE": "n", "TRTLLM_ENABLE_PDL": "1"}
+    profile = KernelProfile(name="test", sm=(), quantization={}, engine_args={}, mxfp4_args={}, environment=environment)
+    with caplog.at_level(logging.INFO):
+        kernels.apply(profile)
+    assert os.environ["UCX_MEMTYPE_CACHE"] == "y"
+    assert os.environ["TRTLLM_ENABLE_PDL"] == "1"
+    assert "UCX_MEMTYPE_CACHE is already 'y': kept, although kernels profile test wants 'n'" in caplog.text
+    assert "TRTLLM_ENABLE_PDL=1 (kernels profile test)" in caplog.text

@@ -1,0 +1,317 @@
+"""One planted error on top of a pair that is right: each rule finds its own, and the good pair finds nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines.trtllm.preflight import Load, check_pair, check_role
+from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES
+from dynamo_trtllm.engines.trtllm.preflight.table import ROLE_RULES
+from dynamo_trtllm.messages import Role
+from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, LOAD, facts
+
+P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
+T = "cache_transceiver_config."
+K = "kv_cache_config."
+SPECULATIVE = {"speculative_config": {"decoding_type": "NGram", "max_draft_len": 4}}
+
+
+@dataclass(frozen=True)
+class Planted:
+    """What is changed, and the rule that must say so."""
+
+    rule: str
+    severity: str
+    prefill: dict[str, Any] = field(default_factory=dict)
+    decode: dict[str, Any] = field(default_factory=dict)
+    both: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, Any] = field(default_factory=dict)  # of both roles' facts
+    known_decode: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        changed = {**self.both, **self.prefill, **self.decode, **self.known, **self.known_decode}
+        return f"{self.rule}-{'-'.join(changed)}"
+
+
+ERRORS = [
+    Planted("buffer-block-multiple", "error", both={T + "max_tokens_in_buffer": 9000}),
+    Planted("buffer-block-multiple", "error", both={K + "tokens_per_block": 100}),
+    Planted("prompt-over-buffer", "error", both={T + "max_tokens_in_buffer": 4096}),
+    Planted("prompt-over-buffer", "error", both={T + "max_tokens_in_buffer": 4096, T + "backend": "NIXL"}),
+    Planted("prompt-over-num-tokens", "error", prefill={"max_num_tokens": 8000}),
+    Planted("request-over-seq-len", "error", decode={"max_seq_len": 9200}),
+    Planted("request-over-seq-len", "error", prefill={"max_seq_len": 8192}),
+    Planted("seq-len-over-model", "error", decode={"max_seq_len": 140_000}),
+    Planted("expert-parallel-divides", "error", decode={"moe_expert_parallel_size": 3}),
+    Planted("moe-split", "error", decode={"moe_expert_parallel_size": 2, "moe_tensor_parallel_size": 4}),
+    Planted("tensor-parallel-heads", "error", decode={"tensor_parallel_size": 6}),
+    Planted("gpt-oss-pipeline", "error", decode={"pipeline_parallel_size": 2}),
+    Planted(
+        "experts-with-context-parallel", "error", decode={"moe_expert_parallel_size": 4, "context_parallel_size": 2}
+    ),
+    Planted("transceiver-missing", "error", decode={T + "backend": None}),
+    Planted("transceiver-missing", "error", prefill={T + "backend": ..., T + "max_tokens_in_buffer": ...}),
+    Planted("overlap-on-prefill", "error", prefill={"disable_overlap_scheduler": False}),
+    Planted("overlap-on-prefill", "error", prefill={"disable_overlap_scheduler": ...}, known={"release": "1.1.0"}),
+    Planted("beam-width", "error", decode={"max_beam_width": 4}),
+    Planted(
+        "chunked-reuse-corruption",
+        "error",
+        prefill={"enable_chunked_prefill": True, K + "enable_block_reuse": True},
+        known={"release": "1.2.0"},
+    ),
+    Planted("logits-processor-disaggregated", "error", decode={"batched_logits_processor": {}}),
+    Planted(
+        "pipelined-transfer", "error", both={T + "enable_pipelined_transfer": True}, known={"release": "1.3.0rc27"}
+    ),
+    Planted("ray-without-ray", "error", decode={"ray_worker_extension_cls": "mine.Extension"}),
+    Planted("moe-backend-bias", "error", decode={"moe_config.backend": "DEEPGEMM"}),
+    Planted("moe-quantization-gpu", "error", both={"moe_config.backend": "TRITON"}, known={"on": "rtx-pro-6000"}),
+    Planted("moe-quantization-gpu", "error", both={"moe_config.backend": "CUTLASS"}, known={"on": "l40s"}),
+    Planted(
+        "moe-quantization-gpu",
+        "error",
+        both={"moe_config.backend": "CUTLASS", "env_overrides.OVERRIDE_QUANT_ALGO": "W4A8_MXFP4_MXFP8"},
+        known={"on": "h200"},
+    ),
+    Planted(
+        "moe-quantization-gpu",
+        "error",
+        both={"moe_config.backend": "CUTLASS"},
+        known={"on": "gb200", "environment": {"OVERRIDE_QUANT_ALGO": "W4A16_MXFP4"}},
+    ),
+    Planted("kv-dtype-gpu", "error", known={"on": "a100"}),
+    Planted("kv-dtype-gpu", "error", both={K + "dtype": "nvfp4"}, known={"on": "h200", "release": "1.3.0rc27"}),
+    Planted("weights-over-memory", "error", known={"on": "rtx-5090"}),
+    Planted("ucx-without-cuda", "error", known={"environment": {"UCX_TLS": "tcp,self"}}),
+    Planted("ucx-without-cuda", "error", both={"env_overrides.UCX_TLS": "tcp"}),
+    Planted("model-equal", "error", known_decode={"model": LLAMA}),
+    Planted("strategy-equal", "error", known_decode={"strategy": "decode_first"}),
+    Planted("transceiver-equal", "error", decode={T + "backend": "NIXL"}),
+    Planted("transceiver-equal", "error", decode={T + "backend": "DEFAULT"}),
+    Planted(
+        "transceiver-runtime-equal",
+        "error",
+        both={T + "backend": "NIXL"},
+        decode={T + "transceiver_runtime": "PYTHON"},
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted("kv-dtype-equal", "error", decode={K + "dtype": "auto"}),
+    Planted("block-size-equal", "error", decode={K + "tokens_per_block": 64}),
+    Planted("attention-backend-equal", "error", decode={"attn_backend": "FLASHINFER"}),
+    Planted("parallel-needs-trtllm-attention", "error", both={"attn_backend": "FLASHINFER"}),
+    Planted(
+        "parallel-needs-trtllm-attention",
+        "error",
+        both={"attn_backend": "FLASHINFER", "tensor_parallel_size": 4},
+        decode={"enable_attention_dp": True},
+    ),
+    Planted("seq-len-order", "error", prefill={"max_seq_len": 12000}),
+    Planted("seq-len-order", "error", prefill={"max_seq_len": ...}),
+    Planted("attention-window-equal", "error", decode={K + "max_attention_window": [128, 11000]}),
+    Planted("speculative-equal", "error", decode=SPECULATIVE),
+]
+WARNINGS = [
+    Planted("no-room-for-kv", "warning", prefill={T + "max_tokens_in_buffer": 2_097_152}, known={"on": "gb200"}),
+    Planted("buffer-unset", "warning", both={T + "max_tokens_in_buffer": ...}),
+    Planted("prompt-limit-over-num-tokens", "warning", prefill={"max_num_tokens": 8192}, known={"load": Load()}),
+    Planted("batch-over-num-tokens", "warning", decode={"max_num_tokens": 1024}),
+    Planted("graph-over-batch", "warning", decode={"cuda_graph_config.max_batch_size": 2048}),
+    Planted("graph-over-batch", "warning", decode={"cuda_graph_config.batch_sizes": [1, 1281]}),
+    Planted(
+        "pipeline-with-reuse",
+        "warning",
+        decode={"pipeline_parallel_size": 2, K + "enable_block_reuse": True},
+        known={"release": "1.0.0", "model": LLAMA},
+    ),
+    Planted("parallel-over-gpus", "warning", known={"num_gpus": 2}),
+    Planted("transceiver-mpi", "warning", both={T + "backend": "MPI"}),
+    Planted("transfer-timeout-short", "warning", both={T + "kv_transfer_timeout_ms": 5000}),
+    Planted(
+        "transfer-timeout-short",
+        "warning",
+        both={T + "max_tokens_in_buffer": 122_880, "max_seq_len": 131_072, "enable_chunked_prefill": True},
+        known={"load": replace(LOAD, isl=120_000), "release": "1.3.0rc27"},
+    ),
+    Planted(
+        "host-offload-chunked", "warning", prefill={K + "host_cache_size": 1 << 30, "enable_chunked_prefill": True}
+    ),
+    Planted("variable-wrong-answers", "warning", known={"environment": {"ENABLE_PERFECT_ROUTER": "1"}}),
+    Planted("variable-wrong-answers", "warning", decode={"env_overrides.TLLM_OVERRIDE_LAYER_NUM": "2"}),
+    Planted("variable-broken-transfer", "warning", known={"environment": {"TRTLLM_DISAGG_LAYERWISE": "1"}}),
+    Planted(
+        "variable-waiting-decode",
+        "warning",
+        known={"environment": {"TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP": "1"}},
+    ),
+    Planted("host-offload-corruption", "warning", decode={K + "host_cache_size": 1 << 30}, known={"release": "1.1.0"}),
+    Planted("speculative-disaggregated", "warning", both=SPECULATIVE),
+    Planted("lora-disaggregated", "warning", both={"enable_lora": True}),
+    Planted("events-without-reuse", "warning", decode={K + "event_buffer_max_size": 1024}),
+    Planted("dummy-weights", "warning", both={"load_format": "dummy"}),
+    Planted("moe-backend-falls-back", "warning", known={"on": "h200"}),
+    Planted("moe-backend-falls-back", "warning", known={"on": "rtx-pro-6000"}),
+    Planted("moe-backend-falls-back", "warning", both={"moe_config.backend": "CUTEDSL"}),
+    Planted("gpt-oss-rtx-blackwell", "warning", both={"moe_config.backend": "CUTLASS"}, known={"on": "rtx-pro-6000"}),
+    Planted("kv-dtype-unknown", "warning", both={K + "dtype": "int8"}),
+    Planted("kv-fp8-hopper", "warning", both={"moe_config.backend": "TRITON"}, known={"on": "h200"}),
+    Planted(
+        "seq-len-over-kv",
+        "warning",
+        both={
+            "max_seq_len": 131_072,
+            "tensor_parallel_size": 1,
+            K + "dtype": "auto",
+            K + "free_gpu_memory_fraction": 0.2,
+        },
+        known={"on": "h100"},
+    ),
+    Planted("load-over-kv", "warning", known={"load": replace(LOAD, isl=100_000, concurrency=1280)}),
+    Planted("release-equal", "warning", known_decode={"release": "1.1.0"}),
+    Planted("pipeline-to-tensor", "warning", prefill={"pipeline_parallel_size": 2}, known={"model": LLAMA}),
+    Planted("buffer-differs", "warning", decode={T + "max_tokens_in_buffer": 16384}),
+]
+NOTES = [
+    Planted("kv-heads-copied", "note", decode={"tensor_parallel_size": 16}),
+    Planted("attention-dp-unused", "note", decode={"attention_dp_config.enable_balance": True}),
+    Planted(
+        "attention-dp-balance-prefill",
+        "note",
+        prefill={"attention_dp_config.enable_balance": True, "enable_attention_dp": True, "tensor_parallel_size": 4},
+    ),
+    Planted("attention-dp-alone", "note", prefill={"enable_attention_dp": True}),
+    Planted("transceiver-default", "note", both={T + "backend": "DEFAULT"}),
+    Planted("transfer-timeout-unset", "note", known={"release": "1.3.0rc27"}),
+    Planted("transfer-timeout-untested", "note", both={T + "kv_transfer_timeout_ms": 600_000}),
+    Planted("reuse-on-prefill", "note", prefill={K + "enable_block_reuse": True}),
+    Planted("reuse-with-windows", "note", decode={K + "enable_block_reuse": True}),
+    Planted(
+        "cache-manager-fallback",
+        "note",
+        both={K + "use_kv_cache_manager_v2": True},
+        known={"release": "1.3.0rc27"},
+    ),
+    Planted("moe-cutlass-hopper", "note", both={"moe_config.backend": "CUTLASS"}, known={"on": "h200"}),
+    Planted("load-over-batch", "note", known={"load": replace(LOAD, concurrency=4000)}),
+]
+PLANTED = [*ERRORS, *WARNINGS, *NOTES]
+# Found on aggregated workers alone, or only where no profile advises; tested below.
+ELSEWHERE = {"transceiver-idle", "moe-backend-unset"}
+
+
+def found_in(planted: Planted) -> dict[str, str]:
+    """Severity of everything found, by rule."""
+    prefill = facts(P, {**planted.both, **planted.prefill}, **planted.known)
+    decode = facts(D, {**planted.both, **planted.decode}, **{**planted.known, **planted.known_decode})
+    findings = [*check_role(prefill), *check_role(decode), *check_pair(prefill, decode)]
+    return {finding.rule: finding.severity for finding in findings}
+
+
+def test_check_when_the_pair_is_right_then_nothing_is_found() -> None:
+    assert found_in(Planted("", "")) == {}
+    assert check_role(facts(A)) == []
+
+
+@pytest.mark.parametrize("release", ["1.0.0", "1.1.0", "1.2.1", "1.3.0rc27"])
+@pytest.mark.parametrize("name", ["gb200", "b200", "b300"])
+def test_check_when_the_pair_is_right_in_any_release_then_no_error_and_no_warning(release: str, name: str) -> None:
+    found = found_in(Planted("", "", known={"release": release, "on": name}))
+    assert set(found.values()) <= {"note"}
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_check_when_one_error_is_planted_then_its_rule_says_so(planted: Planted) -> None:
+    assert found_in(planted).get(planted.rule) == planted.severity
+
+
+def test_planted_when_counted_then_every_rule_has_one() -> None:
+    known = {rule.name for rule in (*ROLE_RULES, *PAIR_RULES)}
+    assert known == {planted.rule for planted in PLANTED} | ELSEWHERE
+    assert len(known) == len(ROLE_RULES) + len(PAIR_RULES)
+    assert len(ERRORS) >= 25
+
+
+def test_check_when_a_worker_serves_whole_requests_then_a_transceiver_is_noted_as_idle() -> None:
+    (finding,) = check_role(facts(A, {T + "backend": "UCX"}))
+    assert (finding.rule, finding.severity) == ("transceiver-idle", "note")
+
+
+def test_check_when_nobody_chose_moe_kernels_then_it_is_noted_with_the_gpu() -> None:
+    judged = facts(D, {"moe_config.backend": ...})
+    leaves = {key: leaf for key, leaf in judged.args.leaves.items() if key != "moe_config.backend"}
+    unadvised = replace(judged, args=replace(judged.args, leaves=leaves))  # type: ignore[type-var]
+    (finding,) = check_role(unadvised)
+    assert (finding.rule, finding.other) == ("moe-backend-unset", "gb200 (sm100)")
+
+
+def test_check_when_something_is_found_then_field_both_values_sources_and_cure_are_told() -> None:
+    prefill, decode = facts(P), facts(D, {K + "tokens_per_block": 64})
+    (finding,) = check_pair(prefill, decode)
+    assert finding.field == "kv_cache_config.tokens_per_block"
+    assert finding.value == "prefill: 32 (--override-engine-args)"
+    assert finding.other == "decode: 64 (--override-engine-args)"
+    assert finding.why
+    assert finding.cure
+
+
+def test_check_when_a_value_is_the_releases_default_then_its_source_says_so() -> None:
+    (finding,) = check_role(facts(P, {"disable_overlap_scheduler": ...}))
+    assert finding.value == "false (default of 1.2.1)"
+
+
+def test_check_when_the_buffer_is_no_multiple_then_the_cure_names_the_next_one() -> None:
+    (finding,) = [f for f in check_role(facts(P, {T + "max_tokens_in_buffer": 9000})) if f.severity == "error"]
+    assert finding.cure == "set it to 9024"
+
+
+def test_check_when_several_are_found_then_the_worst_comes_first() -> None:
+    judged = facts(P, {"disable_overlap_scheduler": False, "load_format": "dummy", "enable_attention_dp": True})
+    assert [finding.severity for finding in check_role(judged)] == ["error", "warning", "note"]
+
+
+@pytest.mark.parametrize("changes", [{"enable_chunked_prefill": True}, {"max_num_tokens": 8192}])
+def test_prompt_rule_when_prompts_are_chunked_or_fit_then_silent(changes: dict[str, Any]) -> None:
+    judged = facts(P, {"max_num_tokens": 4096, **changes})
+    assert "prompt-over-num-tokens" not in {finding.rule for finding in check_role(judged)}
+
+
+def test_prompt_rule_when_the_worker_decodes_then_silent() -> None:
+    assert check_role(facts(D, {"max_num_tokens": 4096})) == []
+
+
+def test_overlap_rule_when_the_release_is_1_3_then_silent() -> None:
+    found = check_role(facts(P, {"disable_overlap_scheduler": False}, release="1.3.0rc27"))
+    assert "overlap-on-prefill" not in {finding.rule for finding in found}
+
+
+def test_timeout_rules_when_1_2_has_none_then_silent() -> None:
+    assert not [finding for finding in check_role(facts(D)) if "timeout" in finding.rule]
+
+
+@pytest.mark.parametrize("changes", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 8}])
+def test_pair_when_tensor_parallelism_differs_with_trtllm_attention_then_silent(changes: dict[str, Any]) -> None:
+    assert check_pair(facts(P), facts(D, changes)) == []
+
+
+@pytest.mark.parametrize("given", ["", "all", "cuda_ipc,cuda_copy,sm,tcp,self", "tcp,cuda", "^ib"])
+def test_ucx_rule_when_cuda_is_among_the_transports_then_silent(given: str) -> None:
+    assert check_role(facts(D, environment={"UCX_TLS": given, "TRTLLM_DISAGG_LAYERWISE": "0"})) == []
+
+
+def test_moe_rules_when_the_model_has_no_experts_then_silent() -> None:
+    assert check_role(facts(D, model=LLAMA, on="h200")) == []
+
+
+def test_rules_when_model_gpu_and_load_are_unknown_then_they_stay_silent() -> None:
+    judged = facts(P, model=None, gpu=None, load=Load())
+    assert check_role(judged) == []
+
+
+def test_model_rule_when_a_checkpoint_has_fewer_heads_then_the_split_is_judged_by_it() -> None:
+    small = replace(GPT_OSS, num_attention_heads=6, num_kv_heads=2)
+    rules = {finding.rule for finding in check_role(facts(D, model=small))}
+    assert {"tensor-parallel-heads", "kv-heads-copied"} <= rules

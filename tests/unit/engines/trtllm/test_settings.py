@@ -1,0 +1,145 @@
+"""What follows from arguments, release and model before the first request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.trtllm import settings
+from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
+from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
+from dynamo_trtllm.engines.trtllm.releases import release_for
+from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.messages import Phase, Role
+
+PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_p"}
+
+
+def args_of(version: str, **values: Any) -> TrtllmArgs:
+    config = WorkerConfig(model_path="m", kernels_profile="fallback", override_engine_args=values)
+    return trtllm_args(config, release_for(version), [])
+
+
+def facts_of(
+    version: str = "1.2.1", role: Role = Role.PREFILL, model: Checkpoint | None = None, **values: Any
+) -> RoleFacts:
+    return RoleFacts(role=role, args=args_of(version, **values), release=version, model=model or checkpoint())
+
+
+def checkpoint(**changes: Any) -> Checkpoint:
+    values = {
+        "folder": Path("m"),
+        "model_type": "gpt_oss",
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 201088,
+        "context_length": 4096,
+        "eos_token_ids": (200002, 199999),
+    }
+    return Checkpoint(**{**values, **changes})
+
+
+def refused(version: str, *, cache_salt: bool = True, **values: Any) -> set[str]:
+    found = settings.refuses(args_of(version, **values), release_for(version), cache_salt=cache_salt)
+    return set(found) - {"resumed_tokens"}
+
+
+@pytest.mark.parametrize("version", ["1.1.0", "1.2.1"])
+def test_refuses_when_sampler_is_the_default_then_penalties_are_not_taken(version: str) -> None:
+    assert refused(version, guided_decoding_backend="xgrammar") == PENALTIES
+    assert refused(version, guided_decoding_backend="xgrammar", sampler_type="TRTLLMSampler") == set()
+
+
+def test_refuses_when_nothing_is_set_then_guided_and_what_the_release_lacks() -> None:
+    assert refused("1.0.0", cache_salt=False) == {"guided", "cache_salt"}
+    assert refused("1.3.0rc29") == {"guided"}
+
+
+def test_refuses_when_1_0_mixes_samplers_then_penalties_and_bias_are_not_taken() -> None:
+    assert refused("1.0.0", enable_mixed_sampler=True) == {"guided", "logit_bias", *PENALTIES}
+
+
+def test_values_when_1_0_then_a_sampler_that_samples_is_chosen_unless_one_is() -> None:
+    assert settings.llm_values(args_of("1.0.0"), model="m")["enable_trtllm_sampler"] is True
+    assert args_of("1.0.0").leaves["enable_trtllm_sampler"].source == "the trtllm engine"
+    assert "enable_trtllm_sampler" not in args_of("1.0.0", enable_mixed_sampler=True).values
+    assert "enable_trtllm_sampler" not in args_of("1.2.1").values
+
+
+def test_values_when_made_then_model_and_backend_are_there_and_workers_of_text_are_not() -> None:
+    args = args_of("1.2.1", num_postprocess_workers=4)
+    values = settings.llm_values(args, model="/m")
+    assert (values["model"], values["backend"]) == ("/m", "pytorch")
+    assert values["num_postprocess_workers"] == 0
+    assert any("num_postprocess_workers 4 of --override-engine-args" in note for note in args.notes)
+    assert values["enable_iter_perf_stats"] is True
+
+
+def test_values_when_statistics_are_switched_off_then_they_stay_off() -> None:
+    args = args_of("1.2.1", enable_iter_perf_stats=False)
+    assert args.values["enable_iter_perf_stats"] is False
+    assert not settings.has_statistics(args)
+    assert settings.has_statistics(args_of("1.2.1"))
+
+
+BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer": 256}}
+
+
+@pytest.mark.parametrize(
+    ("phase", "values", "limit", "why"),
+    [
+        (Phase.PREFILL, {"max_num_tokens": 512}, 512, "max_num_tokens"),
+        (Phase.PREFILL, {"max_num_tokens": 512, "enable_chunked_prefill": True}, 4095, "max_seq_len"),
+        (Phase.DECODE, {"max_num_tokens": 512}, 4095, "max_seq_len"),
+        (Phase.WHOLE, {"max_num_tokens": 512}, 512, "max_num_tokens"),
+        (Phase.WHOLE, BUFFER, 4095, "max_seq_len"),
+        (Phase.DECODE, BUFFER, 256, "max_tokens_in_buffer"),
+        (Phase.PREFILL, BUFFER, 256, "max_tokens_in_buffer"),
+        (Phase.DECODE, {"max_seq_len": 100}, 99, "max_seq_len 100"),
+    ],
+)
+def test_prompt_limit_when_several_limit_it_then_the_smallest_and_its_name(
+    phase: Phase, values: dict[str, Any], limit: int, why: str
+) -> None:
+    found = settings.prompt_limit(facts_of(role=Role.DECODE, **values), phase)
+    assert found.tokens == limit
+    assert why in found.why
+
+
+def test_context_when_nobody_says_it_then_the_flag_is_named() -> None:
+    with pytest.raises(ConfigError, match="--max-seq-len"):
+        settings.context_length(facts_of(model=checkpoint(context_length=0)))
+
+
+def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
+    transceiver = {"cache_transceiver_config": {"backend": "UCX"}}
+    assert settings.pairing(facts_of(**transceiver), "1.2") == {
+        "release": "1.2",
+        "transceiver": "UCX",
+        "attn_backend": "TRTLLM",
+    }
+    other = settings.pairing(facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2")
+    assert other["tensor_parallel_size"] == "2"
+    assert settings.pairing(facts_of("1.3.0rc29", **transceiver), "1.3.0rc29")["transceiver_runtime"] == "auto"
+    assert settings.pairing(facts_of(role=Role.AGGREGATED), "1.2") == {}
+
+
+def test_ends_when_harmony_then_return_and_call_come_first() -> None:
+    assert settings.end_ids(checkpoint()) == (200002, 200012, 199999)
+    assert settings.end_ids(checkpoint(model_type="llama", eos_token_ids=(2,))) == (2,)
+    assert settings.end_ids(checkpoint(vocab_size=100, eos_token_ids=(2,))) == (2,)
+
+
+def test_ttl_when_the_vendor_frees_kv_sooner_then_it_is_cut() -> None:
+    transceiver = {"cache_transceiver_config": {"backend": "UCX", "kv_transfer_timeout_ms": 5000}}
+    assert settings.ticket_ttl_s(facts_of(**transceiver), 60.0) == 5.0
+    assert settings.ticket_ttl_s(facts_of(**transceiver), 3.0) == 3.0
+    assert settings.ticket_ttl_s(facts_of(), 60.0) == 60.0

@@ -1,0 +1,177 @@
+"""Errors, the end of an executor, and deadlines, over a vendor that does what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.engines.trtllm import serving as serving_module
+from dynamo_trtllm.engines.trtllm.serving import Serving
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    EngineRefused,
+    NotMigratable,
+)
+from dynamo_trtllm.messages import (
+    Phase,
+    Role,
+)
+from tests.unit.engines.trtllm.scripted_vendor import (
+    Llm,
+    Refusal,
+    a_ticket,
+    ask,
+    check_idle,
+    make,
+    started,
+)
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.mark.parametrize(("error", "kind"), [(Refusal("no"), EngineRefused), (ValueError("no"), EngineRefused)])
+async def test_error_when_it_is_one_requests_then_the_others_go_on(error: Exception, kind: type[Exception]) -> None:
+    at, llm = make(Role.AGGREGATED)
+    first, broken = await started(at, llm, ask())
+    second, result = await started(at, llm, ask())
+    broken.fail(error)
+    with pytest.raises(kind):
+        await first
+    result.say(1, finish="length")
+    assert len(await second) == 1
+    at.check()
+
+
+async def test_error_when_it_is_the_executors_then_everybody_hears_it() -> None:
+    at, llm = make(Role.AGGREGATED)
+    first, broken = await started(at, llm, ask())
+    second, _ = await started(at, llm, ask())
+    llm.healthy = False
+    broken.fail(Refusal("a rank was lost"))
+    for task in (first, second):
+        with pytest.raises(EngineFailed, match="a rank was lost"):
+            await task
+    with pytest.raises(EngineFailed):
+        at.check()
+    with pytest.raises(EngineFailed):
+        await anext(at.generate(ask()))
+    await check_idle(at)
+
+
+async def test_check_when_the_executor_is_shut_down_then_waiting_streams_end() -> None:
+    at, llm = make(Role.AGGREGATED)
+    task, _ = await started(at, llm, ask())
+    llm.healthy = False
+    with pytest.raises(EngineFailed):
+        at.check()
+    with pytest.raises(EngineFailed):
+        await task
+
+
+async def test_check_when_nothing_moves_with_requests_waiting_then_the_engine_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving_module, "_STALL_S", 60.0)
+    at, llm = make(Role.AGGREGATED, ttl_s=0.01)
+    at.poll_stats()
+    monkeypatch.setattr(at, "_stall_s", 0.0)
+    at.check()  # idle: nothing has to move
+    monkeypatch.undo()
+    task, _ = await started(at, llm, ask())
+    at.check()
+    monkeypatch.setattr(at, "_stall_s", 0.0)
+    with pytest.raises(EngineFailed, match="no iteration and no result"):
+        at.check()
+    with pytest.raises(EngineFailed):
+        await task
+    await at.aclose()
+
+
+async def test_stream_when_the_vendor_cancels_what_nobody_cancelled_then_it_is_said() -> None:
+    at, llm = make(Role.AGGREGATED)
+    task, result = await started(at, llm, ask())
+    result.say(1)
+    result.say(finish="cancelled")
+    with pytest.raises(NotMigratable, match="cancelled"):
+        await task
+
+
+async def test_stream_when_it_ends_without_a_word_then_it_is_said() -> None:
+    at, llm = make(Role.AGGREGATED)
+    task, result = await started(at, llm, ask())
+    result.fail(StopAsyncIteration())
+    with pytest.raises(NotMigratable, match="no reason"):
+        await task
+
+
+async def test_close_when_streams_run_then_they_end_and_tickets_are_forgotten() -> None:
+    at, llm = make(Role.PREFILL)
+    task, result = await started(at, llm, ask(Phase.PREFILL))
+    result.say(7, finish="length")
+    await task
+    running, _ = await started(at, llm, ask(Phase.PREFILL))
+    await at.aclose()
+    await at.aclose()
+    with pytest.raises(EngineFailed):
+        await running
+    await check_idle(at)
+
+
+# --- one timer for many waits --------------------------------------------------------------------------
+
+
+async def test_deadline_when_it_passes_while_nobody_waits_then_the_next_wait_ends() -> None:
+    at, llm = make(Role.AGGREGATED)
+    stream = at.generate(ask())
+    async with aclosing(stream):
+        pull = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        llm.results[0].say(1)
+        await pull
+        (flight,) = at._flights
+        flight.due_in(0.0)
+        await asyncio.sleep(0.01)
+        llm.results[0].say(2)
+        with pytest.raises(DeadlineExceeded):
+            await anext(stream)
+    await check_idle(at)
+
+
+async def test_deadline_when_the_task_is_cancelled_at_the_same_time_then_it_stays_cancelled() -> None:
+    at, llm = make(Role.AGGREGATED)
+    task, _ = await started(at, llm, ask())
+    task.cancel()
+    at.fail("at the same time")
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+
+
+async def test_deadline_when_it_ends_a_wait_then_the_task_itself_is_not_cancelled() -> None:
+    at, _llm = make(Role.AGGREGATED)
+
+    async def survives() -> int:
+        with pytest.raises(DeadlineExceeded):
+            await anext(at.generate(ask(within_s=0.01)))
+        await asyncio.sleep(0)
+        current = asyncio.current_task()
+        assert current is not None
+        return current.cancelling()
+
+    assert await asyncio.create_task(survives()) == 0
+    await check_idle(at)
+
+
+async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[Serving, Llm]) -> None:
+    at, llm = decode
+    ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 1.5)
+    task, result = await started(at, llm, ask(Phase.DECODE, ticket=ticket))
+    result.say(7)
+    await asyncio.sleep(1.6)
+    result.say(8, finish="length")
+    assert [list(chunk.token_ids) for chunk in await task] == [[7], [8]]

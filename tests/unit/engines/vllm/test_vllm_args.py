@@ -1,0 +1,171 @@
+"""The merged arguments of a vLLM worker: what beats what, what is refused and by which name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.load import load
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.described import table
+from dynamo_trtllm.engines.vllm import manifest
+from dynamo_trtllm.engines.vllm.args import _ELSEWHERE, _NOT_DRIVEN, _OURS, _RANGES, FLAGS, VllmArgs, vllm_args
+from dynamo_trtllm.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"
+
+
+def merged(line: str = "", environ: dict[str, str] | None = None, **settings: Any) -> VllmArgs:
+    words = ["--model", "m", "--engine", "vllm", *line.split()]
+    config = load(WorkerConfig, prog="p", description="d", argv=words, environ=environ or {}).config
+    return vllm_args(config.model_copy(update=settings) if settings else config)
+
+
+def refused(line: str = "", **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        merged(line, **settings)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("field", sorted(FLAGS))
+def test_args_when_a_flag_is_typed_then_their_argument_is_set(field: str) -> None:
+    value: Any = {"free_gpu_memory_fraction": 0.5, "load_format": "dummy"}.get(field, 2)
+    flag = "--" + field.replace("_", "-")
+    assert merged(f"{flag} {value}").leaves[FLAGS[field]] == (value, f"flag {flag}")
+
+
+def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("max_num_seqs: 1\nmax_model_len: 100\nblock_size: 16\nenforce_eager: true\n")
+    args = merged(
+        f"--extra-engine-args {path} --max-seq-len 300",
+        {"DYN_TRTLLM_MAX_BATCH_SIZE": "2", "DYN_TRTLLM_MAX_SEQ_LEN": "200"},
+        override_engine_args={"block_size": 64},
+    )
+    assert {key: args.leaves[key] for key in ("max_num_seqs", "max_model_len", "block_size", "enforce_eager")} == {
+        "max_num_seqs": (2, "environment DYN_TRTLLM_MAX_BATCH_SIZE"),
+        "max_model_len": (300, "flag --max-seq-len"),
+        "block_size": (64, "--override-engine-args"),
+        "enforce_eager": (True, f"YAML {path}"),
+    }
+    assert f"--max-seq-len 300 beats max_model_len 100 of YAML {path}" in args.notes
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_args_when_it_is_one_of_a_pair_then_the_connector_is_set_with_the_tickets_time(mode: str) -> None:
+    args = merged(f"--disaggregation-mode {mode} --ticket-ttl-s 12.5")
+    transfer = args.values["kv_transfer_config"]
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", "kv_both")
+    assert transfer["kv_load_failure_policy"] == "fail"
+    assert transfer["kv_connector_extra_config"]["kv_lease_duration"] > 12.5
+    assert args.get("enable_prefix_caching") is True
+
+
+def test_args_when_it_is_aggregated_then_there_is_no_connector() -> None:
+    args = merged("--disaggregation-mode prefill_and_decode")
+    assert "kv_transfer_config" not in args.values
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("--expert-parallel-size 4 --tensor-parallel-size 4", True),
+        ("--expert-parallel-size 1 --tensor-parallel-size 4", False),
+    ],
+)
+def test_experts_when_over_all_ranks_or_none_then_vllms_switch_is_set(line: str, wanted: bool) -> None:
+    assert merged(line).values["enable_expert_parallel"] is wanted
+
+
+def test_experts_when_data_parallel_then_all_ranks_are_tensor_times_data() -> None:
+    args = merged("--expert-parallel-size 4 --tensor-parallel-size 2", override_engine_args={"data_parallel_size": 2})
+    assert args.values["enable_expert_parallel"] is True
+
+
+def test_experts_when_over_some_ranks_then_refused_with_the_sizes_that_work() -> None:
+    said = refused("--expert-parallel-size 2 --tensor-parallel-size 4")
+    assert said == (
+        "flag --expert-parallel-size is 2: vLLM spreads experts over all ranks of a layer, 4 (tensor_parallel_size 4 "
+        "times data_parallel_size 1), or over none; give 4 or 1"
+    )
+
+
+def test_experts_when_two_places_disagree_then_refused() -> None:
+    given = {"enable_expert_parallel": True}
+    assert "give one" in refused("--expert-parallel-size 1 --tensor-parallel-size 4", override_engine_args=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"max_model_length": 4}, "unknown key 'max_model_length'; did you mean 'max_model_len'?"),
+        ({"kv_transfer_config": {"kv_buffer_sise": 1}}, "did you mean 'kv_transfer_config.kv_buffer_size'?"),
+        ({"max_num_seqs": "many"}, "max_num_seqs is 'many': expected a whole number or null"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0: expected 1 or more"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5: expected 0.01 to 1"),
+        ({"enforce_eager": 1}, "enforce_eager is 1: expected true or false"),
+        ({"kv_cache_dtype": "fp9"}, "kv_cache_dtype is 'fp9': expected one of"),
+    ],
+)
+def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[str, Any], wanted: str) -> None:
+    said = refused(override_engine_args=given)
+    assert said.startswith("--override-engine-args: ")
+    assert wanted in said
+
+
+@pytest.mark.parametrize("name", sorted(_ELSEWHERE))
+def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(name: str) -> None:
+    assert manifest.find(name) is None
+    assert f"{name} is of the trtllm engine; with vLLM it is" in refused(override_engine_args={name: 1})
+
+
+@pytest.mark.parametrize("key", sorted(_OURS))
+def test_args_when_the_engine_says_it_itself_then_refused_with_the_reason(key: str) -> None:
+    given: Any = "x"
+    for part in reversed(key.split(".")):
+        given = {part: given}
+    assert _OURS[key] in refused(override_engine_args=given)
+
+
+@pytest.mark.parametrize("name", _NOT_DRIVEN)
+def test_args_when_it_would_take_more_than_one_engine_then_refused(name: str) -> None:
+    assert name in refused(override_engine_args={name: 1})
+
+
+def test_names_when_looked_up_then_vllm_has_them_all() -> None:
+    free = "kv_transfer_config.kv_connector_extra_config."  # a mapping with keys of the connector's own
+    names = [*FLAGS.values(), *_RANGES, *_NOT_DRIVEN, *(key for key in _OURS if not key.startswith(free))]
+    assert [name for name in names if manifest.find(name) is None] == []
+
+
+def test_args_when_a_kernels_profile_is_named_then_refused() -> None:
+    assert "profiles are of the trtllm engine" in refused("--kernels-profile hopper")
+
+
+def test_args_when_the_memory_share_is_typed_then_a_note_says_what_it_means_here() -> None:
+    (note,) = merged("--is-prefill-worker --free-gpu-memory-fraction 0.8").notes
+    assert "the share of all GPU memory that it takes" in note
+
+
+def test_args_when_no_role_is_said_then_a_note_says_which_it_is() -> None:
+    (note,) = merged().notes
+    assert "this is a decode worker" in note
+    assert merged("--is-decode-worker").notes == ()
+
+
+def test_print_config_when_shown_then_every_argument_has_its_source() -> None:
+    words = ["--model", "m", "--engine", "vllm", "--tensor-parallel-size", "2"]
+    shown = table(load(WorkerConfig, prog="p", description="d", argv=words, environ={}).config)
+    rows = {line.split("  ")[0]: line for line in shown.splitlines()}
+    assert rows["tensor_parallel_size"].endswith("flag --tensor-parallel-size")
+    assert rows["enable_prefix_caching"].endswith("the vllm engine")
+    assert rows["gpu_memory_utilization"].endswith(f"default (vLLM {manifest.VERSION})")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_file_when_merged_then_taken_with_no_contradiction(path: Path) -> None:
+    role = {"agg": "prefill_and_decode"}.get(path.stem, path.stem)
+    args = merged(f"--disaggregation-mode {role} --extra-engine-args {path}")
+    assert args.notes == ()

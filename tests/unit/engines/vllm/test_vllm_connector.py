@@ -1,0 +1,80 @@
+"""What a decode engine reads, and what layers with a window let go of: over vLLM's stand-in, for any prompt length."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines.vllm.side_channel import SideChannel, extra_config
+from tests.standin import playing_vllm
+
+WINDOW = 128
+MODULE = "dynamo_trtllm.engines.vllm.connector"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def module() -> Iterator[Any]:
+    """Imported as vLLM's processes do, over the stand-in."""
+    with playing_vllm():
+        yield importlib.import_module(MODULE)
+
+
+def connector(block: int, rank: int = 0) -> Any:
+    made = sys.modules[MODULE].NixlConnector
+    extra = extra_config(SideChannel("10.1.2.3", 20_500))
+    config = SimpleNamespace(
+        cache_config=SimpleNamespace(block_size=block),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        parallel_config=SimpleNamespace(data_parallel_index=rank),
+    )
+    return made(config, "scheduler", None)
+
+
+def request(prompt: int, held: int, **params: Any) -> Any:
+    transfer = {"do_remote_prefill": True, "remote_num_tokens": held} | params
+    return SimpleNamespace(kv_transfer_params=transfer, prompt_token_ids=[1] * prompt)
+
+
+SEEN_FROM = {  # by the token at a place
+    "SlidingWindowManager": lambda place: max(0, place - WINDOW + 1),
+    "ChunkedLocalAttentionManager": lambda place: place // WINDOW * WINDOW,
+}
+
+
+@pytest.mark.parametrize("name", SEEN_FROM)
+@pytest.mark.parametrize("behind", [0, 1])  # tokens behind what the prefill engine computed
+@pytest.mark.parametrize("block", [16, 32, 128])
+def test_read_when_a_prompt_is_of_any_length_then_blocks_pair_and_no_side_lost_what_the_next_token_sees(
+    block: int, behind: int, name: str
+) -> None:
+    managers = importlib.import_module("vllm.v1.core.single_type_kv_cache_manager")
+    manager, reads = getattr(managers, name)(WINDOW), connector(block)
+    for held in range(1, 700):
+        read, between_steps = reads.get_num_new_matched_tokens(request(held + behind, held), 0)
+        assert between_steps
+        assert -(-read // block) == -(-held // block)
+        computed = min(read, held + behind - 1)  # vLLM steps back where all was read
+        for side in (held, read):
+            assert manager.get_num_skipped_tokens(side) // block * block <= SEEN_FROM[name](computed), (held, side)
+
+
+@pytest.mark.parametrize(("prompt", "held", "cached", "read"), [(101, 100, 64, 36), (97, 96, 64, 32), (97, 96, 96, 1)])
+def test_read_when_some_is_cached_here_then_only_the_rest(prompt: int, held: int, cached: int, read: int) -> None:
+    assert connector(16).get_num_new_matched_tokens(request(prompt, held), cached) == (read, True)
+
+
+def test_read_when_a_request_is_of_no_hand_off_then_nothing() -> None:
+    assert connector(16).get_num_new_matched_tokens(request(50, 0, do_remote_prefill=False), 0) == (0, False)
+    nothing = SimpleNamespace(kv_transfer_params=None, prompt_token_ids=[1])
+    assert connector(16).get_num_new_matched_tokens(nothing, 0) == (0, False)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_handshakes_when_a_channel_was_chosen_then_waited_for_there_by_each_rank(rank: int) -> None:
+    scheduler = connector(16, rank).connector_scheduler
+    assert (scheduler.side_channel_host, scheduler.side_channel_port) == ("10.1.2.3", 20_500 + rank)

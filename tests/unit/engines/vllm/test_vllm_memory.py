@@ -1,0 +1,97 @@
+"""A start that fails because somebody else holds GPU memory: what the user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines import gpu
+from dynamo_trtllm.engines.vllm.memory import lack
+from dynamo_trtllm.engines.vllm.vendor import Vendor
+from dynamo_trtllm.errors import EngineFailed
+
+GIB = 1 << 30
+TAKEN, FREE = (31 * GIB, 140 * GIB), (139 * GIB, 140 * GIB)
+HALF = {"gpu_memory_utilization": 0.5}
+
+
+def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_and_what_to_do() -> None:
+    said = lack({"gpu_memory_utilization": 0.85}, [TAKEN], [TAKEN])
+    assert said is not None
+    assert "31.0 of 140.0 GiB are free on its GPU 0" in said
+    assert "0.85 of all (gpu_memory_utilization) is 119.0 GiB" in said
+    assert "another process holds the rest" in said
+    assert "keeps that one's memory until it ends" in said
+    assert "https://github.com/openucx/ucx/issues/11753" in said
+    assert "--free-gpu-memory-fraction 0.22" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "before", "after", "gpu_at_fault"),
+    [
+        (HALF, [TAKEN], [TAKEN], 0),
+        ({}, [(100 * GIB, 140 * GIB)], [(100 * GIB, 140 * GIB)], 0),  # vLLM's own default is a larger share
+        (HALF, [TAKEN], [FREE], None),  # it came free meanwhile: that was not it
+        (HALF, [FREE], [TAKEN], None),  # taken by what failed
+        (HALF, [FREE, TAKEN], [FREE, TAKEN], None),  # a GPU that is not the engine's
+        ({**HALF, "tensor_parallel_size": 2}, [FREE, TAKEN], [FREE, TAKEN], 1),
+        (HALF, [], [], None),  # no driver
+        (HALF, [TAKEN], [], None),
+    ],
+)
+def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_room(
+    values: dict[str, Any],
+    before: Sequence[tuple[int, int]],
+    after: Sequence[tuple[int, int]],
+    gpu_at_fault: int | None,
+) -> None:
+    said = lack(values, before, after)
+    if gpu_at_fault is None:
+        assert said is None
+    else:
+        assert said is not None
+        assert f"on its GPU {gpu_at_fault}" in said
+
+
+def test_lack_when_the_gpu_is_full_then_no_share_is_offered() -> None:
+    said = lack(HALF, [(GIB, 140 * GIB)], [(GIB, 140 * GIB)])
+    assert said is not None
+    assert "--free-gpu-memory-fraction" not in said
+
+
+def vendor() -> Vendor:
+    """vLLM whose engine process dies while it starts."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("Engine core initialization failed. See root cause above.")
+
+    arguments = SimpleNamespace(create_engine_config=lambda: None)
+    nothing: Any = None
+    return Vendor(
+        version="0",
+        config=nothing,
+        engine_args=lambda **_: arguments,
+        async_llm=SimpleNamespace(from_vllm_config=fail),
+        sampling_params=nothing,
+        structured_outputs=nothing,
+        delta=nothing,
+        dead=RuntimeError,
+        broken=RuntimeError,
+        logger_base=object,
+    )
+
+
+@pytest.mark.parametrize(
+    ("free", "wanted"),
+    [([TAKEN], "are free on its GPU 0"), ([FREE], "Engine core initialization failed"), ([], "core")],
+)
+def test_build_when_the_engine_process_dies_then_memory_is_named_only_where_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, free: list[tuple[int, int]], wanted: str
+) -> None:
+    monkeypatch.setattr(gpu, "memory_free_bytes", lambda: free)
+    with pytest.raises(EngineFailed, match=wanted) as caught:
+        vendor().build(HALF, lambda index, stats: None)
+    assert isinstance(caught.value.__cause__, RuntimeError)

@@ -1,0 +1,342 @@
+"""The small parts of the vllm engine: the manifest, outputs, tickets, the side channel, preflight, reclaiming."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.gpu import Gpu
+from dynamo_trtllm.engines.vllm import manifest, preflight, side_channel, ticket, vendor
+from dynamo_trtllm.engines.vllm.args import vllm_args
+from dynamo_trtllm.engines.vllm.extension import WorkerExtension
+from dynamo_trtllm.engines.vllm.flight import Flight
+from dynamo_trtllm.engines.vllm.outputs import Reader
+from dynamo_trtllm.engines.vllm.reclaim import Reclaimer
+from dynamo_trtllm.engines.vllm.stats import StepStats
+from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, EngineRefused, TicketMismatch
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    HandoffTicket,
+    Instance,
+    KvLayout,
+    ModelCard,
+    Role,
+    Sampling,
+    TokenLogprob,
+    token_ids,
+)
+from tests.waiting import SOON_S
+
+LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
+ANSWERED = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": ([1, 2], [2]),
+    "remote_engine_id": "e",
+    "remote_request_id": "r-1",
+    "remote_host": "10.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 2,
+    "remote_num_tokens": 30,
+}
+
+# --- manifest ----------------------------------------------------------------------------------------------
+
+
+def test_manifest_when_read_then_the_arguments_that_matter_have_their_kinds() -> None:
+    root = manifest.classes()[manifest.ROOT]
+    assert len(root) > 200
+    assert root["tensor_parallel_size"] == manifest.Field(("int",), (), "", 1)
+    assert root["kv_transfer_config"].config == "KVTransferConfig"
+    assert "mxfp4" not in root  # names of arguments, not of values
+    assert manifest.find("kv_transfer_config.kv_role") is not None
+    assert manifest.find("kv_transfer_config.kv_rolle") is None
+
+
+# --- outputs -----------------------------------------------------------------------------------------------
+
+
+def output(*tokens: int, finish: str | None = None, told: bool = False) -> Any:
+    entries = [{t: SimpleNamespace(logprob=-1.0), t + 1: SimpleNamespace(logprob=-0.5)} for t in tokens]
+    return SimpleNamespace(token_ids=list(tokens), logprobs=entries if told else None, finish_reason=finish)
+
+
+def test_reader_when_a_token_came_with_the_prompt_then_it_is_emitted_with_the_first_step() -> None:
+    reader = Reader(alternatives=None, first=(7,))
+    assert reader.read(output(8)).token_ids == [7, 8]
+    last = reader.read(output(9, finish="length"))
+    assert (last.token_ids, last.finish) == ([9], "length")
+
+
+def test_reader_when_log_probabilities_are_asked_then_the_first_is_the_prefill_engines() -> None:
+    brought = (TokenLogprob(7, -0.1, ()),)
+    step = Reader(alternatives=1, first=(7,), first_logprobs=brought).read(output(8, told=True))
+    assert step.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
+    again = Reader(alternatives=1, first_logprobs=brought).read(output(7, 8, told=True))
+    assert again.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
+    other = Reader(alternatives=0, first_logprobs=brought).read(output(6, told=True))
+    assert other.logprobs == (TokenLogprob(6, -1.0, ()),)
+
+
+def test_reader_when_log_probabilities_are_missing_then_refused() -> None:
+    with pytest.raises(EngineRefused):
+        Reader(alternatives=1).read(output(8))
+
+
+# --- tickets -----------------------------------------------------------------------------------------------
+
+
+def ticket_with(opaque: bytes) -> HandoffTicket:
+    return HandoffTicket(
+        version=1,
+        ticket_id="t",
+        engine="vllm",
+        model="m",
+        layout=LAYOUT,
+        holder=1,
+        expires_at=time.time() + 60,
+        prompt_tokens=30,
+        first_token_ids=token_ids([5]),
+        transport="vllm/nixl",
+        kv_bytes=1,
+        opaque=opaque,
+    )
+
+
+def test_ticket_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
+    found = ticket.unpack(ticket_with(ticket.pack(ANSWERED, release="0.24.0", seed=2**62)))
+    assert found.params == {**ANSWERED, "remote_block_ids": [[1, 2], [2]]}
+    assert found.seed == 2**62
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {**ANSWERED, "remote_block_ids": None}, {**ANSWERED, "remote_port": "x"}, {"a": 1}]
+)
+def test_ticket_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
+    with pytest.raises(EngineRefused) as caught:
+        ticket.pack(params, release="0.24.0", seed=None)
+    assert caught.value.field == "kv_transfer_config"
+
+
+@pytest.mark.parametrize("opaque", [b"", b"\x80", b"junk"])
+def test_ticket_when_it_is_not_ours_then_mismatch(opaque: bytes) -> None:
+    with pytest.raises(TicketMismatch):
+        ticket.unpack(ticket_with(opaque))
+
+
+# --- side channel ------------------------------------------------------------------------------------------
+
+
+def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
+    host, port = side_channel.choose("127.0.0.1", 2, {})
+    assert host == "127.0.0.1"
+    for each in (port, port + 1):
+        socket.create_server((host, each)).close()
+    theirs = {side_channel.HOST: "10.1.2.3", side_channel.PORT: "65534"}
+    assert side_channel.choose("127.0.0.1", 2, theirs) == ("10.1.2.3", 65534)
+
+
+@pytest.mark.parametrize("port", ["", "x", "0", "-1", "65535", "70000"])
+def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> None:
+    with pytest.raises(ConfigError, match=side_channel.PORT):
+        side_channel.choose("127.0.0.1", 2, {side_channel.PORT: port})
+
+
+# --- statistics --------------------------------------------------------------------------------------------
+
+
+def test_stats_when_two_ranks_have_told_then_their_sum() -> None:
+    stats = StepStats()
+    assert stats.counts() == (0, 0, 0)
+    stats.blocks_per_rank = 101
+    for rank, usage in ((0, 0.5), (1, 0.25), (1, 0.1)):
+        told = SimpleNamespace(num_waiting_reqs=1, num_skipped_waiting_reqs=2, kv_cache_usage=usage)
+        stats.record(rank, told)
+    assert stats.counts(2) == (6, 60, 200)
+
+
+# --- preflight ---------------------------------------------------------------------------------------------
+
+MODEL = Checkpoint(
+    folder=Path("/m"),
+    model_type="gpt_oss",
+    num_layers=36,
+    num_attention_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    hidden_size=2880,
+    intermediate_size=2880,
+    vocab_size=201088,
+    context_length=131072,
+    quantization="mxfp4",
+)
+HOPPER = Gpu(name="NVIDIA H200", sm=90, memory_bytes=143771 << 20)
+
+
+def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, **args: Any) -> preflight.Facts:
+    config = WorkerConfig(model_path="/m", engine="vllm", disaggregation_mode=role, override_engine_args=args)
+    return preflight.Facts(role=role, args=vllm_args(config), model=MODEL, gpu=HOPPER, num_gpus=num_gpus)
+
+
+DOCS = Path(__file__).resolve().parents[4] / "docs" / "vllm.md"
+PEER_RULES = {"vllm-engine-differs", "vllm-tp-ratio", "vllm-block-size-differs", "vllm-folder-differs"}
+
+
+def peer(engine: str = "vllm", tp: int = 1, block: int = 16, folder: str = "/m") -> Instance:
+    card = ModelCard(name="m", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony")
+    return Instance(
+        id=2,
+        namespace="n",
+        component="c",
+        endpoint="e",
+        subject="s",
+        role=Role.DECODE,
+        engine=engine,
+        card=card,
+        layout=KvLayout(
+            dtype="bfloat16", block_tokens=block, num_layers=36, num_kv_heads=8, head_dim=64, tensor_parallel_size=tp
+        ),
+        pairing={"model_folder": folder},
+    )
+
+
+def test_preflight_when_all_fits_then_nothing_is_found() -> None:
+    assert preflight.findings(facts(tensor_parallel_size=2), [peer(tp=4)]) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "rule"),
+    [
+        ({"tensor_parallel_size": 16}, "vllm-too-few-gpus"),
+        ({"tensor_parallel_size": 3}, "vllm-heads-not-divisible"),
+        ({"max_model_len": 200000}, "vllm-context-too-long"),
+        (
+            {"enable_chunked_prefill": False, "max_model_len": 9000, "max_num_batched_tokens": 8192},
+            "vllm-prompts-too-long-for-a-step",
+        ),
+        ({"pipeline_parallel_size": 2}, "vllm-pipeline-handoff"),
+        ({"enable_prefix_caching": False}, "vllm-no-prefix-caching"),
+        ({"load_format": "dummy"}, "vllm-dummy-weights"),
+        ({"moe_backend": "flashinfer_trtllm"}, "vllm-mxfp4-backend"),
+        ({"dtype": "float16"}, "vllm-mxfp4-dtype"),
+    ],
+)
+def test_preflight_when_an_argument_can_not_work_then_its_rule_names_it(args: dict[str, Any], rule: str) -> None:
+    (found,) = preflight.findings(facts(**args), [])
+    assert found.rule == rule
+    assert found.field in args
+    assert found.cure
+
+
+@pytest.mark.parametrize(
+    ("other", "rule"),
+    [
+        (peer(engine="torch"), "vllm-engine-differs"),
+        (peer(tp=3), "vllm-tp-ratio"),
+        (peer(block=32), "vllm-block-size-differs"),
+        (peer(folder="/n"), "vllm-folder-differs"),
+    ],
+)
+def test_preflight_when_the_peer_can_not_take_kv_then_an_error_names_both(other: Instance, rule: str) -> None:
+    (found,) = preflight.findings(facts(tensor_parallel_size=2, block_size=16), [other])
+    assert (found.rule, found.severity) == (rule, "error")
+    assert "decode worker 2" in found.other
+
+
+def test_docs_when_compared_then_each_rule_of_a_worker_is_there_with_its_severity() -> None:
+    rows = re.findall(r"^\| `(vllm-[a-z0-9-]+)` \| (\w+) \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    told = {rule: severity for rule, severity in rows if rule not in PEER_RULES}
+    assert told == {rule.name: rule.severity for rule in preflight.RULES}
+
+
+# --- reclaiming --------------------------------------------------------------------------------------------
+
+
+async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dynamo_trtllm.engines.vllm.reclaim._AGAIN_S", 0.0)
+    asked: list[list[str]] = []
+    done = asyncio.Event()
+
+    async def release(ids: list[str]) -> list[list[str]]:
+        asked.append(ids)
+        if len(asked) == 2:
+            done.set()
+        return [["a"]] if len(asked) == 1 else [["b"], []]
+
+    reclaimer = Reclaimer(release)
+    reclaimer.post("a")
+    reclaimer.post("b")
+    async with asyncio.timeout(SOON_S):
+        await done.wait()
+    assert asked == [["a", "b"], ["b"]]
+    await reclaimer.aclose()
+    await reclaimer.aclose()
+
+
+async def test_reclaimer_when_the_engine_can_not_do_it_then_it_goes_on_serving() -> None:
+    tried = asyncio.Queue[list[str]]()
+
+    async def release(ids: list[str]) -> list[list[str]]:
+        tried.put_nowait(ids)
+        raise RuntimeError("the worker has no such method")
+
+    reclaimer = Reclaimer(release)
+    async with asyncio.timeout(SOON_S):
+        for name in ("a", "b"):
+            reclaimer.post(name)
+            assert await tried.get() == [name]
+    await reclaimer.aclose()
+
+
+def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = SimpleNamespace(_reqs_to_send={"x-0a": 9.0, "r.1-0b": 8.0, "r.11-0c": 7.0})
+    group = SimpleNamespace(connector_worker=worker)
+    monkeypatch.setattr(vendor, "kv_transfer_group", lambda: group)
+    assert WorkerExtension().dynamo_release_tickets(["r.1", "gone"]) == ["r.1"]
+    assert list(worker._reqs_to_send.items()) == [("r.1-0b", 0.0), ("x-0a", 9.0), ("r.11-0c", 7.0)]
+
+
+async def test_flight_when_it_is_late_then_ended_once_with_the_first_reason() -> None:
+    ended: list[str] = []
+    over = asyncio.Event()
+
+    def end(call_id: str) -> None:
+        ended.append(call_id)
+        over.set()
+
+    request = GenerateRequest(
+        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=1), deadline=0.0
+    )
+    flight = Flight(request, "c", end)
+    flight.due_in(0.0, lambda: DeadlineExceeded("first"))
+    async with asyncio.timeout(SOON_S):
+        await over.wait()
+    flight.give_up(lambda: DeadlineExceeded("second"))
+    assert ended == ["c"]
+    assert flight.reason is not None
+    assert flight.reason().message == "first"
+
+
+# --- vendor ------------------------------------------------------------------------------------------------
+
+
+def test_version_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vendor, "installed", lambda: False)
+    with pytest.raises(ConfigError, match=r"needs vLLM 0.24.0; run pip install -e '\.\[vllm\]' in a checkout"):
+        vendor.installed_version()
+
+
+def test_version_when_another_line_is_installed_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vendor, "installed", lambda: True)
+    monkeypatch.setattr(vendor, "_version", lambda: "0.25.1+cpu")
+    with pytest.raises(ConfigError, match=r"vLLM 0.25.1 is installed; this version of dynamo_trtllm drives 0.24.0"):
+        vendor.installed_version()

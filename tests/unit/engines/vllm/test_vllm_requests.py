@@ -1,0 +1,210 @@
+"""From requests to vLLM's arguments: every field of Sampling, both legs, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.engines.vllm.requests import Redeemed, Rules, make_call, samples_again, tokens_to_read
+from dynamo_trtllm.errors import ContextTooLong, EngineRefused
+from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling, token_ids
+
+RULES = Rules(
+    role=Role.DECODE,
+    context_length=100,
+    vocab_size=1000,
+    end_ids=(1, 2),
+    max_logprobs=20,
+    refuses=(),
+)
+PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
+TICKET = Redeemed(first_token=77, seed=None, kv_transfer_params=PARAMS)
+JSON = Guided(alternatives=(GuidedAlternative(json_schema='{"type": "object"}'),))
+
+
+def rules(**changes: Any) -> Rules:
+    return dataclasses.replace(RULES, **changes)
+
+
+def request(length: int = 20, phase: Phase = Phase.WHOLE, **sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids(range(10, 10 + length)),
+        sampling=Sampling(**{"max_tokens": 8, "temperature": 0.0, **sampling}),
+        deadline=time.time() + 60,
+        phase=phase,
+    )
+
+
+CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "max_tokens": (5, {"max_tokens": 5}),
+    "min_tokens": (3, {"min_tokens": 3}),
+    "temperature": (0.7, {"temperature": 0.7}),
+    "top_p": (0.9, {"top_p": 0.9}),
+    "top_k": (40, {"top_k": 40}),
+    "min_p": (0.1, {"min_p": 0.1}),
+    "frequency_penalty": (0.5, {"frequency_penalty": 0.5}),
+    "presence_penalty": (0.6, {"presence_penalty": 0.6}),
+    "repetition_penalty": (1.2, {"repetition_penalty": 1.2}),
+    "logit_bias": (((5, 2.0), (6, -3.0)), {"logit_bias": {5: 2.0, 6: -3.0}}),
+    "guided": (JSON, {}),
+    "seed": (42, {"seed": 42}),
+    "stop_token_ids": ((9,), {"stop_token_ids": [1, 2, 9]}),
+    "ignore_eos": (True, {"stop_token_ids": []}),
+    "logprobs": (3, {"logprobs": 3}),
+}
+
+
+def test_fields_when_counted_then_all_of_sampling_are_held_here() -> None:
+    assert set(CHANGED) == set(Sampling.__struct_fields__)
+
+
+@pytest.mark.parametrize("name", sorted(CHANGED))
+def test_call_when_a_field_is_set_then_vllms_says_the_same_and_nothing_else_changes(name: str) -> None:
+    value, wanted = CHANGED[name]
+    plain = make_call(request(), RULES).sampling
+    assert make_call(request(**{name: value}), RULES).sampling == plain | wanted
+
+
+def test_call_when_plain_then_nothing_is_left_to_vllms_own_choice() -> None:
+    call = make_call(request(), RULES)
+    assert call.sampling["ignore_eos"] is True
+    assert call.sampling["stop_token_ids"] == [1, 2]
+    assert call.sampling["detokenize"] is False
+    assert "extra_args" not in call.sampling
+
+
+@pytest.mark.parametrize(
+    ("guided", "wanted"),
+    [
+        (JSON, {"json": '{"type": "object"}'}),
+        (Guided(alternatives=(GuidedAlternative(json_schema="{}"),)), {"json_object": True}),
+    ],
+)
+def test_call_when_the_whole_answer_has_a_form_then_it_is_a_json_schema(guided: Guided, wanted: Any) -> None:
+    assert make_call(request(guided=guided), RULES).guided == wanted
+
+
+def test_call_when_a_form_comes_after_a_marker_then_it_is_a_structural_tag() -> None:
+    guided = Guided(alternatives=JSON.alternatives, after="<|go|>")
+    said = make_call(request(guided=guided), RULES).guided
+    assert said is not None
+    form = json.loads(said["structural_tag"])["format"]
+    assert (form["type"], form["triggers"]) == ("triggered_tags", ["<|go|>"])
+
+
+def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_stays() -> None:
+    call = make_call(request(phase=Phase.PREFILL, min_tokens=4), RULES)
+    assert call.hands_over
+    assert (call.sampling["max_tokens"], call.sampling["min_tokens"]) == (1, 1)
+    assert call.sampling["extra_args"]["kv_transfer_params"]["do_remote_decode"] is True
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 1}, {"length": 99}])
+def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(changes: dict[str, Any]) -> None:
+    call = make_call(request(phase=Phase.PREFILL, **changes), RULES)
+    assert not call.hands_over
+    assert "extra_args" not in call.sampling
+
+
+@pytest.mark.parametrize(
+    ("length", "sampling", "wanted"),
+    [
+        (20, {}, False),
+        (20, {"temperature": 1.0}, False),
+        (20, {"seed": 4}, False),  # greedy: a seed changes nothing
+        (20, {"repetition_penalty": 1.3, "min_tokens": 4, "logit_bias": ((5, 1.0),)}, False),
+        (32, {}, False),
+        (20, {"temperature": 1.0, "seed": 4}, True),
+        (20, {"frequency_penalty": 0.5}, True),
+        (20, {"presence_penalty": 0.5}, True),
+        (20, {"guided": JSON}, True),
+    ],
+)
+def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_again(
+    length: int, sampling: dict[str, Any], wanted: bool
+) -> None:
+    asked = request(length, Phase.DECODE, **sampling)
+    assert samples_again(asked) is wanted
+    call = make_call(asked, RULES, TICKET)
+    own = [] if wanted else [77]
+    assert call.prompt == [*asked.token_ids, *own]
+    assert list(call.first) == own
+    assert call.sampling["max_tokens"] == 8 - len(own)
+    assert call.sampling["min_tokens"] == max(0, asked.sampling.min_tokens - len(own))
+    assert call.sampling["extra_args"] == {"kv_transfer_params": PARAMS}
+
+
+def test_seed_when_both_legs_make_a_random_first_token_then_decode_uses_prefills() -> None:
+    asked = request(20, Phase.PREFILL, temperature=1.0, presence_penalty=0.5)
+    seed = make_call(asked, RULES).seed
+    assert seed is not None
+    assert make_call(asked, RULES).seed != seed
+    again = msgspec.structs.replace(asked, phase=Phase.DECODE)
+    ticket = Redeemed(first_token=77, seed=seed, kv_transfer_params=PARAMS)
+    assert make_call(again, RULES, ticket).sampling["seed"] == seed
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0, "presence_penalty": 0.5}])
+def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(sampling: dict[str, Any]) -> None:
+    assert make_call(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "held", "read"),
+    [
+        (21, 20, 20),  # with prefill's first token behind it
+        (33, 32, 32),  # which needs a block that nobody holds
+        (32, 31, 31),
+        (20, 20, 19),  # without: its last token is computed
+        (33, 33, 33),  # but not if that is alone in its block
+        (32, 32, 31),
+        (1, 1, 1),
+        (2, 1, 1),
+        (20, 0, 0),  # nobody said how much is held
+    ],
+)
+def test_read_when_a_prompt_was_prefilled_elsewhere_then_all_but_its_last_token(
+    prompt: int, held: int, read: int
+) -> None:
+    assert tokens_to_read(prompt, held, 16) == read
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "field"),
+    [
+        (request(0), EngineRefused, "token_ids"),
+        (request(100), ContextTooLong, None),
+        (msgspec.structs.replace(request(), token_ids=token_ids([1000])), EngineRefused, "token_ids"),
+        (request(logprobs=21), EngineRefused, "logprobs"),
+    ],
+)
+def test_call_when_it_can_not_be_served_then_refused_by_name(
+    asked: GenerateRequest, error: type[Exception], field: str | None
+) -> None:
+    with pytest.raises(error) as caught:
+        make_call(asked, RULES)
+    assert getattr(caught.value, "field", None) == field
+
+
+def test_call_when_the_worker_has_no_tokenizer_then_forms_are_refused() -> None:
+    with pytest.raises(EngineRefused) as caught:
+        make_call(request(guided=JSON), rules(refuses=("guided",)))
+    assert caught.value.field == "guided"
+
+
+def test_call_when_the_worker_is_aggregated_then_it_serves_no_leg() -> None:
+    with pytest.raises(EngineRefused) as caught:
+        make_call(request(phase=Phase.PREFILL), rules(role=Role.AGGREGATED))
+    assert caught.value.field == "phase"
+
+
+def test_decode_when_the_ticket_holds_all_tokens_then_refused() -> None:
+    with pytest.raises(EngineRefused):
+        make_call(request(phase=Phase.DECODE, max_tokens=1), RULES, TICKET)

@@ -1,0 +1,46 @@
+"""Guards in memory: what readers say counts once, and only for the offer whose guard they looked at."""
+
+from __future__ import annotations
+
+import ctypes
+
+from dynamo_trtllm.kv_transfer.nixl.guards import Guard, Guards, place_of_word
+
+
+def say(holder: Guards, slot: int, reader: Guards, own: int) -> None:
+    """What a carrier's read of the guard and its write of the word come to."""
+    address, size, _ = holder.spot(slot)
+    ctypes.memmove(reader.spot(own)[0], address, size)
+    send(holder, slot, reader, own)
+
+
+def send(holder: Guards, slot: int, reader: Guards, own: int) -> None:
+    place, size, _ = place_of_word(holder.spot(slot))
+    ctypes.memmove(place, reader.word(own)[0], size)
+
+
+def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() -> None:
+    holder, reader = Guards(), Guards()
+    slot, own = holder.take(), reader.take()
+    nonce = holder.arm(slot, 3)
+    assert not holder.was_read(slot)
+    for _ in range(2):
+        say(holder, slot, reader, own)
+        assert holder.was_read(slot)
+        assert not holder.was_read(slot)
+        assert holder.look(slot) == Guard(nonce, 3, 0)
+
+
+def test_was_read_when_the_word_comes_after_withdrawal_then_it_says_nothing_of_the_next_offer() -> None:
+    holder, reader = Guards(), Guards()
+    slot, own = holder.take(), reader.take()
+    holder.arm(slot, 1)
+    say(holder, slot, reader, own)
+    holder.wipe(slot)
+    assert not holder.was_read(slot)
+    send(holder, slot, reader, own)  # into a slot that is free
+    assert not holder.was_read(slot)
+    holder.arm(slot, 1)
+    assert not holder.was_read(slot)
+    send(holder, slot, reader, own)  # into one that is in use again
+    assert not holder.was_read(slot)

@@ -1,0 +1,123 @@
+"""Fetches that take turns on one thread: all are taken to their ends, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+
+from dynamo_trtllm.kv_transfer.nixl.moving import FETCHES_AT_ONCE, Mover
+
+WAIT_S = 10
+
+
+def steps(name: str, seen: list[str], count: int = 3) -> Iterator[float]:
+    for _ in range(count):
+        seen.append(name)
+        yield 0.0
+
+
+def until(event: threading.Event, begun: threading.Semaphore | None = None) -> Iterator[float]:
+    if begun is not None:
+        begun.release()
+    while not event.is_set():
+        yield 0.01
+
+
+def failing() -> Iterator[float]:
+    yield 0.0
+    raise ZeroDivisionError
+
+
+def test_mover_when_one_fails_then_others_go_on() -> None:
+    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    gated, failed = mover.submit(until(gate)), mover.submit(failing())
+    with pytest.raises(ZeroDivisionError):
+        failed.result(WAIT_S)
+    mover.submit(steps("a", seen)).result(WAIT_S)
+    assert not gated.done()  # and a was moved beside it
+    gate.set()
+    gated.result(WAIT_S)
+    assert seen == ["a"] * 3
+    mover.shutdown()
+
+
+def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> None:
+    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    first = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
+    late = [mover.submit(steps(name, seen, 1)) for name in "abc"]
+    assert late[1].cancel()
+    gate.set()
+    for each in (*first, late[0], late[2]):
+        each.result(WAIT_S)
+    assert seen == ["a", "c"]
+    mover.shutdown()
+
+
+def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_cancelled() -> None:
+    mover, gate, begun = Mover("test"), threading.Event(), threading.Semaphore(0)
+    moving = [mover.submit(until(gate, begun)) for _ in range(FETCHES_AT_ONCE)]
+    assert all(begun.acquire(timeout=WAIT_S) for _ in moving)
+    waiting = mover.submit(until(gate))
+    closing = threading.Thread(target=mover.shutdown)
+    closing.start()
+    with pytest.raises(CancelledError):
+        waiting.result(WAIT_S)
+    assert not any(each.done() for each in moving)
+    gate.set()
+    for each in moving:
+        each.result(WAIT_S)
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+
+
+def test_submit_when_stepped_now_then_first_step_is_taken_here_and_others_on_its_thread() -> None:
+    mover, threads = Mover("test"), list[int]()
+
+    def noting() -> Iterator[float]:
+        for _ in range(3):
+            threads.append(threading.get_ident())
+            yield 0.0
+
+    mover.submit(noting(), step_now=True).result(WAIT_S)
+    assert threads[0] == threading.get_ident()
+    assert threading.get_ident() not in threads[1:]
+    mover.shutdown()
+
+
+def test_submit_when_stepped_now_and_over_or_failed_then_result_is_there() -> None:
+    mover = Mover("test")
+    assert mover.submit(iter([]), step_now=True).done()
+
+    def fails() -> Iterator[float]:
+        raise ZeroDivisionError
+        yield 0.0
+
+    with pytest.raises(ZeroDivisionError):
+        mover.submit(fails(), step_now=True).result(0)
+    mover.shutdown()
+
+
+def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> None:
+    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    first = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
+    late = [mover.submit(steps(name, seen, 1), step_now=True) for name in "abc"]
+    assert not seen
+    gate.set()
+    for each in (*first, *late):
+        each.result(WAIT_S)
+    assert seen == ["a", "b", "c"]
+    mover.shutdown()
+
+
+def test_mover_when_oldest_waits_for_long_then_all_others_are_moved() -> None:
+    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    gated = mover.submit(until(gate))
+    for each in [mover.submit(steps(name, seen, 50)) for name in "abcdef"]:
+        each.result(WAIT_S)
+    assert sorted(seen) == sorted("abcdef" * 50)
+    gate.set()
+    gated.result(WAIT_S)
+    mover.shutdown()

@@ -1,0 +1,173 @@
+"""Log lines: what is on them, and that no value which a client or a peer sent can forge one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dynamo_trtllm.observability.logging import LINE_CHARS, VALUE_CHARS, request_id, setup
+
+FORGED = "a\n2026-01-01T00:00:00.000Z ERROR frontend - root: FORGED\r\x1b[31m\x85\u2028\u2029\u202e\u2066\ud800\x7f"
+_UNSAFE = re.compile("[^\n\x20-\x7e\xa1-\u200a\u2010-\u2027]")
+_HEAD = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (\w+ .+: .*)")
+
+log = logging.getLogger("dynamo_trtllm.x")
+
+
+@pytest.fixture
+def logged(capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """What was logged, as a function; the root logger is put back afterwards."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield lambda: capsys.readouterr().err
+    logging.captureWarnings(False)
+    logging.getLogger("uvicorn.access").disabled = False
+    logging.getLogger("dynamo_trtllm").setLevel(logging.NOTSET)
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def heads(text: str) -> list[str]:
+    """Of each record without its time; other lines than those of tracebacks are none."""
+    lines = text.split("\n")
+    assert lines.pop() == ""
+    found = [_HEAD.fullmatch(line) for line in lines if not line.startswith("  ")]
+    return [match.group(1) if match else "" for match in found]
+
+
+def fail(error: Exception) -> None:
+    try:
+        raise error
+    except Exception:
+        log.exception("request %s failed", "r")
+
+
+def test_setup_when_a_request_is_served_then_its_id_and_process_are_on_the_line(logged: Callable[[], str]) -> None:
+    setup("info", "prefill-1")
+    token = request_id.set("req-7")
+    log.info("leg %d of %s in %.1f s", 1, "w", 0.25)
+    request_id.reset(token)
+    log.info("100%% idle")  # without arguments it is no template
+    log.info("%(name)s", {"name": "by name"})
+    assert heads(logged()) == [
+        "INFO prefill-1 req-7 dynamo_trtllm.x: leg 1 of w in 0.2 s",
+        "INFO prefill-1 - dynamo_trtllm.x: 100%% idle",
+        "INFO prefill-1 - dynamo_trtllm.x: by name",
+    ]
+
+
+def test_setup_when_called_twice_then_lines_come_once_at_the_new_level(logged: Callable[[], str]) -> None:
+    setup("debug", "a")
+    setup("warning", "b")
+    log.info("hidden")
+    log.warning("seen")
+    assert heads(logged()) == ["WARNING b - dynamo_trtllm.x: seen"]
+
+
+def test_setup_when_level_is_info_then_other_packages_speak_from_warnings_on(logged: Callable[[], str]) -> None:
+    setup("info", "a")
+    logging.getLogger("nats").info("hidden")
+    logging.getLogger("uvicorn.access").warning("hidden")
+    logging.getLogger("nats").warning("seen\n")
+    assert heads(logged()) == ["WARNING a - nats: seen"]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: log.info("param=%s", FORGED),
+        lambda: log.info("param=%r of %s", FORGED, {"key": FORGED}),
+        lambda: log.info(FORGED),
+        lambda: logging.getLogger(FORGED).warning("text"),
+        lambda: log.info("%s", ValueError(FORGED)),
+        lambda: fail(ValueError(FORGED)),
+        lambda: fail(ExceptionGroup(FORGED, [KeyError(FORGED), ValueError(FORGED)])),
+    ],
+    ids=["value", "repr", "message", "logger", "exception", "traceback", "group"],
+)
+def test_line_when_a_value_holds_control_characters_then_they_are_escaped_and_forge_no_record(
+    logged: Callable[[], str], log_format: str, write: Callable[[], None]
+) -> None:
+    logging.getLogger().handlers.clear()  # pytest's own: a report of a test can't hold a lone surrogate
+    setup("info", "a", log_format)
+    token = request_id.set(FORGED)
+    write()
+    request_id.reset(token)
+    text = logged()
+    assert not _UNSAFE.search(text)
+    if log_format == "text":
+        (head,) = heads(text)
+        assert head
+    else:
+        (line,) = text.splitlines()
+        assert isinstance(json.loads(line), dict)
+
+
+def test_line_when_values_are_long_then_each_loses_its_middle_and_the_line_is_bounded(
+    logged: Callable[[], str],
+) -> None:
+    setup("info", "a")
+    log.info("%s", "x" * 1_000_000 + "end")
+    token = request_id.set("i" * 1_000_000)
+    log.info("%s" * 9, *["\n" * 2_000] * 9)
+    request_id.reset(token)
+    fail(ValueError("y" * 1_000_000))
+    first, second, *rest = logged().splitlines()
+    assert len(first) < VALUE_CHARS + 100
+    assert first.endswith("xend")
+    assert len(second) < 2 * LINE_CHARS + 500  # escaped
+    assert max(map(len, rest)) < LINE_CHARS + 100
+
+
+def test_traceback_then_it_has_its_lines_and_deep_ones_lose_their_middle(logged: Callable[[], str]) -> None:
+    def down(left: int, other: Callable[..., None]) -> None:
+        if left:
+            other(left - 1, down)
+        raise ValueError("deepest")
+
+    def across(left: int, other: Callable[..., None]) -> None:
+        other(left, across)
+
+    setup("info", "a")
+    error = ValueError("bad value")
+    error.add_note("a note\n2026-01-01T00:00:00.000Z ERROR a - root: FORGED")
+    fail(error)
+    head, first, *frame, last, note, more = logged().splitlines()
+    assert head.endswith("request r failed")
+    assert first == "  Traceback (most recent call last):"
+    assert [line.strip() for line in frame][1:] == ["raise error"]
+    assert (last, note) == ("  ValueError: bad value", "  a note")
+    assert more.startswith("  2026")
+    try:
+        down(300, across)
+    except ValueError:
+        log.exception("failed")
+    assert len(logged().splitlines()) < 210
+
+
+def test_json_then_each_line_is_an_object_with_time_level_logger_message_request_and_exception(
+    logged: Callable[[], str],
+) -> None:
+    setup("info", "decode", "json")
+    token = request_id.set("req-7")
+    fail(ValueError("bad"))
+    request_id.reset(token)
+    log.warning("caf\u00e9 %s", "a\nb")
+    failed, plain = map(json.loads, logged().splitlines())
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", failed.pop("time"))
+    lines = failed.pop("exception").split("\n")
+    assert (lines[0], lines[-1]) == ("Traceback (most recent call last):", "ValueError: bad")
+    common = {"process": "decode", "logger": "dynamo_trtllm.x"}
+    assert failed == common | {"level": "error", "message": "request r failed", "request_id": "req-7"}
+    del plain["time"]
+    assert plain == common | {
+        "level": "warning",
+        "message": "caf\u00e9 a\nb",
+        "request_id": None,
+        "exception": None,
+    }

@@ -1,0 +1,95 @@
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from dynamo_trtllm.messages import LegStats
+from dynamo_trtllm.observability.metrics import PREFIX, TABLE, FrontendMetrics, WorkerMetrics
+
+
+def samples(exposition: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name.removeprefix(PREFIX), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(exposition.decode())
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize(("process", "metrics"), [("frontend", FrontendMetrics()), ("worker", WorkerMetrics())])
+def test_render_when_nothing_happened_then_every_name_of_the_table_is_declared(process, metrics):
+    text = metrics.render().decode()
+    for row in TABLE:
+        assert (f"# TYPE {PREFIX}{row.name} " in text) is any(
+            other.name == row.name and other.process == process for other in TABLE
+        )
+
+
+def test_request_when_started_and_finished_then_inflight_returns_to_zero():
+    metrics = FrontendMetrics()
+    metrics.request_started()
+    metrics.request_started()
+    metrics.request_finished(model="m", endpoint="chat", code="ok", seconds=0.3)
+    found = samples(metrics.render())
+    assert found["inflight", ()] == 1
+    assert found["requests_total", (("code", "ok"), ("endpoint", "chat"), ("model", "m"))] == 1
+    assert found["request_seconds_sum", (("model", "m"),)] == pytest.approx(0.3)
+
+
+def test_itl_when_tokens_come_together_then_each_counts():
+    metrics = FrontendMetrics()
+    metrics.itl(model="m").observe(0.02, 5)
+    metrics.itl(model="m").observe(9.0, 1)
+    found = samples(metrics.render())
+    assert found["itl_seconds_count", (("model", "m"),)] == 6
+    assert found["itl_seconds_sum", (("model", "m"),)] == pytest.approx(9.1)
+    assert found["itl_seconds_bucket", (("le", "0.015"), ("model", "m"))] == 0
+    assert found["itl_seconds_bucket", (("le", "0.02"), ("model", "m"))] == 5
+    assert found["itl_seconds_bucket", (("le", "5.0"), ("model", "m"))] == 5
+    assert found["itl_seconds_bucket", (("le", "+Inf"), ("model", "m"))] == 6
+
+
+def test_legs_when_observed_then_only_phases_that_ran_are_counted_and_kv_once():
+    metrics = FrontendMetrics()
+    metrics.observe_leg(model="m", stats=LegStats(queue_s=0.1, prefill_s=0.2, kv_bytes=100, transport="nixl/ucx"))
+    metrics.observe_leg(model="m", stats=LegStats(handoff_s=0.3, decode_wait_s=0.4, kv_bytes=100, transport="nixl/ucx"))
+    found = samples(metrics.render())
+    for phase in ("queue", "prefill", "handoff", "decode_wait"):
+        assert found["phase_seconds_count", (("model", "m"), ("phase", phase))] == 1
+    assert found["kv_bytes_total", (("transport", "nixl/ucx"),)] == 100
+
+
+def test_tokens_and_first_token_when_observed_then_they_are_counted_by_model():
+    metrics = FrontendMetrics()
+    metrics.observe_tokens(model="m", prompt=7, output=3)
+    metrics.observe_ttft(model="m", seconds=0.2)
+    found = samples(metrics.render())
+    assert found["prompt_tokens_total", (("model", "m"),)] == 7
+    assert found["output_tokens_total", (("model", "m"),)] == 3
+    assert found["ttft_seconds_count", (("model", "m"),)] == 1
+
+
+def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
+    metrics = WorkerMetrics()
+    metrics.leg_finished(phase="prefill", code="ok", output_tokens=1)
+    engine = SimpleNamespace(
+        running=1,
+        waiting=2,
+        kv_blocks_used=3,
+        kv_blocks_total=4,
+        tickets_held=5,
+        ticket_kv_blocks=6,
+        kv_checksum_mismatches=7,
+    )
+    for _ in range(2):  # a counter counts nothing twice
+        metrics.render(engine)
+    found = samples(metrics.render())
+    assert found["kv_checksum_mismatches_total", ()] == vars(engine).pop("kv_checksum_mismatches")
+    for name, value in vars(engine).items():
+        assert found[name, ()] == value
+    assert found["requests_total", (("code", "ok"), ("phase", "prefill"))] == 1
+
+
+def test_registries_when_two_are_made_then_they_do_not_share_numbers():
+    one, two = WorkerMetrics(), WorkerMetrics()
+    one.leg_finished(phase="decode", code="ok", output_tokens=9)
+    assert ("output_tokens_total", (("phase", "decode"),)) not in samples(two.render())

@@ -1,0 +1,213 @@
+"""What a caller gives its streams when more arrives than a turn of the loop is to take."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dynamo_trtllm.errors import Disconnected, DynamoError
+from dynamo_trtllm.messages import Chunk, FinishReason, TokenLogprob, token_ids
+from dynamo_trtllm.request_plane import rounds
+from dynamo_trtllm.request_plane.rounds import Rounds
+from dynamo_trtllm.request_plane.stream import Arrivals, Batch, Frame, Inbox
+
+PER_TURN = 6
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "CHUNKS_PER_TURN", PER_TURN)
+
+
+class Reader:
+    """One stream that has begun, whose sink takes all; `seen` has the tokens of each chunk, of other readers too."""
+
+    def __init__(self, inbox: Inbox, seen: list[tuple[int, list[int]]]) -> None:
+        self.stream, self.arrivals = inbox.open()
+        self._seen = seen
+        self._number = 0
+        self.rest: asyncio.Task[Chunk] | None = None
+
+    def frame(self, finish: FinishReason | None = None) -> Frame:
+        """Its next one; the token's id is the frame's number."""
+        self._number += 1
+        return Frame(
+            self.stream, self._number - 1, Chunk(token_ids=token_ids([self._number - 1]), finish_reason=finish)
+        )
+
+    async def begin(self) -> None:
+        self.arrivals.feed(self.frame())
+        await self.arrivals.get()
+        self.rest = asyncio.create_task(self.arrivals.get(self._sink))
+        await asyncio.sleep(0)
+
+    def _sink(self, chunk: Chunk) -> bool:
+        self._seen.append((self.stream, list(chunk.token_ids)))
+        return True
+
+
+class Bench:
+    """Streams of one inbox, and what their readers saw: stream and tokens, which are the numbers of the frames."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox(1000)
+        self.rounds = Rounds(self.inbox)
+        self.seen: list[tuple[int, list[int]]] = []
+
+    async def begun(self, count: int) -> list[Reader]:
+        readers = [Reader(self.inbox, self.seen) for _ in range(count)]
+        for reader in readers:
+            await reader.begin()
+        return readers
+
+    def feed(self, *frames: Frame) -> None:
+        self.rounds.feed(Batch(list(frames)))
+
+    def tokens_of(self, reader: Reader) -> list[int]:
+        return [token for stream, tokens in self.seen for token in tokens if stream == reader.stream]
+
+    async def in_turns(self) -> list[int]:
+        """How many chunks each of the loop's next turns gives, until one gives none."""
+        counts = []
+        while not counts or counts[-1]:
+            before = len(self.seen)
+            await asyncio.sleep(0)
+            counts.append(len(self.seen) - before)
+        return counts[:-1]
+
+
+async def test_feed_when_there_is_little_then_streams_have_it_within_the_call() -> None:
+    bench = Bench()
+    one, other = await bench.begun(2)
+    bench.feed(one.frame(), other.frame())
+    assert bench.seen == [(one.stream, [1]), (other.stream, [1])]
+    bench.feed(one.frame(), other.frame())
+    assert bench.seen[2:] == [(one.stream, [2]), (other.stream, [2])]
+
+
+@pytest.mark.parametrize("size", [1, 4, PER_TURN, 20], ids=lambda size: f"batches-of-{size}")
+async def test_feed_when_much_comes_at_once_then_no_turn_takes_more_than_its_share(size: int) -> None:
+    bench = Bench()
+    readers = await bench.begun(20)
+    frames = [reader.frame() for reader in readers]
+    for at in range(0, len(frames), size):
+        bench.feed(*frames[at : at + size])
+    assert len(bench.seen) == PER_TURN
+    assert await bench.in_turns() == [PER_TURN, PER_TURN, 20 - 3 * PER_TURN]
+    assert bench.seen == [(reader.stream, [1]) for reader in readers]  # in the order in which they came
+
+
+async def test_turn_when_several_frames_of_a_stream_wait_then_they_become_one_chunk() -> None:
+    bench = Bench()
+    readers = await bench.begun(3)
+    bench.feed(*(readers[0].frame() for _ in range(PER_TURN)))
+    for _ in range(4):
+        bench.feed(*(reader.frame() for reader in readers))
+    del bench.seen[:]
+    assert await bench.in_turns() == [3]
+    assert bench.seen == [(readers[0].stream, [7, 8, 9, 10])] + [(r.stream, [1, 2, 3, 4]) for r in readers[1:]]
+
+
+async def test_feed_when_little_comes_in_each_of_many_turns_then_it_never_waits() -> None:
+    bench = Bench()
+    (one,) = await bench.begun(1)
+    for number in range(1, 4 * PER_TURN):
+        bench.feed(one.frame())
+        assert bench.seen[-1] == (one.stream, [number])
+        await asyncio.sleep(0)
+
+
+async def test_first_frame_when_others_are_behind_then_it_passes_them() -> None:
+    bench = Bench()
+    running = await bench.begun(3 * PER_TURN)
+    new = Reader(bench.inbox, bench.seen)
+    waiting = asyncio.create_task(new.arrivals.get())
+    await asyncio.sleep(0)
+    bench.feed(*(reader.frame() for reader in running), new.frame())
+    assert (await waiting).token_ids == token_ids([0])
+    assert len(bench.seen) < 3 * PER_TURN
+
+
+async def test_later_frames_when_the_first_has_passed_then_they_come_after_it_in_order() -> None:
+    bench = Bench()
+    running = await bench.begun(2 * PER_TURN)
+    new = Reader(bench.inbox, bench.seen)
+    bench.feed(*(reader.frame() for reader in running))
+    bench.feed(new.frame(), new.frame(), running[0].frame(), new.frame(), new.frame(FinishReason.STOP))
+    got = [await new.arrivals.get() for _ in range(3)]
+    assert [list(chunk.token_ids) for chunk in got] == [[0], [1, 2], [3]]
+    assert got[-1].finish_reason is FinishReason.STOP
+    assert bench.tokens_of(running[0]) == [1, 2]
+
+
+async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_had_not_waited() -> None:
+    for numbers, given, message in (
+        ((1, 2, 2, 1, 3), [1, 2, 3], ""),
+        ((1, 2, 4, 5), [1, 2], "frame 4 came where 3 was due"),
+    ):
+        bench = Bench()
+        busy, one = await bench.begun(2)
+        bench.feed(*(busy.frame() for _ in range(PER_TURN)))
+        bench.feed(*(Frame(one.stream, n, Chunk(token_ids=token_ids([n]))) for n in numbers))
+        await bench.in_turns()
+        assert bench.tokens_of(one) == given
+        one.arrivals.fail(Disconnected("only if nothing ended it before"))
+        assert one.rest is not None
+        with pytest.raises(DynamoError, match=message or "only if"):
+            await one.rest
+
+
+async def test_logprobs_when_chunks_are_joined_then_they_stay_with_their_tokens() -> None:
+    inbox = Inbox(1000)
+    stream, arrivals = inbox.open()
+    arrivals.waiting += [
+        Frame(stream, n, Chunk(token_ids=token_ids([n]), logprobs=(TokenLogprob(n, -1.0 * n),))) for n in range(3)
+    ]
+    assert arrivals.catch_up() == 1
+    chunk = await arrivals.get()
+    assert list(chunk.token_ids) == [logprob.token_id for logprob in chunk.logprobs] == [0, 1, 2]
+
+
+async def test_close_when_frames_wait_then_they_are_dropped_and_the_others_go_on() -> None:
+    bench = Bench()
+    gone, stays = await bench.begun(2)
+    bench.feed(*(gone.frame() for _ in range(3 * PER_TURN)), stays.frame())
+    assert gone.rest is not None
+    gone.rest.cancel()
+    await asyncio.gather(gone.rest, return_exceptions=True)
+    bench.inbox.close(gone.stream)
+    taken = bench.tokens_of(gone)
+    bench.feed(gone.frame(), stays.frame())
+    await bench.in_turns()
+    assert bench.tokens_of(stays) == [1, 2]
+    assert bench.tokens_of(gone) == taken
+
+
+async def test_check_when_frames_wait_then_they_count_as_arrived() -> None:
+    arrivals = behind(*(Frame(1, n, Chunk(token_ids=token_ids([n]))) for n in range(3)))
+    arrivals.last_ping_before_ack = 0
+    arrivals.compare_with_worker(1, 3)
+    arrivals.compare_with_worker(1, 3)
+    assert list((await arrivals.get()).token_ids) == [0, 1, 2]
+
+
+def behind(*frames: Frame) -> Arrivals:
+    arrivals = Arrivals(1000)
+    arrivals.waiting.extend(frames)
+    return arrivals
+
+
+async def test_fail_when_frames_wait_then_they_come_before_the_error() -> None:
+    arrivals = behind(Frame(1, 0, Chunk(token_ids=token_ids([7]))))
+    arrivals.fail(Disconnected("the worker is gone"))
+    assert (await arrivals.get()).token_ids == token_ids([7])
+    with pytest.raises(Disconnected):
+        await arrivals.get()
+
+
+async def test_fail_when_the_end_waits_then_the_stream_is_whole() -> None:
+    last = Chunk(token_ids=token_ids([7]), finish_reason=FinishReason.STOP)
+    arrivals = behind(Frame(1, 0, last))
+    arrivals.fail(Disconnected("the worker is gone, having sent all"))
+    assert await arrivals.get() == last
