@@ -15,20 +15,20 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.wire import parse
+from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
-from dynamo_trtllm.frontend.dialect import Heading, Job
+from dynamo_trtllm.frontend.api_adapter import Heading, Job
+from dynamo_trtllm.frontend.detokenizer import Output
 from dynamo_trtllm.frontend.endpoints import CHAT
-from dynamo_trtllm.frontend.exchange import Generation
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.generate_endpoint import Generation
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.frontend.postprocess import Output
 from dynamo_trtllm.frontend.preprocess import Identity, prepare_chat
-from dynamo_trtllm.frontend.run import Edge
+from dynamo_trtllm.frontend.readiness import Standing
+from dynamo_trtllm.frontend.request_handler import Edge
 from dynamo_trtllm.frontend.sse import ChatEvents
-from dynamo_trtllm.frontend.standing import Standing
-from dynamo_trtllm.http_server.writer import WRITER
+from dynamo_trtllm.http_server.body_writer import WRITER
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.base import Sink

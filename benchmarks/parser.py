@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import OutputParser
+from dynamo_trtllm.tokenization.chat_output_parser import SplitParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.reasoning import ThinkSplit
-from dynamo_trtllm.tokenization.split import SplitParser
-from dynamo_trtllm.tokenization.tool_calls import CallReader, HermesCalls, JsonCalls
+from dynamo_trtllm.tokenization.reasoning_parser import ThinkSplit
+from dynamo_trtllm.tokenization.tool_call_parser import CallReader, HermesCalls, JsonCalls
 
 _WORDS = "The quick brown fox jumps over the lazy dog; naïve 日本語 text and 🧑‍🚀 follow. " * 40
 _ARGUMENTS = '{"city": "Łódź", "days": [1, 2, 3], "note": "' + "rain and sun " * 100 + '"}'

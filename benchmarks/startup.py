@@ -29,7 +29,7 @@ from dynamo_trtllm.launch.servers import start_etcd, start_nats
 from dynamo_trtllm.subprocesses.spawn import spawn
 
 MODEL = "mock"
-STAGES = {"first word": "dynamo_trtllm.frontend.main", "whole frontend": "dynamo_trtllm.frontend.serving"}
+STAGES = {"first word": "dynamo_trtllm.frontend.main", "whole frontend": "dynamo_trtllm.frontend.run_app"}
 _WITHIN_S = 60.0
 _PAUSE_S = 0.002
 _ROWS = 12

@@ -17,7 +17,7 @@ from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats, HasTickets
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.kv_transfer.base import Carrier
-from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.kv_transfer.create import select_carrier
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

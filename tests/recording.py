@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-ADAPTER = ("dynamo_trtllm.engines.trtllm", "dynamo_trtllm.engines.vendored")
+ADAPTER = ("dynamo_trtllm.engines.trtllm", "dynamo_trtllm.engines.external")
 Uses = set[tuple[str, str]]  # (class or method, name)
 
 

@@ -51,7 +51,7 @@ def trap_names() -> list[str]:
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter waits milliseconds where it would wait seconds, for answers that do not come and for statistics."""
     from dynamo_trtllm.engines.trtllm import stats
-    from dynamo_trtllm.engines.trtllm.flight import Flight
+    from dynamo_trtllm.engines.trtllm.inflight import Flight
 
     monkeypatch.setattr(stats, "_TIMEOUT_S", 0.05)
     monkeypatch.setattr(stats, "_PAUSE_S", 0.01)

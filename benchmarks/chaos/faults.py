@@ -14,7 +14,7 @@ from benchmarks.chaos import intruders
 from benchmarks.chaos.deployment import FRONTEND, WORKERS, Options
 from benchmarks.chaos.network import Losses, is_first, is_last
 from benchmarks.chaos.scene import Scene
-from dynamo_trtllm.request_plane.stream import Frame
+from dynamo_trtllm.request_plane.frames import Frame
 
 _REPLACED_S = 60.0
 _FLAP_S = 0.2

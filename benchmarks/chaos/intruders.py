@@ -28,9 +28,9 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.errors import BadFrame
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, Role
+from dynamo_trtllm.request_plane.frames import PING, Batch, Envelope, Frame, Open
 from dynamo_trtllm.request_plane.nats import NatsLink
-from dynamo_trtllm.request_plane.serving import control_subject
-from dynamo_trtllm.request_plane.stream import PING, Batch, Envelope, Frame, Open
+from dynamo_trtllm.request_plane.server import control_subject
 from dynamo_trtllm.worker.loading import live_peers
 
 _ANSWERS = {"200", "400", "413", "429"}

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu import result
 from benchmarks.gpu.handoff_ends import End, Plan, Prompt, Reader, Times, device_of, hold, run_as_worker
-from dynamo_trtllm.engines.torch.staging import PIECE_BYTES
+from dynamo_trtllm.engines.torch.transfer_buffer import PIECE_BYTES
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 
 MIB = 1 << 20

@@ -20,7 +20,7 @@ import uvloop
 from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.staging import Parcel, Staging
+from dynamo_trtllm.engines.torch.transfer_buffer import Parcel, Staging
 from dynamo_trtllm.kv_transfer.base import Piece
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
 from dynamo_trtllm.kv_transfer.nixl import NixlCarrier

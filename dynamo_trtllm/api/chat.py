@@ -6,9 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
-from dynamo_trtllm.api.schemas import Schema, schema_text
-from dynamo_trtllm.api.wire import (
+from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     Id,
     Label,
@@ -23,6 +21,8 @@ from dynamo_trtllm.api.wire import (
     shown,
     unsupported,
 )
+from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
+from dynamo_trtllm.api.schemas import Schema, schema_text
 
 MAX_TOOLS = 512
 MAX_TOOLS_BYTES = 256 << 10  # of JSON, of all tools together

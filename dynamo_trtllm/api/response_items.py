@@ -10,7 +10,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from dynamo_trtllm.api.chat import Arguments
-from dynamo_trtllm.api.wire import MAX_ITEMS, Id, Label, List, LongText, Wire, invalid, kind_of, shown, unsupported
+from dynamo_trtllm.api.request_model import (
+    MAX_ITEMS,
+    Id,
+    Label,
+    List,
+    LongText,
+    Wire,
+    invalid,
+    kind_of,
+    shown,
+    unsupported,
+)
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

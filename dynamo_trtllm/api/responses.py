@@ -7,10 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from dynamo_trtllm.api.chat import MAX_TOOLS, MAX_TOOLS_BYTES, Description, Effort, Name, check_tools
-from dynamo_trtllm.api.response_items import InputItem
-from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
-from dynamo_trtllm.api.schemas import Schema, schema_text
-from dynamo_trtllm.api.wire import (
+from dynamo_trtllm.api.request_model import (
     MAX_ITEMS,
     MAX_TEXT,
     Id,
@@ -23,6 +20,9 @@ from dynamo_trtllm.api.wire import (
     shown,
     unsupported,
 )
+from dynamo_trtllm.api.response_items import InputItem
+from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
+from dynamo_trtllm.api.schemas import Schema, schema_text
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_INSTRUCTIONS = 256 << 10  # characters; every event that shows the response repeats them

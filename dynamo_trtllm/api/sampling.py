@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from dynamo_trtllm.api.wire import Body, Label, List, Object, Wire, invalid, kind_of, shown
+from dynamo_trtllm.api.request_model import Body, Label, List, Object, Wire, invalid, kind_of, shown
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000  # of one stop string

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import orjson
 from pydantic import BeforeValidator, Field
 
-from dynamo_trtllm.api.wire import LongText, Object, check_size, cut, invalid, kind_of, shown
+from dynamo_trtllm.api.request_model import LongText, Object, check_size, cut, invalid, kind_of, shown
 
 MAX_SCHEMA_BYTES: Final = 64 << 10
 MAX_DEPTH: Final = 48

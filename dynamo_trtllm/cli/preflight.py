@@ -17,14 +17,14 @@ from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.checkpoint import Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
-from dynamo_trtllm.engines.shapes import SHAPES
+from dynamo_trtllm.engines.known_models import SHAPES
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm import schema
+from dynamo_trtllm.engines.trtllm.api_manifests import Release, release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight import Load, RoleFacts, check_pair, check_role, memory_table
 from dynamo_trtllm.engines.trtllm.preflight.gpus import known_gpu
 from dynamo_trtllm.engines.trtllm.preflight.memory import handoff_s
-from dynamo_trtllm.engines.trtllm.releases import Release, release_for
 from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role

@@ -21,8 +21,8 @@ from dynamo_trtllm.discovery.backoff import Backoff
 from dynamo_trtllm.discovery.base import Event, Synced
 from dynamo_trtllm.discovery.etcd_lease import EtcdRegistration
 from dynamo_trtllm.discovery.etcd_store import Change, EtcdStore, Listing, TlsFiles
+from dynamo_trtllm.discovery.instance_cache import Mirror
 from dynamo_trtllm.discovery.keys import namespace_prefix
-from dynamo_trtllm.discovery.mirror import Mirror
 from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.errors import Unreachable
 from dynamo_trtllm.messages import Instance

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from dynamo_trtllm.discovery.base import Event, Synced
+from dynamo_trtllm.discovery.instance_cache import Mirror
 from dynamo_trtllm.discovery.keys import namespace_prefix
-from dynamo_trtllm.discovery.mirror import Mirror
 from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.messages import Instance
 

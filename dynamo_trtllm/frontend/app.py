@@ -15,14 +15,14 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
 from dynamo_trtllm.frontend.base import Catalog, Generates
 from dynamo_trtllm.frontend.endpoints import CHAT, TEXT
-from dynamo_trtllm.frontend.exchange import Generation
+from dynamo_trtllm.frontend.generate_endpoint import Generation
 from dynamo_trtllm.frontend.http import internal
+from dynamo_trtllm.frontend.request_handler import Edge
 from dynamo_trtllm.frontend.request_ids import RequestIds
-from dynamo_trtllm.frontend.responses.dialect import Responses
+from dynamo_trtllm.frontend.responses.adapter import Responses
+from dynamo_trtllm.frontend.responses.response_store import Shelf, store_limits
 from dynamo_trtllm.frontend.responses.routes import response_routes
-from dynamo_trtllm.frontend.responses.shelf import Shelf, store_limits
 from dynamo_trtllm.frontend.routes import Answers, docs, error_response, json_response, openapi
-from dynamo_trtllm.frontend.run import Edge
 from dynamo_trtllm.http_server.errors import answer
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.store import MemoryStore, Store

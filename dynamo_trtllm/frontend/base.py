@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance
 
 if TYPE_CHECKING:
-    from dynamo_trtllm.frontend.models import ServedModel
+    from dynamo_trtllm.frontend.model_registry import ServedModel
     from dynamo_trtllm.frontend.pipeline import Trace
-    from dynamo_trtllm.frontend.standing import Standing
+    from dynamo_trtllm.frontend.readiness import Standing
     from dynamo_trtllm.observability.metrics import FrontendMetrics
     from dynamo_trtllm.request_plane.base import Sink
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from dynamo_trtllm.frontend.postprocess import Piece
+from dynamo_trtllm.frontend.detokenizer import Piece
 from dynamo_trtllm.frontend.preprocess import Plan
 
 AHEAD = 16  # pieces per choice that wait for a client that reads slowly; then the choices wait

@@ -7,7 +7,7 @@ import msgspec
 from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, ToolMessage
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.options import CallMode, Options, ToolChoice, refuse
 from dynamo_trtllm.messages import Conversation, Message, ModelCard, Sampling, TokenIds, Tool, ToolCall
 

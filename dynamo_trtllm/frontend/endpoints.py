@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.frontend.answer import ChatFold, TextFold
-from dynamo_trtllm.frontend.dialect import Direct
+from dynamo_trtllm.frontend.aggregators import ChatFold, TextFold
+from dynamo_trtllm.frontend.api_adapter import Direct
 from dynamo_trtllm.frontend.preprocess import prepare_chat, prepare_text
 from dynamo_trtllm.frontend.sse import ChatEvents, TextEvents
 

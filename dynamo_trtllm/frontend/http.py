@@ -11,8 +11,8 @@ import orjson
 from starlette.types import Message, Receive, Scope, Send
 
 from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, RequestTimeout, UnsupportedMedia
+from dynamo_trtllm.http_server.body_writer import Writer
 from dynamo_trtllm.http_server.errors import answer
-from dynamo_trtllm.http_server.writer import Writer
 
 STALL_S = 30.0  # past its deadline, an answer is cut of which nothing was taken for so long
 

@@ -18,7 +18,7 @@ from dynamo_trtllm.config.load import exit_with, load, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.base import Alone, Colleagues
-from dynamo_trtllm.frontend.door import Door
+from dynamo_trtllm.frontend.startup_gate import Door
 from dynamo_trtllm.http_server.connection import http_server
 from dynamo_trtllm.network.listening import BACKLOG, listening, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
@@ -52,7 +52,7 @@ def main() -> None:
 
 def _run_crew(config: FrontendConfig) -> int:
     """Several processes; the exit status. Raises ConfigError when the port is taken, before any is started."""
-    from dynamo_trtllm.frontend.crew import Crew, held_port
+    from dynamo_trtllm.frontend.process_group import Crew, held_port
 
     with held_port(config) as port:
         _warn_if_exposed(config, port)
@@ -111,6 +111,6 @@ async def _work(config: FrontendConfig, door: Door, colleagues: Colleagues, stop
 
 def _load() -> KeepServing:
     """Takes most of the time of a start, and holds up no answer."""
-    from dynamo_trtllm.frontend.serving import keep_serving
+    from dynamo_trtllm.frontend.run_app import keep_serving
 
     return keep_serving

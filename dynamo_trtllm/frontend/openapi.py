@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import dynamo_trtllm
-from dynamo_trtllm.api.answers import ANSWERS, TEXT, Schema, ref
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.request_model import request_schemas
+from dynamo_trtllm.api.response_schemas import ANSWERS, TEXT, Schema, ref
 from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.api.wire import request_schemas
 from dynamo_trtllm.http_server.errors import RETRY_LATER, TABLE
 
 JSON: Final = "application/json"

@@ -32,9 +32,9 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     Unreachable,
 )
-from dynamo_trtllm.frontend.absent import Absent
-from dynamo_trtllm.frontend.recovery import Recovery, RecoveryLimits, is_refusal
-from dynamo_trtllm.frontend.verbs import PostedVerbs
+from dynamo_trtllm.frontend.background_control import PostedVerbs
+from dynamo_trtllm.frontend.cooldown import Absent
+from dynamo_trtllm.frontend.retry_state import Recovery, RecoveryLimits, is_refusal
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -46,7 +46,7 @@ from dynamo_trtllm.messages import (
     Reserve,
 )
 from dynamo_trtllm.request_plane.base import Plane, Sink
-from dynamo_trtllm.router.pairs import Pair, PairBook, PairState, pairs_of, spelled
+from dynamo_trtllm.router.pair_breakers import Pair, PairBook, PairState, pairs_of, spelled
 from dynamo_trtllm.router.policy import Placement, place
 from dynamo_trtllm.router.view import ClusterView, pairing_key
 

@@ -10,9 +10,9 @@ from typing import Any
 import orjson
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.answer import chat_logprobs, echoes, text_logprobs, tool_call_id, usage_object
-from dynamo_trtllm.frontend.dialect import Heading, Job, Stats
-from dynamo_trtllm.frontend.postprocess import Piece, Usage
+from dynamo_trtllm.frontend.aggregators import chat_logprobs, echoes, text_logprobs, tool_call_id, usage_object
+from dynamo_trtllm.frontend.api_adapter import Heading, Job, Stats
+from dynamo_trtllm.frontend.detokenizer import Piece, Usage
 from dynamo_trtllm.http_server.errors import answer
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 

@@ -21,8 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout
+from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, HeldHead, Turn
 from dynamo_trtllm.http_server.errors import answer
-from dynamo_trtllm.http_server.writer import WRITER, CycleWriter, HeldHead, Turn
 from dynamo_trtllm.network.listening import Acceptor, allow_files
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.errors import ConfigError, install_hint
-from dynamo_trtllm.launch.asking import NotYet, etcd_serves, is_taken, nats_serves, until
+from dynamo_trtllm.launch.readiness_checks import NotYet, etcd_serves, is_taken, nats_serves, until
 from dynamo_trtllm.subprocesses.child import Child
 from dynamo_trtllm.subprocesses.ports import free_ports
 from dynamo_trtllm.subprocesses.restart import describe

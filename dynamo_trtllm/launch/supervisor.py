@@ -13,11 +13,11 @@ from typing import Any
 
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.launch.asking import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.console import Console
+from dynamo_trtllm.launch.dependents import Release
+from dynamo_trtllm.launch.managed_process import Running
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
-from dynamo_trtllm.launch.readers import Release
-from dynamo_trtllm.launch.running import Running
+from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 from dynamo_trtllm.network.listening import bound

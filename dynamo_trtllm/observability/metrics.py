@@ -24,7 +24,7 @@ from prometheus_client.registry import Collector
 
 from dynamo_trtllm.messages import LegStats
 from dynamo_trtllm.observability.histogram import Cell, WeightedHistogram
-from dynamo_trtllm.observability.snapshot import Family, Sample, Snapshot
+from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
 
 PREFIX = "dynamo_trtllm_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

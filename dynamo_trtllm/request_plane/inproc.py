@@ -6,8 +6,8 @@ import asyncio
 import itertools
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
-from dynamo_trtllm.request_plane.link import Lost, Receive
-from dynamo_trtllm.request_plane.linked import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.transport import Lost, Receive
 
 
 class InprocLink:

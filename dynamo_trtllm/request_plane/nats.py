@@ -20,8 +20,8 @@ from nats.aio.transport import TcpTransport
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
-from dynamo_trtllm.request_plane.link import Lost, Receive
-from dynamo_trtllm.request_plane.linked import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.transport import Lost, Receive
 from dynamo_trtllm.sanitize import mask_address
 
 logger = logging.getLogger(__name__)

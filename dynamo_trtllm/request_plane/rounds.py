@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from dynamo_trtllm.request_plane.stream import Arrivals, Batch, Frame, Inbox
+from dynamo_trtllm.request_plane.frames import Arrivals, Batch, Frame, Inbox
 
 CHUNKS_PER_TURN = 1024  # 5 to 10 ms of work in a frontend
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dynamo_trtllm.errors import NoInstances, TicketMismatch
 from dynamo_trtllm.messages import Instance
-from dynamo_trtllm.router.pairs import Pair, PairBook
+from dynamo_trtllm.router.pair_breakers import Pair, PairBook
 from dynamo_trtllm.router.view import ModelView, pairing_key
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from dynamo_trtllm.kv_transfer.tickets import EQUAL_LAYOUT
+from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelCard, Role
 
 _REDUCED_VIEWS = 16  # cached by one view

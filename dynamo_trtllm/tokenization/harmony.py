@@ -23,8 +23,8 @@ from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, OutputParser
 from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
-from dynamo_trtllm.tokenization.known_texts import KnownTexts
 from dynamo_trtllm.tokenization.text import BytesTextParser, WholeTexts
+from dynamo_trtllm.tokenization.tokenization_cache import KnownTexts
 
 _RETURN: Final = 200002
 _CALL: Final = 200012

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.base import NOTHING_FORCED, Delta
-from dynamo_trtllm.tokenization.collected import Collected
+from dynamo_trtllm.tokenization.delta_builder import Collected
 from dynamo_trtllm.tokenization.harmony_header import Header, could_become_header, read_header
 from dynamo_trtllm.tokenization.text import WholeTexts
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL

@@ -13,11 +13,11 @@ import tokenizers
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, OutputParser
+from dynamo_trtllm.tokenization.chat_output_parser import SplitParser
 from dynamo_trtllm.tokenization.chat_template import ChatTemplates
-from dynamo_trtllm.tokenization.reasoning import END_THINK, THINK, ThinkSplit
-from dynamo_trtllm.tokenization.split import SplitParser
+from dynamo_trtllm.tokenization.reasoning_parser import END_THINK, THINK, ThinkSplit
 from dynamo_trtllm.tokenization.text import BytesTextParser, WholeTexts, WindowTextParser
-from dynamo_trtllm.tokenization.tool_calls import END_TOOL_CALL, TOOL_CALL, CallReader, HermesCalls, JsonCalls
+from dynamo_trtllm.tokenization.tool_call_parser import END_TOOL_CALL, TOOL_CALL, CallReader, HermesCalls, JsonCalls
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"

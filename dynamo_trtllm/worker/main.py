@@ -6,7 +6,7 @@ import logging
 
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import described
+from dynamo_trtllm.engines import print_config
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.worker.worker import Worker
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 def main() -> None:
     """Exit status: 0 after a drain, 2 for a bad configuration, 1 for anything that failed later."""
     try:
-        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=described.table).config
+        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=print_config.table).config
         observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
         if config.dump_config_to is not None:
-            described.dump(config, config.dump_config_to)
+            print_config.dump(config, config.dump_config_to)
         Worker(config).run()
     except ConfigError as exc:
         exit_with(PROG, exc)

@@ -34,7 +34,7 @@ from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolv
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import Serving
-from dynamo_trtllm.request_plane.linked import PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import card, loading
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits

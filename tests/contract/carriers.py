@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.kv_transfer.base import Carrier
-from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.kv_transfer.create import select_carrier
 from tests.waiting import SOON_S
 
 KINDS = ("loopback", "tcp", "nixl")

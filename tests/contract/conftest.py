@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.request_plane.base import Plane
+from dynamo_trtllm.request_plane.client import LinkPlane
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.request_plane.linked import LinkPlane
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.serving import LinkServing
+from dynamo_trtllm.request_plane.server import LinkServing
 from tests.contract.plane_bench import LIMITS, Bench, Network
 from tests.standin import hurry, playing
 from tests.tiny_models import save_tiny_gpt_oss, save_tiny_llama

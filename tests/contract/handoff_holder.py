@@ -8,8 +8,8 @@ import random
 import sys
 
 from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.create import select_carrier
 from dynamo_trtllm.kv_transfer.memory import address_of
-from dynamo_trtllm.kv_transfer.select import select_carrier
 
 
 def content(seed: str, num_bytes: int) -> bytearray:

@@ -24,7 +24,7 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.request_plane.linked import PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from tests.waiting import SOON_S
 
 LIMITS = PlaneLimits(ack_timeout_s=SOON_S, ping_interval_s=0.6, max_pending_tokens=2000)

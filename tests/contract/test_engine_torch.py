@@ -152,7 +152,7 @@ async def test_step_when_it_breaks_then_streams_fail_and_check_raises(
         def broken(*_: Any) -> None:
             raise RuntimeError("no such kernel")
 
-        monkeypatch.setattr("dynamo_trtllm.engines.torch.batcher.choose", broken)
+        monkeypatch.setattr("dynamo_trtllm.engines.torch.scheduler.choose", broken)
         with pytest.raises(EngineFailed, match="no such kernel"):
             await answer(engine, prompt_of(20))
         with pytest.raises(EngineFailed, match="no such kernel"):

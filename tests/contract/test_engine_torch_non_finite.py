@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch import batcher
+from dynamo_trtllm.engines.torch import scheduler
 from dynamo_trtllm.engines.torch.engine import TorchEngine
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.sampler import Row, choose
@@ -48,7 +48,7 @@ def spoil_outputs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor
             spoil(made, row)
         return choose(logits, rows, finite)
 
-    monkeypatch.setattr(batcher, "choose", spoiled)
+    monkeypatch.setattr(scheduler, "choose", spoiled)
 
 
 def nothing_finite(made: torch.Tensor, row: Row) -> None:
@@ -164,7 +164,7 @@ class Poison:
         self._random = random.Random(5)
         self.put: Counter[str] = Counter()
         for engine in (prefill, decode):
-            step = batcher.Batcher._step.__get__(engine._batcher)
+            step = scheduler.Batcher._step.__get__(engine._batcher)
             monkeypatch.setattr(engine._batcher, "_step", lambda step=step, engine=engine: self._before(engine, step))
         assert prefill._memory is not None
         assert prefill._memory.staging is not None
@@ -220,7 +220,7 @@ async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned
                     seen[exc.code] += 1
             raise AssertionError("nine attempts failed")
 
-    monkeypatch.setattr(batcher, "_MOST_NON_FINITE", count)
+    monkeypatch.setattr(scheduler, "_MOST_NON_FINITE", count)
     async with started(prefill, decode):
         clean = await asyncio.gather(*(retried(number) for number in range(35)))
         assert seen == {}

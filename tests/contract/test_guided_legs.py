@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.torch import guided
+from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.errors import EngineRefused
 from dynamo_trtllm.messages import FinishReason, Guided, GuidedAlternative, Phase, Role, token_ids
 from tests.engines import answer, ask, check_nothing_left, collect, make, prompt_of, started, tokens, two_legs
@@ -126,7 +126,7 @@ async def test_guided_when_llguidance_or_a_tokenizer_is_missing_then_the_engine_
             await answer(engine, prompt_of(9), guided=form())
     finally:
         await engine.aclose()
-    monkeypatch.setattr(guided, "is_available", lambda: False)
+    monkeypatch.setattr(grammar, "is_available", lambda: False)
     engine = make("torch", folder, Role.AGGREGATED)
     try:
         assert "guided" in (await engine.start()).refuses

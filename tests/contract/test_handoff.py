@@ -18,7 +18,7 @@ import pytest
 
 from dynamo_trtllm.errors import HandoffError, HandoffTimeout, TransferFailed
 from dynamo_trtllm.kv_transfer.base import Piece
-from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.kv_transfer.create import select_carrier
 from tests.contract.carriers import KINDS, Side, Start, count_registrations, starting
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S

@@ -17,7 +17,7 @@ from benchmarks.chaos.rogue import flipped
 from dynamo_trtllm.errors import HandoffError, TransferFailed
 from dynamo_trtllm.kv_transfer.base import Carrier, Piece
 from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, ChecksumMode
-from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.kv_transfer.create import select_carrier
 from tests.contract.carriers import KINDS
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
-from dynamo_trtllm.kv_transfer.nixl import NixlCarrier, moving, peers
+from dynamo_trtllm.kv_transfer.nixl import NixlCarrier, poller, remote_agents
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
 
@@ -35,7 +35,7 @@ async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlCarrier, NixlCarri
 async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_still_arrive(
     pair: tuple[NixlCarrier, NixlCarrier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "PEER_LOADS", 3)
+    monkeypatch.setattr(remote_agents, "PEER_LOADS", 3)
     holder, reader = pair
     known, kept = [], []
     for i in range(7):
@@ -114,7 +114,7 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
         while not freed.is_set():
             yield 0.01
 
-    others = [reader._fetching.submit(slow()) for _ in range(moving.FETCHES_AT_ONCE)]
+    others = [reader._fetching.submit(slow()) for _ in range(poller.FETCHES_AT_ONCE)]
     late = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=0.1))
     gone = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=30))
     await asyncio.sleep(0.05)

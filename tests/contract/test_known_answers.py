@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.frontend.canary import Canaries, CanaryOptions
+from dynamo_trtllm.frontend.pair_probe import Canaries, CanaryOptions
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.kv_transfer.base import Carrier, Piece
 from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
@@ -23,7 +23,7 @@ from dynamo_trtllm.kv_transfer.tcp import TcpCarrier
 from dynamo_trtllm.messages import GenerateRequest, ModelCard, Role, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook, PairState
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService

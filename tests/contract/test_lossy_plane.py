@@ -26,11 +26,11 @@ from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.request_plane.linked import LinkPlane, PlaneLimits
-from dynamo_trtllm.request_plane.serving import LinkServing
-from dynamo_trtllm.request_plane.stream import PING, Batch, Frame
-from dynamo_trtllm.router.pairs import BreakerLimits, PairBook
+from dynamo_trtllm.request_plane.server import LinkServing
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService

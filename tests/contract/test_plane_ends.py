@@ -21,8 +21,8 @@ from dynamo_trtllm.messages import (
     Release,
     ReleaseOutcome,
 )
-from dynamo_trtllm.request_plane.serving import control_subject
-from dynamo_trtllm.request_plane.stream import PING, Envelope, Open
+from dynamo_trtllm.request_plane.frames import PING, Envelope, Open
+from dynamo_trtllm.request_plane.server import control_subject
 from tests.contract.plane_bench import (
     SUBJECT,
     Bench,

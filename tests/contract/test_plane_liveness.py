@@ -18,8 +18,8 @@ from dynamo_trtllm.errors import (
     Unreachable,
 )
 from dynamo_trtllm.messages import Chunk, FileRequest, FinishReason, GenerateRequest, token_ids
-from dynamo_trtllm.request_plane.serving import LinkServing
-from dynamo_trtllm.request_plane.stream import PING, Answer, Batch, Cancel, Envelope, Frame, Open, Ping, StreamReport
+from dynamo_trtllm.request_plane.frames import PING, Answer, Batch, Cancel, Envelope, Frame, Open, Ping, StreamReport
+from dynamo_trtllm.request_plane.server import LinkServing
 from tests.contract.plane_bench import (
     LIMITS,
     SUBJECT,

@@ -10,8 +10,8 @@ import pytest
 from dynamo_trtllm.codec import decode
 from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Release, ReleaseOutcome
-from dynamo_trtllm.request_plane.serving import LinkServing
-from dynamo_trtllm.request_plane.stream import PING, Batch, Cancel, Envelope
+from dynamo_trtllm.request_plane.frames import PING, Batch, Cancel, Envelope
+from dynamo_trtllm.request_plane.server import LinkServing
 from tests.contract.plane_bench import (
     LIMITS,
     SUBJECT,

@@ -21,9 +21,9 @@ from dynamo_trtllm.messages import (
     token_ids,
     wire_mismatch,
 )
-from dynamo_trtllm.request_plane.link import Link, Listening, Receive
-from dynamo_trtllm.request_plane.serving import control_subject
-from dynamo_trtllm.request_plane.stream import PING, Answer, Batch, Failure, Frame, Open
+from dynamo_trtllm.request_plane.frames import PING, Answer, Batch, Failure, Frame, Open
+from dynamo_trtllm.request_plane.server import control_subject
+from dynamo_trtllm.request_plane.transport import Link, Listening, Receive
 from tests.contract.plane_bench import (
     LIMITS,
     SUBJECT,

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.releases import Presence, Release, release_for
-from dynamo_trtllm.engines.trtllm.vendor import NEEDED, OPTIONAL
+from dynamo_trtllm.engines.trtllm.api_manifests import Presence, Release, release_for
+from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
 from dynamo_trtllm.errors import EngineError
 from dynamo_trtllm.messages import Guided, GuidedAlternative, Role
 from tests.engines import answer, ask, check_stats, collect, make, prompt_of, started, stats, two_legs

@@ -15,11 +15,11 @@ from dynamo_trtllm.engines.base import Engine, HasStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.frontend.base import Alone
 from dynamo_trtllm.frontend.main import serve
-from dynamo_trtllm.frontend.models import Models
+from dynamo_trtllm.frontend.model_registry import Models
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
 from dynamo_trtllm.network.listening import listening
-from dynamo_trtllm.request_plane.linked import PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker import Worker

@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.errors import DeadlineExceeded, HandoffTimeout, Overloaded, TicketMismatch
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Phase, Release, ReleaseOutcome, Role
-from dynamo_trtllm.request_plane.serving import LinkServing
+from dynamo_trtllm.request_plane.server import LinkServing
 from dynamo_trtllm.worker.admission import Admission
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, request, until

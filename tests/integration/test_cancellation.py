@@ -13,7 +13,7 @@ from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffError
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
-from dynamo_trtllm.request_plane.stream import Batch
+from dynamo_trtllm.request_plane.frames import Batch
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, request, until
 from tests.waiting import SOON_S

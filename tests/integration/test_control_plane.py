@@ -16,7 +16,7 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
 from dynamo_trtllm.frontend.pipeline import PipelineOptions
 from dynamo_trtllm.messages import Chunk
-from dynamo_trtllm.request_plane.linked import PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, pairs, until

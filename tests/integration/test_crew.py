@@ -15,9 +15,9 @@ import pytest
 from dynamo_trtllm import codec
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend import crew as crew_module
-from dynamo_trtllm.frontend.channel import Served, _Message
-from dynamo_trtllm.frontend.crew import Crew
+from dynamo_trtllm.frontend import process_group as crew_module
+from dynamo_trtllm.frontend.control_pipe import Served, _Message
+from dynamo_trtllm.frontend.process_group import Crew
 from tests.waiting import SOON_S
 
 # A member in few words: it says that it serves, as `Channel` spells it, and does as it is told.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import handoff, result
-from dynamo_trtllm.engines.torch.staging import Staging
+from dynamo_trtllm.engines.torch.transfer_buffer import Staging
 
 pytestmark = pytest.mark.timeout(120)  # two processes import torch
 

@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unreachable
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, token_ids
 from dynamo_trtllm.request_plane import nats as nats_plane
-from dynamo_trtllm.request_plane.linked import PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsLink, NatsPlane
 from tests.integration.plane_peer import make_request
 from tests.servers import TestServer

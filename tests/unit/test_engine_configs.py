@@ -8,9 +8,9 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.trtllm import kernels
+from dynamo_trtllm.engines.trtllm.api_manifests import Presence, releases
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
-from dynamo_trtllm.engines.trtllm.releases import Presence, releases
-from dynamo_trtllm.engines.trtllm.vendor import NEEDED
+from dynamo_trtllm.engines.trtllm.bindings import NEEDED
 from dynamo_trtllm.errors import ConfigError
 from tests import not_read
 

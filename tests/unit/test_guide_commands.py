@@ -14,8 +14,8 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.engines.trtllm.api_manifests import releases
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.releases import releases
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role

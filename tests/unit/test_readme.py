@@ -18,8 +18,8 @@ from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs
+from dynamo_trtllm.engines.trtllm.api_manifests import newest
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.releases import newest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -25,10 +25,10 @@ from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.mock.steps import Sequence, Steps
 from dynamo_trtllm.errors import EngineFailed, EngineRefused, TicketMismatch
-from dynamo_trtllm.kv_transfer import tickets
+from dynamo_trtllm.kv_transfer import params
 from dynamo_trtllm.kv_transfer.base import Carrier, Piece
-from dynamo_trtllm.kv_transfer.fetching import Destination, Within, fetch
-from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.kv_transfer.deadlines import Destination, Within, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -138,7 +138,7 @@ class MockEngine:
 
     async def _redeem(self, sequence: Sequence, ticket: HandoffTicket) -> Chunk:
         """Fetches the seed and replays the first tokens."""
-        tickets.check(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
+        params.check(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
             raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
         kv_bytes = self._prompt_blocks(len(sequence.request.token_ids)) * _KV_WORDS * array("I").itemsize
@@ -186,7 +186,7 @@ class MockEngine:
             self.release(ticket_id, ReleaseOutcome.REFUSED)
             raise
         return HandoffTicket(
-            version=tickets.TICKET_VERSION,
+            version=params.TICKET_VERSION,
             ticket_id=ticket_id,
             engine="mock",
             model=self._model,

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
-from dynamo_trtllm.engines.torch import guided
+from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import torch_args
-from dynamo_trtllm.engines.torch.batcher import Batcher, BatchLimits, Memory
-from dynamo_trtllm.engines.torch.desk import Desk
-from dynamo_trtllm.engines.torch.jobs import Delivery, Event, Gathered, Job, Reserved, Retired
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.shaping import shaping_for
-from dynamo_trtllm.engines.torch.staging import Staging
+from dynamo_trtllm.engines.torch.kv_connector import Desk
+from dynamo_trtllm.engines.torch.logits_processor import shaping_for
+from dynamo_trtllm.engines.torch.scheduler import Batcher, BatchLimits, Memory
+from dynamo_trtllm.engines.torch.sequence import Delivery, Event, Gathered, Job, Reserved, Retired
+from dynamo_trtllm.engines.torch.transfer_buffer import Staging
 from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, EngineRefused, NonFinite
 from dynamo_trtllm.kv_transfer.base import Carrier
-from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.kv_transfer.create import select_carrier
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -69,7 +69,7 @@ class TorchEngine:
         self._jobs: set[Job] = set()  # until the batcher says that their blocks are free
         self._batcher: Batcher | None = None
         self._memory: Memory | None = None
-        self._guides: guided.Guides | None = None
+        self._guides: grammar.Guides | None = None
         self._info: EngineInfo | None = None
         self._ended: EngineFailed | None = None
         self._idle = asyncio.Event()
@@ -115,8 +115,8 @@ class TorchEngine:
             prefill_chunk_tokens=args.prefill_chunk_tokens,
             num_threads=sizing.num_threads(model, args),
         )
-        if model.tokenizer is not None and guided.is_available():
-            self._guides = guided.Guides(
+        if model.tokenizer is not None and grammar.is_available():
+            self._guides = grammar.Guides(
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
             )
         pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
@@ -269,7 +269,7 @@ class TorchEngine:
             job.seed, job.piece_bytes = self._desk.redeem(request, info.layout, kv_bytes=kv_bytes)
         return job
 
-    async def _guide(self, sampling: Sampling, job: Job) -> guided.Guide | None:
+    async def _guide(self, sampling: Sampling, job: Job) -> grammar.Guide | None:
         """Raises EngineRefused for a form that can't be followed, before anything is computed for the request."""
         if sampling.guided is None:
             return None

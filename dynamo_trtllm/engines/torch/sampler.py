@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch.shaping import Shaping
+from dynamo_trtllm.engines.torch.logits_processor import Shaping
 from dynamo_trtllm.messages import Sampling, TokenLogprob
 
 _MASK = (1 << 64) - 1

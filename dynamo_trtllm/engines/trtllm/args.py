@@ -17,9 +17,9 @@ from dynamo_trtllm.engines.arguments import Described, file_layer, flag_layers, 
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.trtllm import kernels, schema
+from dynamo_trtllm.engines.trtllm.api_manifests import Presence, Release
+from dynamo_trtllm.engines.trtllm.deprecated_args import translate
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile
-from dynamo_trtllm.engines.trtllm.releases import Presence, Release
-from dynamo_trtllm.engines.trtllm.spellings import translate
 from dynamo_trtllm.errors import ConfigError
 
 # Our flag -> their argument.

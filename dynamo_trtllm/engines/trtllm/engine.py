@@ -15,17 +15,17 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
-from dynamo_trtllm.engines.held import Terms
+from dynamo_trtllm.engines.external import NO_STATS, LibraryEngine, Times
 from dynamo_trtllm.engines.loading import Loading
+from dynamo_trtllm.engines.pending_transfers import Terms
 from dynamo_trtllm.engines.trtllm import kernels, settings
+from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.flight import VENDOR_ERRORS
+from dynamo_trtllm.engines.trtllm.bindings import Vendor, installed_version, load_vendor, release_line
+from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.releases import release_for
-from dynamo_trtllm.engines.trtllm.serving import Serving
-from dynamo_trtllm.engines.trtllm.vendor import Vendor, installed_version, load_vendor, release_line
-from dynamo_trtllm.engines.vendored import NO_STATS, LibraryEngine, Times
+from dynamo_trtllm.engines.trtllm.session import Serving
 from dynamo_trtllm.engines.weights import weight_bytes
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from dynamo_trtllm.config.wording import nearest
-from dynamo_trtllm.engines.trtllm.releases import Field, Presence, Release, in_development, releases
+from dynamo_trtllm.engines.trtllm.api_manifests import Field, Presence, Release, in_development, releases
 from dynamo_trtllm.errors import ConfigError
 
 ROOT = "TorchLlmArgs"

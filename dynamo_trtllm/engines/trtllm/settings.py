@@ -9,13 +9,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from dynamo_trtllm.engines.asking import HARMONY_STOP_IDS
 from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.request_checks import HARMONY_STOP_IDS
+from dynamo_trtllm.engines.trtllm.api_manifests import Presence, Release
+from dynamo_trtllm.engines.trtllm.bindings import Capabilities
 from dynamo_trtllm.engines.trtllm.preflight import facts as preflight
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
-from dynamo_trtllm.engines.trtllm.releases import Presence, Release
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, Rules
-from dynamo_trtllm.engines.trtllm.vendor import Capabilities
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Limits, Phase
 

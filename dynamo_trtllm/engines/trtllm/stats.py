@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dynamo_trtllm.engines.trtllm.flight import VENDOR_ERRORS
-from dynamo_trtllm.engines.vendored import Counts
+from dynamo_trtllm.engines.external import Counts
+from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS
 
 _log = logging.getLogger(__name__)
 _TIMEOUT_S = 2.0

@@ -26,12 +26,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.vllm import side_channel, vendor
+from dynamo_trtllm.engines.vllm import bindings, side_channel
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, tokens_to_read
 
 _log = logging.getLogger(__name__)
-_Base: Any = vendor.nixl_connector()
-_parts = vendor.scheduler_parts()
+_Base: Any = bindings.nixl_connector()
+_parts = bindings.scheduler_parts()
 
 
 @dataclass
@@ -128,6 +128,6 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
     return late | meta.request_ids if isinstance(meta, FailedReads) else late
 
 
-for each in vendor.forgetful_managers():
+for each in bindings.forgetful_managers():
     _keep_what_the_last_token_sees(each)
 _end_failed_reads(_parts.scheduler)

@@ -16,14 +16,14 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint
-from dynamo_trtllm.engines.held import Terms
+from dynamo_trtllm.engines.external import NO_STATS, LibraryEngine, Times
 from dynamo_trtllm.engines.loading import Loading
-from dynamo_trtllm.engines.vendored import NO_STATS, LibraryEngine, Times
+from dynamo_trtllm.engines.pending_transfers import Terms
 from dynamo_trtllm.engines.vllm import preflight, settings, side_channel
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.engines.vllm.serving import Serving
+from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, Vendor, installed_version, load_vendor
+from dynamo_trtllm.engines.vllm.session import Serving
 from dynamo_trtllm.engines.vllm.stats import StepStats
-from dynamo_trtllm.engines.vllm.vendor import VENDOR_ERRORS, Vendor, installed_version, load_vendor
 from dynamo_trtllm.engines.weights import weight_bytes
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.network.addresses import LOOPBACK

@@ -15,7 +15,7 @@ import sys
 import threading
 from typing import Any
 
-from dynamo_trtllm.engines.vllm import made_up
+from dynamo_trtllm.engines.vllm import dummy_weights
 
 
 class WorkerExtension:
@@ -60,10 +60,10 @@ def _die_after(watched: int, pid: int) -> None:
 
 def _connector_worker() -> Any:
     """NixlConnector's half in this process; None where there is no connector."""
-    from dynamo_trtllm.engines.vllm.vendor import kv_transfer_group
+    from dynamo_trtllm.engines.vllm.bindings import kv_transfer_group
 
     return getattr(kv_transfer_group(), "connector_worker", None)
 
 
 if "vllm.v1.worker.worker_base" in sys.modules:  # one of vLLM's workers, which loads this module before any weight
-    made_up.install()
+    dummy_weights.install()

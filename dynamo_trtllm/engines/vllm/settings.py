@@ -9,8 +9,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from dynamo_trtllm.engines.asking import HARMONY_STOP_IDS
 from dynamo_trtllm.engines.checkpoint import Checkpoint
+from dynamo_trtllm.engines.request_checks import HARMONY_STOP_IDS
 from dynamo_trtllm.engines.vllm.args import VllmArgs
 from dynamo_trtllm.engines.vllm.requests import Rules
 from dynamo_trtllm.engines.vllm.side_channel import SideChannel, extra_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dynamo_trtllm.engines.vendored import Counts
+from dynamo_trtllm.engines.external import Counts
 
 
 class SchedulerStats(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dynamo_trtllm.api.responses import AllowedTools, NamedTool, ResponseRequest
 from dynamo_trtllm.frontend.conversation import sampling_of
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.options import CallMode, Options, ToolChoice
 from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_conversation
 from dynamo_trtllm.frontend.responses.items import Item, messages_of

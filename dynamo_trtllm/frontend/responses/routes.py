@@ -13,9 +13,9 @@ from starlette.routing import Route
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, ResponseNotFound, UnsupportedParameter
 from dynamo_trtllm.frontend.admission import Running
-from dynamo_trtllm.frontend.responses.answer import Answer
-from dynamo_trtllm.frontend.responses.dialect import Responses
-from dynamo_trtllm.frontend.responses.shelf import Shelf
+from dynamo_trtllm.frontend.responses.adapter import Responses
+from dynamo_trtllm.frontend.responses.response_builder import Answer
+from dynamo_trtllm.frontend.responses.response_store import Shelf
 from dynamo_trtllm.http_server.errors import answer
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]

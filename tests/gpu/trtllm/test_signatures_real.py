@@ -6,8 +6,8 @@ import importlib
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm.releases import release_for
-from dynamo_trtllm.engines.trtllm.vendor import load_vendor
+from dynamo_trtllm.engines.trtllm.api_manifests import release_for
+from dynamo_trtllm.engines.trtllm.bindings import load_vendor
 from tests.gpu.trtllm.signatures import argument_differences, differences
 
 pytestmark = [pytest.mark.gpu, pytest.mark.trtllm, pytest.mark.timeout(600)]

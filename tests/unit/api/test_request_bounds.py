@@ -11,9 +11,7 @@ from pydantic import ValidationError
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.responses import ResponseRequest
-from dynamo_trtllm.api.schemas import check_schema
-from dynamo_trtllm.api.wire import (
+from dynamo_trtllm.api.request_model import (
     MAX_CONTAINERS,
     MAX_ITEMS,
     MAX_KEYS,
@@ -23,6 +21,8 @@ from dynamo_trtllm.api.wire import (
     parse,
     request_schemas,
 )
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.api.schemas import check_schema
 from dynamo_trtllm.errors import InvalidRequest
 
 BODIES: tuple[type[Body], ...] = (ChatRequest, CompletionRequest, ResponseRequest)

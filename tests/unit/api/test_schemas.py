@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from dynamo_trtllm.api.chat import ChatRequest
-from dynamo_trtllm.api.wire import parse
+from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.errors import InvalidRequest
 
 NODE = {"$defs": {"node": {"type": ["object", "null"], "properties": {"next": {"$ref": "#/$defs/node"}}}}}

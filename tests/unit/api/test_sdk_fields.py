@@ -15,8 +15,8 @@ from openai.types.shared_params.response_format_json_schema import JSONSchema
 from dynamo_trtllm.api import chat as wire_chat
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
+from dynamo_trtllm.api.request_model import Wire, parse
 from dynamo_trtllm.api.sampling import StreamOptions
-from dynamo_trtllm.api.wire import Wire, parse
 from dynamo_trtllm.errors import UnsupportedParameter
 
 PAIRS: list[tuple[Any, type[Wire]]] = [

@@ -57,7 +57,7 @@ def test_bases_when_resolved_then_pinned(path: Path) -> None:
 def test_bases_when_read_then_the_images_that_the_guides_build_on() -> None:
     of = {path.suffix[1:]: arguments(path) for path in CONTAINERFILES}
     assert of["trtllm"]["BASE_IMAGE"] == "nvcr.io/nvidia/tensorrt-llm/release"
-    assert (ROOT / f"dynamo_trtllm/engines/trtllm/releases/{of['trtllm']['BASE_IMAGE_TAG']}.json").is_file()
+    assert (ROOT / f"dynamo_trtllm/engines/trtllm/api_manifests/{of['trtllm']['BASE_IMAGE_TAG']}.json").is_file()
     (vllm,) = [each for each in EXTRAS["vllm"] if each.startswith("vllm")]
     low = re.search(r">=(\d+\.\d+)", vllm)
     assert low is not None

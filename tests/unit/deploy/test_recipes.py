@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from dynamo_trtllm import __version__
-from dynamo_trtllm.engines.described import described
+from dynamo_trtllm.engines.print_config import described
+from dynamo_trtllm.engines.trtllm.api_manifests import releases
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.releases import releases
 from dynamo_trtllm.frontend.openapi import document
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.worker.health import Health, health_app

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint, read_checkpoint
-from dynamo_trtllm.engines.shapes import SHAPES
+from dynamo_trtllm.engines.known_models import SHAPES
 from dynamo_trtllm.engines.weights import weight_bytes
 from dynamo_trtllm.errors import ConfigError
 

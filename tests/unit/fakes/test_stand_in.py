@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm.releases import release_for
+from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from tests.gpu.trtllm.signatures import differences
 from tests.standin import RELEASES, playing
 from tests.tiny_models import save_tiny_gpt_oss

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import models as tokenizer_models
 from tokenizers import pre_tokenizers
 
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.worker.service import PIECE_BYTES
 from tests.unit.frontend.holders import TEMPLATE, Frontend
 from tests.unit.frontend.legs import Cluster

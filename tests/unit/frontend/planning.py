@@ -12,8 +12,8 @@ import orjson
 
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.wire import parse
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.api.request_model import parse
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_chat, prepare_text
 from dynamo_trtllm.messages import ModelCard
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer

@@ -11,9 +11,9 @@ import msgspec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.frontend.standing import Standing
+from dynamo_trtllm.frontend.readiness import Standing
 from dynamo_trtllm.messages import (
     Chunk,
     Conversation,

@@ -15,8 +15,8 @@ import pytest
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.choices import AHEAD, likeliest, together
+from dynamo_trtllm.frontend.detokenizer import Piece
 from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.frontend.postprocess import Piece
 from dynamo_trtllm.frontend.preprocess import Plan
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.request_plane.base import Sink

@@ -13,7 +13,7 @@ import pytest
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.http_server.writer import WRITER, CycleWriter, HeldHead, Turn
+from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, HeldHead, Turn
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
 from dynamo_trtllm.request_plane.base import Sink
 from tests.unit.frontend.legs import FINISHED, Cluster, request

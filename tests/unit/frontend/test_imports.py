@@ -10,7 +10,7 @@ import pytest
 ENGINES = {"torch", "transformers", "numpy", "nixl", "vllm", "tensorrt_llm", "safetensors"}
 OF_MODELS = {"openai_harmony", "tiktoken", "tokenizers", "jinja2"}  # the first card that names a renderer imports it
 LATER = {"nats", "grpc", "etcd3aio", "google", "prometheus_client", "starlette.applications", "yaml"}
-OURS_LATER = {"dynamo_trtllm.api.chat", "dynamo_trtllm.frontend.pipeline", "dynamo_trtllm.frontend.serving"}
+OURS_LATER = {"dynamo_trtllm.api.chat", "dynamo_trtllm.frontend.pipeline", "dynamo_trtllm.frontend.run_app"}
 
 
 def imported(module: str) -> set[str]:
@@ -24,7 +24,7 @@ def imported(module: str) -> set[str]:
     ("module", "not_yet"),
     [
         ("dynamo_trtllm.frontend.main", ENGINES | OF_MODELS | LATER | OURS_LATER),
-        ("dynamo_trtllm.frontend.serving", ENGINES | OF_MODELS | {"yaml"}),
+        ("dynamo_trtllm.frontend.run_app", ENGINES | OF_MODELS | {"yaml"}),
     ],
 )
 def test_imports_when_a_stage_of_the_start_is_loaded_then_no_heavier_one_is(module: str, not_yet: set[str]) -> None:

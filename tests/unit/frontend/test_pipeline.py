@@ -33,7 +33,7 @@ from dynamo_trtllm.messages import (
     Role,
     token_ids,
 )
-from dynamo_trtllm.router.pairs import BreakerLimits, PairBook, PairState
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook, PairState
 from tests.unit.frontend.legs import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, handoff, request
 from tests.waiting import SOON_S
 

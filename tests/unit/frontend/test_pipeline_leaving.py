@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
-from dynamo_trtllm.frontend.absent import ABSENT_S, Absent
+from dynamo_trtllm.frontend.cooldown import ABSENT_S, Absent
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
 from dynamo_trtllm.messages import Release, ReleaseOutcome, Role
 from dynamo_trtllm.router.policy import Placement

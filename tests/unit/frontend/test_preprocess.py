@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
 from dynamo_trtllm.frontend import preprocess
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.options import Options
 from dynamo_trtllm.frontend.preprocess import prepare_conversation
 from dynamo_trtllm.messages import Conversation, Message, Sampling, SamplingDefaults

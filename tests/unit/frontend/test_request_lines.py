@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.observability.logging import TextFormatter
 from tests.unit.frontend.legs import FINISHED, Cluster

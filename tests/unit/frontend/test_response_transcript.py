@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_trtllm.frontend.postprocess import Piece
+from dynamo_trtllm.frontend.detokenizer import Piece
 from dynamo_trtllm.frontend.responses.items import messages_of
-from dynamo_trtllm.frontend.responses.transcript import Growth, Transcript
+from dynamo_trtllm.frontend.responses.output_builder import Growth, Transcript
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import ToolCallDelta
 from tests.unit.frontend.responses_client import EVENT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from dynamo_trtllm.frontend.responses import dialect, shelf
+from dynamo_trtllm.frontend.responses import adapter, response_store
 from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
 from dynamo_trtllm.request_plane.store import MemoryStore
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
@@ -161,7 +161,7 @@ async def test_text_format_then_the_engine_is_held_to_it_and_it_is_echoed() -> N
 
 
 async def test_long_conversation_then_rendered_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dialect, "THREAD_CHARS", 30)
+    monkeypatch.setattr(adapter, "THREAD_CHARS", 30)
     served = front(stop("x"))
     rendered_in: list[str] = []
     render = served.catalog.renderer.render
@@ -192,10 +192,10 @@ async def test_references_when_they_are_many_then_each_response_is_read_once_and
     references = [{"id": response["output"][0]["id"]}] * 10
     await made(served, input=references)
     assert reads == [response["id"]]
-    monkeypatch.setattr(shelf, "MAX_REFERRED_BYTES", 100)
+    monkeypatch.setattr(response_store, "MAX_REFERRED_BYTES", 100)
     refused = await ask(served, "POST", PATH, json=body(input=references))
     assert "more than 100 bytes" in check_error(refused, 400, "invalid_request", "input[0].id")
     monkeypatch.undo()
-    monkeypatch.setattr(dialect, "MAX_TEXT", 20)
+    monkeypatch.setattr(adapter, "MAX_TEXT", 20)
     refused = await ask(served, "POST", PATH, json=body(input=references))
     assert "50 characters" in check_error(refused, 400, "invalid_request", "input")

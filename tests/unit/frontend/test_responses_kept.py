@@ -13,8 +13,8 @@ from openai.types.responses import Response
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.responses import shelf
-from dynamo_trtllm.frontend.responses.shelf import store_limits
+from dynamo_trtllm.frontend.responses import response_store
+from dynamo_trtllm.frontend.responses.response_store import store_limits
 from dynamo_trtllm.request_plane.store import MemoryStore
 from tests.unit.frontend.responses_client import (
     EVENT,
@@ -287,7 +287,7 @@ async def test_response_when_its_write_fails_then_logged_counted_and_gone(
 
 
 async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf, "_CLOSE_S", 0.01)
+    monkeypatch.setattr(response_store, "_CLOSE_S", 0.01)
     served = over(SlowStore())
     await made(served)
     await served.app.state.close_responses()
@@ -297,7 +297,7 @@ async def test_store_when_it_does_not_end_a_write_then_closing_is_bounded(monkey
 async def test_answer_when_many_bytes_are_being_written_then_it_waits_for_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shelf, "_PENDING_BYTES", 1)
+    monkeypatch.setattr(response_store, "_PENDING_BYTES", 1)
     store = SlowStore()
     making = asyncio.create_task(made(over(store)))
     while not store.puts:  # noqa: ASYNC110  # a store has no event for it

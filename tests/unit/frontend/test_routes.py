@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from dynamo_trtllm.frontend.standing import RejectedRow
+from dynamo_trtllm.frontend.readiness import RejectedRow
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
 from tests.unit.frontend.scripted import MODEL, Front, front

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
-from dynamo_trtllm.frontend.models import ServedModel
+from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.pipeline import Trace
 from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.request_plane.base import Sink

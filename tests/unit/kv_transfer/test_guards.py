@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-from dynamo_trtllm.kv_transfer.nixl.guards import Guard, Guards, place_of_word
+from dynamo_trtllm.kv_transfer.nixl.validity import Guard, Guards, place_of_word
 
 
 def say(holder: Guards, slot: int, reader: Guards, own: int) -> None:

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.nixl.moving import FETCHES_AT_ONCE, Mover
+from dynamo_trtllm.kv_transfer.nixl.poller import FETCHES_AT_ONCE, Mover
 
 WAIT_S = 10
 

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from dynamo_trtllm.config.deployment import DeploymentConfig
-from dynamo_trtllm.launch.asking import ReadyAnswer
 from dynamo_trtllm.launch.console import Console
 from dynamo_trtllm.launch.plan import ProcessSpec
+from dynamo_trtllm.launch.readiness_checks import ReadyAnswer
 from dynamo_trtllm.launch.supervisor import Supervisor
 
 KILLED = -signal.SIGKILL

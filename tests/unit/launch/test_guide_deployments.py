@@ -8,8 +8,8 @@ import pytest
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.engines.trtllm.api_manifests import newest
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.releases import newest
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes
 from dynamo_trtllm.messages import Role
 from tests.unit.test_guide_commands import Command, commands

@@ -10,8 +10,8 @@ import pytest
 from dynamo_trtllm.config.deployment import ServicesConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import supervisor
-from dynamo_trtllm.launch.asking import NotYet
 from dynamo_trtllm.launch.plan import with_address
+from dynamo_trtllm.launch.readiness_checks import NotYet
 from dynamo_trtllm.launch.supervisor import GivenUp
 from dynamo_trtllm.network.listening import bound
 from dynamo_trtllm.subprocesses.restart import BAD_CONFIG

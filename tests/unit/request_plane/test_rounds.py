@@ -9,8 +9,8 @@ import pytest
 from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenLogprob, token_ids
 from dynamo_trtllm.request_plane import rounds
+from dynamo_trtllm.request_plane.frames import Arrivals, Batch, Frame, Inbox
 from dynamo_trtllm.request_plane.rounds import Rounds
-from dynamo_trtllm.request_plane.stream import Arrivals, Batch, Frame, Inbox
 
 PER_TURN = 6
 

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.errors import NoInstances, TicketMismatch
 from dynamo_trtllm.messages import Instance, Role
-from dynamo_trtllm.router.pairs import BreakerLimits, PairBook
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook
 from dynamo_trtllm.router.policy import place
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import LAYOUT, make_instance

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.reasoning import ThinkSplit
-from dynamo_trtllm.tokenization.split import SplitParser
-from dynamo_trtllm.tokenization.tool_calls import CallReader, HermesCalls, JsonCalls
+from dynamo_trtllm.tokenization.chat_output_parser import SplitParser
+from dynamo_trtllm.tokenization.reasoning_parser import ThinkSplit
+from dynamo_trtllm.tokenization.tool_call_parser import CallReader, HermesCalls, JsonCalls
 from tests.unit.tokenization.folding import Characters, Seen, cut, fold
 
 VALUES = st.recursive(

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.kv_transfer.tickets import EQUAL_LAYOUT
+from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, Role
 
 _OPPOSITE = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}

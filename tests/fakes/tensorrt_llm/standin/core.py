@@ -15,7 +15,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats
 from dynamo_trtllm.engines.torch.engine import TorchEngine
 from dynamo_trtllm.kv_transfer.base import Carrier
-from dynamo_trtllm.kv_transfer.select import select_carrier
+from dynamo_trtllm.kv_transfer.create import select_carrier
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo_trtllm.engines.trtllm.releases import Field, release_for
+from dynamo_trtllm.engines.trtllm.api_manifests import Field, release_for
 
 VERSION = os.environ.get("STANDIN_RELEASE", "1.2.1")
 RELEASE = release_for(VERSION)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_trtllm.engines.torch.guided import Guides
+from dynamo_trtllm.engines.torch.grammar import Guides
 from dynamo_trtllm.messages import Guided, GuidedAlternative
 from tests.small_tokenizer import CONTROL, spell, write_tokenizer
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm.flight import Flight
-from dynamo_trtllm.engines.trtllm.serving import Serving
+from dynamo_trtllm.engines.trtllm.inflight import Flight
+from dynamo_trtllm.engines.trtllm.session import Serving
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.scripted_vendor import Llm, make
 

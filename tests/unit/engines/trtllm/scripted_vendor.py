@@ -8,11 +8,11 @@ from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
-from dynamo_trtllm.engines.held import Terms
+from dynamo_trtllm.engines.external import Times
+from dynamo_trtllm.engines.pending_transfers import Terms
+from dynamo_trtllm.engines.trtllm.bindings import Capabilities, Vendor
 from dynamo_trtllm.engines.trtllm.requests import PromptLimit, Rules
-from dynamo_trtllm.engines.trtllm.serving import Serving
-from dynamo_trtllm.engines.trtllm.vendor import Capabilities, Vendor
-from dynamo_trtllm.engines.vendored import Times
+from dynamo_trtllm.engines.trtllm.session import Serving
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,

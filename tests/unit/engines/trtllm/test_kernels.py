@@ -9,8 +9,8 @@ import pytest
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.trtllm import kernels, schema
+from dynamo_trtllm.engines.trtllm.api_manifests import newest
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile, choose
-from dynamo_trtllm.engines.trtllm.releases import newest
 from dynamo_trtllm.errors import ConfigError
 
 SHIPPED = (*kernels.BY_GPU, kernels.FALLBACK)

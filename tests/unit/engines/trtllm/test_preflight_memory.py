@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.shapes import SHAPES
+from dynamo_trtllm.engines.known_models import SHAPES
 from dynamo_trtllm.engines.trtllm.preflight import Load, MemoryTable, memory_table
 from dynamo_trtllm.engines.trtllm.preflight.gpus import GPUS, known_gpu, links_of
 from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, handoff_s

@@ -6,8 +6,8 @@ from importlib import resources
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm import releases as room
-from dynamo_trtllm.engines.trtllm.releases import Presence, release_for, releases
+from dynamo_trtllm.engines.trtllm import api_manifests as room
+from dynamo_trtllm.engines.trtllm.api_manifests import Presence, release_for, releases
 from dynamo_trtllm.errors import ConfigError
 
 SHA256 = {

@@ -10,9 +10,9 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.trtllm import settings
+from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.releases import release_for
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Phase, Role
 

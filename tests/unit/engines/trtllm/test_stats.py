@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dynamo_trtllm.engines.external import Counts
 from dynamo_trtllm.engines.trtllm import stats
 from dynamo_trtllm.engines.trtllm.stats import StatsPoller, counts_of
-from dynamo_trtllm.engines.vendored import Counts
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import pytest
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
+from dynamo_trtllm.engines.trtllm.api_manifests import Release, releases
 from dynamo_trtllm.engines.trtllm.args import FLAGS, TrtllmArgs, trtllm_args
-from dynamo_trtllm.engines.trtllm.releases import Release, releases
 from dynamo_trtllm.errors import ConfigError
 
 RELEASES = {release.name: release for release in releases()}

@@ -9,8 +9,8 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm import serving as serving_module
-from dynamo_trtllm.engines.trtllm.serving import Serving
+from dynamo_trtllm.engines.trtllm import session as serving_module
+from dynamo_trtllm.engines.trtllm.session import Serving
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     EngineFailed,

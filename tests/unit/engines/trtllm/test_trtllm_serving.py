@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.serving import Serving
+from dynamo_trtllm.engines.trtllm.session import Serving
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     EngineRefused,

@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.described import table
+from dynamo_trtllm.engines.print_config import table
 from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.engines.vllm.args import _ELSEWHERE, _NOT_DRIVEN, _OURS, _RANGES, FLAGS, VllmArgs, vllm_args
 from dynamo_trtllm.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.vllm.memory import lack
-from dynamo_trtllm.engines.vllm.vendor import Vendor
+from dynamo_trtllm.engines.vllm.bindings import Vendor
+from dynamo_trtllm.engines.vllm.explain_oom import lack
 from dynamo_trtllm.errors import EngineFailed
 
 GIB = 1 << 30

@@ -15,12 +15,12 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.vllm import manifest, preflight, side_channel, ticket, vendor
+from dynamo_trtllm.engines.vllm import bindings, manifest, preflight, side_channel, transfer_params
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
-from dynamo_trtllm.engines.vllm.flight import Flight
-from dynamo_trtllm.engines.vllm.outputs import Reader
-from dynamo_trtllm.engines.vllm.reclaim import Reclaimer
+from dynamo_trtllm.engines.vllm.inflight import Flight
+from dynamo_trtllm.engines.vllm.kv_releaser import Reclaimer
+from dynamo_trtllm.engines.vllm.output_cursor import Reader
 from dynamo_trtllm.engines.vllm.stats import StepStats
 from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, EngineRefused, TicketMismatch
 from dynamo_trtllm.messages import (
@@ -113,7 +113,7 @@ def ticket_with(opaque: bytes) -> HandoffTicket:
 
 
 def test_ticket_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
-    found = ticket.unpack(ticket_with(ticket.pack(ANSWERED, release="0.24.0", seed=2**62)))
+    found = transfer_params.unpack(ticket_with(transfer_params.pack(ANSWERED, release="0.24.0", seed=2**62)))
     assert found.params == {**ANSWERED, "remote_block_ids": [[1, 2], [2]]}
     assert found.seed == 2**62
 
@@ -123,14 +123,14 @@ def test_ticket_when_unpacked_then_what_the_connector_answered_and_the_seed() ->
 )
 def test_ticket_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
     with pytest.raises(EngineRefused) as caught:
-        ticket.pack(params, release="0.24.0", seed=None)
+        transfer_params.pack(params, release="0.24.0", seed=None)
     assert caught.value.field == "kv_transfer_config"
 
 
 @pytest.mark.parametrize("opaque", [b"", b"\x80", b"junk"])
 def test_ticket_when_it_is_not_ours_then_mismatch(opaque: bytes) -> None:
     with pytest.raises(TicketMismatch):
-        ticket.unpack(ticket_with(opaque))
+        transfer_params.unpack(ticket_with(opaque))
 
 
 # --- side channel ------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_docs_when_compared_then_each_rule_of_a_worker_is_there_with_its_severit
 
 
 async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo_trtllm.engines.vllm.reclaim._AGAIN_S", 0.0)
+    monkeypatch.setattr("dynamo_trtllm.engines.vllm.kv_releaser._AGAIN_S", 0.0)
     asked: list[list[str]] = []
     done = asyncio.Event()
 
@@ -300,7 +300,7 @@ async def test_reclaimer_when_the_engine_can_not_do_it_then_it_goes_on_serving()
 def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = SimpleNamespace(_reqs_to_send={"x-0a": 9.0, "r.1-0b": 8.0, "r.11-0c": 7.0})
     group = SimpleNamespace(connector_worker=worker)
-    monkeypatch.setattr(vendor, "kv_transfer_group", lambda: group)
+    monkeypatch.setattr(bindings, "kv_transfer_group", lambda: group)
     assert WorkerExtension().dynamo_release_tickets(["r.1", "gone"]) == ["r.1"]
     assert list(worker._reqs_to_send.items()) == [("r.1-0b", 0.0), ("x-0a", 9.0), ("r.11-0c", 7.0)]
 
@@ -330,13 +330,13 @@ async def test_flight_when_it_is_late_then_ended_once_with_the_first_reason() ->
 
 
 def test_version_when_vllm_is_not_installed_then_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vendor, "installed", lambda: False)
+    monkeypatch.setattr(bindings, "installed", lambda: False)
     with pytest.raises(ConfigError, match=r"needs vLLM 0.24.0; run pip install -e '\.\[vllm\]' in a checkout"):
-        vendor.installed_version()
+        bindings.installed_version()
 
 
 def test_version_when_another_line_is_installed_then_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vendor, "installed", lambda: True)
-    monkeypatch.setattr(vendor, "_version", lambda: "0.25.1+cpu")
+    monkeypatch.setattr(bindings, "installed", lambda: True)
+    monkeypatch.setattr(bindings, "_version", lambda: "0.25.1+cpu")
     with pytest.raises(ConfigError, match=r"vLLM 0.25.1 is installed; this version of dynamo_trtllm drives 0.24.0"):
-        vendor.installed_version()
+        bindings.installed_version()

@@ -1,0 +1,184 @@
+"""The life of an engine around somebody else's library: loaded on a thread, asked once before it serves, closed once.
+
+Knows no library: what is loaded is a subclass', what serves requests is its `serving`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.loading import Loading, on_thread
+from dynamo_trtllm.engines.pending_transfers import HeldTickets
+from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady, EngineRefused
+from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome, Sampling, token_ids
+
+_log = logging.getLogger(__name__)
+
+_SHUTDOWN_S = 60.0
+_CANARY_S = 600.0
+NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
+
+V = TypeVar("V")
+
+
+class Times(NamedTuple):
+    """Longest times of a hand-off."""
+
+    ticket_ttl_s: float
+    handoff_timeout_s: float
+
+
+def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    """Construct one of the library's request objects.
+
+    `library`: its name for people. Raise EngineRefused, with the library's reason, for values that it refuses. Its
+    other exceptions are bugs of this adapter and are not caught.
+    """
+    try:
+        return make(**values)
+    except (ValueError, AssertionError) as exc:
+        raise EngineRefused(f"{library} refused the request: {exc}") from exc
+
+
+class Counts(NamedTuple):
+    """What the library tells of itself at one moment; 0 where it does not."""
+
+    waiting: int = 0  # requests
+    kv_blocks_used: int = 0
+    kv_blocks_total: int = 0
+
+
+def engine_stats(counts: Counts, calls: int, tickets: HeldTickets) -> EngineStats:
+    """`calls`: how many are under way here. The library's count may be older than them."""
+    waiting = min(counts.waiting, calls)
+    return EngineStats(
+        running=calls - waiting,
+        waiting=waiting,
+        kv_blocks_used=counts.kv_blocks_used,
+        kv_blocks_total=counts.kv_blocks_total,
+        tickets_held=len(tickets),
+        ticket_kv_blocks=tickets.kv_blocks,
+    )
+
+
+class Served(Protocol):
+    """What serves requests once the library is loaded."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """As `Engine.generate`."""
+        ...
+
+    def check(self) -> None:
+        """Raises EngineFailed when it is not fit to serve."""
+        ...
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        """As `HasTickets.release`."""
+        ...
+
+    async def drain(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+S = TypeVar("S", bound=Served)
+
+
+class LibraryEngine(ABC, Generic[S]):
+    """`Engine` with `HasTickets` and `HasProgress`, but for `start`."""
+
+    def __init__(self, engine: str, library: str) -> None:
+        """`engine`: the kind, as in `--engine`. `library`: its name for people."""
+        self._engine = engine
+        self._library = library
+        self._loading: Loading[Any] | None = None
+        self._llm: Any = None  # the library's own object
+        self._serving: S | None = None
+        self._closed = False
+
+    def progress(self) -> str:
+        """See `HasProgress`."""
+        loading = self._loading
+        return "" if loading is None else loading.progress()
+
+    async def _load(self, loading: Loading[tuple[V, Any]]) -> V:
+        """The vendor; the library's object is kept. Raises what building it raises."""
+        self._loading = loading
+        try:
+            vendor, self._llm = await loading.built()
+        finally:
+            self._loading = None
+        return vendor
+
+    async def _canary(self, model: str) -> None:
+        """One token, so that `start` returns only when the library answers. Moves no KV."""
+        request = GenerateRequest(
+            request_id="canary",
+            model=model,
+            token_ids=token_ids([0]),
+            sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
+            deadline=time.time() + _CANARY_S,
+        )
+        try:
+            async with aclosing(self.generate(request)) as stream:
+                async for _ in stream:
+                    pass
+        except DynamoError as exc:
+            raise EngineFailed(f"{self._library} was loaded, and does not answer: {exc.message}") from exc
+
+    async def check(self) -> None:
+        """See `Engine.check`."""
+        self._ready().check()
+
+    async def drain(self) -> None:
+        if self._serving is not None:
+            await self._serving.drain()
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._serving is not None:
+            await self._serving.aclose()
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        try:
+            async with asyncio.timeout(_SHUTDOWN_S):
+                await on_thread(partial(self._shut_down, llm), name=f"{self._engine}-shutdown")
+        except TimeoutError:
+            _log.error("%s did not shut down in %g s", self._library, _SHUTDOWN_S)
+
+    @abstractmethod
+    def _shut_down(self, llm: Any) -> None:
+        """Blocks, on a thread. Logs the library's errors."""
+
+    def _discard(self, built: tuple[Any, Any]) -> None:
+        self._shut_down(built[1])
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """See `Engine.generate`."""
+        async with aclosing(self._ready().generate(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def _ready(self) -> S:
+        if self._serving is None:
+            if self._closed:
+                raise EngineFailed("the engine was closed")
+            raise EngineNotReady(f"the {self._engine} engine has not been started")
+        return self._serving
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        """See `HasTickets.release`."""
+        _log.debug("ticket %s: %s", ticket_id, outcome)
+        if self._serving is not None:
+            self._serving.release(ticket_id, outcome)

@@ -1,0 +1,269 @@
+"""A built LLM at work: the legs of requests over its calls, tickets, deadlines and errors, on the event loop.
+
+Loads nothing and judges no configuration: the engine hands it what was built and the rules that were settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.external import Times, engine_stats
+from dynamo_trtllm.engines.outputs import Step, chunk_of, handoff_chunk
+from dynamo_trtllm.engines.pending_transfers import Terms, ticket_of
+from dynamo_trtllm.engines.trtllm import transfer_params as wire
+from dynamo_trtllm.engines.trtllm.bindings import Vendor
+from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS, Flight, VendorError
+from dynamo_trtllm.engines.trtllm.output_cursor import HANDED_OVER, Reader
+from dynamo_trtllm.engines.trtllm.requests import Call, Rules, make_call
+from dynamo_trtllm.engines.trtllm.stats import StatsPoller
+from dynamo_trtllm.engines.trtllm.transfers import Desk
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineFailed,
+    EngineRefused,
+    HandoffTimeout,
+    NotMigratable,
+    TransferFailed,
+)
+from dynamo_trtllm.kv_transfer.deadlines import Within, bound, late
+from dynamo_trtllm.messages import Chunk, GenerateRequest, LegStats, Phase, ReleaseOutcome
+
+_log = logging.getLogger(__name__)
+
+_STALL_S = 300.0  # no result and no iteration for so long, with requests under way: the executor stands still
+
+
+class Serving:
+    """One per built LLM, which stays the engine's to shut down."""
+
+    def __init__(self, vendor: Vendor, llm: Any, rules: Rules, terms: Terms, times: Times) -> None:
+        self._vendor = vendor
+        self._llm = llm
+        self._rules = rules
+        self._times = times
+        self._desk = Desk(terms, vendor.capabilities, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._polled = StatsPoller(llm.get_stats)
+        self._stall_s = max(_STALL_S, 2 * times.ticket_ttl_s)
+        self._failed: EngineFailed | None = None
+        self._flights: set[Flight] = set()  # until the vendor has answered, or its time to answer is over
+        self._winding_down: set[asyncio.Task[None]] = set()
+        self._last_result_at = time.monotonic()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def poll_stats(self) -> None:
+        """From now on. Some releases have no statistics to wait for before their first request."""
+        self._polled.start()
+
+    def check(self) -> None:
+        """Raises EngineFailed for an executor that is shut down or stands still, and tells every stream."""
+        if self._failed is not None:
+            raise EngineFailed(self._failed.message)
+        if not self._healthy():
+            raise self.fail("TensorRT-LLM's executor has shut down after an error; see its log")
+        waiting = [flight.born for flight in self._flights if not flight.winding_down]
+        if self._polled.is_polling and waiting:
+            still_s = time.monotonic() - max(self._last_result_at, self._polled.changed_at, min(waiting))
+            if still_s > self._stall_s:
+                raise self.fail(f"no iteration and no result for {still_s:.0f} s with {len(waiting)} requests waiting")
+
+    def _healthy(self) -> bool:
+        try:
+            return self._vendor.healthy(self._llm)
+        except VENDOR_ERRORS:
+            return False
+
+    def fail(self, why: str) -> EngineFailed:
+        """Every stream ends with the reason, also one that waits for a result which will never come."""
+        if self._failed is None:
+            self._failed = EngineFailed(why)
+            for flight in self._flights:
+                flight.interrupt()
+            self._desk.close()  # the KV is gone with the executor
+        return EngineFailed(self._failed.message)
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Ends every stream and every wait. Idempotent."""
+        self.fail("the engine was closed")
+        for task in self._winding_down:
+            task.cancel()
+        await asyncio.gather(*self._winding_down, return_exceptions=True)
+        await asyncio.to_thread(self._polled.stop)
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """See `Engine.generate`. Closed early, the call is aborted and read to its end in the background."""
+        call = make_call(request, self._rules)
+        disagg = self._disagg(request, call)
+        flight = self._submit(request, call, disagg)
+        try:
+            if call.hands_over:
+                yield await self._context_only(request, call, flight)
+                return
+            while True:
+                step = await self._step(request, flight)
+                if step.finish is None and not step.token_ids:
+                    continue
+                chunk = self._chunk(request, flight, step)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            self._land(flight)
+
+    def _disagg(self, request: GenerateRequest, call: Call) -> dict[str, Any] | None:
+        if call.hands_over:
+            return self._desk.context_params()
+        if request.phase is Phase.DECODE:
+            ticket = ticket_of(request)
+            if call.max_tokens <= len(ticket.first_token_ids):
+                raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
+            return self._desk.redeem(request, self._vendor.logprob)
+        return None
+
+    def _submit(self, request: GenerateRequest, call: Call, disagg: dict[str, Any] | None) -> Flight:
+        first = ticket_of(request).first_logprobs if request.phase is Phase.DECODE else ()
+        reader = Reader(
+            stop_ids=call.stop_ids,
+            end_id=call.sampling["end_id"],
+            logprobs=request.sampling.logprobs,
+            first=first,
+        )
+        arguments = self._vendor.arguments(call, disagg, vocab_size=self._rules.vocab_size)
+        try:
+            result = self._llm.generate_async(**arguments)
+        except (self._vendor.request_error, *VENDOR_ERRORS) as exc:
+            raise self._translated(exc) from exc
+        flight = Flight(request, call, result, reader)
+        if request.ticket is None:
+            flight.due_in(request.deadline - time.time())
+        else:  # the vendor does not tell its queue from the move
+            flight.bound = bound(request.ticket, Within(request.deadline, self._times.handoff_timeout_s), time.time())
+            flight.due_in(flight.bound.left_s)
+        self._flights.add(flight)
+        self._note_idle()
+        return flight
+
+    async def _context_only(self, request: GenerateRequest, call: Call, flight: Flight) -> Chunk:
+        """The terminal chunk of a prefill leg. A first token that ends the answer leaves no KV behind."""
+        step = await self._step(request, flight)
+        if step.finish not in HANDED_OVER:
+            return self._chunk(request, flight, step)
+        if step.token_ids and step.token_ids[-1] in call.stop_ids:
+            flight.abort()  # the vendor thinks that a decode worker will come
+            return self._chunk(request, flight, Step(token_ids=step.token_ids, logprobs=step.logprobs, finish="stop"))
+        try:
+            params = self._handed_over(flight)
+            ticket = self._desk.hand_out(request, params, step.logprobs, flight.abort)
+        except DynamoError:
+            flight.abort()
+            raise
+        return handoff_chunk(ticket, self._stats_of(flight))
+
+    def _handed_over(self, flight: Flight) -> dict[str, Any]:
+        params = flight.result.outputs[0].disaggregated_params
+        if params is None:
+            raise EngineRefused(
+                "TensorRT-LLM answered a context-only call with nothing to hand over; "
+                "set cache_transceiver_config.backend",
+                field="cache_transceiver_config.backend",
+            )
+        return {name: getattr(params, name) for name in wire.carried(self._vendor.capabilities.disagg_fields)}
+
+    async def _step(self, request: GenerateRequest, flight: Flight) -> Step:
+        """The next result, or the error that ends the request. The deadlines are kept here: the vendor has none."""
+        if self._failed is not None:
+            raise EngineFailed(self._failed.message)
+        fetching = flight.fetches_kv and not flight.started
+        try:
+            step = await flight.step()
+        except TimeoutError as exc:
+            raise self._late(request, flight) from exc
+        except VendorError as exc:
+            raise self._translated(exc.raised, flight) from exc.raised
+        self._last_result_at = time.monotonic()
+        if fetching:
+            flight.due_in(request.deadline - time.time())
+        return step
+
+    def _late(self, request: GenerateRequest, flight: Flight) -> DynamoError:
+        if self._failed is not None:
+            return EngineFailed(self._failed.message)
+        if flight.bound is not None and not flight.started:
+            return late(ticket_of(request), flight.bound)
+        return DeadlineExceeded(f"the deadline passed after {flight.age_s():.1f} s in the engine")
+
+    def _translated(self, exc: Exception, flight: Flight | None = None) -> DynamoError:
+        """Whether an error of the vendor's is one request's, or the engine's end."""
+        if not self._healthy():
+            return self.fail(f"TensorRT-LLM's executor has shut down: {exc}")
+        if isinstance(exc, (self._vendor.request_error, ValueError, TypeError, AssertionError)):
+            if flight is not None and flight.fetches_kv and not flight.started:
+                return TransferFailed(f"TensorRT-LLM could not take the prompt's KV over: {exc}")
+            return EngineRefused(f"TensorRT-LLM refused the request: {exc}")
+        return self.fail(f"TensorRT-LLM failed: {type(exc).__name__}: {exc}")
+
+    def _chunk(self, request: GenerateRequest, flight: Flight, step: Step) -> Chunk:
+        """Raises for an end that is no answer."""
+        if step.is_broken:
+            raise _broken(request, flight, step)
+        return chunk_of(step, self._stats_of(flight))
+
+    def _stats_of(self, flight: Flight) -> LegStats:
+        tells = self._vendor.capabilities.cached_tokens
+        return flight.stats(cached_tokens=int(flight.result.cached_tokens or 0) if tells else 0)
+
+    def _land(self, flight: Flight) -> None:
+        """The request is over. Its call, if it is not, is wound down by a task of the engine's."""
+        if flight.finished or self._failed is not None:
+            self._forget(flight)
+            return
+        flight.winding_down = True
+        task = asyncio.get_running_loop().create_task(flight.wind_down(), name=f"wind-down-{flight.request_id}")
+        self._winding_down.add(task)
+        task.add_done_callback(self._winding_down.discard)
+        task.add_done_callback(lambda _: self._forget(flight))
+
+    def _forget(self, flight: Flight) -> None:
+        self._flights.discard(flight)
+        flight.close()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._flights or len(self._desk):
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    # --- tickets and statistics ------------------------------------------------------------------------
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        """Redeemed is bookkeeping: the vendor frees the KV itself, and does not tell."""
+        self._desk.let_go(ticket_id, outcome)
+
+    def stats(self) -> EngineStats:
+        """The vendor tells of iterations, and an idle engine has none: its last row may be old."""
+        counts, calls = self._polled.counts, len(self._flights)
+        if not calls and not len(self._desk):
+            counts = counts._replace(kv_blocks_used=0)
+        return engine_stats(counts, calls, self._desk)
+
+
+def _broken(request: GenerateRequest, flight: Flight, step: Step) -> DynamoError:
+    """The vendor ended a request that nobody here ended."""
+    if flight.fetches_kv and not flight.had_tokens:
+        error = HandoffTimeout if step.finish == "timeout" else TransferFailed
+        return error(f"TensorRT-LLM gave up taking the prompt's KV over ({step.finish})")
+    if step.finish == "timeout":
+        return DeadlineExceeded("TensorRT-LLM timed the request out")
+    return NotMigratable(f"TensorRT-LLM ended request {request.request_id} with {step.finish!r}")

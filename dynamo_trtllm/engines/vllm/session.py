@@ -1,0 +1,270 @@
+"""A built AsyncLLM at work: the legs of requests over its calls, tickets, deadlines and errors, on the event loop.
+
+Loads nothing and judges no configuration: the engine hands it what was built and the rules that were settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import Any
+
+from dynamo_trtllm.engines.base import EngineStats
+from dynamo_trtllm.engines.external import Counts, Times, engine_stats
+from dynamo_trtllm.engines.outputs import Step, chunk_of, handoff_chunk
+from dynamo_trtllm.engines.pending_transfers import Terms
+from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, Vendor
+from dynamo_trtllm.engines.vllm.inflight import Flight
+from dynamo_trtllm.engines.vllm.kv_releaser import Reclaimer
+from dynamo_trtllm.engines.vllm.output_cursor import Reader
+from dynamo_trtllm.engines.vllm.requests import Call, Rules, make_call
+from dynamo_trtllm.engines.vllm.transfers import Desk
+from dynamo_trtllm.errors import (
+    DeadlineExceeded,
+    DynamoError,
+    EngineFailed,
+    EngineRefused,
+    NotMigratable,
+    TransferFailed,
+)
+from dynamo_trtllm.kv_transfer.deadlines import Within, bound, late
+from dynamo_trtllm.messages import Chunk, GenerateRequest, LegStats, Phase, ReleaseOutcome
+
+_log = logging.getLogger(__name__)
+
+# Of the worker extension.
+_RELEASE = "dynamo_release_tickets"
+_DIE_WITH = "dynamo_die_with"
+_RELEASE_S = 10.0
+_ABORT_S = 5.0
+
+
+class Serving:
+    """One per built AsyncLLM, which stays the engine's to shut down."""
+
+    def __init__(self, vendor: Vendor, llm: Any, rules: Rules, terms: Terms, times: Times) -> None:
+        self._vendor = vendor
+        self._llm = llm
+        self._rules = rules
+        self._times = times
+        self._desk = Desk(terms, vendor.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._reclaimer = Reclaimer(self._release_kv)
+        self._failed: EngineFailed | None = None
+        self._flights: set[Flight] = set()
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def tie(self) -> None:
+        """vLLM's processes end with this one, also when it is killed. Raises EngineFailed when they do not answer."""
+        try:
+            tied = await self._llm.collective_rpc(_DIE_WITH, timeout=_RELEASE_S, args=(os.getpid(),))
+        except Exception as exc:  # vLLM wraps what fails in its workers in a bare one
+            raise self.fail(f"vLLM's workers do not answer: {exc}") from exc
+        if not all(tied):
+            _log.warning("vLLM's processes outlive this one if it is killed: this system has no pidfd_open")
+
+    def check(self) -> None:
+        """Raises EngineFailed for an engine that has died, and tells every stream."""
+        if self._failed is None and self._llm.errored:
+            raise self.fail("vLLM's engine process has died; see its log")
+        if self._failed is not None:
+            raise EngineFailed(self._failed.message)
+
+    def fail(self, why: str) -> EngineFailed:
+        """Every stream ends with the reason, also one that waits for an output which will never come."""
+        if self._failed is None:
+            failed = self._failed = EngineFailed(why)
+            for flight in list(self._flights):
+                flight.give_up(lambda: EngineFailed(failed.message))
+            self._desk.close()  # the KV is gone with the engine
+        return EngineFailed(self._failed.message)
+
+    async def drain(self) -> None:
+        await self._idle.wait()
+
+    async def aclose(self) -> None:
+        """Ends every stream. Idempotent."""
+        self.fail("the engine was closed")
+        await self._reclaimer.aclose()
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=_ABORT_S)
+        self._vendor.silence(self._llm)
+
+    # --- requests --------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """See `Engine.generate`. Closed early, the call is aborted."""
+        self.check()
+        redeemed = self._desk.redeem(request) if request.phase is Phase.DECODE else None
+        call = make_call(request, self._rules, redeemed)
+        flight = self._flight(request)
+        reader = Reader(
+            alternatives=request.sampling.logprobs,
+            first=call.first,
+            first_logprobs=() if request.ticket is None else request.ticket.first_logprobs,
+        )
+        handed_out = False
+        try:
+            async with aclosing(self._outputs(call, flight)) as outputs:
+                async for output in outputs:
+                    step = reader.read(output.outputs[0])
+                    self._note_started(request, flight)
+                    if call.hands_over and step.finish == "length":
+                        chunk = self._hand_out(request, call, flight, output, step)
+                        handed_out = True
+                    elif step.finish is None and not step.token_ids:
+                        continue
+                    else:
+                        chunk = self._chunk(request, flight, output, step)
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+            raise self._unfinished(request, flight)
+        finally:
+            if call.hands_over and not handed_out and self._failed is None:
+                self._reclaimer.post(flight.call_id)
+            self._land(flight)
+
+    def _flight(self, request: GenerateRequest) -> Flight:
+        flight = Flight(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
+        ticket = request.ticket
+        if request.phase is Phase.DECODE and ticket is not None:  # vLLM does not tell its queue from the move
+            limit = bound(ticket, Within(request.deadline, self._times.handoff_timeout_s), time.time())
+            flight.due_in(limit.left_s, lambda: late(ticket, limit))
+        else:
+            self._due_at_deadline(request, flight)
+        self._flights.add(flight)
+        self._note_idle()
+        return flight
+
+    def _due_at_deadline(self, request: GenerateRequest, flight: Flight) -> None:
+        flight.due_in(
+            request.deadline - time.time(),
+            lambda: DeadlineExceeded(f"the deadline passed after {flight.age_s():.1f} s in the engine"),
+        )
+
+    def _note_started(self, request: GenerateRequest, flight: Flight) -> None:
+        if flight.started or flight.reason is not None:
+            return
+        flight.start()
+        if request.phase is Phase.DECODE:
+            self._due_at_deadline(request, flight)
+
+    async def _outputs(self, call: Call, flight: Flight) -> AsyncGenerator[Any, None]:
+        """The vendor's outputs, its errors translated. Ends early when the flight was given up."""
+        stream = self._llm.generate(**self._vendor.arguments(call), request_id=flight.call_id)
+        try:
+            while True:
+                try:
+                    output = await anext(stream)
+                except StopAsyncIteration:
+                    return
+                except (self._vendor.dead, self._vendor.broken, *VENDOR_ERRORS) as exc:
+                    raise self._translated(flight, exc) from exc
+                flight.finished = flight.finished or bool(output.finished)
+                if flight.reason is not None:
+                    return
+                yield output
+        finally:
+            await self._close(stream, flight)
+
+    async def _close(self, stream: AsyncGenerator[Any, None], flight: Flight) -> None:
+        """Close vLLM's stream, which aborts a call that still runs. A dead engine fails the other streams, too."""
+        try:
+            await stream.aclose()
+        except (self._vendor.dead, self._vendor.broken, *VENDOR_ERRORS) as exc:
+            _log.debug("end of %s: %s", flight.call_id, self._translated(flight, exc).message)
+
+    def _translated(self, flight: Flight, exc: Exception) -> DynamoError:
+        if isinstance(exc, self._vendor.dead):
+            return self.fail(f"vLLM's engine has died: {exc}")
+        return self._broken(flight, exc.__cause__ or exc if isinstance(exc, self._vendor.broken) else exc)
+
+    def _broken(self, flight: Flight, exc: BaseException) -> DynamoError:
+        """Whether an error of the vendor's is one request's, or the engine's end."""
+        if self._failed is not None:
+            return EngineFailed(self._failed.message)
+        if self._llm.errored:
+            return self.fail(f"vLLM's engine has died: {exc}")
+        if not flight.started and isinstance(exc, (ValueError, TypeError, AssertionError, LookupError)):
+            return EngineRefused(f"vLLM refused the request: {exc}")
+        return NotMigratable(f"vLLM ended request {flight.call_id} with {type(exc).__name__}: {exc}")
+
+    def _unfinished(self, request: GenerateRequest, flight: Flight) -> DynamoError:
+        if flight.reason is not None:
+            return flight.reason()
+        return NotMigratable(f"vLLM ended request {request.request_id} with no reason")
+
+    def _hand_out(self, request: GenerateRequest, call: Call, flight: Flight, output: Any, step: Step) -> Chunk:
+        """The terminal chunk of a prefill leg."""
+        expires_at = time.monotonic() + self._times.ticket_ttl_s
+        ticket = self._desk.hand_out(
+            request,
+            output.kv_transfer_params,
+            step,
+            seed=call.seed,
+            give_up=lambda: self._give_up(flight.call_id, expires_at),
+        )
+        return handoff_chunk(ticket, _stats(flight, output))
+
+    def _give_up(self, call_id: str, expires_at: float) -> None:
+        if time.monotonic() < expires_at:
+            self._reclaimer.post(call_id)
+        else:
+            self._reclaimer.post_later(call_id)
+
+    def _chunk(self, request: GenerateRequest, flight: Flight, output: Any, step: Step) -> Chunk:
+        """Raises for an end that is no answer."""
+        if step.is_broken:
+            if request.phase is Phase.DECODE and step.finish == "error":
+                raise TransferFailed("vLLM could not take the prompt's KV over; see its log for NixlConnector")
+            raise NotMigratable(f"vLLM ended request {request.request_id} with {step.finish!r}")
+        return chunk_of(step, _stats(flight, output))
+
+    def _abort(self, call_id: str) -> None:
+        """Asks for it; the call's stream ends when it is done, at once in our process."""
+        task = asyncio.get_running_loop().create_task(self._abort_call(call_id), name=f"abort-{call_id}")
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort_call(self, call_id: str) -> None:
+        try:
+            await self._llm.abort(call_id)
+        except (self._vendor.dead, *VENDOR_ERRORS) as exc:
+            _log.debug("abort of %s: %s", call_id, exc)
+
+    async def _release_kv(self, call_ids: list[str]) -> Iterable[Iterable[str]]:
+        found: Iterable[Iterable[str]] = await self._llm.collective_rpc(_RELEASE, timeout=_RELEASE_S, args=(call_ids,))
+        return found
+
+    def _land(self, flight: Flight) -> None:
+        self._flights.discard(flight)
+        flight.close()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self._flights or len(self._desk):
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    # --- tickets and statistics ------------------------------------------------------------------------
+
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+        """Redeemed is bookkeeping: the decode engine's connector has told this one's, which frees the KV itself."""
+        self._desk.let_go(ticket_id, outcome)
+
+    def stats(self, counts: Counts) -> EngineStats:
+        """`counts`: of the engine's last step."""
+        return engine_stats(counts, len(self._flights), self._desk)
+
+
+def _stats(flight: Flight, output: Any) -> LegStats:
+    return flight.stats(cached_tokens=int(output.num_cached_tokens or 0))

@@ -1,0 +1,135 @@
+"""What a frontend process and its parent tell each other over a socket pair: that it serves, and numbers when asked.
+
+Both ends are alike: either may ask for the other's snapshot. No request and no token ever passes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import msgspec
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
+from dynamo_trtllm.observability.metrics_aggregator import Snapshot
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Served(msgspec.Struct, frozen=True, tag=True):
+    """The sender is ready. From the parent: all of its processes are."""
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """The receiver's snapshot is wanted."""
+
+    number: int
+
+
+class Told(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the `Ask` of the same number."""
+
+    number: int
+    snapshot: Snapshot
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    body: Served | Ask | Told
+
+
+class Channel:
+    """One end. `snapshot` gives what is told when the other asks; `served` is called when the other says so."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        snapshot: Callable[[], Awaitable[Snapshot]],
+        served: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._snapshot = snapshot
+        self._served = served
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Snapshot]] = {}
+        self._is_over = False
+
+    @classmethod
+    async def over(
+        cls,
+        sock: socket.socket,
+        snapshot: Callable[[], Awaitable[Snapshot]],
+        served: Callable[[], None] = lambda: None,
+    ) -> Channel:
+        """Takes the socket over."""
+        reader, writer = await asyncio.open_unix_connection(sock=sock)
+        return cls(reader, writer, snapshot, served)
+
+    async def run(self) -> None:
+        """Until the other end is gone."""
+        try:
+            async with asyncio.TaskGroup() as answering:
+                while (message := await self._next()) is not None:
+                    match message:
+                        case Served():
+                            self._served()
+                        case Ask(number):
+                            answering.create_task(self._answer(number))
+                        case Told(number, snapshot):
+                            future = self._waiting.get(number)
+                            if future is not None and not future.done():
+                                future.set_result(snapshot)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Those who wait for an answer are told. Idempotent."""
+        self._is_over = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._gone())
+        self._writer.close()
+
+    def say_served(self) -> None:
+        self._send(Served())
+
+    async def ask(self, within_s: float) -> Snapshot:
+        """The other end's snapshot. Raises DeadlineExceeded, Disconnected."""
+        if self._is_over:
+            raise self._gone()
+        number = next(self._numbers)
+        future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self._send(Ask(number))
+            async with asyncio.timeout(within_s):
+                return await future
+        except TimeoutError:
+            raise DeadlineExceeded(f"no numbers of the other processes came within {within_s:g} s") from None
+        finally:
+            del self._waiting[number]
+
+    async def _answer(self, number: int) -> None:
+        self._send(Told(number, await self._snapshot()))
+
+    def _send(self, body: Served | Ask | Told) -> None:
+        data = codec.encode(_Message(body))
+        if not self._writer.is_closing():
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def _next(self) -> Served | Ask | Told | None:
+        try:
+            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            return codec.decode(await self._reader.readexactly(length), _Message).body
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    @staticmethod
+    def _gone() -> Disconnected:
+        return Disconnected("the other process of this frontend has ended")

@@ -1,0 +1,106 @@
+"""One of several frontend processes on a port: `crew` starts it, with its end of a channel as standard input.
+
+It serves like a frontend that is alone, and ends with its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from dynamo_trtllm.config.load import exit_with, load
+from dynamo_trtllm.config.models import MemberConfig
+from dynamo_trtllm.errors import ConfigError, DynamoError
+from dynamo_trtllm.frontend.control_pipe import Channel
+from dynamo_trtllm.frontend.main import DESCRIPTION, serve
+from dynamo_trtllm.network.listening import listening
+from dynamo_trtllm.observability import logging as observe_logging
+from dynamo_trtllm.observability.metrics_aggregator import Snapshot
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.observability.metrics import FrontendMetrics
+
+PROG = "python -m dynamo_trtllm.frontend.frontend_process"
+_NUMBERS_WITHIN_S = 5.0  # of all processes; the parent waits for each of them a shorter time
+
+_log = logging.getLogger(__name__)
+
+
+class Member:
+    """The other processes, reached through the parent. `run` in a task of the owner's."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._metrics: FrontendMetrics | None = None
+        self._all_serve = False
+        self._stop: Callable[[], None] = lambda: None
+
+    async def join(self) -> None:
+        """Before all else."""
+        self._channel = await Channel.over(self._sock, self._snapshot, self._note_all_serve)
+
+    async def run(self) -> None:
+        """Until the parent is gone."""
+        try:
+            await self._channel.run()
+            _log.error("the parent of this process has ended, and so it does")
+        finally:
+            self._stop()
+
+    def share(self, metrics: FrontendMetrics) -> None:
+        self._metrics = metrics
+        metrics.gather = self._whole
+
+    def served(self) -> None:
+        self._channel.say_served()
+
+    def awaited(self) -> str | None:
+        return None if self._all_serve else "other processes of this frontend are starting"
+
+    def on_parted(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+
+    def _note_all_serve(self) -> None:
+        self._all_serve = True
+
+    async def _snapshot(self) -> Snapshot:
+        return () if self._metrics is None else self._metrics.snapshot()
+
+    async def _whole(self) -> Snapshot:
+        return await self._channel.ask(_NUMBERS_WITHIN_S)
+
+
+def main() -> None:
+    """Exit statuses as of `frontend.main`."""
+    try:
+        config = load(MemberConfig, prog=PROG, description=DESCRIPTION).config
+        observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
+        uvloop.run(_serve(config))
+    except ConfigError as exc:
+        exit_with(PROG, exc)
+    except DynamoError as exc:
+        _log.error("%s: %s", exc.code, exc.message)
+        raise SystemExit(1) from exc
+
+
+async def _serve(config: MemberConfig) -> None:
+    member = Member(socket.socket(fileno=sys.stdin.fileno()))
+    await member.join()
+    parent = asyncio.create_task(member.run())
+    try:
+        await serve(config, listening(config.http_host, config.http_port, is_shared=True), member)
+    finally:
+        parent.cancel()
+        (ended,) = await asyncio.gather(parent, return_exceptions=True)
+    if isinstance(ended, Exception):
+        raise ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The ASGI app of one generating endpoint: admission, the body, a run, and an answer whatever happens."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Any, Generic
+
+from starlette.types import Receive, Scope, Send
+
+from dynamo_trtllm.errors import DynamoError, Overloaded
+from dynamo_trtllm.frontend.api_adapter import B, Dialect
+from dynamo_trtllm.frontend.http import (
+    ClientGone,
+    Reply,
+    check_json,
+    header,
+    internal,
+    read_body,
+    until_gone,
+)
+from dynamo_trtllm.frontend.request_handler import Edge, Run
+from dynamo_trtllm.frontend.request_metrics import Record
+from dynamo_trtllm.http_server.body_writer import WRITER
+
+log = logging.getLogger(__name__)
+
+
+class Generation(Generic[B]):
+    """The ASGI app of one dialect."""
+
+    def __init__(self, dialect: Dialect[B], edge: Edge) -> None:
+        self._dialect = dialect
+        self._edge = edge
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        metrics, engine_id = self._edge.metrics, _engine_id(scope)
+        wants_stats = header(scope, b"x-dynamo-stats") == "1"
+        record = Record(
+            metrics, self._dialect.endpoint, engine_id, path=str(scope.get("path", "")), wants_stats=wants_stats
+        )
+        reply = Reply(send, scope.get("state", {}).get(WRITER))
+        run = Run(self._dialect, self._edge, reply, record)
+        metrics.request_started()
+        ending: str | DynamoError = "cancelled"
+        try:
+            ending = await self._answered(run, scope, receive, engine_id)
+        finally:
+            run.leave()
+            record.write(ending, reply.status)
+
+    async def _answered(self, run: Run[B], scope: Scope, receive: Receive, engine_id: str) -> str | DynamoError:
+        """Answers whatever happens, and says how it ended: "ok", "cancelled", or the error."""
+        try:
+            run.admit()
+            check_json(scope)
+            config = self._edge.config
+            run.raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s, run.take_bytes)
+            await until_gone(run.serve(engine_id, _client(scope)), receive, run.is_answered)
+        except ClientGone:
+            return "cancelled"
+        except DynamoError as error:
+            await run.fail(error)
+            return error
+        except MemoryError:
+            # No traceback: it takes memory.
+            log.error("request %s failed: this process has no memory left for it", engine_id)
+            failure = Overloaded(
+                "this server has no memory left for the request; try again later, or send a shorter one"
+            )
+            await run.fail(failure)
+            return failure
+        except Exception:  # the ASGI catch-all: logged here, answered as `internal`
+            log.exception("request %s failed", engine_id)
+            bug = internal()
+            await run.fail(bug)
+            return bug
+        return "ok"
+
+
+def _client(scope: Scope) -> str:
+    address: tuple[str, int] | None = scope.get("client")
+    return address[0] if address is not None else ""
+
+
+def _engine_id(scope: Scope) -> str:
+    """Unique in the cluster even when a client repeats its ids, and still found by them in every log."""
+    given: Any = scope.get("state", {}).get("request_id", "")
+    unique = secrets.token_hex(8)
+    return f"{given}-{unique}" if given else unique

@@ -1,0 +1,253 @@
+"""The models a frontend serves: the cluster view kept by a watch, and per card a renderer made of fetched files.
+
+The frontend has no model files of its own: what a card names is fetched from a worker, by content hash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.discovery.base import Discovery, Down, Rejected, Synced, Up
+from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
+from dynamo_trtllm.frontend import readiness
+from dynamo_trtllm.frontend.readiness import Standing
+from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard, Role
+from dynamo_trtllm.request_plane.base import Plane
+from dynamo_trtllm.router.pair_breakers import PairBook
+from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.tokenization.base import Renderer
+from dynamo_trtllm.tokenization.select import renderer_for
+
+_log = logging.getLogger(__name__)
+
+MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; a worker's stated size is not trusted
+_MOST_SAID: Final = 300  # longest quoted library error, in characters
+_RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    card: ModelCard
+    renderer: Renderer
+
+
+class Models:
+    """`watch` is the one writer; everything else reads what it has put in place."""
+
+    def __init__(
+        self, view: ClusterView, discovery: Discovery, plane: Plane, namespace: str, book: PairBook | None = None
+    ) -> None:
+        """With a `book`, a model is ready only when one of its pairs was seen to work."""
+        self._view = view
+        self._book = book
+        self._discovery = discovery
+        self._plane = plane
+        self._namespace = namespace
+        self._served: dict[str, ServedModel] = {}
+        self._announced: set[str] = set()  # models that the log calls served
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._rejected: dict[str, str] = {}  # key of a record to the reason
+        self.synced = asyncio.Event()  # discovery has told all that was there
+
+    def get(self, name: str) -> ServedModel:
+        """Raises ModelNotFound, naming what is served, or EngineNotReady while the model is being loaded."""
+        served = self._served.get(name)
+        if served is None and name in self._view.models():
+            raise EngineNotReady(f"model {name!r} has workers, and this frontend is still loading its files; retry")
+        if served is None:
+            known = ", ".join(self.names()) or "none yet"
+            raise ModelNotFound(f"model {name!r} is not served here; served: {known}", field="model")
+        return served
+
+    def names(self) -> list[str]:
+        return sorted(self._served)
+
+    def instances(self) -> list[Instance]:
+        return self._view.instances()
+
+    def lacking(self, name: str) -> str | None:
+        """See `Catalog`."""
+        return self._plane.outage() or readiness.lacking(self._view.model(name), name, self._book)
+
+    def standing(self) -> Standing:
+        """See `Catalog`."""
+        views = {name: self._view.model(name) for name in sorted(self._view.models())}
+        book, now = self._book or PairBook(), time.monotonic()
+        return Standing(
+            pairs=[row for name, view in views.items() for row in readiness.pair_rows(view, name, book, now)],
+            mismatched=[line for view in views.values() for line in readiness.mismatches(view)],
+            rejected_records=readiness.rejected_rows(self._rejected),
+        )
+
+    async def watch(self) -> None:
+        """Follows discovery until cancelled."""
+        async with aclosing(self._discovery.watch(self._namespace)) as events:
+            async for event in events:
+                match event:
+                    case Up(instance):
+                        self._add(instance)
+                    case Down(instance_id):
+                        self._remove(instance_id)
+                    case Rejected(key, None):
+                        self._rejected.pop(key, None)
+                    case Rejected(key, str(reason)):
+                        self._rejected[key] = reason
+                    case Synced():
+                        self.synced.set()
+
+    async def settled(self) -> None:
+        """Returns when the models of the workers that were there at the start are served."""
+        await self.synced.wait()
+        if self._loading:
+            await asyncio.wait(list(self._loading.values()))
+
+    def _add(self, instance: Instance) -> None:
+        name = instance.card.name
+        _log.info("instance %x is up: %s of model %s", instance.id, instance.role, name)
+        self._view.add(instance)
+        self._warn_of_another_card(instance)
+        self._load_changed()
+        self._announce(name)
+
+    def _remove(self, instance_id: int) -> None:
+        _log.info("instance %x is gone", instance_id)
+        self._view.remove(instance_id)
+        self._announced = {name for name in self._announced if self._view.model(name).is_complete}
+        # A model stays known while its workers are away: its requests are answered 503, not 404.
+        self._load_changed()  # the card that counts may have been this instance's
+
+    def _announce(self, name: str) -> None:
+        """Log that the model is served, when it has its files and a worker for every role."""
+        if name in self._served and name not in self._announced and self._view.model(name).is_complete:
+            self._announced.add(name)
+            _log.info("model %s is served", name)
+
+    def _warn_of_another_card(self, instance: Instance) -> None:
+        """The workers of a model must have equal cards but for the context of prefill workers, who refuse prompts that
+        are too long for them; one counts, and which one changes as workers come and go."""
+        card = self._view.models()[instance.card.name]
+        own = {"context_length"} if instance.role is Role.PREFILL else set()
+        names = [name for name in card.__struct_fields__ if name not in own]
+        differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
+        if differ:
+            _log.warning(
+                "instance %x of model %s differs from the card in use in %s: start all workers of a model with the "
+                "same model and parser flags",
+                instance.id,
+                card.name,
+                ", ".join(differ),
+            )
+
+    def _load_changed(self) -> None:
+        for name in self._view.models():
+            if name not in self._loading and self._card_to_load(name) is not None:
+                self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
+
+    def _card_to_load(self, name: str) -> ModelCard | None:
+        """The card of this model's instances, unless it is served already or there is none."""
+        card, served = self._view.models().get(name), self._served.get(name)
+        return None if served is not None and served.card == card else card
+
+    async def _load(self, name: str) -> None:
+        """Puts the renderer of the model's newest card in place, trying while the model has instances."""
+        said = ""
+        try:
+            while (card := self._card_to_load(name)) is not None:
+                try:
+                    files = await self._fetch_all(card)
+                    self._served[name] = ServedModel(card, await asyncio.to_thread(_renderer, card, files))
+                    self._announce(name)
+                    if name not in self._announced:
+                        reason = readiness.lacking(self._view.model(name), name, None)
+                        _log.info("model %s is loaded, and not served yet: %s", name, reason)
+                except DynamoError as exc:
+                    if exc.message != said:  # the same fault is said once, not at each attempt
+                        said = exc.message
+                        unexpected = exc if isinstance(exc, InternalError) else None
+                        _log.error(
+                            "model %s can't be served yet (%s): %s", name, exc.code, exc.message, exc_info=unexpected
+                        )
+                    await asyncio.sleep(_RETRY_S)
+        finally:
+            del self._loading[name]
+
+    async def _fetch_all(self, card: ModelCard) -> dict[str, bytes]:
+        """Fetches the card's files, by name. Raises as `_fetch`."""
+        files: dict[str, bytes] = {}
+        left = MOST_FILES_BYTES
+        for file, sha256 in card.files.items():
+            files[file] = await self._fetch(card.name, sha256, left)
+            left -= len(files[file])
+        return files
+
+    async def _fetch(self, name: str, sha256: str, most_bytes: int) -> bytes:
+        """A file of the card from the first of the model's workers that gives it. Raises the last one's error."""
+        error: DynamoError = NoInstances(f"no worker of model {name!r} has file {sha256} now")
+        for holder in self._view.instances():
+            if holder.card.name == name and sha256 in holder.card.files.values():
+                try:
+                    return await self._fetch_from(holder, sha256, most_bytes)
+                except DynamoError as exc:
+                    error = exc
+        raise error
+
+    async def _fetch_from(self, holder: Instance, sha256: str, most_bytes: int) -> bytes:
+        """Fetch the file in pieces. Raise BadFrame for wrong content or size, and as `Plane.control`."""
+        data = bytearray()
+        total_bytes: int | None = None
+        while total_bytes is None or len(data) < total_bytes:
+            reply = await self._plane.control(holder.subject, FileRequest(sha256, len(data)))
+            piece = codec.decode(reply, FilePiece)
+            if total_bytes is None:
+                total_bytes = piece.total_bytes
+            if wrong := _wrong_size(piece, len(data), total_bytes, most_bytes):
+                raise BadFrame(f"instance {holder.id:x} sent file {sha256} {wrong}")
+            data += piece.data
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise BadFrame(f"instance {holder.id:x} sent another file than {sha256}; restart it")
+        return bytes(data)
+
+    async def aclose(self) -> None:
+        loading = list(self._loading.values())
+        for task in loading:
+            task.cancel()
+        await asyncio.gather(*loading, return_exceptions=True)
+
+
+def _renderer(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
+    """Call `renderer_for`, in a thread; turn an exception that is no DynamoError into InternalError."""
+    try:
+        return renderer_for(card, files)
+    except DynamoError:
+        raise
+    # The tokenizer library panics on some broken files; a panic is a BaseException. It must not end the loading task. A
+    # thread receives no cancellation.
+    except BaseException as exc:
+        raise InternalError(
+            f"the renderer of model {card.name!r} fails on its files: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}; "
+            "replace them on the workers"
+        ) from exc
+
+
+def _wrong_size(piece: FilePiece, offset: int, total_bytes: int, most_bytes: int) -> str:
+    """Return what is wrong with the sizes in a piece; "" when nothing is."""
+    if piece.total_bytes != total_bytes:
+        return f"with total size {total_bytes}, then {piece.total_bytes}; restart it"
+    if not 0 <= total_bytes <= most_bytes:
+        return (
+            f"with size {total_bytes}; allowed are 0 to {most_bytes} bytes; the files of a model may have "
+            f"{MOST_FILES_BYTES >> 20} MiB together"
+        )
+    if offset + len(piece.data) > total_bytes:
+        return f"with {offset + len(piece.data)} bytes where {total_bytes} were announced; restart it"
+    if not piece.data and offset < total_bytes:
+        return f"with only {offset} of {total_bytes} bytes; restart it"
+    return ""

@@ -1,0 +1,276 @@
+"""Canaries: requests with known answers, sent over every idle pair. They prove readiness and end quarantine.
+
+The known answer comes from one worker that runs the whole request by itself. A pair with another answer moves KV
+wrongly and gets no requests. The first canary of a pair also pays for its handshake, so that no user's request does. A
+worker is asked to restart when none of its pairs works any more while other pairs do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from dynamo_trtllm.errors import (
+    CapacityError,
+    Disconnected,
+    DynamoError,
+    HandoffTimeout,
+    InternalError,
+    TransferFailed,
+    Unreachable,
+)
+from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS, KnownAnswer, KnownAnswers, is_salted, random_prompt
+from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.messages import GenerateRequest, Instance, Restart, Sampling, TokenIds
+from dynamo_trtllm.request_plane.base import Plane
+from dynamo_trtllm.router.pair_breakers import Pair, PairBook, pairs_of, poisoned, spelled
+from dynamo_trtllm.router.policy import Placement
+from dynamo_trtllm.router.view import ClusterView
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE = 2  # canaries of one decode worker: one of them may be that of a prefill worker that hangs
+_PROMPTS = 3  # a pair is broken if its answers to this many all differ from the known ones: rounding rarely does that
+_PASSED = "ok"
+_INCONCLUSIVE = "inconclusive"
+_MOST_SAID = 300  # longest text of an unexpected exception in /health, in characters
+
+
+class _Verdict(NamedTuple):
+    """What a canary found: a code of the metric, and the reason or note that goes with it."""
+
+    code: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryOptions:
+    interval_s: float = 30.0  # of a pair that serves nothing
+    timeout_s: float = 10.0
+
+
+class CanaryMetrics(Protocol):
+    def canary_finished(self, *, model: str, code: str) -> None: ...
+
+
+class Canaries:
+    """`run` in a task of the owner's."""
+
+    def __init__(self, view: ClusterView, pipeline: Pipeline, book: PairBook, options: CanaryOptions) -> None:
+        self._view = view
+        self._pipeline = pipeline
+        self._book = book
+        self._options = options
+        self._known = KnownAnswers()
+        self._numbers = itertools.count(1)
+        self._asked_to_restart: set[int] = set()
+        # pairs whose canary raised an unexpected exception and has not passed since
+        self._broke: set[Pair] = set()
+        self._inconclusive: set[str] = set()  # models of which the log says so
+        self._trying: set[Pair] = set()
+        self._places: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _AT_ONCE))
+        self._tried = asyncio.Event()
+
+    async def run(self, plane: Plane, metrics: CanaryMetrics) -> None:
+        """Send canaries until cancelled. Each pair is tested in its own task: one that hangs delays no other."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                changed = self._view.changed
+                self._tried.clear()
+                models = self._pairs()
+                self._keep_only(models)
+                idle = [pair for pair in models if pair not in self._trying]
+                for pair in self._book.due(idle, time.monotonic(), self._options.interval_s):
+                    self._trying.add(pair)
+                    group.create_task(self._try_one(pair, models[pair], plane, metrics), name="canary")
+                waiting = [pair for pair in idle if pair not in self._trying]
+                next_at = self._book.next_due_at(waiting, self._options.interval_s)
+                await _first_of((changed, self._tried), None if next_at is None else next_at - time.monotonic())
+
+    def _pairs(self) -> dict[Pair, str]:
+        return {pair: name for name in self._view.models() for pair in pairs_of(self._view.model(name))}
+
+    def _keep_only(self, pairs: dict[Pair, str]) -> None:
+        ids = {instance.id for instance in self._view.instances()}
+        self._known.keep_only(ids)
+        self._asked_to_restart &= ids
+        self._broke.intersection_update(pairs)
+        for decode in [decode for decode in self._places if decode not in ids]:
+            del self._places[decode]
+
+    async def _try_one(self, pair: Pair, model: str, plane: Plane, metrics: CanaryMetrics) -> None:
+        try:
+            async with self._places[pair[1]]:
+                code = await self._try_safely(pair)
+            metrics.canary_finished(model=model, code=code)
+            if code not in (_PASSED, _INCONCLUSIVE):
+                await self._restart_poisoned(plane)
+        finally:
+            self._trying.discard(pair)
+            self._tried.set()
+
+    async def _try_safely(self, pair: Pair) -> str:
+        """As `_try`; an unexpected exception is the failure of this pair alone."""
+        try:
+            code = await self._try(pair)
+        # A canary uses data that workers send. An exception would end the canaries of all pairs and the frontend. The
+        # traceback is logged once per pair until its canary passes.
+        except Exception as exc:  # noqa: BLE001
+            code = InternalError.code
+            if pair not in self._broke:
+                self._broke.add(pair)
+                prefill, decode = ("none" if each is None else f"{each:x}" for each in pair)
+                text = "canary raised an unexpected exception: prefill %s, decode %s"
+                _log.error(text, prefill, decode, exc_info=exc)
+            self._note(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}")
+        if code in (_PASSED, _INCONCLUSIVE):
+            self._broke.discard(pair)
+        return code
+
+    async def _try(self, pair: Pair) -> str:
+        """Note the outcome in the pair book. Return the code of the verdict or of the error."""
+        placement = self._placement(pair)
+        if placement is None:
+            return "gone"
+        trace = Trace()
+        try:
+            verdict = await self._verdict(placement, trace)
+        except TimeoutError:
+            verdict = _Verdict("canary", f"no answer to a canary within {self._options.timeout_s:g} s")
+        except (TransferFailed, HandoffTimeout) as exc:
+            return exc.code  # the pipeline has noted it
+        except CapacityError as exc:  # busy is not broken
+            self._book.postpone(pair, time.monotonic())
+            return exc.code
+        except (Unreachable, Disconnected) as exc:  # not taken up is not broken either
+            self._book.doubt(pair, f"{exc.code}: {exc.message}", time.monotonic())
+            self._pipeline.note_missed(trace, exc)
+            return exc.code
+        except DynamoError as exc:
+            self._note(pair, f"{exc.code}: {exc.message}")
+            return exc.code
+        if verdict.code == "mismatch":
+            self._known.forget(placement.decode.id)
+            self._note(pair, verdict.text, is_wrong=True)
+        elif verdict.code == "canary":
+            self._note(pair, verdict.text)
+        elif verdict.code == _INCONCLUSIVE and self._book.record(pair).is_wrong:
+            self._book.postpone(pair, time.monotonic())  # only a right answer clears it
+        else:
+            self._pipeline.note_passed(pair, is_probe=True, note=verdict.text)
+            self._say_inconclusive(placement, verdict.text)
+        return verdict.code
+
+    async def _verdict(self, placement: Placement, trace: Trace) -> _Verdict:
+        """The pair works as soon as one of its answers is the known one; it is broken when _PROMPTS answers differ,
+        or some do and the others prove nothing."""
+        ask, view = partial(self._ask, trace), self._view.model(placement.decode.card.name)
+        known: KnownAnswer | None = None
+        num_wrong = 0
+        for number in range(_PROMPTS):
+            if placement.prefill is not None:
+                known = await self._known.get(number, placement, view, ask)
+            tokens = await ask(placement, random_prompt(placement) if known is None else known.prompt, ANSWER_TOKENS)
+            if len(tokens) != ANSWER_TOKENS:
+                return _Verdict("canary", f"a canary of {ANSWER_TOKENS} tokens brought {len(tokens)}")
+            if placement.prefill is None:
+                return _Verdict(_PASSED)
+            if not (trace.decode_stats and trace.decode_stats.kv_bytes):
+                text = "the decode worker answered a canary without reading the prefill worker's KV"
+                return _Verdict("canary", text)
+            if known is None and num_wrong:
+                text = "its answer to a canary is not the known one, and no worker gives another one to compare with"
+                return _Verdict("canary", text)
+            if known is None:
+                return _Verdict(
+                    _INCONCLUSIVE, "no worker of its model can run aggregated requests: wrong KV would go unnoticed"
+                )
+            if tokens == known.tokens and known.depends_on_kv:
+                return _Verdict(_PASSED)
+            num_wrong += tokens != known.tokens
+        if not num_wrong:
+            return _Verdict(
+                _INCONCLUSIVE, "its model answers all prompts alike: KV of another prompt would go unnoticed"
+            )
+        return _Verdict(
+            "mismatch",
+            f"its answers to {_PROMPTS} prompts differ from those of one worker alone: KV arrives changed, stale or "
+            "not at all; check that both workers have the same build, model files and KV settings, and the transport "
+            "between them",
+        )
+
+    async def _ask(
+        self, trace: Trace, placement: Placement, prompt: TokenIds, max_tokens: int, *, resumed_tokens: int = 0
+    ) -> list[int]:
+        """See `Ask`. Each request has its own salt: otherwise a prefix cache could replace the KV transfer."""
+        trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
+        request = GenerateRequest(
+            request_id=f"canary-{next(self._numbers)}",
+            model=placement.decode.card.name,
+            token_ids=prompt,
+            sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+            deadline=time.time() + self._options.timeout_s,
+            resumed_tokens=resumed_tokens,
+            cache_salt=secrets.token_hex(8) if is_salted(placement) else None,
+        )
+        tokens: list[int] = []
+        async with (
+            asyncio.timeout(self._options.timeout_s),
+            aclosing(self._pipeline.legs(placement, request, trace, is_canary=True)) as chunks,
+        ):
+            async for chunk in chunks:
+                tokens.extend(chunk.token_ids)
+        return tokens
+
+    def _say_inconclusive(self, placement: Placement, text: str) -> None:
+        """Log the reason once per model."""
+        model = placement.decode.card.name
+        if text and model not in self._inconclusive:
+            self._inconclusive.add(model)
+            _log.info("canaries can't prove that a pair works: %s (model %s)", text, model)
+
+    def _placement(self, pair: Pair) -> Placement | None:
+        by_id: dict[int | None, Instance] = {instance.id: instance for instance in self._view.instances()}
+        prefill, decode = by_id.get(pair[0]), by_id.get(pair[1])
+        if decode is None or (prefill is None and pair[0] is not None):
+            return None
+        return Placement(prefill, decode)
+
+    def _note(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
+        if self._book.failed(pair, reason, time.monotonic(), is_wrong=is_wrong):
+            _log.error("%s is quarantined: %s", spelled(pair), reason)
+
+    async def _restart_poisoned(self, plane: Plane) -> None:
+        by_id = {instance.id: instance for instance in self._view.instances()}
+        for instance_id in poisoned(self._book, list(self._pairs())) - self._asked_to_restart:
+            self._asked_to_restart.add(instance_id)
+            instance = by_id.get(instance_id)
+            if instance is None:
+                continue
+            _log.error("instance %x: none of its pairs moves KV correctly; asking it to restart", instance_id)
+            try:
+                await plane.control(instance.subject, Restart("none of its pairs moves KV correctly"))
+            except DynamoError as exc:
+                _log.warning("instance %x was not asked to restart (%s): %s", instance_id, exc.code, exc.message)
+
+
+async def _first_of(events: Iterable[asyncio.Event], seconds: float | None) -> None:
+    """Returns when one of `events` is set or `seconds` have passed."""
+    waits = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(
+            waits, timeout=None if seconds is None else max(0.0, seconds), return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)

@@ -1,0 +1,173 @@
+"""Several frontend processes on one port: the parent that starts them, keeps them running and ends with them.
+
+It holds no request: the kernel deals connections out to those that listen. It adds up their numbers, because it is the
+one that lives as long as the frontend. Imports no more than the start of a process needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+
+from dynamo_trtllm.config.deployment import RestartConfig
+from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
+from dynamo_trtllm.config.models import FrontendConfig, MemberConfig
+from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
+from dynamo_trtllm.frontend.control_pipe import Channel
+from dynamo_trtllm.network.listening import bound, listening
+from dynamo_trtllm.observability.metrics_aggregator import Ledger, Snapshot
+from dynamo_trtllm.subprocesses.child import Child
+from dynamo_trtllm.subprocesses.restart import decide, describe
+from dynamo_trtllm.subprocesses.spawn import spawn
+
+_MODULE = "dynamo_trtllm.frontend.frontend_process"
+_STOP_S = 34.0  # from SIGTERM to SIGKILL: a process gives running requests 30 s
+_NUMBERS_WITHIN_S = 1.0  # of one process; then its last ones count
+
+_log = logging.getLogger(__name__)
+
+
+def held_port(config: FrontendConfig) -> socket.socket:
+    """The port, kept for processes that say they share it; no connection comes to it here. Raises ConfigError, also
+    when another frontend is ready to share the port."""
+    with listening(config.http_host, config.http_port) as probe:
+        port = probe.getsockname()[1]
+    return bound(config.http_host, port, is_shared=True)
+
+
+def member_argv(config: FrontendConfig, number: int, port: int) -> list[str]:
+    """Return the command line of one process. Every user of the host can read it, so settings that may hold a password
+    are in `member_environ`. `number` counts from 1.
+    """
+    settings = config.model_dump(exclude={"nats_server"}) | {"http_port": port, "number": number}
+    return [sys.executable, "-m", _MODULE, *to_argv(MemberConfig, settings)]
+
+
+def member_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of every process."""
+    return {**environ, f"{ENV_PREFIX}NATS_SERVER": config.nats_server}
+
+
+def worst(statuses: Mapping[str, int]) -> int:
+    """The exit status for those of all processes; one that was killed counts as a shell counts it, but for the SIGTERM
+    that all get, which ends one that is just starting."""
+    counted = (0 if status == -signal.SIGTERM else status for status in statuses.values())
+    return max((status if status >= 0 else 128 - status for status in counted), default=0)
+
+
+class _GivenUp(Exception):
+    def __init__(self, text: str, exit_status: int) -> None:
+        super().__init__(text)
+        self.exit_status = exit_status
+
+
+class Crew:
+    """Made and run once, in the main thread. `environ` is what the processes inherit."""
+
+    def __init__(self, config: FrontendConfig, port: int, environ: Mapping[str, str]) -> None:
+        self._config = config
+        self._port = port
+        self._environ = member_environ(config, environ)
+        self._stopping = asyncio.Event()
+        self._children: dict[str, Child] = {}
+        self._channels: dict[str, Channel] = {}
+        self._served: set[str] = set()
+        self._statuses: dict[str, int] = {}
+        self._ledger = Ledger()
+
+    def stop(self) -> None:
+        """Called once: all finish what they do. Called again: all are killed."""
+        if self._stopping.is_set():
+            self._kill_all()
+        self._stopping.set()
+
+    async def run(self) -> int:
+        """Until `stop`, or until it is of no use any more; the exit status. No process is left."""
+        for each in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(each, self.stop)
+        given_up: _GivenUp | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(1, self._config.workers + 1):
+                    group.create_task(self._keep(number))
+                group.create_task(self._stop_all())
+        except* _GivenUp as failed:
+            (given_up, *_) = (exc for exc in failed.exceptions if isinstance(exc, _GivenUp))
+            _log.error("%s; stopping all", given_up)
+            self._stopping.set()
+            await self._stop_all()
+        finally:
+            self._kill_all()
+        return worst(self._statuses) if given_up is None else given_up.exit_status
+
+    async def _keep(self, number: int) -> None:
+        name = f"frontend-{number}"
+        restarts: list[float] = []
+        while not self._stopping.is_set():
+            status = await self._one_life(name, number)
+            if self._stopping.is_set():
+                self._statuses[name] = status
+                return
+            if name not in self._served:
+                raise _GivenUp(f"{name} {describe(status)} and never served", worst({name: status}) or 1)
+            verdict = decide(RestartConfig(), status, restarts, time.monotonic())
+            if not verdict.is_restart:
+                raise _GivenUp(f"{name} {verdict.text}", verdict.exit_status)
+            _log.error("%s %s", name, verdict.text)
+            restarts.append(time.monotonic())
+
+    async def _one_life(self, name: str, number: int) -> int:
+        """The exit status of one process, from its start to its end."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            channel = await Channel.over(ours, self._whole, lambda: self._note_served(name))
+            if self._stopping.is_set():  # meanwhile: who stops all would not see one that is started now
+                channel.close()
+                return 0
+            argv = member_argv(self._config, number, self._port)
+            child = self._children[name] = Child(spawn(argv, env=self._environ, stdin=theirs.fileno()), _STOP_S)
+        self._channels[name] = channel
+        talking = asyncio.create_task(channel.run(), name=f"channel of {name}")
+        try:
+            return await child.ended()
+        finally:
+            del self._channels[name]
+            self._ledger.ended(name)
+            talking.cancel()
+            channel.close()
+            await asyncio.gather(talking, return_exceptions=True)
+
+    def _note_served(self, name: str) -> None:
+        """Note that a process is ready. When all are, notify each, so that `/ready` answers the same in every
+        process."""
+        self._served.add(name)
+        if len(self._served) == self._config.workers:
+            for channel in self._channels.values():
+                channel.say_served()
+
+    async def _whole(self) -> Snapshot:
+        """The numbers of all processes."""
+        await asyncio.gather(*(self._refresh(name, channel) for name, channel in self._channels.items()))
+        return self._ledger.whole()
+
+    async def _refresh(self, name: str, channel: Channel) -> None:
+        try:
+            snapshot = await channel.ask(_NUMBERS_WITHIN_S)
+        except (DeadlineExceeded, Disconnected) as exc:
+            _log.warning("the last numbers of %s are taken: %s", name, exc.message)
+            return
+        if name in self._channels:  # else it has ended meanwhile
+            self._ledger.told(name, snapshot)
+
+    async def _stop_all(self) -> None:
+        await self._stopping.wait()
+        await asyncio.gather(*(child.stop() for child in self._children.values()))
+
+    def _kill_all(self) -> None:
+        for child in self._children.values():
+            child.kill()

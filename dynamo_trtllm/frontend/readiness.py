@@ -1,0 +1,93 @@
+"""What a deployment is able to do now, as told at /health and /v1/models/{id}/ready. Pure; decides no request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, TypedDict
+
+from dynamo_trtllm.messages import Role
+from dynamo_trtllm.router.pair_breakers import PairBook, PairState, pairs_of, spelled
+from dynamo_trtllm.router.policy import differences
+from dynamo_trtllm.router.view import ModelView
+
+MOST_REJECTED_SHOWN: Final = 100
+
+WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGGREGATED: "worker"}
+
+
+class PairRow(TypedDict):
+    """One pair at /health. Ids are hexadecimal, as in subjects."""
+
+    model: str
+    prefill: str | None  # null: the instance does whole requests
+    decode: str
+    state: str  # untried, working, failing, quarantined
+    reason: str
+    age_s: float | None  # since the last outcome, of a request or a canary; null: none yet
+
+
+class RejectedRow(TypedDict):
+    """One rejected etcd record."""
+
+    key: str  # escaped, and cut where it is long
+    reason: str
+
+
+class Standing(TypedDict):
+    """What /health tells beside the instances."""
+
+    pairs: list[PairRow]
+    mismatched: list[str]
+    rejected_records: list[RejectedRow]
+
+
+def lacking(view: ModelView, name: str, book: PairBook | None) -> str | None:
+    """Why the model can't be served now; None: it can. With a book, a pair must have been seen to work."""
+    if missing := view.missing_roles():
+        return f"model {name} has no {' and no '.join(WANTED[role] for role in missing)}"
+    pairs = pairs_of(view)
+    if not pairs:
+        return f"no prefill worker of model {name} matches a decode worker: {'; '.join(mismatches(view))}"
+    if book is None or any(book.record(pair).state is PairState.WORKING for pair in pairs):
+        return None
+    told = [(pair, book.record(pair)) for pair in pairs]
+    each = "; ".join(
+        f"{spelled(pair)} is {record.state}" + (f" ({record.reason})" if record.reason else "") for pair, record in told
+    )
+    return f"model {name}: no pair hands KV over now: {each}"
+
+
+def mismatches(view: ModelView) -> list[str]:
+    """For each instance that can pair with no instance of the other role: with whom, and the fields that differ."""
+    lines = []
+    for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
+        keys = {view.keys[instance.id] for instance in other}
+        lines += [
+            f"instance {instance.id:x} ({instance.role}): {differences(instance, other[0])}"
+            for instance in one
+            if keys and view.keys[instance.id] not in keys
+        ]
+    return lines
+
+
+def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRow]:
+    """List the first rejected records, sorted by key, so that /health stays small."""
+    return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
+
+
+def pair_rows(view: ModelView, name: str, book: PairBook, now: float) -> list[PairRow]:
+    """`now`: of the book's clock."""
+    rows: list[PairRow] = []
+    for pair in pairs_of(view):
+        record, (prefill, decode) = book.record(pair), pair
+        rows.append(
+            {
+                "model": name,
+                "prefill": None if prefill is None else f"{prefill:x}",
+                "decode": f"{decode:x}",
+                "state": record.state,
+                "reason": record.reason,
+                "age_s": None if record.state is PairState.UNTRIED else round(now - record.seen_at, 3),
+            }
+        )
+    return rows

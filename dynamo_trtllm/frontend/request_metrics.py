@@ -1,0 +1,237 @@
+"""What is measured of one exchange while it runs, and what it leaves behind: metrics, statistics, one log line."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from dynamo_trtllm.errors import DynamoError, RequestError
+from dynamo_trtllm.frontend.api_adapter import Stats
+from dynamo_trtllm.frontend.detokenizer import Output, Piece, Usage
+from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.frontend.preprocess import Plan
+from dynamo_trtllm.messages import LegStats
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.sanitize import shorten
+
+log = logging.getLogger(__name__)
+
+_MESSAGE_CHARS = 300  # of an error, in the log line
+
+
+@dataclass(slots=True)
+class Course:
+    """How one choice goes."""
+
+    output: Output
+    trace: Trace = field(default_factory=Trace)
+    first_s: float | None = None
+    last_s: float = 0.0
+    tokens_seen: int = 0
+    finish: str | None = None
+
+    def legs(self) -> LegStats:
+        """Both legs as one: the KV moved once, and the prompt was cached where it was prefilled."""
+        prefill, decode = self.trace.prefill_stats or LegStats(), self.trace.decode_stats or LegStats()
+        return LegStats(
+            queue_s=prefill.queue_s + decode.queue_s,
+            prefill_s=prefill.prefill_s + decode.prefill_s,
+            handoff_s=prefill.handoff_s + decode.handoff_s,
+            decode_wait_s=prefill.decode_wait_s + decode.decode_wait_s,
+            cached_tokens=prefill.cached_tokens if self.trace.prefill_stats else decode.cached_tokens,
+            kv_bytes=decode.kv_bytes or prefill.kv_bytes,
+            transport=decode.transport or prefill.transport,
+        )
+
+    def usage(self) -> Usage:
+        return self.output.usage(self.legs().cached_tokens)
+
+
+class Record:
+    """One per exchange. Times are from its making on. Costs a clock reading per piece."""
+
+    def __init__(
+        self, metrics: FrontendMetrics, endpoint: str, request_id: str, *, path: str, wants_stats: bool
+    ) -> None:
+        self._metrics = metrics
+        self._endpoint = endpoint
+        self._wants_stats = wants_stats
+        self._begun_s = time.monotonic()
+        self._request_id = request_id
+        self._path = path
+        self.answer_id = ""  # as the client sees it in the answer, once it has one
+        self._model = ""
+        self._candidates = 1
+        self._queued_s = 0.0
+        self.courses: list[Course] = []
+
+    def planned(self, plan: Plan) -> None:
+        """Makes a course per choice."""
+        request = plan.choices[0].request
+        self._model, self._candidates = request.model, plan.candidates
+        self._observe_itl = self._metrics.itl(model=self._model).observe
+        self.courses = [Course(Output(prepared, index)) for index, prepared in enumerate(plan.choices)]
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """Around the wait for this request's turn."""
+        begun_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._queued_s = time.monotonic() - begun_s
+            self._metrics.observe_queue(seconds=self._queued_s)
+
+    def tick(self, piece: Piece) -> None:
+        """A piece came. The client's first token counts once, the gaps between tokens count in each choice."""
+        course = self.courses[piece.index]
+        if piece.finish is not None:
+            course.finish = piece.finish
+        if piece.tokens == 0:
+            return
+        now = time.monotonic()
+        if course.first_s is not None:
+            self._observe_itl((now - course.last_s) / piece.tokens, piece.tokens)  # they came together
+        else:
+            if self._first_s() is None:
+                self._metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
+            course.first_s = now
+        course.last_s = now
+        course.tokens_seen += piece.tokens
+
+    def usage(self) -> Usage:
+        """So far. A prompt counts once, however many candidates it has; its tokens were cached for the first."""
+        if len(self.courses) == 1:
+            return self.courses[0].usage()
+        each = [course.usage() for course in self.courses]
+        prompts = each[:: self._candidates]
+        return Usage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
+            completion_tokens=sum(usage.completion_tokens for usage in each),
+            cached_tokens=sum(usage.cached_tokens for usage in prompts),
+            reasoning_tokens=sum(usage.reasoning_tokens for usage in each),
+        )
+
+    def likelihood(self, index: int) -> float:
+        """Of the choice at this place of the plan, as far as it has come."""
+        return self.courses[index].output.mean_logprob
+
+    def served_by(self) -> dict[str, str]:
+        """Headers: the instances known by now."""
+        found = {"x-prefill-instance": self._prefills(), "x-decode-instance": self._decodes()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def stats(self) -> Stats | None:
+        """None when the client did not ask."""
+        if not self._wants_stats:
+            return None
+        stats = self._stats_of(self.courses)
+        if len(self.courses) > 1:
+            stats["choices"] = [self._stats_of([course]) for course in self.courses]
+        return stats
+
+    def _stats_of(self, courses: list[Course]) -> Stats:
+        """Several courses run side by side, so each phase took as long as the longest of them."""
+        legs = [course.legs() for course in courses]
+        first_s = min((course.first_s or course.last_s for course in courses), default=0.0)
+        return {
+            "prefill_instance": _joined(course.trace.prefill_instance for course in courses),
+            "decode_instance": _joined(course.trace.decode_instance for course in courses),
+            "kv_bytes": sum(leg.kv_bytes for leg in legs),
+            "transport": legs[0].transport,
+            "queued_s": self._queued_s,
+            "ttft_s": first_s - self._begun_s,
+            "tokens_per_s": _tokens_per_s(courses),
+            "phase_s": {
+                "queue": max(leg.queue_s for leg in legs),
+                "prefill": max(leg.prefill_s for leg in legs),
+                "handoff": max(leg.handoff_s for leg in legs),
+                "decode_wait": max(leg.decode_wait_s for leg in legs),
+            },
+        }
+
+    def write(self, ending: str | DynamoError, status: int) -> None:
+        """Write metrics and the log line, at the end.
+
+        Args:
+            ending: "ok", "cancelled" or the error.
+            status: of the HTTP answer; 0 when none was begun.
+        """
+        code = ending if isinstance(ending, str) else ending.code
+        seconds = time.monotonic() - self._begun_s
+        metrics = self._metrics
+        metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=seconds)
+        usage = self.usage() if self.courses else Usage()
+        if self.courses:
+            metrics.observe_tokens(model=self._model, prompt=usage.prompt_tokens, output=usage.completion_tokens)
+        for course in self.courses:
+            trace = course.trace
+            if trace.retries or trace.migrations:
+                metrics.observe_recovery(model=self._model, retries=trace.retries, migrations=trace.migrations)
+            for leg in (course.trace.prefill_stats, course.trace.decode_stats):
+                if leg is not None:
+                    metrics.observe_leg(model=self._model, stats=leg)
+        log.info("request %s %s", self._request_id, self._summary(ending, status, usage))
+
+    def _summary(self, ending: str | DynamoError, status: int, usage: Usage) -> str:
+        """Return what is known of the exchange, as name=value; what is not known or nothing is left out."""
+        first_s, rate = self._first_s(), _tokens_per_s(self.courses)
+        known = {
+            "status": status,
+            "path": self._path,
+            "id": self.answer_id,
+            "model": self._model,
+            "prefill": self._prefills(),
+            "decode": self._decodes(),
+            "isl": usage.prompt_tokens,
+            "osl": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "queued": _seconds(self._queued_s),
+            "ttft": _seconds(first_s - self._begun_s) if first_s is not None else None,
+            "tpot": _seconds(len(self.courses) / rate) if rate else None,
+            "finish": (self._finishes() or "ok") if ending == "ok" else _why(ending),
+        }
+        return " ".join(f"{name}={value}" for name, value in known.items() if value)
+
+    def _first_s(self) -> float | None:
+        return min((course.first_s for course in self.courses if course.first_s is not None), default=None)
+
+    def _finishes(self) -> str:
+        return ",".join(dict.fromkeys(course.finish for course in self.courses if course.finish is not None))
+
+    def _prefills(self) -> str | None:
+        return _joined(course.trace.prefill_instance for course in self.courses)
+
+    def _decodes(self) -> str | None:
+        return _joined(course.trace.decode_instance for course in self.courses)
+
+
+def _why(ending: str | DynamoError) -> str:
+    """Return the error's code, its field and the beginning of its message, which may quote the client."""
+    if isinstance(ending, str):
+        return ending
+    param = f" param={ending.field}" if isinstance(ending, RequestError) and ending.field else ""
+    return f"{ending.code}{param}: {shorten(ending.message, _MESSAGE_CHARS)}"
+
+
+def _seconds(value: float) -> str | None:
+    """Return the time in seconds, None when it is shorter than is shown."""
+    return f"{value:.4f}s" if value >= 0.0001 else None
+
+
+def _joined(instances: Iterable[int | None]) -> str | None:
+    """Each once, in hexadecimal."""
+    return ",".join(dict.fromkeys(f"{instance:x}" for instance in instances if instance is not None)) or None
+
+
+def _tokens_per_s(courses: Iterable[Course]) -> float | None:
+    """All courses together, of the tokens after the first; None when there is nothing to measure."""
+    rates = [
+        (course.tokens_seen - 1) / (course.last_s - course.first_s)
+        for course in courses
+        if course.first_s is not None and course.last_s > course.first_s
+    ]
+    return sum(rates) if rates else None

@@ -1,0 +1,83 @@
+"""`/v1/responses` as a dialect: looks up what a request builds on, and keeps what it was answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+from weakref import WeakValueDictionary
+
+from dynamo_trtllm.api.request_model import MAX_TEXT
+from dynamo_trtllm.api.response_items import InputItem, ItemReference
+from dynamo_trtllm.api.responses import ResponseRequest
+from dynamo_trtllm.errors import InvalidRequest
+from dynamo_trtllm.frontend.admission import in_thread
+from dynamo_trtllm.frontend.api_adapter import Events, Fold, Job
+from dynamo_trtllm.frontend.model_registry import ServedModel
+from dynamo_trtllm.frontend.preprocess import Identity, Plan
+from dynamo_trtllm.frontend.responses.items import Item, characters, normalized
+from dynamo_trtllm.frontend.responses.plan import prepare_turn
+from dynamo_trtllm.frontend.responses.response_builder import Answer, ResponseEvents, ResponseFold
+from dynamo_trtllm.frontend.responses.response_store import References, Shelf
+
+THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so as not to delay other streams
+
+
+class Responses:
+    """`making` has the answers under way, by id; an answer leaves it with the exchange that makes it."""
+
+    endpoint = "responses"
+    body = ResponseRequest
+    prompt = frozenset({"input"})
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self.id_prefix = shelf.id_prefix
+        self.making: WeakValueDictionary[str, Answer] = WeakValueDictionary()
+
+    async def plan(self, body: ResponseRequest, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
+        """Raises ResponseNotFound when the request refers to a response that is not stored, InvalidRequest when the
+        conversation is too long to be stored."""
+        items: list[Item] = []
+        references = References(self._shelf)
+        if body.previous_response_id is not None:
+            items += await references.conversation(body.previous_response_id, "previous_response_id")
+        items += await _own(body.input, references)
+        size = characters(items)
+        if size > MAX_TEXT:
+            raise InvalidRequest(
+                f"the conversation has {size} characters with all that input refers to; at most {MAX_TEXT} are allowed",
+                field="input",
+            )
+        if body.store and size + len(body.instructions or "") > self._shelf.max_bytes:
+            raise InvalidRequest(
+                f"store is true, and the conversation has {size} characters: a stored response may have at most "
+                f"{self._shelf.max_bytes} bytes of conversation (--response-store-entry-bytes); send store: false",
+                field="store",
+            )
+        if off_loop or size > THREAD_CHARS:
+            return await in_thread(prepare_turn, body, items, served, identity)
+        return prepare_turn(body, items, served, identity)
+
+    def events(self, job: Job[ResponseRequest]) -> ResponseEvents:
+        return ResponseEvents(self._answer(job))
+
+    def fold(self, job: Job[ResponseRequest]) -> ResponseFold:
+        return ResponseFold(self._answer(job))
+
+    async def finished(self, job: Job[ResponseRequest], answer: Events | Fold) -> None:
+        assert isinstance(answer, ResponseEvents | ResponseFold)
+        made = answer.answer
+        if made.packed is not None:
+            await self._shelf.keep(made.id, made.packed, made.client)
+
+    def _answer(self, job: Job[ResponseRequest]) -> Answer:
+        answer = self.making[job.heading.id] = Answer(job, self._shelf.max_bytes)
+        return answer
+
+
+async def _own(given: Sequence[InputItem], references: References) -> list[Item]:
+    """Return the request's items with references resolved."""
+    return [
+        await references.item(item.id, f"input[{index}].id") if isinstance(item, ItemReference) else normalized(item)
+        for index, item in enumerate(given)
+    ]

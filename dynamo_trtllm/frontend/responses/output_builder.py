@@ -1,0 +1,243 @@
+"""Pieces → output items, and the events that tell of each change. Streamed and whole answers are this one fold.
+
+An event is a JSON object without its sequence number; those that come per token are spelled from a template. Pure;
+nothing that a piece holds is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import orjson
+
+from dynamo_trtllm.frontend.aggregators import chat_logprobs, tool_call_id
+from dynamo_trtllm.frontend.detokenizer import Piece
+from dynamo_trtllm.frontend.responses.ids import output_id
+from dynamo_trtllm.messages import TokenLogprob
+from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
+
+Event: TypeAlias = dict[str, Any]
+Item: TypeAlias = dict[str, Any]
+
+
+class Growth(NamedTuple):
+    """The event that text was added to the open item, and nothing else."""
+
+    around: Around
+    text: str
+
+    @property
+    def event(self) -> Event:
+        return self.around.event | {"delta": self.text}
+
+
+class Around:
+    """What all growths of one item have in common: the event without its text, and how its bytes begin."""
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.spelled = spelled_head(event) + orjson.dumps(event)[:-1] + b',"delta":'
+
+
+def spelled_head(event: Event) -> bytes:
+    kind: str = event["type"]
+    return b"event: " + kind.encode() + b"\ndata: "
+
+
+Told: TypeAlias = Event | Growth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TextKind:
+    """What tells reasoning and messages apart on the wire."""
+
+    prefix: str
+    head: Mapping[str, Any]
+    event: str
+    part: Mapping[str, Any]
+    has_logprobs: bool
+
+
+_REASONING: Final = _TextKind(
+    prefix="rs",
+    head={"type": "reasoning", "summary": []},
+    event="reasoning_text",
+    part={"type": "reasoning_text"},
+    has_logprobs=False,
+)
+_MESSAGE: Final = _TextKind(
+    prefix="msg",
+    head={"type": "message", "role": "assistant"},
+    event="output_text",
+    part={"type": "output_text", "annotations": []},
+    has_logprobs=True,
+)
+
+
+class _TextItem:
+    """A reasoning item or a message: one content part of text that grows."""
+
+    def __init__(self, kind: _TextKind, item_id: str, index: int) -> None:
+        self.kind = kind
+        self._id = item_id
+        self._index = index
+        self._texts: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._around = Around(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
+
+    def item(self, status: str) -> Item:
+        return {"id": self._id, **self.kind.head, "status": status, "content": [self._part("".join(self._texts))]}
+
+    def opening(self) -> Iterator[Event]:
+        empty = {"id": self._id, **self.kind.head, "status": "in_progress", "content": []}
+        yield _event("output_item.added", self._index, item=empty)
+        yield self._event("content_part.added", part=self._part(""))
+
+    def text(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
+        self._texts.append(text)
+        growth = Growth(self._around, text)
+        if not logprobs:
+            return growth
+        self._logprobs.extend(logprobs)
+        return growth.event | {"logprobs": _without_bytes(logprobs)}
+
+    def closing(self, status: str) -> Iterator[Event]:
+        text = "".join(self._texts)
+        yield self._event(f"{self.kind.event}.done", text=text, **self._with_logprobs(_without_bytes(self._logprobs)))
+        yield self._event("content_part.done", part=self._part(text))
+        yield _event("output_item.done", self._index, item=self.item(status))
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return _event(kind, self._index, item_id=self._id, content_index=0, **fields)
+
+    def _part(self, text: str) -> dict[str, Any]:
+        return {**self.kind.part, "text": text, **self._with_logprobs(list(self._logprobs))}
+
+    def _with_logprobs(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"logprobs": logprobs} if self.kind.has_logprobs else {}
+
+
+class _CallItem:
+    """A function call whose arguments grow."""
+
+    def __init__(self, response_id: str, index: int, name: str) -> None:
+        self._id = output_id("fc", response_id, index)
+        self._index = index
+        self._name = name
+        self._call_id = tool_call_id()
+        self._arguments: list[str] = []
+        self._around = Around(_event("function_call_arguments.delta", index, item_id=self._id))
+
+    def item(self, status: str) -> Item:
+        head = {"id": self._id, "type": "function_call", "status": status, "call_id": self._call_id}
+        return head | {"name": self._name, "arguments": "".join(self._arguments)}
+
+    def opening(self) -> Iterator[Event]:
+        yield _event("output_item.added", self._index, item=self.item("in_progress"))
+
+    def arguments(self, text: str) -> Growth:
+        self._arguments.append(text)
+        return Growth(self._around, text)
+
+    def closing(self, status: str) -> Iterator[Event]:
+        arguments = "".join(self._arguments)
+        yield _event("function_call_arguments.done", self._index, item_id=self._id, arguments=arguments)
+        yield _event("output_item.done", self._index, item=self.item(status))
+
+
+class Transcript:
+    """The output of one response as it grows. At most one item is open, the last one."""
+
+    def __init__(self, response_id: str, renderer: Renderer) -> None:
+        self._response_id = response_id
+        self._renderer = renderer
+        self._done: list[Item] = []
+        self._open: _TextItem | _CallItem | None = None
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
+
+    def push(self, piece: Piece) -> list[Told]:
+        events: list[Told] = []
+        if piece.reasoning:
+            events += self._text(_REASONING, piece.reasoning)
+        if piece.logprobs:
+            self._logprobs.extend(piece.logprobs)
+        if piece.content:
+            events += self._text(_MESSAGE, piece.content)
+        for call in piece.tool_calls:
+            events += self._call(call)
+        return events
+
+    def finish(self, status: str) -> list[Told]:
+        """Closes the open item: "completed", or "incomplete" when it was cut short."""
+        return self._close(status)
+
+    def items(self, status: str) -> list[Item]:
+        """All items so far; one that is still open has this status."""
+        return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
+
+    def _text(self, kind: _TextKind, text: str) -> list[Told]:
+        opened, events = self._open, []
+        if not isinstance(opened, _TextItem) or opened.kind is not kind:
+            events = self._close("completed")
+            index = len(self._done)
+            opened = self._open = _TextItem(kind, output_id(kind.prefix, self._response_id, index), index)
+            events += opened.opening()
+        events.append(opened.text(text, self._take_logprobs() if kind.has_logprobs else []))
+        return events
+
+    def _call(self, delta: ToolCallDelta) -> list[Told]:
+        events = []
+        if delta.name is not None:
+            events = self._close("completed")
+            self._open = _CallItem(self._response_id, len(self._done), delta.name)
+            events += self._open.opening()
+        assert isinstance(self._open, _CallItem)  # the parts of one call come one after the other
+        if delta.arguments:
+            events.append(self._open.arguments(delta.arguments))
+        return events
+
+    def _close(self, status: str) -> list[Told]:
+        if self._open is None:
+            return []
+        events: list[Told] = []
+        if self._logprobs and isinstance(self._open, _TextItem) and self._open.kind is _MESSAGE:
+            events.append(self._open.text("", self._take_logprobs()))
+        closing = list(self._open.closing(status))
+        events += closing
+        self._done.append(closing[-1]["item"])
+        self._open = None
+        return events
+
+    def _take_logprobs(self) -> list[dict[str, Any]]:
+        if not self._logprobs:
+            return []
+        taken = _logprobs(self._logprobs, self._renderer)
+        self._logprobs.clear()
+        return taken
+
+
+def _event(kind: str, index: int, **fields: Any) -> Event:
+    return {"type": f"response.{kind}", "output_index": index, **fields}
+
+
+def _logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict[str, Any]]:
+    """As in chat, but bytes that are not known are an empty list: the API has no null there."""
+    tokens: list[dict[str, Any]] = chat_logprobs(logprobs, renderer)["content"]
+    for token in tokens:
+        for each in (token, *token["top_logprobs"]):
+            each["bytes"] = each["bytes"] or []
+    return tokens
+
+
+def _without_bytes(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As events have them; the finished text has the bytes."""
+    return [
+        {
+            "token": each["token"],
+            "logprob": each["logprob"],
+            "top_logprobs": [{"token": top["token"], "logprob": top["logprob"]} for top in each["top_logprobs"]],
+        }
+        for each in logprobs
+    ]

@@ -1,0 +1,202 @@
+"""One response while it is made: the object that clients see, its events, and the whole answer of the same pieces."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.api.responses import AllowedTools, JsonSchemaFormat, NamedTool, ResponseRequest
+from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, RequestError
+from dynamo_trtllm.frontend.api_adapter import Job, Stats
+from dynamo_trtllm.frontend.detokenizer import Piece, Usage
+from dynamo_trtllm.frontend.responses.items import Item, named
+from dynamo_trtllm.frontend.responses.output_builder import Growth, Told, Transcript, spelled_head
+from dynamo_trtllm.frontend.responses.plan import TurnPlan
+from dynamo_trtllm.frontend.responses.response_store import Kept
+
+
+class Answer:
+    """The state that streamed and whole answers share."""
+
+    def __init__(self, job: Job[ResponseRequest], max_kept_bytes: int) -> None:
+        assert isinstance(job.plan, TurnPlan)
+        self.id = job.heading.id
+        self.client = job.heading.client
+        self.stored = job.body.store
+        self.transcript = Transcript(self.id, job.renderer)
+        self._items = job.plan.items
+        self._base = _echo(job)
+        self._finish = ""
+        self._max_kept_bytes = max_kept_bytes
+        self.final: dict[str, Any] | None = None  # what was answered, once it is complete
+        self.packed: bytes | None = None  # the response as it is stored; None: it is not stored
+
+    def push(self, piece: Piece) -> list[Told]:
+        self._finish = piece.finish or self._finish
+        return self.transcript.push(piece)
+
+    def in_progress(self) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._base | {"status": "in_progress", "output": self.transcript.items("in_progress")}
+
+    def cancelled(self) -> dict[str, Any]:
+        """The response as it is when somebody ended it."""
+        return self._base | {"status": "cancelled", "output": self.transcript.items("incomplete")}
+
+    def failed(self, error: DynamoError) -> dict[str, Any]:
+        told = {"code": _error_code(error), "message": error.message}
+        return self._base | {"status": "failed", "error": told, "output": self.transcript.items("incomplete")}
+
+    def close(self, usage: Usage, stats: Stats | None) -> list[Told]:
+        """Events of the end of the last item; `final` is set."""
+        cut = self._finish == "length"
+        events = self.transcript.finish("incomplete" if cut else "completed")
+        self.final = self._base | {
+            "status": "incomplete" if cut else "completed",
+            "completed_at": None if cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": self.transcript.items("completed"),
+            "usage": usage_object(usage),
+        }
+        if stats is not None:
+            self.final["dynamo_trtllm"] = stats
+        self.packed = self.pack(self.final)
+        return events
+
+    def pack(self, response: dict[str, Any]) -> bytes | None:
+        """Return the response as it is stored. None: it is not to be stored, or is too large (`store: false`)."""
+        if not self.stored:
+            return None
+        packed = codec.encode(Kept(response=response, items=self.input_items()))
+        if len(packed) <= self._max_kept_bytes:
+            return packed
+        response["store"] = False
+        return None
+
+    def input_items(self) -> list[Item]:
+        return named(self._items, self.id)
+
+
+class ResponseEvents:
+    """The events of a streamed response, numbered."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self._next = 0
+
+    def opening(self) -> bytes:
+        response = orjson.Fragment(orjson.dumps(self.answer.in_progress()))
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._spelled({"type": kind, "response": response}) for kind in kinds)
+
+    def piece(self, piece: Piece) -> bytes:
+        return b"".join(map(self._spelled, self.answer.push(piece)))
+
+    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
+        events = self.answer.close(usage, stats)
+        final = self.answer.final
+        assert final is not None
+        events.append({"type": f"response.{final['status']}", "response": final})
+        return b"".join(map(self._spelled, events))
+
+    def failure(self, error: DynamoError) -> bytes:
+        """There is no event for a cancelled response: it is an incomplete one whose status says so."""
+        events = self.answer.transcript.finish("incomplete")
+        if isinstance(error, Cancelled):
+            events.append({"type": "response.incomplete", "response": self.answer.cancelled()})
+        else:
+            events.append({"type": "error", "code": error.code, "message": error.message, "param": error.field})
+            events.append({"type": "response.failed", "response": self.answer.failed(error)})
+        return b"".join(map(self._spelled, events))
+
+    def _spelled(self, told: Told) -> bytes:
+        number = self._next
+        self._next += 1
+        if isinstance(told, Growth):
+            return told.around.spelled + orjson.dumps(told.text) + b',"sequence_number":%d}\n\n' % number
+        told["sequence_number"] = number
+        return spelled_head(told) + orjson.dumps(told) + b"\n\n"
+
+
+class ResponseFold:
+    """A whole response, of the same events, which nobody sees."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+    def push(self, piece: Piece) -> None:
+        self.answer.push(piece)
+
+    def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
+        self.answer.close(usage, stats)
+        assert self.answer.final is not None
+        return self.answer.final
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _error_code(error: DynamoError) -> str:
+    """One of the few that the API has here; the event before it has ours."""
+    if isinstance(error, CapacityError):
+        return "rate_limit_exceeded"
+    return "invalid_prompt" if isinstance(error, RequestError) else "server_error"
+
+
+def _echo(job: Job[ResponseRequest]) -> dict[str, Any]:
+    """The response without status, output and usage: what was asked."""
+    body, heading, sampling = job.body, job.heading, job.plan.choices[0].request.sampling
+    return {
+        "id": heading.id,
+        "object": "response",
+        "created_at": heading.created,
+        "completed_at": None,
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata,
+        "model": heading.model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store,
+        "temperature": sampling.temperature,
+        "text": {"format": _format(body), "verbosity": "medium"},
+        "tool_choice": _tool_choice(body),
+        "tools": [tool.model_dump() for tool in body.tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": body.user,
+    }
+
+
+def _format(body: ResponseRequest) -> dict[str, Any]:
+    wanted = body.text.format
+    if isinstance(wanted, JsonSchemaFormat):
+        return {"type": wanted.type, "name": wanted.name, "schema": wanted.schema_, "strict": True}
+    return {"type": wanted.type}
+
+
+def _tool_choice(body: ResponseRequest) -> str | dict[str, Any]:
+    choice = body.tool_choice
+    return choice.model_dump() if isinstance(choice, NamedTool | AllowedTools) else choice

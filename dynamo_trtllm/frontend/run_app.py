@@ -1,0 +1,136 @@
+"""Everything behind the door of a frontend: wires the rooms together and keeps them running, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from typing import Any
+
+from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend import gc_tuning
+from dynamo_trtllm.frontend.app import build_app
+from dynamo_trtllm.frontend.base import Colleagues
+from dynamo_trtllm.frontend.model_registry import Models
+from dynamo_trtllm.frontend.pair_probe import Canaries, CanaryOptions
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions
+from dynamo_trtllm.frontend.responses.response_store import store_limits
+from dynamo_trtllm.frontend.retry_state import RecoveryLimits
+from dynamo_trtllm.frontend.startup_gate import Door
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.jetstream import JetStreamStore
+from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.request_plane.store import MemoryStore, Store
+from dynamo_trtllm.router.pair_breakers import PairBook
+from dynamo_trtllm.router.view import ClusterView
+
+_log = logging.getLogger(__name__)
+
+_SHOWN_S = 1.0  # how long `/ready` gives the reason of a failure before the port is closed
+_SETTLE_S = 15.0  # longest wait for the models that are there already, before the first request is taken
+
+
+async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleagues, stop: Callable[[], None]) -> None:
+    """Until cancelled. Opens the door when the models that are there are served.
+
+    When a background task ends, `/ready` says so, `stop` has the server finish what runs, and the failure is raised
+    once this is cancelled. Raises Unreachable without etcd or NATS.
+    """
+    async with AsyncExitStack() as stack:
+        tasks = BackgroundTasks()
+        # Under overload this process reads an acknowledgement seconds after it arrived. A shorter timeout would count
+        # the worker as unreachable and send the request again.
+        limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
+        plane = await NatsPlane.connect(config.nats_server, limits, tasks)
+        stack.push_async_callback(plane.aclose)
+        discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), tasks=tasks)
+        stack.push_async_callback(discovery.aclose)
+        view, book, metrics = ClusterView(), PairBook(), FrontendMetrics()
+        colleagues.share(metrics)
+        tries_pairs = config.canary_interval_s > 0
+        models = Models(view, discovery, plane, config.namespace, book if tries_pairs else None)
+        stack.push_async_callback(models.aclose)
+        pipeline = Pipeline(view, plane, _options(config), book)
+        stack.push_async_callback(pipeline.aclose)
+        store = await _store(config)
+        stack.push_async_callback(store.aclose)
+
+        def not_ready() -> str | None:
+            return tasks.reason or colleagues.awaited()
+
+        app = build_app(config, models, pipeline, metrics, store, not_ready)
+        stack.push_async_callback(app.state.close_responses)
+        work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended(), "pairs": forget_gone(view, book)}
+        if tries_pairs:
+            options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
+            work["canaries"] = Canaries(view, pipeline, book, options).run(plane, metrics)
+        for name, coroutine in work.items():
+            stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
+        await _first(_settled(models), tasks.until_failed())
+        gc_tuning.settle()
+        door.open(app)
+        colleagues.served()
+        await _until_failed(tasks, stop)
+
+
+async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> None:
+    try:
+        await tasks.until_failed()
+    except DynamoError as failure:
+        _log.error("shutting down, as soon as running requests have ended: %s", tasks.reason)
+        try:
+            await asyncio.sleep(_SHOWN_S)
+            stop()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise failure from failure.__cause__
+
+
+async def forget_gone(view: ClusterView, book: PairBook) -> None:
+    """Keeps in the book only pairs whose instances are there. Until cancelled."""
+    while True:
+        changed = view.changed
+        book.keep_only({instance.id for instance in view.instances()})
+        await changed.wait()
+
+
+async def _settled(models: Models) -> None:
+    try:
+        async with asyncio.timeout(_SETTLE_S):
+            await models.settled()
+    except TimeoutError:
+        return  # the door is opened all the same: others of the models may be served
+
+
+async def _first(*works: Coroutine[Any, Any, None]) -> None:
+    """Return when one of them has ended. Raises what ended it."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _options(config: FrontendConfig) -> PipelineOptions:
+    return PipelineOptions(
+        limits=RecoveryLimits(retries=config.retry_limit, migrations=config.migration_limit),
+        hold_s=config.hold_for_roles_s,
+        decode_fallback=config.decode_fallback,
+        has_canaries=config.canary_interval_s > 0,
+    )
+
+
+async def _store(config: FrontendConfig) -> Store:
+    """Raises Unreachable when it is JetStream and there is none."""
+    if config.shares_responses:
+        return await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
+    return MemoryStore(store_limits(config))

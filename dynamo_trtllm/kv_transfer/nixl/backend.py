@@ -1,0 +1,290 @@
+"""The carrier itself: offers on one thread of registrations, fetches on another, one that listens for readers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.errors import BadFrame, EngineFailed, TransferFailed
+from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
+from dynamo_trtllm.kv_transfer.memory import require_sizes
+from dynamo_trtllm.kv_transfer.nixl.bindings import Offer, Region, Vendor, kind_of, spot_of, use_devices
+from dynamo_trtllm.kv_transfer.nixl.fetch import Ask, Reader
+from dynamo_trtllm.kv_transfer.nixl.poller import Mover
+from dynamo_trtllm.kv_transfer.nixl.validity import Guards
+
+_log = logging.getLogger(__name__)
+
+_NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two looks for what readers say
+_LINGER_S = 2.0  # goes on looking after the last offer: over some transports its late readers get no answer otherwise
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    slot: int
+    in_region: bool  # nothing was registered for it or will be
+    registered: Any | None = None  # of this offer alone
+    checksum: OfferChecksum | None = None
+
+
+class NixlCarrier:
+    """A Carrier over NIXL. CPU and CUDA memory; the pieces of one side of one transfer are all of the same kind."""
+
+    name = "nixl/ucx"
+
+    def __init__(self, checksums: Checksums | None = None) -> None:
+        self.checksums = checksums or Checksums()
+        self._vendor = Vendor()
+        self._agent_name = f"dynamo-{uuid.uuid4().hex}"
+        self._guards = Guards()
+        self._reader = Reader(self._vendor, self._guards, self.checksums)
+        self._offers: dict[str, _Held] = {}
+        self._wake = threading.Condition()
+        self._closing = False
+        self._ending: asyncio.Task[None] | None = None
+
+    async def start(self, on_fetched: Callable[[str], None]) -> None:
+        """Raises ConfigError when NIXL can't start its UCX back end."""
+        self._loop = asyncio.get_running_loop()
+        self._on_fetched = on_fetched
+        self._fetching = Mover("nixl-fetch")
+        self._registering = ThreadPoolExecutor(1, "nixl-register")
+        opening = self._registering.submit(self._vendor.open, self._agent_name, self._guards)
+        self._connection, self._guard_connection = await asyncio.wrap_future(opening)
+        self._listener = threading.Thread(target=self._listen, name="nixl-notices", daemon=True)
+        self._listener.start()
+
+    def check(self) -> None:
+        if self._vendor.agent is None or self._closing:
+            return
+        threads = {"nixl-notices": self._listener.is_alive(), "nixl-fetch": self._fetching.is_alive()}
+        if ended := [name for name, is_alive in threads.items() if not is_alive]:
+            names = " and ".join(ended)
+            raise EngineFailed(f"KV transfer over {self.name} stopped: thread {names} ended; restart the worker")
+
+    def _require_running(self, wanted: str) -> None:
+        if self._vendor.agent is None or self._closing:
+            raise TransferFailed(f"carrier nixl is not running; start it before it {wanted}")
+
+    async def register(self, region: Piece) -> None:
+        self._require_running("registers memory")
+        await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._register, region)))
+
+    def _register(self, region: Piece) -> None:
+        """Thread of registrations."""
+        with self._vendor.translated(f"can't register {region.num_bytes >> 20} MiB of {region.device}"):
+            self._vendor.regions.append(Region(region, *self._vendor.register([region])))
+
+    # --- the holder's side ---------------------------------------------------------------------------------
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+        self._require_running("offers")
+        if ticket_id in self._offers:
+            raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
+        slot = self._guards.take()
+        nonce = self._guards.arm(slot, len(pieces) if ready is None else ready)
+        live = [piece for piece in pieces if piece.num_bytes]
+        in_region = self._vendor.region_of(live) is not None
+        self._offers[ticket_id] = _Held(slot=slot, in_region=in_region)
+        if in_region:
+            offer = self._describe(ticket_id, slot, nonce, pieces)
+        else:
+            offer = await self._describe_elsewhere(ticket_id, slot, nonce, tuple(pieces))
+        self._begin_checksum(ticket_id, pieces)
+        with self._wake:
+            self._wake.notify()
+        return offer
+
+    async def _describe_elsewhere(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[Piece]) -> bytes:
+        describing = self._registering.submit(self._describe, ticket_id, slot, nonce, pieces)
+        try:
+            return await asyncio.shield(asyncio.wrap_future(describing))
+        except asyncio.CancelledError:
+            if not self._closing:  # that ends all offers
+                self._registering.submit(self._discard, ticket_id)  # after the registration: it has one thread
+            raise
+
+    def _begin_checksum(self, ticket_id: str, pieces: Sequence[Piece]) -> None:
+        held = self._offers.get(ticket_id)
+        if held is not None and self.checksums.method(pieces):
+            held.checksum = OfferChecksum(self.checksums, tuple(pieces), partial(self._set_checksum, held.slot))
+            held.checksum.advance(self._guards.look(held.slot).ready)
+
+    def _set_checksum(self, slot: int, checksum: int | None) -> None:
+        """Called on a thread of the checksums while the offer still has its slot."""
+        if checksum is None:
+            self._guards.wipe(slot)  # otherwise its reader would wait for the checksum
+        else:
+            self._guards.set_checksum(slot, checksum)
+
+    def _describe(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[Piece]) -> bytes:
+        """All of an offer, or nothing. On the thread of registrations unless it lies in a region."""
+        try:
+            with self._vendor.translated("can't register the memory of an offer"):
+                kind, memory = kind_of(pieces), self._registered(ticket_id, slot, pieces)
+        except TransferFailed:
+            self._discard(ticket_id)
+            raise
+        return codec.encode(
+            Offer(
+                agent=self._agent_name,
+                connection=self._connection,
+                guards=self._guard_connection,
+                memory=memory,
+                kind=kind,
+                spots=[spot_of(piece) for piece in pieces],
+                guard=self._guards.spot(slot),
+                nonce=nonce,
+                ready=self._guards.look(slot).ready,
+                checksum=self.checksums.method(pieces),
+            )
+        )
+
+    def _registered(self, ticket_id: str, slot: int, pieces: Sequence[Piece]) -> bytes:
+        """What readers must know to read these, which are registered now unless they lie in a region."""
+        live = [piece for piece in pieces if piece.num_bytes]
+        if not live:
+            return b""
+        region = self._vendor.region_of(live)
+        if region is not None:
+            return region.memory
+        handle, memory = self._vendor.register(live)
+        self._offers[ticket_id].registered = handle
+        return memory
+
+    def advance(self, ticket_id: str, ready: int) -> None:
+        held = self._offers.get(ticket_id)
+        if held is not None:
+            self._guards.advance(held.slot, ready)
+            if held.checksum is not None:
+                held.checksum.advance(ready)
+
+    async def withdraw(self, ticket_id: str) -> None:
+        held = self._offers.get(ticket_id)
+        if held is None:
+            return
+        self._guards.wipe(held.slot)  # at once: from here on no read of the offer counts
+        try:
+            if held.checksum is not None:
+                await held.checksum.stop()  # it reads the memory, and writes to the slot
+        finally:
+            if self._ending is not None:  # which ends all offers
+                await asyncio.shield(self._ending)
+            elif held.in_region:
+                self._discard(ticket_id)
+            else:
+                await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, ticket_id)))
+
+    def _discard(self, ticket_id: str) -> None:
+        """Ends an offer. On the thread of registrations unless it lies in a region."""
+        held = self._offers.pop(ticket_id, None)
+        if held is None:
+            return
+        self._guards.give_back(held.slot)
+        if held.registered is not None:
+            with self._vendor.translated("can't deregister memory"):
+                self._vendor.agent.deregister_memory(held.registered)
+
+    def _listen(self) -> None:
+        """Thread: hears readers, and lets NIXL serve them, while offers are out; sleeps on the condition otherwise."""
+        shortest_s, longest_s = _NOTICE_WAIT_S
+        wait_s, offered_at = shortest_s, 0.0
+        while True:
+            with self._wake:
+                if self._closing:
+                    return
+                if self._offers:
+                    offered_at = time.monotonic()
+                is_needed = time.monotonic() < offered_at + _LINGER_S
+                woken = self._wake.wait(wait_s if is_needed else None)
+            try:
+                use_devices([region.piece for region in self._vendor.regions])
+                self._vendor.progress()
+            except self._vendor.errors:
+                _log.warning("carrier nixl: making progress failed", exc_info=True)
+            read = [ticket_id for ticket_id, held in list(self._offers.items()) if self._guards.was_read(held.slot)]
+            wait_s = shortest_s if woken or read else min(2 * wait_s, longest_s)
+            if read:
+                self._loop.call_soon_threadsafe(self._tell, read)
+
+    def _tell(self, ticket_ids: Sequence[str]) -> None:
+        for ticket_id in ticket_ids:
+            if ticket_id in self._offers:  # a late word about a withdrawn offer is of no use
+                self._on_fetched(ticket_id)
+
+    # --- the reader's side ---------------------------------------------------------------------------------
+
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
+        """See `Carrier.fetch`. A cancelled fetch returns when its read has ended, at the latest after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            facts = codec.decode(offer, Offer)
+        except BadFrame as exc:
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
+        require_sizes(ticket_id, facts.sizes_bytes, pieces)
+        self._require_running("fetches")
+        is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
+        slot = self._guards.take()
+        ask = Ask(ticket_id, facts, tuple(pieces), slot, deadline, on_piece, is_checked)
+        # What a GPU copies takes no time of this thread's; meeting a holder does, and so do copies by the CPU.
+        step_now = facts.kind == "VRAM" and self._reader.peers.knows(facts)
+        try:
+            await _finished(self._fetching.submit(self._reader.read(ask), step_now=step_now))
+        finally:
+            self._guards.give_back(slot)
+
+    # --- the end -------------------------------------------------------------------------------------------
+
+    async def aclose(self) -> None:
+        if self._closing or self._vendor.agent is None:
+            return
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._ending = asyncio.create_task(asyncio.to_thread(self._close), name="nixl-close")
+        await asyncio.shield(self._ending)
+
+    def _close(self) -> None:
+        self._fetching.shutdown()
+        self.checksums.close()
+        self._registering.submit(self._let_go)
+        self._registering.shutdown()
+        self._listener.join()
+        self._vendor.close()
+
+    def _let_go(self) -> None:
+        """Thread of registrations, the last of its work."""
+        for ticket_id in list(self._offers):
+            self._discard(ticket_id)
+        self._reader.peers.close()
+        while self._vendor.regions:
+            region = self._vendor.regions.pop()
+            with self._vendor.translated("can't deregister memory"):
+                self._vendor.agent.deregister_memory(region.handle)
+
+
+async def _finished(work: Future[None]) -> None:
+    """The result of work on a thread; when cancelled, only after it ended: it writes to the caller's memory."""
+    try:
+        await asyncio.wrap_future(work)
+    except asyncio.CancelledError:
+        await ended([work])
+        raise

@@ -1,0 +1,157 @@
+"""The package NIXL: importing it, opening an agent, describing memory to it, its errors. Nothing else names it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from dynamo_trtllm.config.environ import export
+from dynamo_trtllm.errors import ConfigError, TransferFailed, install_hint
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.nixl import cuda
+from dynamo_trtllm.kv_transfer.nixl.validity import Guards
+
+_VARIABLES = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "FATAL"}
+_BACKENDS = ["UCX"]
+
+Spot: TypeAlias = tuple[int, int, int]  # address, bytes, device
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reader must know of an offer. The first three and a registered region's memory are always the same."""
+
+    agent: str
+    connection: bytes  # how to reach the agent
+    guards: bytes  # how to reach the agent of its guards, and their page
+    memory: bytes  # what a reader must know about the registration; empty when there are no bytes
+    kind: str  # of memory, in NIXL's words
+    spots: list[Spot]  # of the pieces
+    guard: Spot
+    nonce: bytes  # what the guard holds while the offer stands
+    ready: int  # pieces that held their data when it was made
+    checksum: str = ""  # its method, see `checksums`; "": the guard has none
+
+    @property
+    def sizes_bytes(self) -> list[int]:
+        return [spot[1] for spot in self.spots]
+
+
+class Region(NamedTuple):
+    """Registered memory."""
+
+    piece: Piece
+    handle: Any
+    memory: bytes  # for readers
+
+    def holds(self, piece: Piece) -> bool:
+        begin, end = self.piece.address, self.piece.address + self.piece.num_bytes
+        return piece.device == self.piece.device and begin <= piece.address and piece.address + piece.num_bytes <= end
+
+
+class Vendor:
+    """NIXL in this process. Raises ConfigError where it is not installed.
+
+    Two agents: NIXL calls a transfer done when all that was posted to the same agent's peer before it is done (1.5.1
+    flushes the endpoint), so a look at a guard beside KV on its way would wait for that KV.
+    """
+
+    def __init__(self) -> None:
+        for variable, value in _VARIABLES.items():
+            export(variable, value, wanted_by="kv_transfer/nixl")
+        try:
+            from nixl import _api as api
+            from nixl import _bindings as bindings
+        except ImportError as exc:
+            raise ConfigError(f"carrier nixl: {exc}; {install_hint('nixl')}") from exc
+        self._api: Any = api
+        self.errors = _error_classes(bindings)
+        self.agent: Any = None  # moves what is offered
+        self.guard_agent: Any = None  # moves guards and words
+        self.regions: list[Region] = []  # registered once, until the end
+
+    def open(self, name: str, guards: Guards) -> tuple[bytes, bytes]:
+        """Makes the agents; how others reach them. Raises ConfigError when their UCX back end does not start."""
+        # Its progress thread spins on a whole core for as long as the agent lives (seen with 1.5.1): the carrier's
+        # listener and the readers' polling make progress instead.
+        sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync)
+        cuda.join()
+        try:
+            agent = self._api.nixl_agent(name, settings)
+            connection: bytes = agent.get_agent_metadata()
+            guard_agent = self._api.nixl_agent(guard_agent_of(name), settings)
+            page = guard_agent.register_memory([(guards.address, guards.num_bytes, 0, "")], "DRAM")
+            guard_connection: bytes = guard_agent.get_partial_agent_metadata(page, True, _BACKENDS)
+        except self.errors as exc:
+            raise ConfigError(f"carrier nixl can't start its UCX back end: {exc!r}; choose carrier tcp") from exc
+        self.agent, self.guard_agent = agent, guard_agent
+        return connection, guard_connection
+
+    def close(self) -> None:
+        self.agent = self.guard_agent = None
+
+    def progress(self) -> None:
+        """Some transports need the holder's help."""
+        for agent in (self.agent, self.guard_agent):
+            agent.get_new_notifs()  # there are none, but this makes progress
+
+    def register(self, pieces: Sequence[Piece]) -> tuple[Any, bytes]:
+        """A registration of pieces of one kind, and what readers must know of it."""
+        use_devices(pieces)
+        spots = [(*spot, "") for spot in map(spot_of, pieces)]
+        handle = self.agent.register_memory(spots, kind_of(pieces))
+        try:
+            return handle, self.agent.get_partial_agent_metadata(handle, False, _BACKENDS)
+        except self.errors:
+            self.agent.deregister_memory(handle)
+            raise
+
+    def region_of(self, pieces: Sequence[Piece]) -> Region | None:
+        """The region that holds all of them."""
+        return next((region for region in self.regions if all(map(region.holds, pieces))), None)
+
+    def descriptors(self, spot: Spot, kind: str) -> Any:
+        return self.agent.get_xfer_descs([spot], kind)
+
+    @contextlib.contextmanager
+    def translated(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self.errors as exc:
+            raise TransferFailed(f"{what}: {exc}") from exc
+
+
+def guard_agent_of(agent: str) -> str:
+    """The name of an agent's companion."""
+    return f"{agent}-guards"
+
+
+def spot_of(piece: Piece) -> Spot:
+    return piece.address, piece.num_bytes, _device(piece)
+
+
+def kind_of(pieces: Sequence[Piece]) -> str:
+    """Raises TransferFailed for memory that NIXL can't move, or for several kinds in one transfer."""
+    kinds = {piece.device.partition(":")[0] for piece in pieces}
+    if not kinds <= {"cpu", "cuda"} or len(kinds) > 1:
+        raise TransferFailed(f"carrier nixl moves CPU or CUDA pieces, one kind per transfer, not {sorted(kinds)}")
+    return "VRAM" if kinds == {"cuda"} else "DRAM"
+
+
+def use_devices(pieces: Sequence[Piece]) -> None:
+    """The calling thread is about to hand these to NIXL."""
+    for device in {_device(piece) for piece in pieces if piece.device.startswith("cuda")}:
+        cuda.use(device)
+
+
+def _device(piece: Piece) -> int:
+    return int(piece.device.partition(":")[2] or 0)
+
+
+def _error_classes(bindings: Any) -> tuple[type[Exception], ...]:
+    """What NIXL raises; its exceptions have no base class of their own."""
+    classes = [found for found in vars(bindings).values() if isinstance(found, type) and issubclass(found, Exception)]
+    return (*classes, RuntimeError)

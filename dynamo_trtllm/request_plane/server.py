@@ -1,0 +1,395 @@
+"""The worker's side of the request plane: runs a service's streams for callers, over any link.
+
+It decides nothing about requests; what a service raises beyond `DynamoError` is logged here and answered as internal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+
+from dynamo_trtllm.background import BackgroundTasks
+from dynamo_trtllm.codec import decode, encode
+from dynamo_trtllm.errors import (
+    BadFrame,
+    DeadlineExceeded,
+    Disconnected,
+    Draining,
+    DynamoError,
+    InternalError,
+    PayloadTooLarge,
+    StreamIncomplete,
+    VersionMismatch,
+)
+from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Release, ReleaseOutcome, wire_mismatch
+from dynamo_trtllm.request_plane.base import PushingService, Service
+from dynamo_trtllm.request_plane.frames import (
+    PING,
+    Answer,
+    Batch,
+    Cancel,
+    Envelope,
+    Failure,
+    Frame,
+    Open,
+    Outbox,
+    Ping,
+    StreamReport,
+    Verb,
+)
+from dynamo_trtllm.request_plane.handed import Handed, LegKey
+from dynamo_trtllm.request_plane.transport import Heartbeat, Link, Listening
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_INBOX = 255
+_REPORTS_SINCE = 2  # wire version
+_REMEMBERED_OPENINGS = 16_384  # a repeated message comes soon after the first
+
+
+def _check_inbox(inbox: str) -> None:
+    """Raise BadFrame for an overlong inbox name: NATS closes the connection of a client that publishes to one."""
+    if len(inbox) > _LONGEST_INBOX:
+        raise BadFrame(f"the inbox name has {len(inbox)} characters; the limit is {_LONGEST_INBOX}")
+
+
+def control_subject(subject: str) -> str:
+    """Where the instance that generates at `subject` takes control verbs."""
+    return f"{subject}.control"
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One running stream."""
+
+    key: LegKey
+    task: asyncio.Task[None] | None = None
+    number: int = 0  # of the next frame
+    ended: bool = False  # the caller has its terminal frame, or wants none
+    cancelled: bool = False
+
+
+class LinkServing:
+    """One service at one subject. Made by `start`."""
+
+    def __init__(self, link: Link, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
+        self._link = link
+        self._service = service
+        self._legs: dict[LegKey, Leg] = {}
+        self._by_inbox: dict[str, dict[int, Leg]] = {}  # the same streams, by inbox
+        self._idle = asyncio.Event()  # no leg runs
+        self._idle.set()
+        self._handed = Handed()
+        self._outboxes: dict[str, Outbox] = {}
+        self._flush_due = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listening: list[Listening] = []
+        self._callers = Heartbeat(
+            link,
+            ping_interval_s,
+            message=self._ping_message,
+            heard=self._heard_from,
+            lost=self._caller_lost,
+            tasks=tasks,
+        )
+        self._messages: Counter[str] = Counter()  # by inbox, while its owner is asked
+        # inboxes of callers of wire version 2 or later that have streams or tickets
+        self._report_readers: set[str] = set()
+        self._latest_openings: dict[LegKey, None] = {}  # keys of the latest requests, ended ones too, oldest first
+        self._subject = ""
+        self._accepting = True
+        self._is_closed = False
+        link.on_lost(self.lost)
+
+    async def start(self, subject: str, timeout_s: float) -> None:
+        """Returns once anybody's requests arrive. Raises PlaneError."""
+        self._subject = subject
+        self._listening.append(await self._link.listen(control_subject(subject), self._take_verb))
+        self._listening.append(await self._link.listen(subject, self._take))
+        await self._link.ask(subject, PING, timeout_s=timeout_s)  # was there and back: all know the subject
+
+    async def stop_accepting(self) -> None:
+        self._accepting = False
+
+    async def finished(self) -> None:
+        await self._idle.wait()
+
+    @property
+    def running(self) -> int:
+        return len(self._legs)
+
+    async def aclose(self) -> None:
+        self._accepting = False
+        self._is_closed = True
+        for listening in self._listening:
+            await listening.stop()
+        self._end_all(Draining("the worker stops"))
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # lets the tasks' done callbacks run
+        self._flush()
+        await self._callers.aclose()
+
+    # --- what arrives ----------------------------------------------------------------------------------
+
+    def _take(self, data: bytes, reply: str) -> None:
+        if data == PING:
+            self._link.post(reply, PING)
+            return
+        try:
+            body = decode(data, Envelope).body
+            _check_inbox(body.inbox)
+            if body.inbox in self._messages:
+                self._messages[body.inbox] += 1
+            if isinstance(body, Cancel):
+                self._cancel(LegKey(body.inbox, body.stream))
+                return
+            if isinstance(body, Ping):
+                self._answer(reply, Answer())
+                self._answer_ping(body)
+                return
+            is_new = LegKey(body.inbox, body.stream) not in self._latest_openings
+            if is_new and not self._accepting:
+                raise Draining("the worker takes no new requests")
+            if mismatch := wire_mismatch(body.wire):
+                raise VersionMismatch(mismatch)
+        except DynamoError as exc:
+            self._answer(reply, Answer(Failure.of(exc)))
+            return
+        self._answer(reply, Answer())
+        if is_new:  # else the message was repeated on its way
+            self._open(body)
+
+    def _take_verb(self, data: bytes, reply: str) -> None:
+        self._keep(asyncio.create_task(self._control(data, reply), name="plane-control"))
+
+    async def _control(self, data: bytes, reply: str) -> None:
+        answer = Answer(Failure.of(InternalError("the control verb failed; see the worker's log")))
+        try:
+            verb = decode(data, Verb).verb
+            if isinstance(verb, Release) and (key := self._handed.key_of(verb.ticket_id)) is not None:
+                self._forget_ticket(key)
+            answer = Answer(data=await self._service.control(verb))
+        except DynamoError as exc:
+            answer = Answer(Failure.of(exc))
+        finally:
+            self._answer(reply, answer)
+
+    def _answer(self, reply: str, answer: Answer) -> None:
+        if not reply:
+            return
+        data = encode(answer)
+        if len(data) > self._link.max_message_bytes:
+            error = PayloadTooLarge(f"the answer takes {len(data)} bytes; ask for less at once")
+            data = encode(Answer(Failure.of(error)))
+        self._link.post(reply, data)
+
+    # --- liveness --------------------------------------------------------------------------------------
+
+    def _answer_ping(self, ping: Ping) -> None:
+        """Send the caller a report of its streams, after all frames sent so far."""
+        self._flush()
+        report = self._report(ping.inbox, ping.number)
+        if report != PING:
+            self._link.post(ping.inbox, report)
+
+    def _ping_message(self, inbox: str) -> bytes:
+        """Return the heartbeat message for a caller: its stream report, or PING for wire version 1."""
+        return self._report(inbox, 0) if inbox in self._report_readers else PING
+
+    def _report(self, inbox: str, ping: int) -> bytes:
+        """Return the message that lists the caller's streams, or PING when it would be too large for the link."""
+        self._forget_expired()
+        running = self._by_inbox.get(inbox, {})
+        streams = [(stream, leg.number) for stream, leg in running.items() if not leg.ended]
+        streams += [(key.stream, self._handed.frames(key)) for key in self._handed.of(inbox)]
+        data = encode(Batch([], StreamReport(self._subject, ping, streams)))
+        if len(data) <= self._link.max_message_bytes:
+            return data
+        text = "stream report for %s is too large: %d streams, %d bytes; lost messages of these streams go unnoticed"
+        logger.warning(text, inbox, len(streams), len(data))
+        return PING
+
+    def _heard_from(self, inbox: str) -> int:
+        """Return a number that changes with each message of a caller."""
+        return self._messages[inbox]
+
+    def _watch(self, inbox: str) -> None:
+        """Count one more stream or ticket of a caller."""
+        self._callers.add(inbox)
+        self._messages[inbox] += 1
+
+    def _unwatch(self, inbox: str) -> None:
+        """Remove one stream or ticket of a caller from the count."""
+        if self._callers.remove(inbox):
+            self._report_readers.discard(inbox)
+            del self._messages[inbox]
+
+    # --- streams ---------------------------------------------------------------------------------------
+
+    def _open(self, opening: Open) -> None:
+        leg = Leg(LegKey(opening.inbox, opening.stream))
+        self._legs[leg.key] = leg
+        self._by_inbox.setdefault(opening.inbox, {})[opening.stream] = leg
+        self._latest_openings[leg.key] = None
+        if len(self._latest_openings) > _REMEMBERED_OPENINGS:
+            del self._latest_openings[next(iter(self._latest_openings))]
+        self._idle.clear()
+        self._watch(opening.inbox)
+        if opening.wire >= _REPORTS_SINCE:
+            self._report_readers.add(opening.inbox)
+        request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
+        leg.task = asyncio.create_task(self._run(leg, request), name=f"plane-leg-{request.request_id}")
+        deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, leg)
+        self._keep(leg.task)
+        leg.task.add_done_callback(lambda _: self._close(leg, deadline))
+
+    async def _run(self, leg: Leg, request: GenerateRequest) -> None:
+        try:
+            async with aclosing(self._stream(leg, request)) as chunks:
+                async for chunk in chunks:
+                    self._send(leg, Frame(leg.key.stream, leg.number, chunk))
+                    if chunk.ticket is not None:
+                        self._hand(leg.key, chunk.ticket, leg.number)
+                    leg.ended = leg.ended or chunk.finish_reason is not None
+            self._fail(leg, StreamIncomplete("the worker's stream ended with no terminal chunk"))
+        except DynamoError as exc:
+            self._fail(leg, exc)
+
+    def _deadline_passed(self, leg: Leg) -> None:
+        if not leg.ended:
+            self._fail(leg, DeadlineExceeded("the request's deadline passed in the worker"))
+            self._stop(leg)
+
+    def _stream(self, leg: Leg, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        if not isinstance(self._service, PushingService):
+            return self._service.generate(request)
+        stream = leg.key.stream
+        return self._service.generate_into(request, lambda chunk: self._send(leg, Frame(stream, leg.number, chunk)))
+
+    def _close(self, leg: Leg, deadline: asyncio.TimerHandle) -> None:
+        deadline.cancel()
+        del self._legs[leg.key]
+        others = self._by_inbox[leg.key.inbox]
+        del others[leg.key.stream]
+        if not others:
+            del self._by_inbox[leg.key.inbox]
+        if not self._legs:
+            self._idle.set()
+        self._unwatch(leg.key.inbox)
+        self._fail(leg, InternalError("the request failed in the worker; see its log"))
+        if leg.cancelled:  # before or after its last chunk was sent: who asked for it is gone
+            self._refuse(leg.key)
+
+    def _cancel(self, key: LegKey) -> None:
+        leg = self._legs.get(key)
+        if leg is not None:
+            leg.ended = True
+            self._stop(leg)
+        else:
+            self._refuse(key)  # a caller that has taken the terminal chunk does not cancel
+
+    def _stop(self, leg: Leg) -> None:
+        # Once: a second cancel would cut the service's own cleanup short.
+        if not leg.cancelled and leg.task is not None:
+            leg.cancelled = True
+            leg.task.cancel()
+
+    def _end_all(self, error: DynamoError) -> None:
+        for leg in self._legs.values():
+            self._fail(leg, error)
+            self._stop(leg)
+
+    def _caller_lost(self, inbox: str, error: DynamoError) -> None:
+        gone = list(self._by_inbox.get(inbox, {}).values())
+        handed = self._handed.of(inbox)
+        if gone or handed:
+            text = "caller %s is gone (%s); %d streams closed, %d tickets taken back"
+            logger.warning(text, inbox, error, len(gone), len(handed))
+        for leg in gone:
+            text = f"the worker ended this stream because its frontend did not answer: {error}"
+            self._fail(leg, StreamIncomplete(text))
+            self._stop(leg)
+        for key in handed:
+            self._refuse(key)
+
+    def lost(self, error: DynamoError) -> None:
+        """Frames may be lost, so no running stream can be trusted to be whole, and no ticket to have arrived: a caller
+        that holds one pays a second prefill, where memory for one that is lost would stay taken until it expires."""
+        if self._is_closed:
+            return  # what it served may be closed, too
+        self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
+        for key in self._handed.keys():
+            self._refuse(key)
+
+    # --- tickets that were sent ------------------------------------------------------------------------
+
+    def _hand(self, key: LegKey, ticket: HandoffTicket, frames: int) -> None:
+        """Until it is released or expires, its caller is watched."""
+        self._forget_expired()
+        self._handed.put(key, ticket, frames)
+        self._watch(key.inbox)
+
+    def _forget_expired(self) -> None:
+        for key in self._handed.expired(time.time()):
+            self._forget_ticket(key)
+
+    def _forget_ticket(self, key: LegKey) -> HandoffTicket | None:
+        ticket = self._handed.pop(key)
+        if ticket is not None:
+            self._unwatch(key.inbox)
+        return ticket
+
+    def _refuse(self, key: LegKey) -> None:
+        """In the caller's stead, who can't."""
+        ticket = self._forget_ticket(key)
+        if ticket is not None:
+            release = self._refused(Release(ticket.ticket_id, ReleaseOutcome.REFUSED))
+            self._keep(asyncio.create_task(release, name=f"plane-refuse-{ticket.ticket_id}"))
+
+    async def _refused(self, release: Release) -> None:
+        await self._service.control(release)
+
+    # --- what leaves -----------------------------------------------------------------------------------
+
+    def _fail(self, leg: Leg, error: DynamoError) -> None:
+        if not leg.ended:
+            self._send(leg, Frame(leg.key.stream, leg.number, failure=Failure.of(error)))
+            leg.ended = True
+
+    def _send(self, leg: Leg, frame: Frame) -> None:
+        if leg.ended:
+            return
+        leg.number += 1
+        outbox = self._outboxes.get(leg.key.inbox)
+        if outbox is None:
+            outbox = self._outboxes[leg.key.inbox] = Outbox()
+        outbox.put(frame)
+        if not self._flush_due:
+            self._flush_due = True  # one engine step wakes all its streams in one turn; this runs in the next
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = False
+        outboxes, self._outboxes = self._outboxes, {}
+        for inbox, outbox in outboxes.items():
+            for message in outbox.take(self._link.max_message_bytes):
+                self._link.post(inbox, message)
+
+    # --- tasks -----------------------------------------------------------------------------------------
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("%s failed", task.get_name(), exc_info=error)

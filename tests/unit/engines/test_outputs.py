@@ -1,0 +1,89 @@
+"""Answers of a library as chunks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines.external import Counts, engine_stats
+from dynamo_trtllm.engines.outputs import Step, chunk_of, handoff_chunk, leg_stats
+from dynamo_trtllm.messages import (
+    FinishReason,
+    GenerateRequest,
+    HandoffTicket,
+    KvLayout,
+    LegStats,
+    Sampling,
+    TokenLogprob,
+    token_ids,
+)
+
+STATS = LegStats(prefill_s=0.5, cached_tokens=32)
+TICKET = HandoffTicket(
+    version=1,
+    ticket_id="t",
+    engine="vllm",
+    model="m",
+    layout=KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8),
+    holder=1,
+    expires_at=time.time() + 60,
+    prompt_tokens=1,
+    first_token_ids=token_ids([7]),
+    transport="a/b",
+    kv_bytes=4096,
+    opaque=b"",
+)
+
+
+def step(finish: str | None) -> Step:
+    return Step(token_ids=[5, 6], logprobs=(TokenLogprob(5, -1.0), TokenLogprob(6, -2.0)), finish=finish)
+
+
+def request(**fields: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=1), deadline=0.0, **fields
+    )
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"), [(None, None), ("stop", FinishReason.STOP), ("length", FinishReason.LENGTH)]
+)
+def test_chunk_when_made_then_tokens_and_an_end_with_its_times(finish: str | None, reason: FinishReason | None) -> None:
+    made = step(finish)
+    assert not made.is_broken
+    chunk = chunk_of(made, STATS)
+    assert (list(chunk.token_ids), chunk.logprobs, chunk.finish_reason) == ([5, 6], made.logprobs, reason)
+    assert chunk.stats == (STATS if reason else None)
+
+
+@pytest.mark.parametrize("finish", ["error", "abort", "timeout", "cancelled", "not_finished"])
+def test_step_when_its_end_is_no_answers_then_broken(finish: str) -> None:
+    assert step(finish).is_broken
+
+
+def test_handoff_when_made_then_the_ticket_and_what_moves() -> None:
+    chunk = handoff_chunk(TICKET, STATS)
+    assert (chunk.finish_reason, chunk.ticket, list(chunk.token_ids)) == (FinishReason.HANDOFF, TICKET, [])
+    assert chunk.stats == LegStats(prefill_s=0.5, cached_tokens=32, kv_bytes=4096, transport="a/b")
+
+
+def test_times_when_a_ticket_came_then_the_first_answer_tells_of_the_hand_off() -> None:
+    assert leg_stats(request(), 0.5, cached_tokens=32) == STATS
+    told = leg_stats(request(ticket=TICKET), 0.5, cached_tokens=32)
+    assert told == LegStats(handoff_s=0.5, kv_bytes=4096, transport="a/b")
+
+
+def test_stats_when_the_library_counts_more_waiting_than_calls_then_no_more_than_those() -> None:
+    class Tickets:
+        kv_blocks = 4
+
+        def __len__(self) -> int:
+            return 2
+
+    tickets: Any = Tickets()
+    stats = engine_stats(Counts(waiting=9, kv_blocks_used=5, kv_blocks_total=10), 3, tickets)
+    assert (stats.running, stats.waiting, stats.kv_blocks_used, stats.kv_blocks_total) == (0, 3, 5, 10)
+    assert (stats.tickets_held, stats.ticket_kv_blocks) == (2, 4)
+    assert engine_stats(Counts(waiting=1), 3, tickets).running == 2

@@ -1,0 +1,121 @@
+"""Tickets of engines around a library: what is on them, which are taken, and when the KV is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.engines.pending_transfers import HeldTickets, Left, Opaque, Terms, opened
+from dynamo_trtllm.errors import EngineRefused, TicketExpired, TicketMismatch
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    HandoffTicket,
+    KvLayout,
+    Phase,
+    ReleaseOutcome,
+    Sampling,
+    TokenLogprob,
+    token_ids,
+)
+
+LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
+TERMS = Terms("vllm", 5, "m", LAYOUT, {"release": "1"}, transport="a/b")
+
+
+class Form(Opaque, frozen=True, kw_only=True):
+    number: int
+
+
+class Book(HeldTickets):
+    def __init__(self, ttl_s: float = 60.0) -> None:
+        self.changes = 0
+        self.given_up = asyncio.Event()
+        super().__init__(TERMS, ttl_s=ttl_s, on_change=self._changed)
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def written(self, opaque: bytes = b"") -> HandoffTicket:
+        return self.write(request(), Left([7], (TokenLogprob(7, -0.5),), opaque, self.given_up.set))
+
+
+def request(prompt: int = 40, ticket: HandoffTicket | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids(range(prompt)),
+        sampling=Sampling(max_tokens=8),
+        deadline=time.time() + 60,
+        phase=Phase.DECODE if ticket else Phase.PREFILL,
+        ticket=ticket,
+    )
+
+
+async def test_ticket_when_written_then_it_says_all_and_is_held_until_it_is_redeemed() -> None:
+    book = Book()
+    first, second = book.written(), book.written()
+    assert first.ticket_id != second.ticket_id
+    assert (first.engine, first.holder, first.transport) == ("vllm", 5, "a/b")
+    assert (list(first.first_token_ids), first.first_logprobs) == ([7], (TokenLogprob(7, -0.5),))
+    assert first.kv_bytes == 3 * 16 * 2 * 2 * 2 * 8 * 2
+    assert 0 < first.expires_at - time.time() <= 60
+    assert (len(book), book.kv_blocks) == (2, 6)
+    for ticket in (first, first, second):
+        book.let_go(ticket.ticket_id, ReleaseOutcome.REDEEMED)
+    assert (len(book), book.kv_blocks, book.changes) == (0, 0, 4)
+    assert not book.given_up.is_set()
+
+
+async def test_ticket_when_nobody_comes_then_the_kv_is_given_up() -> None:
+    book = Book(ttl_s=0.01)
+    book.written()
+    async with asyncio.timeout(10):
+        await book.given_up.wait()
+    assert len(book) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"engine": "trtllm"}, "engine"),
+        ({"model": "n"}, "model"),
+        ({"pairing": {"release": "2"}}, "release"),
+        ({"prompt_tokens": 41}, "prompt_tokens"),
+        ({"first_token_ids": token_ids()}, "first_token_ids"),
+    ],
+)
+async def test_ticket_when_it_does_not_fit_then_the_difference_is_named(change: dict[str, Any], field: str) -> None:
+    book = Book()
+    ticket = book.written()
+    assert book.accept(request(ticket=ticket)) is ticket
+    with pytest.raises(TicketMismatch) as caught:
+        book.accept(request(ticket=msgspec.structs.replace(ticket, **change)))
+    assert caught.value.field == field
+    book.close()
+
+
+async def test_ticket_when_late_or_not_there_then_said() -> None:
+    book = Book()
+    late = msgspec.structs.replace(book.written(), expires_at=time.time() - 1)
+    with pytest.raises(TicketExpired):
+        book.accept(request(ticket=late))
+    with pytest.raises(EngineRefused, match="needs a ticket"):
+        book.accept(request())
+    book.close()
+
+
+async def test_opaque_when_of_this_form_and_version_then_its_fields_else_mismatch() -> None:
+    book, form = Book(), Form(version=3, release="1.2", number=4)
+    ticket = book.written(codec.encode(form))
+    assert opened(ticket, Form, 3) == form
+    with pytest.raises(TicketMismatch, match="3 at prefill and 4 at decode") as caught:
+        opened(ticket, Form, 4)
+    assert caught.value.field == "opaque.version"
+    with pytest.raises(TicketMismatch, match="not one of this engine's"):
+        opened(book.written(codec.encode({"version": 3})), Form, 3)
+    book.close()

@@ -1,0 +1,176 @@
+"""Output under a guide is always of the form asked for, whatever the model would like."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynamo_trtllm.engines.torch.grammar import Guide, Guides
+from dynamo_trtllm.errors import EngineRefused
+from dynamo_trtllm.messages import Guided, GuidedAlternative, token_ids
+from tests.small_tokenizer import CONTROL, spell, write_tokenizer
+
+SIZE = 320  # some ids more than the tokenizer has, as models have
+END, CHANNEL, MESSAGE, CALL = CONTROL.values()
+STOPS = (END, CALL)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "ok": {"type": "boolean"}, "kind": {"enum": ["a", "b"]}},
+    "required": ["city", "ok", "kind"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def guides(tmp_path_factory: pytest.TempPathFactory) -> Guides:
+    path = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return Guides(path, vocab_size=SIZE, eos_token_ids=(END,))
+
+
+def guided(schema: Any = SCHEMA, literal: str = "", after: tuple[int, ...] = ()) -> Guided:
+    alternative = GuidedAlternative(json_schema=json.dumps(schema), literal=literal)
+    return Guided(alternatives=(alternative,), after=spell(list(after)), after_ids=token_ids(after))
+
+
+def allowed(guide: Guide) -> set[int]:
+    logits = torch.zeros(SIZE)
+    guide.apply(logits)
+    return set(torch.isfinite(logits).nonzero().flatten().tolist())
+
+
+def write(guide: Guide, seed: int, most: int = 400) -> list[int]:
+    """What a model with random wishes writes, up to its stop token."""
+    wishes = torch.Generator().manual_seed(seed)
+    ids: list[int] = []
+    while len(ids) < most:
+        logits = torch.randn(SIZE, generator=wishes)
+        guide.apply(logits)
+        ids.append(int(logits.argmax()))
+        if ids[-1] in STOPS:
+            return ids
+        guide.note(ids[-1])
+    raise AssertionError(f"no end after {most} tokens: {spell(ids)}")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(guides: Guides, seed: int) -> None:
+    ids = write(guides.compile(guided(), STOPS), seed)
+    value = json.loads(spell(ids[:-1]))
+    assert set(value) == {"city", "ok", "kind"}
+    assert len(value["city"]) <= 5
+    assert isinstance(value["ok"], bool)
+    assert value["kind"] in ("a", "b")
+
+
+def test_empty_schema_then_an_object(guides: Guides) -> None:
+    assert allowed(guides.compile(guided({}), STOPS)) == {ord("{"), 256}
+
+
+def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(guides: Guides) -> None:
+    forms = (
+        GuidedAlternative(literal="first<|message|>", json_schema='{"const": 1}'),
+        GuidedAlternative(literal="second<|channel|>x<|message|>", json_schema='{"const": 2}'),
+    )
+    seen = {spell(write(guides.compile(Guided(alternatives=forms), (END,)), seed)) for seed in range(12)}
+    assert seen == {"first<|message|>1<|end|>", "second<|channel|>x<|message|>2<|end|>"}
+
+
+def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(guides: Guides) -> None:
+    guide = guides.compile(guided(literal="<|message|>"), STOPS)
+    assert allowed(guide) == {MESSAGE}
+
+
+def test_after_then_free_until_it_was_written_whole(guides: Guides) -> None:
+    guide = guides.compile(guided({"const": True}, literal="<|message|>", after=(CHANNEL, 262)), STOPS)
+    everything = set(range(SIZE))
+    for token_id in (5, CHANNEL, 7, CHANNEL, CHANNEL):
+        assert allowed(guide) == everything
+        guide.note(token_id)
+    assert allowed(guide) == everything
+    guide.note(262)
+    assert allowed(guide) == {MESSAGE}
+
+
+def test_end_then_stop_tokens_and_nothing_else(guides: Guides) -> None:
+    guide = guides.compile(guided({"const": 12}), STOPS)
+    assert END not in allowed(guide)
+    guide.note(256 + 8)  # "12"
+    assert allowed(guide) == set(STOPS)
+
+
+def test_state_when_built_anew_from_the_tokens_then_the_same(guides: Guides) -> None:
+    form = guided(literal="<|message|>", after=(CHANNEL,))
+    whole, ids = guides.compile(form, STOPS), [9, CHANNEL, MESSAGE, 256, *b"city", *b'":"x"']
+    for count, token_id in enumerate(ids):
+        anew = guides.compile(form, STOPS)
+        for earlier in ids[:count]:
+            anew.note(earlier)
+        assert allowed(anew) == allowed(whole)
+        whole.note(token_id)
+    assert whole.failure is None
+
+
+def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(guides: Guides) -> None:
+    guide = guides.compile(guided(), STOPS)
+    guide.note(ord("x"))
+    assert guide.failure
+    assert allowed(guide) == set(STOPS)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "objekt"}, "Invalid type: objekt"),
+        ({"$ref": "#/$defs/none"}, "does not exist"),
+        ({"not": {"type": "string"}}, "Unimplemented keys"),
+        ({"type": "string", "pattern": "(?=x)"}, "regex parse error"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "Unsatisfiable schema"),
+        ([1], "it must be an object"),
+    ],
+)
+def test_schema_that_cannot_be_followed_then_refused_with_the_reason(guides: Guides, schema: Any, reason: str) -> None:
+    with pytest.raises(EngineRefused, match=reason) as refused:
+        guides.compile(guided(schema), STOPS)
+    assert "\n" not in refused.value.message
+    assert "form0" not in refused.value.message
+    assert refused.value.field == "guided"
+
+
+def test_no_stop_token_then_refused(guides: Guides) -> None:
+    with pytest.raises(EngineRefused, match="ends with a stop token"):
+        guides.compile(guided(), ())
+
+
+@pytest.mark.parametrize("content", [None, "", "{", '{"model": {"vocab": {}}, "decoder": null}'])
+def test_tokenizer_that_cannot_be_read_then_refused_and_named(tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(EngineRefused, match=r"tokenizer\.json can't be read"):
+        Guides(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided(), STOPS)
+
+
+def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path)
+    file = json.loads(path.read_text())
+    pieces = ["<unk>", "▁", "{", "}", '"', ":", ",", "▁a", "a", "1", "2", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += [f"filler{at}" for at in range(len(pieces), END)]
+    file["model"] = {"type": "BPE", "vocab": {piece: at for at, piece in enumerate(pieces)}, "merges": []}
+    file["model"] |= {"byte_fallback": True, "unk_token": "<unk>"}
+    file["decoder"] = {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ],
+    }
+    path.write_text(json.dumps(file))
+    guide = Guides(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided({"const": {"a": 12}}), (END,))
+    ids = write(guide, 1)
+    text = "".join(pieces[i] if i < 11 else chr(i - 11) for i in ids[:-1]).replace("▁", " ")
+    assert json.loads(text) == {"a": 12}

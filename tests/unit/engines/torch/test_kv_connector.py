@@ -1,0 +1,142 @@
+"""What a GPU's copies mean for a ticket: it is handed out at once, and its reader waits for each piece."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.kv_connector import Desk
+from dynamo_trtllm.engines.torch.sequence import Gathered, Job
+from dynamo_trtllm.engines.torch.transfer_buffer import PIECE_BYTES, Staging
+from dynamo_trtllm.errors import TicketMismatch, TransferFailed
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, Phase, Sampling, token_ids
+
+LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=2, num_kv_heads=2, head_dim=4)
+TOKENS = 40
+
+
+class Copy(threading.Event):
+    """As torch's event: `synchronize` returns when it is over."""
+
+    def synchronize(self) -> None:
+        assert self.wait(10)
+
+
+class Side:
+    def __init__(self) -> None:
+        self.pool = KvPool(LAYOUT, 20, windows=(None, None), device=torch.device("cpu"))
+        self.staging = Staging(self.pool, 1 << 16)
+        self.retired: list[Job] = []
+        self.desk = Desk(LoopbackCarrier(), holder=1, model="m", ttl_s=60, retire=self.retired.append)
+        parcel = self.staging.take(TOKENS, self.pool.row_bytes * 20)
+        assert parcel is not None
+        self.parcel = parcel
+
+
+def request(phase: Phase, ticket: Any = None) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids(range(TOKENS)),
+        sampling=Sampling(max_tokens=4),
+        deadline=time.time() + 60,
+        phase=phase,
+        ticket=ticket,
+    )
+
+
+async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
+    job = Job(request=request(Phase.PREFILL), max_new_tokens=4, stop_ids=(), inbox=lambda event: None, seed=7)
+    return await holder.desk.hand_out(job, Gathered(holder.parcel, copies, Chunk(token_ids=token_ids([5]))), LAYOUT)
+
+
+async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow_one_by_one() -> None:
+    holder, reader = Side(), Side()
+    await holder.desk.start(holder.staging)
+    await reader.desk.start(reader.staging)
+    holder.staging.region.copy_(torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8))
+    copies = [Copy() for _ in holder.parcel.pieces]
+    assert len(copies) == 2
+    chunk = await handed_out(holder, copies)
+    decode = request(Phase.DECODE, chunk.ticket)
+    terms = reader.desk.redeem(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
+    assert terms == (7, PIECE_BYTES["cuda"])
+    arrived = asyncio.Queue[int]()
+    fetch = asyncio.create_task(reader.desk.fetch(decode, reader.parcel, 10, on_piece=arrived.put_nowait))
+    for number, copy in enumerate(copies):
+        await asyncio.sleep(0.05)
+        assert arrived.empty()
+        copy.set()
+        assert await arrived.get() == number
+    await fetch
+    for ours, theirs in zip(reader.parcel.pieces, holder.parcel.pieces, strict=True):
+        assert torch.equal(ours, theirs)
+    await reader.desk.aclose()
+    await holder.desk.aclose()
+    assert len(holder.retired) == 1
+
+
+async def test_ticket_when_a_copy_fails_then_it_is_logged_and_the_ticket_can_still_be_let_go(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Broken:
+        def synchronize(self) -> None:
+            raise RuntimeError("no such memory")
+
+    holder = Side()
+    await holder.desk.start(holder.staging)
+    await handed_out(holder, [Broken(), Broken()])
+    await holder.desk.aclose()
+    assert "no such memory" in caplog.text
+    assert len(holder.retired) == 1
+
+
+async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = Side()
+    await holder.desk.start(holder.staging)
+    monkeypatch.setitem(PIECE_BYTES, "cpu", 0)
+    chunk = await handed_out(holder, [])
+    with pytest.raises(TicketMismatch, match="pieces of 0 bytes"):
+        holder.desk.redeem(request(Phase.DECODE, chunk.ticket), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
+    await holder.desk.aclose()
+
+
+async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_memory_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class HostOnly(LoopbackCarrier):
+        registered: list[str]
+
+        async def register(self, region: Piece) -> None:
+            if region.device != "cpu":
+                raise TransferFailed("not this memory")
+            self.registered = [region.device]
+
+    class OnGpu:
+        """A staging memory on a GPU that is not there."""
+
+        num_bytes = 1 << 20
+        region: Any = torch.empty(8, dtype=torch.uint8, device="meta")
+
+        checksum = None
+
+        def move_to_host(self) -> None:
+            self.region = torch.empty(8, dtype=torch.uint8)
+
+    caplog.set_level(logging.INFO)
+    carrier = HostOnly()
+    desk = Desk(carrier, holder=1, model="m", ttl_s=60, retire=lambda job: None)
+    staging: Any = OnGpu()
+    await desk.start(staging)
+    assert carrier.registered == ["cpu"]
+    assert caplog.text.count("KV moves through pinned host memory: not this memory") == 1
+    await desk.aclose()

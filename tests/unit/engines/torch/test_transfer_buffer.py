@@ -1,0 +1,147 @@
+"""Room for KV on its way: bounded, given back, and what is copied through it arrives where it belongs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dynamo_trtllm.engines.torch.checksum import checksum
+from dynamo_trtllm.engines.torch.kv import KvPool
+from dynamo_trtllm.engines.torch.transfer_buffer import Parcel, Staging
+from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.messages import KvLayout
+
+WINDOWS = (8, None)
+
+
+def make_pool(num_blocks: int = 20) -> KvPool:
+    layout = KvLayout(dtype="float32", block_tokens=4, num_layers=2, num_kv_heads=2, head_dim=3)
+    return KvPool(layout, num_blocks, windows=WINDOWS, device=torch.device("cpu"))
+
+
+def taken(staging: Staging, tokens: int, piece_bytes: int = 1 << 20) -> Parcel:
+    parcel = staging.take(tokens, piece_bytes)
+    assert parcel is not None
+    return parcel
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 300, 1 << 20])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 8, 9, 12, 13, 40])
+def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: int, piece_bytes: int) -> None:
+    source, target = make_pool(), make_pool(31)
+    source.keys.copy_(torch.randn_like(source.keys))
+    source.values.copy_(torch.randn_like(source.values))
+    target.reserve(5)  # so that block numbers differ
+    ours, theirs = source.reserve(tokens), target.reserve(tokens + 6)
+    assert ours is not None
+    assert theirs is not None
+    here, there = Staging(source, 1 << 16), Staging(target, 1 << 16)
+    sent, received = taken(here, tokens, piece_bytes), taken(there, tokens, piece_bytes)
+    assert here.gather(sent, source.rows(ours, tokens)) == []
+    assert [len(piece) for piece in sent.pieces] == [len(piece) for piece in received.pieces]
+    assert sum(len(piece) for piece in sent.pieces) == source.moved_bytes(tokens)
+    rows = target.rows(theirs, tokens)
+    for index, (piece, other) in enumerate(zip(received.pieces, sent.pieces, strict=True)):
+        piece.copy_(other)
+        there.scatter(received, rows, index)
+    for layer, window in enumerate(WINDOWS):
+        seen = range(0 if window is None else max(0, tokens - window + 1), tokens)
+        for mine, other in ((source.keys, target.keys), (source.values, target.values)):
+            for at in seen:
+                assert torch.equal(mine[layer, ours[at // 4], at % 4], other[layer, theirs[at // 4], at % 4])
+
+
+class Copying:
+    """A GPU's event."""
+
+    is_done = False
+
+    def query(self) -> bool:
+        return self.is_done
+
+    def synchronize(self) -> None:
+        self.is_done = True
+
+
+def test_used_bytes_when_given_back_then_free_as_soon_as_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, copying = Staging(make_pool(), 3 * 4096), Copying()
+    parcel = taken(staging, 4)
+    monkeypatch.setattr(staging, "mark", lambda: copying)
+    staging.give_back(parcel)
+    assert staging.used_bytes == 4096
+    copying.is_done = True
+    assert staging.used_bytes == 0
+    assert taken(staging, 4).begin == parcel.begin
+    assert staging.used_bytes == 4096
+
+
+def test_take_when_what_was_given_back_is_still_copied_then_waits_for_the_oldest_copies_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    staging, marks = Staging(make_pool(), 3 * 4096), [Copying() for _ in range(3)]
+    parcels = [taken(staging, 4) for _ in range(3)]
+    monkeypatch.setattr(staging, "mark", iter(marks).__next__)
+    for parcel in parcels:
+        staging.give_back(parcel)
+    assert taken(staging, 4).begin == parcels[0].begin
+    assert [mark.is_done for mark in marks] == [True, False, False]
+
+
+def test_take_when_full_then_none_until_room_is_given_back() -> None:
+    staging = Staging(make_pool(), 3 * 4096)
+    parcels = [taken(staging, 4) for _ in range(3)]
+    assert staging.used_bytes == staging.num_bytes
+    assert staging.take(4, 4096) is None
+    staging.give_back(parcels[1])
+    assert taken(staging, 4).begin == parcels[1].begin
+    assert staging.take(4, 4096) is None
+
+
+def test_take_when_all_was_given_back_in_any_order_then_it_is_one_room_again() -> None:
+    pool = make_pool(400)
+    staging = Staging(pool, 8 * 4096)
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]):
+        parcels = [taken(staging, 4) for _ in range(4)]
+        for number in order:
+            staging.give_back(parcels[number])
+        assert staging.used_bytes == 0
+        assert pool.moved_bytes(600) > 7 * 4096
+        whole = taken(staging, 600)
+        assert staging.used_bytes == staging.num_bytes
+        staging.give_back(whole)
+
+
+def test_take_when_prompts_follow_each_other_then_the_same_memory_is_used_again() -> None:
+    staging = Staging(make_pool(), 1 << 20)
+    first = taken(staging, 40)
+    staging.give_back(first)
+    assert taken(staging, 12).begin == first.begin
+
+
+@pytest.mark.parametrize("num_bytes", [1, 7, 4096, 32_768 * 3 + 5])
+def test_checksum_when_bits_flip_then_another_and_alike_wherever_the_bytes_lie(num_bytes: int) -> None:
+    chance = random.Random(num_bytes)
+    memory = torch.frombuffer(bytearray(chance.randbytes(num_bytes + 8)), dtype=torch.uint8)
+    part = memory[4 : 4 + num_bytes]
+    found = checksum(part)
+    assert checksum(torch.cat([memory[:1], part])[1:]) == found
+    for _ in range(50):
+        changed = part.clone()
+        for at in {chance.randrange(num_bytes) for _ in range(chance.randrange(1, 4))}:
+            changed[at] ^= 128  # the highest bit: errors of two of them must not make up for each other
+        assert checksum(changed) != found
+    assert num_bytes < 8 or checksum(part.roll(4)) != found
+
+
+def test_checksum_when_computed_by_another_version_then_the_same() -> None:
+    words = torch.arange(100_000, dtype=torch.int32) * 40_503
+    assert checksum(words.view(torch.uint8)) == -3381459360522869011
+
+
+def test_checksum_when_given_a_piece_then_that_of_its_part_of_the_region() -> None:
+    staging = Staging(make_pool(), 3 * 4096)
+    staging.region.copy_(torch.arange(3 * 4096) % 251)
+    part = staging.region[4096:5096]
+    assert staging.checksum(Piece(part.data_ptr(), 1000)) == checksum(part)

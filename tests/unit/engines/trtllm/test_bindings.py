@@ -1,0 +1,58 @@
+"""What is settled of the installed package before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_trtllm.engines.trtllm.api_manifests import Presence, releases
+from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL, check_needed, load_vendor, release_line
+from dynamo_trtllm.errors import ConfigError
+from tests.standin import RELEASES, playing
+
+
+@pytest.mark.parametrize(
+    ("version", "line"),
+    [("1.2.1", "1.2"), ("1.0.0", "1.0"), ("1.3.0rc29", "1.3.0rc29"), ("1.2.1+cu129", "1.2")],
+)
+def test_line_when_pre_release_then_it_stands_for_itself(version: str, line: str) -> None:
+    assert release_line(version) == line
+
+
+@pytest.mark.parametrize("owner", sorted(NEEDED))
+def test_needed_when_a_name_is_gone_then_the_start_is_refused_and_names_it(owner: str) -> None:
+    has = {each: frozenset(names) for each, names in NEEDED.items()}
+    check_needed(has, "1.2.1")
+    gone = NEEDED[owner][0]
+    with pytest.raises(ConfigError, match=f"{owner}.{gone}"):
+        check_needed({**has, owner: has[owner] - {gone}}, "1.2.1")
+
+
+@pytest.mark.parametrize("release", releases(), ids=lambda release: release.name)
+def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(release: object) -> None:
+    absent = [
+        f"{owner}.{name}"
+        for owner, names in NEEDED.items()
+        for name in names
+        if release.presence(owner, name) is Presence.ABSENT  # type: ignore[attr-defined]
+    ]
+    assert absent == []
+
+
+def test_optional_when_release_has_a_name_then_it_is_used() -> None:
+    for version in RELEASES:
+        with playing(version):
+            vendor = load_vendor()
+        known = vendor.capabilities.disagg_fields
+        assert ("disagg_request_id" in known) is version.startswith("1.3")
+        assert vendor.capabilities.cache_salt is (version != "1.0.0")
+        assert known <= {*NEEDED["DisaggregatedParams"], *OPTIONAL["DisaggregatedParams"]}
+
+
+def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> None:
+    with playing() as package:
+        del package.LLM
+        import tensorrt_llm.llmapi  # type: ignore[import-not-found, unused-ignore]
+
+        del tensorrt_llm.llmapi.LLM
+        with pytest.raises(ConfigError, match=r"no LLM in tensorrt_llm, tensorrt_llm\.llmapi"):
+            load_vendor()

@@ -1,0 +1,122 @@
+"""Deltas out of results that grow, change in place, and lose their stop token."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.engines.outputs import Step
+from dynamo_trtllm.engines.trtllm.output_cursor import Reader
+from dynamo_trtllm.errors import EngineRefused
+from dynamo_trtllm.messages import TokenLogprob
+
+STOPS = frozenset({90, 91})
+
+
+def output(*ids: int, finish: str | None = None, stop: int | None = None, logprobs: Any = None) -> Any:
+    return SimpleNamespace(token_ids=list(ids), finish_reason=finish, stop_reason=stop, logprobs=logprobs)
+
+
+def reader(logprobs: int | None = None, first: tuple[TokenLogprob, ...] = ()) -> Reader:
+    return Reader(stop_ids=STOPS, end_id=90, logprobs=logprobs, first=first)
+
+
+def entry(**values: float) -> dict[int, Any]:
+    return {int(name[1:]): SimpleNamespace(logprob=value, rank=1) for name, value in values.items()}
+
+
+def all_ids(*outputs: Any) -> list[int]:
+    read = reader()
+    return [token for each in outputs for token in read.read(each).token_ids]
+
+
+def test_read_when_ids_are_cumulative_then_each_is_given_once() -> None:
+    assert all_ids(output(1), output(1, 2), output(1, 2, 3, 4), output(1, 2, 3, 4, finish="length")) == [1, 2, 3, 4]
+
+
+def test_read_when_the_object_changes_in_place_then_earlier_steps_stay() -> None:
+    same, read = output(1), reader()
+    first = read.read(same)
+    same.token_ids.append(2)
+    second = read.read(same)
+    assert (first.token_ids, second.token_ids) == ([1], [2])
+
+
+def test_read_when_the_stop_token_is_there_then_it_is_not_added_twice() -> None:
+    assert all_ids(output(1), output(1, 91, finish="stop", stop=91)) == [1, 91]
+
+
+def test_read_when_the_stop_token_was_cut_then_it_is_put_back() -> None:
+    assert all_ids(output(1), output(1, 2, finish="stop", stop=91)) == [1, 2, 91]
+
+
+def test_read_when_the_stop_token_was_shown_and_then_cut_then_it_is_there_once() -> None:
+    assert all_ids(output(1), output(1, 91), output(1, finish="stop", stop=91)) == [1, 91]
+
+
+def test_read_when_the_end_id_is_not_shown_then_it_is_put_back() -> None:
+    assert all_ids(output(1), output(1, finish="stop")) == [1, 90]
+
+
+def test_read_when_nothing_but_the_end_comes_then_it_is_the_only_token() -> None:
+    assert all_ids(output(finish="stop")) == [90]
+
+
+def test_read_when_finished_by_length_then_nothing_is_added() -> None:
+    step = reader().read(output(1, finish="length"))
+    assert step == Step(token_ids=[1], logprobs=(), finish="length")
+
+
+def test_logprobs_when_not_asked_then_none_are_read() -> None:
+    assert reader().read(output(1, logprobs=[object()])).logprobs == ()
+
+
+def test_logprobs_when_mapped_then_own_value_and_the_likeliest() -> None:
+    read = reader(logprobs=1)
+    step = read.read(output(5, logprobs=[entry(t5=-2.0, t7=-0.5)]))
+    assert step.logprobs == (TokenLogprob(5, -2.0, ((7, -0.5),)),)
+
+
+def test_logprobs_when_no_alternatives_are_wanted_then_the_surplus_is_dropped() -> None:
+    assert reader(logprobs=0).read(output(5, logprobs=[entry(t5=-2.0)])).logprobs == (TokenLogprob(5, -2.0),)
+
+
+def test_logprobs_when_flat_then_they_are_taken_as_they_are() -> None:
+    read = reader(logprobs=1)
+    assert read.read(output(5, logprobs=[-1.5])).logprobs == (TokenLogprob(5, -1.5),)
+    assert read.read(output(5, 6, logprobs=[-1.5, -0.25])).logprobs == (TokenLogprob(6, -0.25),)
+
+
+@pytest.mark.parametrize("told", [[], [-0.1]])
+def test_logprobs_when_decode_then_the_first_is_the_tickets_whether_the_vendor_tells_it_or_not(told: Any) -> None:
+    first = TokenLogprob(5, -9.0, ((5, -9.0),))
+    read = reader(logprobs=1, first=(first,))
+    assert read.read(output(5, logprobs=told)).logprobs == (first,)
+    assert read.read(output(5, 6, logprobs=[*told, -0.25])).logprobs == (TokenLogprob(6, -0.25),)
+
+
+def test_logprobs_when_decode_starts_with_two_tokens_then_they_are_aligned_at_the_end() -> None:
+    first = TokenLogprob(5, -9.0)
+    step = reader(logprobs=0, first=(first,)).read(output(5, 6, logprobs=[-0.25]))
+    assert step.logprobs == (first, TokenLogprob(6, -0.25))
+
+
+def test_logprobs_when_only_the_stop_token_is_cut_then_its_value_is_kept() -> None:
+    step = reader(logprobs=0).read(output(1, finish="stop", stop=91, logprobs=[-1.0, -2.0]))
+    assert step.logprobs == (TokenLogprob(1, -1.0), TokenLogprob(91, -2.0))
+
+
+def test_logprobs_when_cut_with_the_stop_token_then_it_is_unknown() -> None:
+    step = reader(logprobs=0).read(output(1, finish="stop", stop=91, logprobs=[-1.0]))
+    assert step.logprobs == (TokenLogprob(1, -1.0), TokenLogprob(91, -math.inf))
+
+
+def test_logprobs_when_missing_for_a_token_then_the_field_is_named() -> None:
+    read = reader(logprobs=0)
+    read.read(output(1, logprobs=[-1.0]))
+    with pytest.raises(EngineRefused) as caught:
+        read.read(output(1, 2, logprobs=[-1.0]))
+    assert caught.value.field == "logprobs"

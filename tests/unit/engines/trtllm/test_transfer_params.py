@@ -1,0 +1,170 @@
+"""`DisaggregatedParams` on their way through a ticket, and the desk that writes and redeems them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.engines.pending_transfers import Terms
+from dynamo_trtllm.engines.trtllm import transfer_params as wire
+from dynamo_trtllm.engines.trtllm.bindings import Capabilities
+from dynamo_trtllm.engines.trtllm.transfers import Desk
+from dynamo_trtllm.errors import EngineRefused, TicketExpired, TicketMismatch
+from dynamo_trtllm.messages import (
+    GenerateRequest,
+    HandoffTicket,
+    KvLayout,
+    Phase,
+    ReleaseOutcome,
+    Sampling,
+    TokenLogprob,
+    token_ids,
+)
+
+OLD = frozenset({"request_type", "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens"})
+NEW = OLD | {"first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"}
+BIG = (1 << 63) - 5
+LAYOUT = KvLayout(dtype="fp8", block_tokens=32, num_layers=2, num_kv_heads=2, head_dim=16)
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None
+
+
+def params(**changes: Any) -> dict[str, Any]:
+    return {"first_gen_tokens": [42], "ctx_request_id": BIG, "opaque_state": b"\x00\xff\x80state", **changes}
+
+
+def desk(fields: frozenset[str] = OLD, *, line: str = "1.2", ttl_s: float = 60.0, holder: int = 5) -> Desk:
+    capabilities = Capabilities(
+        release=line, line=line, disagg_fields=fields, cache_salt=True, cached_tokens=True, structural_tag_format=True
+    )
+    pairing = {"release": line, "transceiver": "UCX", "attn_backend": "TRTLLM"}
+    terms = Terms("trtllm", holder, "m", LAYOUT, pairing, transport="trtllm/ucx")
+    return Desk(terms, capabilities, ttl_s=ttl_s, on_change=lambda: None)
+
+
+def request(prompt: int = 40, ticket: HandoffTicket | None = None) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids(range(prompt)),
+        sampling=Sampling(max_tokens=8),
+        deadline=time.time() + 60,
+        phase=Phase.DECODE if ticket else Phase.PREFILL,
+        ticket=ticket,
+    )
+
+
+def handed_out(at: Desk, **changes: Any) -> HandoffTicket:
+    logprobs = (TokenLogprob(42, -0.5),)
+    return at.hand_out(request(), params(**changes), logprobs, lambda: None)
+
+
+def crossed(ticket: HandoffTicket) -> HandoffTicket:
+    return codec.decode(codec.encode(ticket), HandoffTicket)
+
+
+async def test_ticket_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
+    ticket = crossed(handed_out(desk(), draft_tokens=[1, 2]))
+    found = desk().redeem(request(ticket=ticket), None)
+    assert found == params(draft_tokens=[1, 2], request_type="generation_only")
+    assert list(ticket.first_token_ids) == [42]
+    assert ticket.first_logprobs == (TokenLogprob(42, -0.5),)
+    assert ticket.kv_bytes == 64 * 2 * 2 * 2 * 16
+
+
+async def test_ticket_when_logprobs_are_objects_then_they_are_rebuilt() -> None:
+    told = [[{42: Logprob(-0.5, 1), 7: Logprob(-1.5, None)}]]
+    ticket = crossed(handed_out(desk(NEW), first_gen_log_probs=told))
+    assert desk(NEW).redeem(request(ticket=ticket), Logprob)["first_gen_log_probs"] == told
+
+
+async def test_ticket_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:
+    ticket = crossed(handed_out(desk(NEW), disagg_request_id=9))
+    with pytest.raises(TicketMismatch) as caught:
+        desk(OLD).redeem(request(ticket=ticket), None)
+    assert caught.value.field == "disagg_request_id"
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("release", "1.1"), ("transceiver", "NIXL"), ("attn_backend", "FA")])
+async def test_ticket_when_prefill_is_of_another_kind_then_the_difference_is_named(name: str, theirs: str) -> None:
+    ticket = handed_out(desk())
+    ticket = msgspec.structs.replace(ticket, pairing={**ticket.pairing, name: theirs})
+    with pytest.raises(TicketMismatch) as caught:
+        desk().redeem(request(ticket=ticket), None)
+    assert caught.value.field == name
+
+
+async def test_ticket_when_prompts_differ_then_refused() -> None:
+    with pytest.raises(TicketMismatch, match="prompt_tokens"):
+        desk().redeem(request(41, ticket=handed_out(desk())), None)
+
+
+async def test_ticket_when_it_is_late_then_expired() -> None:
+    ticket = msgspec.structs.replace(handed_out(desk()), expires_at=time.time() - 1)
+    with pytest.raises(TicketExpired):
+        desk().redeem(request(ticket=ticket), None)
+
+
+async def test_ticket_when_its_inside_is_of_another_version_then_refused() -> None:
+    ticket = handed_out(desk())
+    inside = codec.decode(ticket.opaque, dict)
+    for opaque in (codec.encode({**inside, "version": 9}), b"nonsense"):
+        with pytest.raises(TicketMismatch):
+            desk().redeem(request(ticket=msgspec.structs.replace(ticket, opaque=opaque)), None)
+
+
+@pytest.mark.parametrize("lacking", ["first_gen_tokens", "ctx_request_id", "opaque_state"])
+def test_pack_when_something_needed_is_missing_then_refused_with_its_name(lacking: str) -> None:
+    with pytest.raises(EngineRefused, match=lacking):
+        wire.pack(params(**{lacking: None}), release="1.2.1")
+
+
+def test_pack_when_the_request_id_is_zero_then_it_counts() -> None:
+    wire.pack(params(ctx_request_id=0), release="1.2.1")
+
+
+def test_pack_when_a_value_can_not_travel_then_refused_with_its_name() -> None:
+    with pytest.raises(EngineRefused, match="draft_tokens"):
+        wire.pack(params(draft_tokens=object()), release="1.2.1")
+
+
+def test_carried_when_release_is_old_then_only_its_names() -> None:
+    assert wire.carried(OLD) == ("first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens")
+
+
+async def test_desk_when_nobody_redeems_then_the_engine_is_asked_to_give_up() -> None:
+    at, given_up = desk(), []
+    for outcome in (ReleaseOutcome.REDEEMED, ReleaseOutcome.REFUSED):
+        ticket = at.hand_out(request(), params(), (), lambda outcome=outcome: given_up.append(outcome))
+        assert len(at) == 1
+        at.let_go(ticket.ticket_id, outcome)
+        at.let_go(ticket.ticket_id, outcome)
+        assert len(at) == 0
+    assert given_up == [ReleaseOutcome.REFUSED]
+
+
+async def test_desk_when_closed_then_no_ticket_is_held() -> None:
+    at = desk()
+    handed_out(at)
+    at.close()
+    assert len(at) == 0
+
+
+def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits() -> None:
+    desks = [desk(NEW, holder=holder) for holder in (1, 2, (1 << 63) - 1)]
+    ids = [at.context_params()["disagg_request_id"] for at in desks for _ in range(3)]
+    assert len(set(ids)) == len(ids)
+    assert all(1 << 42 <= each < 1 << 63 for each in ids)
+
+
+def test_context_when_release_knows_no_global_ids_then_none_is_sent() -> None:
+    assert desk(OLD).context_params() == {"request_type": "context_only"}

@@ -1,0 +1,182 @@
+"""Tool choices and answer formats: what is put after the prompt, and what the engine is held to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.frontend.model_registry import ServedModel
+from dynamo_trtllm.messages import Guided, GuidedAlternative
+from tests.unit.frontend.planning import (
+    CITY,
+    FORMAT,
+    HEADER,
+    NAMED,
+    REST,
+    TIME,
+    WEATHER,
+    TemplateModels,
+    chat,
+    prompt,
+    refusing,
+)
+
+STRICT = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+
+
+def test_tool_choice_named_then_the_calls_header_is_forced_and_told_to_the_parser(harmony: ServedModel) -> None:
+    plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
+    assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
+    (choice,) = plan.choices
+    assert choice.request.sampling.guided == Guided(alternatives=(GuidedAlternative(json_schema="{}"),))
+    delta = choice.parser.push(harmony.renderer.encode('{"city": "Bern"}'))
+    (call,) = delta.tool_calls
+    assert (call.name, call.arguments) == ("get_weather", '{"city": "Bern"}')
+
+
+def test_tool_choice_required_with_one_tool_then_as_if_named(harmony: ServedModel) -> None:
+    named = chat(harmony, tools=[WEATHER], tool_choice=NAMED)
+    assert chat(harmony, tools=[WEATHER], tool_choice="required").choices[0].request == named.choices[0].request
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_one_call_when_nothing_can_be_guided_then_its_header_is_forced_all_the_same(
+    harmony: ServedModel, choice: Any
+) -> None:
+    plans = [chat(refusing(harmony, "guided"), tools=[WEATHER], tool_choice=choice)]
+    plans.append(chat(harmony, tools=[WEATHER], tool_choice=choice, min_tokens=1))
+    plans.append(chat(harmony, tools=[WEATHER], tool_choice=choice, ignore_eos=True))
+    for plan in plans:
+        assert plan.choices[0].request.sampling.guided is None
+        assert prompt(plan, harmony).endswith(f"{HEADER}get_weather{REST}")
+
+
+def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: ServedModel) -> None:
+    plan = chat(harmony, tools=[WEATHER, TIME], tool_choice="required")
+    assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}")
+    (choice,) = plan.choices
+    guided = choice.request.sampling.guided
+    assert guided is not None
+    assert (guided.after, list(guided.after_ids)) == ("", [])
+    assert [(each.literal, json.loads(each.json_schema)) for each in guided.alternatives] == [
+        (f"get_weather{REST}", CITY),
+        (f"get_time{REST}", {"type": "object"}),
+    ]
+    header = harmony.renderer.call_header("get_time")
+    assert header is not None
+    delta = choice.parser.push(harmony.renderer.encode("get_time") + header[-4:])
+    assert [call.name for call in delta.tool_calls] == ["get_time"]
+
+
+def test_tool_choice_none_and_allowed_tools_then_the_model_is_told_of_those_only(harmony: ServedModel) -> None:
+    assert "get_weather" not in prompt(chat(harmony, tools=[WEATHER, TIME], tool_choice="none"), harmony)
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+    shown = prompt(chat(harmony, tools=[WEATHER, TIME], tool_choice=allowed), harmony)
+    assert "get_time" not in shown
+    assert shown.endswith(f"{HEADER}get_weather{REST}")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": NAMED},
+        {"tool_choice": NAMED, "tools": [TIME]},
+        {"tool_choice": "required"},
+        {"tools": [TIME], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}},
+        {
+            "tools": [TIME],
+            "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
+        },
+    ],
+)
+def test_tool_choice_among_tools_that_are_not_there_then_invalid(harmony: ServedModel, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        chat(harmony, **fields)
+    assert refused.value.field == "tool_choice"
+
+
+def test_strict_tool_when_a_call_is_demanded_then_its_arguments_are_held_to_the_schema(harmony: ServedModel) -> None:
+    (choice,) = chat(harmony, tools=[STRICT], tool_choice=NAMED).choices
+    guided = choice.request.sampling.guided
+    assert guided is not None
+    assert guided.alternatives == (GuidedAlternative(json_schema=json.dumps(CITY)),)
+
+
+def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_begun(harmony: ServedModel) -> None:
+    plan = chat(harmony, tools=[STRICT, TIME])
+    assert prompt(plan, harmony).endswith("<|start|>assistant")
+    guided = plan.choices[0].request.sampling.guided
+    assert guided is not None
+    assert guided.after == HEADER.removesuffix(".")
+    natural = harmony.renderer.call_header("get_weather")
+    assert natural is not None
+    assert natural[: len(guided.after_ids)] == guided.after_ids  # or it would not be met in what a model writes
+    assert [(each.literal, json.loads(each.json_schema)) for each in guided.alternatives] == [
+        (f".get_weather{REST}", CITY),
+        (f".get_time{REST}", {}),
+    ]
+
+
+def test_strict_tool_when_it_can_not_be_held_then_refused_by_name(harmony: ServedModel) -> None:
+    with pytest.raises(UnsupportedParameter, match=r"^tools\.strict"):
+        chat(harmony, tools=[STRICT], response_format=FORMAT)
+    with pytest.raises(UnsupportedParameter, match="guided"):
+        chat(refusing(harmony, "guided"), tools=[STRICT])
+
+
+def test_parallel_tool_calls_false_then_one_call_at_most(harmony: ServedModel) -> None:
+    assert chat(harmony, tools=[TIME], parallel_tool_calls=False).choices[0].max_tool_calls == 1
+    assert chat(harmony, tools=[TIME]).choices[0].max_tool_calls is None
+
+
+@pytest.mark.parametrize(("form", "schema"), [({"type": "json_object"}, {}), (FORMAT, CITY)])
+def test_response_format_then_guided_after_the_final_channel(harmony: ServedModel, form: Any, schema: Any) -> None:
+    plan = chat(harmony, response_format=form, tools=[TIME])
+    guided = plan.choices[0].request.sampling.guided
+    assert guided is not None
+    assert guided.after == "<|channel|>final"
+    assert harmony.renderer.decode(guided.after_ids) == guided.after
+    (alternative,) = guided.alternatives
+    assert (alternative.literal, json.loads(alternative.json_schema)) == ("<|message|>", schema)
+    assert chat(harmony, response_format={"type": "text"}).choices[0].request.sampling.guided is None
+
+
+def test_json_schema_in_harmony_then_the_model_is_told_of_it_after_the_instructions(harmony: ServedModel) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    shown = prompt(chat(harmony, messages=messages, response_format=FORMAT), harmony)
+    schema = json.dumps(CITY, separators=(",", ":"))
+    assert f"# Instructions\n\nBe brief.\n\n# Response Formats\n\n## answer\n\n{schema}<|end|>" in shown
+    assert "Formats" not in prompt(chat(harmony, response_format={"type": "json_object"}), harmony)
+
+
+@pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
+def test_guided_form_with_what_keeps_an_answer_going_then_invalid(harmony: ServedModel, field: str) -> None:
+    with pytest.raises(InvalidRequest, match="whose output ends by its form") as refused:
+        chat(harmony, response_format={"type": "json_object"}, **{field: 1 if field == "min_tokens" else True})
+    assert refused.value.field == field
+
+
+def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(make_template: TemplateModels) -> None:
+    served = make_template()
+    guided = chat(served, response_format=FORMAT).choices[0].request.sampling.guided
+    assert guided is not None
+    assert guided.after == ""
+    assert json.loads(guided.alternatives[0].json_schema) == CITY
+    with pytest.raises(UnsupportedParameter) as refused:
+        chat(served, response_format=FORMAT, tools=[TIME])
+    assert refused.value.field == "response_format"
+
+
+def test_chat_template_when_a_call_is_demanded_then_in_the_form_of_its_parser(make_template: TemplateModels) -> None:
+    served = make_template(tool_call_parser="hermes")
+    opening = '<tool_call>\n{"name": "get_weather", "arguments":'
+    assert prompt(chat(served, tools=[WEATHER, TIME], tool_choice=NAMED), served).endswith(opening)
+    guided = chat(served, tools=[WEATHER, TIME], tool_choice="required").choices[0].request.sampling.guided
+    assert guided is not None
+    assert [each.literal for each in guided.alternatives] == [opening, opening.replace("weather", "time")]
+    with pytest.raises(UnsupportedParameter) as refused:
+        chat(make_template(), tools=[WEATHER], tool_choice=NAMED)
+    assert refused.value.field == "tool_choice"

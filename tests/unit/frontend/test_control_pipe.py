@@ -1,0 +1,115 @@
+"""What a frontend process and its parent tell each other."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
+from dynamo_trtllm.frontend.control_pipe import Channel
+from dynamo_trtllm.frontend.frontend_process import Member
+from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
+
+NUMBERS: Snapshot = (Family("requests", "finished", "counter", (Sample("requests_total", (("model", "m"),), 3.0),)),)
+
+
+class End:
+    """One end, and what happened there."""
+
+    def __init__(self) -> None:
+        self.numbers: Snapshot = ()
+        self.is_served = asyncio.Event()
+        self.is_answering = asyncio.Event()
+        self.is_answering.set()
+
+    async def snapshot(self) -> Snapshot:
+        await self.is_answering.wait()
+        return self.numbers
+
+
+@asynccontextmanager
+async def pair(one: End, other: End) -> AsyncIterator[tuple[Channel, Channel, list[asyncio.Task[None]]]]:
+    sockets = socket.socketpair()
+    channels = [
+        await Channel.over(sock, end.snapshot, end.is_served.set)
+        for sock, end in zip(sockets, (one, other), strict=True)
+    ]
+    running = [asyncio.create_task(channel.run()) for channel in channels]
+    try:
+        yield channels[0], channels[1], running
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_ask_then_the_other_end_tells_its_numbers_in_both_directions() -> None:
+    one, other = End(), End()
+    other.numbers = NUMBERS
+    async with asyncio.timeout(10), pair(one, other) as (here, there, _):
+        assert await here.ask(5) == NUMBERS
+        assert await there.ask(5) == ()
+
+
+async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() -> None:
+    """A scrape at one process: it asks its parent, who asks it."""
+    one, other = End(), End()
+    async with asyncio.timeout(10), pair(one, other) as (here, there, _):
+
+        async def ask_back() -> Snapshot:
+            return await there.ask(5)
+
+        one.numbers = NUMBERS
+        there._snapshot = ask_back
+        assert await here.ask(5) == NUMBERS
+
+
+async def test_say_served_then_the_other_end_knows() -> None:
+    one, other = End(), End()
+    async with asyncio.timeout(10), pair(one, other) as (here, _, _):
+        here.say_served()
+        await other.is_served.wait()
+        assert not one.is_served.is_set()
+
+
+async def test_member_when_its_parent_says_that_all_serve_then_it_awaits_none_of_them() -> None:
+    ours, theirs = socket.socketpair()
+    member = Member(theirs)
+    await member.join()
+    parent = await Channel.over(ours, End().snapshot)
+    running = asyncio.create_task(member.run())
+    async with asyncio.timeout(10):
+        assert member.awaited() == "other processes of this frontend are starting"
+        parent.say_served()
+        while member.awaited() is not None:  # noqa: ASYNC110  # it gives no sign
+            await asyncio.sleep(0.01)
+        parent.close()
+        await running
+
+
+async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None:
+    one, other = End(), End()
+    other.is_answering.clear()
+    async with asyncio.timeout(10), pair(one, other) as (here, _, _):
+        with pytest.raises(DeadlineExceeded):
+            await here.ask(0.02)
+        other.is_answering.set()
+        assert await here.ask(5) == ()  # the answer that came too late is not taken for this one
+
+
+async def test_ask_when_the_other_end_goes_then_disconnected_and_run_ends() -> None:
+    one, other = End(), End()
+    other.is_answering.clear()
+    async with asyncio.timeout(10), pair(one, other) as (here, _, running):
+        asking = asyncio.create_task(here.ask(5))
+        await asyncio.sleep(0)
+        running[1].cancel()
+        with pytest.raises(Disconnected):
+            await asking
+        await running[0]
+        with pytest.raises(Disconnected):
+            await here.ask(5)

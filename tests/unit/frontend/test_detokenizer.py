@@ -1,0 +1,52 @@
+"""Stop strings, however the text is cut; what is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamo_trtllm.frontend.detokenizer import Output, StopStrings
+from dynamo_trtllm.frontend.model_registry import ServedModel
+from tests.unit.frontend.planning import chat
+
+
+def shown(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:
+    finder, text = StopStrings(stops), ""
+    for part in parts:
+        more, hit = finder.push(part)
+        text += more
+        if hit:
+            return text, True
+    return text + finder.flush(), False
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "expected", "hit"),
+    [
+        (("STOP",), "one STOP two", "one ", True),
+        (("STOP",), "one STO two", "one STO two", False),
+        (("aab",), "aaab", "a", True),
+        (("END", "\n\n"), "a\n\nEND", "a", True),
+        (("x",), "x", "", True),
+        (("STOP",), "tail ST", "tail ST", False),
+        (("abc", "b"), "abc", "a", True),
+        (("bc", "abc"), "abc", "", True),
+        (("aabaab" + "c", "ax"), "aabaabaabc", "aab", True),
+        (("a" * 1000,), "a" * 999 + "b" + "a" * 1001, "a" * 999 + "b", True),
+    ],
+)
+def test_text_in_any_cut_then_the_same_answer(stops: tuple[str, ...], text: str, expected: str, hit: bool) -> None:
+    for size in range(1, min(len(text), 12) + 1):
+        parts = [text[at : at + size] for at in range(0, len(text), size)]
+        assert shown(stops, parts) == (expected, hit)
+
+
+def test_text_that_can_be_no_stop_then_it_is_not_held_back() -> None:
+    assert StopStrings(("STOP",)).push("hello S") == ("hello ", False)
+
+
+def test_usage_when_the_answer_was_cached_too_where_the_request_went_on_then_only_the_prompt_counts(
+    harmony: ServedModel,
+) -> None:
+    (choice,) = chat(harmony).choices
+    usage = Output(choice).usage(cached_tokens=len(choice.request.token_ids) + 7)
+    assert usage.cached_tokens == usage.prompt_tokens

@@ -1,0 +1,53 @@
+"""What the garbage collector looks through once a frontend serves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from dynamo_trtllm.frontend import gc_tuning
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+class Link:
+    """Refers to itself when it is closed into a ring."""
+
+    ring: Link
+
+
+def test_settle_then_what_exists_is_not_looked_through_again() -> None:
+    loaded = [Link() for _ in range(100)]
+    gc_tuning.settle()
+    assert gc.get_freeze_count() > len(loaded)
+    assert not any(isinstance(each, Link) for each in gc.get_objects())
+
+
+def test_settle_then_cycles_made_before_and_after_are_freed() -> None:
+    before = Link()
+    gone = []
+    before.ring = before
+    gone.append(weakref.ref(before))
+    del before
+    gc_tuning.settle()
+    after = Link()
+    after.ring = after
+    gone.append(weakref.ref(after))
+    del after
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_settle_then_collections_are_rare() -> None:
+    gc_tuning.settle()
+    assert gc.get_threshold() == gc_tuning.THRESHOLDS
+    assert gc.isenabled()

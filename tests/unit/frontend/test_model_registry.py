@@ -1,0 +1,226 @@
+"""Which models a frontend serves: discovery is its in-process twin, files come over the in-process plane."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dynamo_trtllm import codec
+from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
+from dynamo_trtllm.discovery.memory import MemoryDiscovery
+from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
+from dynamo_trtllm.frontend import model_registry as models_module
+from dynamo_trtllm.frontend.model_registry import Models
+from dynamo_trtllm.messages import (
+    Conversation,
+    Message,
+    Role,
+)
+from dynamo_trtllm.request_plane.inproc import InprocPlane
+from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
+from dynamo_trtllm.worker.service import PIECE_BYTES, digest
+from tests.instances import CARD, make_instance
+from tests.unit.frontend.holders import HARMONY, Frontend, Holder, by_hash, card_of, served, until
+from tests.waiting import SOON_S
+
+
+def prompt_ids(frontend: Frontend) -> list[int]:
+    conversation = Conversation(messages=(Message(role="user", content="the fox"),))
+    return list(frontend.models.get("tiny").renderer.render(conversation))
+
+
+async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(frontend: Frontend) -> None:
+    await frontend.add(1, HARMONY)
+    await served(frontend, "oss")
+    assert frontend.models.get("oss").card == HARMONY
+    assert isinstance(frontend.models.get("oss").renderer, HarmonyRenderer)
+    assert frontend.models.lacking("oss") is None
+    assert [instance.id for instance in frontend.models.instances()] == [1]
+
+
+async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that_the_model_is_served(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def said(part: str) -> int:
+        return sum(part in record.getMessage() for record in caplog.records)
+
+    await frontend.add(1, HARMONY, role=Role.PREFILL)
+    await served(frontend, "oss")
+    assert said("model oss is loaded, and not served yet: model oss has no decode worker") == 1
+    assert said("is served") == 0
+    await frontend.add(2, HARMONY, role=Role.DECODE)
+    await until(lambda: said("model oss is served") == 1)
+    await frontend.add(3, HARMONY, role=Role.DECODE)
+    await until(lambda: len(frontend.models.instances()) == 3)
+    assert said("model oss is served") == 1
+
+
+async def test_watch_when_discovery_has_told_all_then_synced_is_set(frontend: Frontend) -> None:
+    await asyncio.wait_for(frontend.models.synced.wait(), SOON_S)
+
+
+async def test_settled_when_workers_were_there_at_the_start_then_their_models_are_served() -> None:
+    plane, discovery = InprocPlane(), MemoryDiscovery()
+    instance = msgspec.structs.replace(make_instance(1, role=Role.AGGREGATED), card=HARMONY)
+    await discovery.register(instance)
+    models = Models(ClusterView(), discovery, plane, "dynamo")
+    watching = asyncio.create_task(models.watch())
+    await asyncio.wait_for(models.settled(), SOON_S)
+    assert models.names() == ["oss"]
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    await models.aclose()
+    await discovery.aclose()
+    await plane.aclose()
+
+
+async def test_settled_when_no_worker_was_there_then_at_once(frontend: Frontend) -> None:
+    await asyncio.wait_for(frontend.models.settled(), SOON_S)
+    assert frontend.models.names() == []
+
+
+async def test_load_when_a_file_is_larger_than_a_piece_then_it_is_fetched_in_pieces(
+    frontend: Frontend, files: dict[str, Path]
+) -> None:
+    holder = Holder(by_hash(files))
+    await frontend.add(1, card_of(files), service=holder)
+    await served(frontend, "tiny")
+    template = digest(files["chat_template.jinja"])
+    offsets = [verb.offset for verb in holder.asked if verb.sha256 == template]
+    assert offsets == [0, PIECE_BYTES, 2 * PIECE_BYTES]
+    assert prompt_ids(frontend) == [1, 2]
+
+
+async def test_load_when_a_holder_gives_another_content_then_the_next_one_is_asked(
+    frontend: Frontend, files: dict[str, Path]
+) -> None:
+    bad, good = Holder(by_hash(files), garbled=True), Holder(by_hash(files))
+    await frontend.plane.serve(make_instance(2).subject, good)
+    await frontend.add(1, card_of(files), service=bad)
+    await frontend.add(2, card_of(files), Role.DECODE)
+    await served(frontend, "tiny")
+    assert {verb.sha256 for verb in bad.asked} == {verb.sha256 for verb in good.asked} == set(by_hash(files))
+    assert prompt_ids(frontend) == [1, 2]
+
+
+async def test_load_when_nobody_gives_the_right_content_then_it_is_tried_again_and_not_served_before(
+    frontend: Frontend, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
+    holder = Holder(by_hash(files), garbled=True)
+    await frontend.add(1, card_of(files), service=holder)
+    first = digest(files["tokenizer.json"])
+    await until(lambda: [verb.sha256 for verb in holder.asked].count(first) >= 3)
+    assert frontend.models.names() == []
+    assert len([r for r in caplog.records if "can't be served" in r.message]) == 1  # not once per attempt
+    holder.garbled = False
+    await served(frontend, "tiny")
+
+
+async def test_load_when_the_card_changes_then_the_new_one_is_served(
+    frontend: Frontend, files: dict[str, Path]
+) -> None:
+    old = await frontend.add(1, HARMONY)
+    await served(frontend, "oss")
+    longer = msgspec.structs.replace(HARMONY, context_length=256)
+    await old.aclose()
+    await frontend.add(2, longer)
+    await until(lambda: frontend.models.get("oss").card == longer)
+
+
+async def test_watch_when_cards_of_a_model_differ_then_it_is_said_and_the_first_counts(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    await frontend.add(1, HARMONY)
+    await frontend.add(2, msgspec.structs.replace(HARMONY, tool_call_parser="harmony"))
+    await until(lambda: len(frontend.models.instances()) == 2)
+    await served(frontend, "oss")
+    assert frontend.models.get("oss").card == HARMONY
+    assert [r.getMessage() for r in caplog.records if "differs" in r.message] == [
+        "instance 2 of model oss differs from the card in use in tool_call_parser: start all workers of a model with "
+        "the same model and parser flags"
+    ]
+
+
+async def test_watch_when_only_prefill_has_less_context_then_nothing_is_said(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture
+) -> None:
+    await frontend.add(1, msgspec.structs.replace(HARMONY, context_length=64), Role.PREFILL)
+    await frontend.add(2, HARMONY, Role.DECODE)
+    await frontend.add(3, msgspec.structs.replace(HARMONY, context_length=64), Role.PREFILL)
+    await served(frontend, "oss")
+    await until(lambda: frontend.models.get("oss").card == HARMONY)
+    assert [r.getMessage() for r in caplog.records if "differs" in r.message] == []
+
+
+async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(frontend: Frontend) -> None:
+    with pytest.raises(ModelNotFound, match="'nope' is not served here; served: none yet"):
+        frontend.models.get("nope")
+    await frontend.add(1, HARMONY)
+    await served(frontend, "oss")
+    with pytest.raises(ModelNotFound, match="served: oss") as caught:
+        frontend.models.get("nope")
+    assert caught.value.field == "model"
+
+
+async def test_get_when_the_model_is_still_being_loaded_then_come_back_later(frontend: Frontend) -> None:
+    absent = msgspec.structs.replace(CARD, files={"tokenizer.json": hashlib.sha256(b"x").hexdigest()})
+    await frontend.add(1, absent)  # nobody gives the file
+    await until(lambda: len(frontend.models.instances()) == 1)
+    with pytest.raises(EngineNotReady, match="still loading"):
+        frontend.models.get("tiny")
+
+
+async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_roles(frontend: Frontend) -> None:
+    prefill = await frontend.add(1, HARMONY, Role.PREFILL)
+    decode = await frontend.add(2, HARMONY, Role.DECODE)
+    await served(frontend, "oss")
+    await until(lambda: frontend.models.lacking("oss") is None)
+    await decode.aclose()
+    await until(lambda: frontend.models.lacking("oss") == "model oss has no decode worker")
+    await prefill.aclose()
+    await until(lambda: frontend.models.lacking("oss") == "model oss has no prefill worker and no decode worker")
+    assert frontend.models.get("oss").card == HARMONY
+    assert frontend.models.instances() == []
+
+
+async def test_aclose_when_a_model_is_loading_then_no_task_is_left(frontend: Frontend) -> None:
+    missing = hashlib.sha256(b"missing").hexdigest()
+    await frontend.add(1, msgspec.structs.replace(CARD, files={"tokenizer.json": missing}))  # nobody listens there
+    await until(lambda: any(task.get_name() == "load tiny" for task in asyncio.all_tasks()))
+    await frontend.models.aclose()
+    assert not any(task.get_name() == "load tiny" for task in asyncio.all_tasks())
+
+
+async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_go(frontend: Frontend) -> None:
+    instance = make_instance(1)
+    key = instance_key(endpoint_of(instance), 1)
+    frontend.store.put(key, b"garbage")
+    await until(lambda: bool(frontend.models.standing()["rejected_records"]))
+    (row,) = frontend.models.standing()["rejected_records"]
+    assert row["key"] == key
+    assert row["reason"].startswith("the record can't be read: ")
+    assert frontend.models.instances() == []
+    frontend.store.put(key, codec.encode(instance))
+    await until(lambda: len(frontend.models.instances()) == 1)
+    assert frontend.models.standing()["rejected_records"] == []
+
+
+async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and_it_says_why(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await frontend.add(1, CARD)
+    async with asyncio.timeout(SOON_S):
+        while not frontend.models.instances():  # noqa: ASYNC110 - the watch puts it there
+            await asyncio.sleep(0.005)
+    assert frontend.models.lacking(CARD.name) is None
+    monkeypatch.setattr(frontend.plane, "outage", lambda: "no connection to NATS")
+    assert frontend.models.lacking(CARD.name) == "no connection to NATS"

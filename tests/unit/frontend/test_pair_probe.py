@@ -1,0 +1,399 @@
+"""Canaries on the in-process plane: what passes, what does not, and who is asked to restart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
+from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS
+from dynamo_trtllm.frontend.pair_probe import Canaries, CanaryOptions
+from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    LegStats,
+    Phase,
+    Release,
+    Restart,
+    Role,
+    token_ids,
+)
+from dynamo_trtllm.request_plane.inproc import InprocPlane
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook, PairState
+from dynamo_trtllm.router.view import ClusterView
+from tests.instances import CARD, make_instance, make_ticket
+from tests.unit.frontend.legs import request
+from tests.waiting import SOON_S
+
+Answer = Callable[[GenerateRequest], list[int]]
+
+HANDOFF = Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t"))
+
+
+def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
+    return Chunk(token_ids=token_ids([5] * count), finish_reason=FinishReason.LENGTH, stats=LegStats(kv_bytes=kv_bytes))
+
+
+def right(request: GenerateRequest) -> list[int]:
+    """Other tokens after every prompt."""
+    prompt = request.token_ids[: len(request.token_ids) - request.resumed_tokens]
+    seed = zlib.crc32(prompt) + request.resumed_tokens
+    return [(seed + at) % 1000 for at in range(request.sampling.max_tokens)]
+
+
+def alike(request: GenerateRequest) -> list[int]:
+    return [5] * request.sampling.max_tokens
+
+
+def wrong(request: GenerateRequest, prompts: int, seen: list[bytes], sound: Answer) -> list[int]:
+    """In the decode leg of the first `prompts` prompts the last token is another one."""
+    tokens = sound(request)
+    if request.phase is Phase.DECODE:
+        if request.token_ids.tobytes() not in seen:
+            seen.append(request.token_ids.tobytes())
+        tokens[-1] += seen.index(request.token_ids.tobytes()) < prompts
+    return tokens
+
+
+def wrongly(prompts: int, sound: Answer = right) -> Answer:
+    return partial(wrong, prompts=prompts, seen=[], sound=sound)
+
+
+class Worker:
+    """Ends every leg in `ending`; for ever for None."""
+
+    def __init__(self, ending: Chunk | DynamoError | Answer | None) -> None:
+        self.ending = ending
+        self.asked: list[GenerateRequest] = []
+        self.restarts: list[str] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.asked.append(request)
+        if self.ending is None:
+            await asyncio.Event().wait()
+        elif isinstance(self.ending, DynamoError):
+            raise self.ending
+        elif isinstance(self.ending, Chunk):
+            yield self.ending
+        elif request.phase is Phase.PREFILL:
+            yield HANDOFF
+        else:
+            yield msgspec.structs.replace(answer(), token_ids=token_ids(self.ending(request)))
+
+    def phases(self) -> Counter[Phase]:
+        return Counter(request.phase for request in self.asked)
+
+    async def control(self, verb: Control) -> bytes:
+        if isinstance(verb, Restart):
+            self.restarts.append(verb.reason)
+        else:
+            assert isinstance(verb, Release)
+        return b""
+
+
+class Bench:
+    def __init__(
+        self, *, timeout_s: float = 5.0, interval_s: float = 60.0, limits: BreakerLimits | None = None
+    ) -> None:
+        self.plane, self.view = InprocPlane(), ClusterView()
+        self.book = PairBook(limits)
+        self.pipeline = Pipeline(self.view, self.plane, None, self.book)
+        options = CanaryOptions(interval_s=interval_s, timeout_s=timeout_s)
+        self.canaries = Canaries(self.view, self.pipeline, self.book, options)
+        self.codes: Counter[str] = Counter()
+
+    def canary_finished(self, *, model: str, code: str) -> None:
+        self.codes[code] += 1
+
+    async def add(
+        self,
+        number: int,
+        role: Role,
+        ending: Chunk | DynamoError | Answer | None,
+        *,
+        whole: bool | None = None,
+        refuses: tuple[str, ...] = (),
+    ) -> Worker:
+        """`whole`: whether it does whole requests; by default where it has an answer of its own."""
+        worker, made = Worker(ending), make_instance(number, role=role)
+        whole = callable(ending) if whole is None else whole
+        card = msgspec.structs.replace(made.card, refuses=refuses)
+        instance = msgspec.structs.replace(made, serves_whole=whole, card=card)
+        await self.plane.serve(instance.subject, worker)
+        self.view.add(instance)
+        return worker
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self.canaries.run(self.plane, self))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.pipeline.aclose()
+            await self.plane.aclose()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(SOON_S):
+            while not condition():  # noqa: ASYNC110 - it changes on its own
+                await asyncio.sleep(0.005)
+
+
+async def test_run_when_a_pair_comes_up_then_its_tokens_cross_it_once_and_it_works() -> None:
+    bench = Bench()
+    async with bench.running():
+        prefill = await bench.add(1, Role.PREFILL, HANDOFF)
+        decode = await bench.add(2, Role.DECODE, answer())
+        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+        await asyncio.sleep(0.05)
+        assert bench.codes == {"inconclusive": 1}  # no worker does whole requests
+    assert [request.phase for request in (*prefill.asked, *decode.asked)] == [Phase.PREFILL, Phase.DECODE]
+    sampling = decode.asked[0].sampling
+    assert (sampling.max_tokens, sampling.ignore_eos, sampling.temperature) == (ANSWER_TOKENS, True, 0.0)
+
+
+async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -> None:
+    bench = Bench()
+    async with bench.running():
+        await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))
+        await bench.until(lambda: bench.book.record((None, 3)).state is PairState.WORKING)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        (answer(count=1), "canary", "brought 1"),
+        (answer(kv_bytes=0), "canary", "without reading"),
+        (TransferFailed("no route"), "transfer", "no route"),
+        (EngineFailed("dead"), "engine_failed", "dead"),
+        (None, "canary", "no answer"),
+    ],
+)
+async def test_run_when_a_canary_does_not_come_through_then_the_pair_fails_and_says_why(
+    ending: Chunk | DynamoError | None, code: str, said: str
+) -> None:
+    bench = Bench(timeout_s=0.2 if ending is None else SOON_S, limits=BreakerLimits(failures=1, open_s=60.0))
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(2, Role.DECODE, ending)
+        await bench.until(lambda: bench.book.is_shut((1, 2)))
+        await bench.until(lambda: bench.codes == {code: 1})
+    assert said in bench.book.record((1, 2)).reason
+
+
+@pytest.mark.parametrize("ending", [answer(kv_bytes=0), answer(count=1)])
+async def test_run_when_canaries_fail_after_their_first_token_then_the_pair_stays_shut_and_a_worker_restarts(
+    ending: Chunk,
+) -> None:
+    bench = Bench(limits=BreakerLimits(failures=1, open_s=0.01, max_open_s=0.01))
+    async with bench.running():
+        prefill = await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(2, Role.DECODE, ending)
+        await bench.until(lambda: bool(prefill.restarts))
+        assert bench.book.is_shut((1, 2))
+
+
+async def test_run_when_a_worker_is_full_then_the_pair_is_not_blamed() -> None:
+    bench = Bench(limits=BreakerLimits(failures=1))
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, Overloaded("full"))
+        await bench.add(2, Role.DECODE, answer())
+        await bench.until(lambda: bench.codes["overloaded"] > 0)
+        assert bench.book.record((1, 2)).state is PairState.UNTRIED
+
+
+async def test_run_when_a_quarantined_pair_recovers_then_a_canary_lets_it_serve_again() -> None:
+    bench = Bench(limits=BreakerLimits(failures=1, open_s=0.05))
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, HANDOFF)
+        decode = await bench.add(2, Role.DECODE, TransferFailed("for now"))
+        await bench.until(lambda: bench.book.is_shut((1, 2)))
+        decode.ending = answer()
+        await bench.until(lambda: not bench.book.is_shut((1, 2)))
+        assert bench.book.record((1, 2)).state is PairState.WORKING
+
+
+async def test_run_when_all_pairs_of_one_prefill_fail_then_it_alone_is_asked_to_restart_once() -> None:
+    bench = Bench(limits=BreakerLimits(failures=1, open_s=0.01, max_open_s=0.01))
+    async with bench.running():
+        good = await bench.add(1, Role.PREFILL, HANDOFF)
+        bad = await bench.add(2, Role.PREFILL, EngineFailed("poisoned"))
+        await bench.add(11, Role.DECODE, answer())
+        await bench.until(lambda: bool(bad.restarts))
+        await asyncio.sleep(0.1)
+    assert len(bad.restarts) == 1
+    assert good.restarts == []
+
+
+@pytest.mark.parametrize("ending", [Disconnected("no connection to NATS"), Unreachable("nobody listens")])
+async def test_run_when_a_leg_is_not_taken_up_then_the_pair_is_not_ready_and_works_as_soon_as_it_is_again(
+    ending: DynamoError,
+) -> None:
+    """That tells nothing of its KV: no quarantine outlives the outage, and nobody is asked to restart."""
+    bench = Bench(interval_s=0.05, limits=BreakerLimits(failures=1, open_s=60.0))
+    async with bench.running():
+        prefill = await bench.add(1, Role.PREFILL, ending)
+        await bench.add(2, Role.DECODE, answer())
+        await bench.until(lambda: bench.codes[ending.code] > 1)
+        record = bench.book.record((1, 2))
+        assert (record.state, record.reason) == (PairState.FAILING, f"{ending.code}: {ending.message}")
+        assert not bench.book.is_shut((1, 2))
+        prefill.ending = HANDOFF
+        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+    assert prefill.restarts == []
+
+
+async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_tries_them_at_once_and_not_when_idle() -> (
+    None
+):
+    bench = Bench()
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, HANDOFF)
+        decode = await bench.add(2, Role.DECODE, answer())
+        await bench.until(lambda: bench.codes["inconclusive"] == 1)
+        decode.ending = Unreachable("nobody listens")
+        with pytest.raises(Unreachable):
+            async with aclosing(bench.pipeline.generate(request(), Trace())) as chunks:
+                await anext(chunks)
+        assert bench.book.record((1, 2)).state is PairState.FAILING
+        decode.ending = answer()
+        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+
+
+async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_failure_and_the_others_are_tried(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A card without a vocabulary, which discovery would have rejected: its canary has no prompt."""
+    bench = Bench(interval_s=0.05, limits=BreakerLimits(failures=3, open_s=0.01))
+    odd = make_instance(3, role=Role.AGGREGATED)
+    odd = msgspec.structs.replace(odd, card=msgspec.structs.replace(CARD, name="odd", vocab_size=0))
+    async with bench.running():
+        bench.view.add(odd)
+        await bench.until(lambda: bench.codes["internal"] > 1)
+        await bench.add(1, Role.PREFILL, HANDOFF)
+        await bench.add(2, Role.DECODE, answer())
+        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+        assert bench.book.record((None, 3)).reason.startswith("internal: ValueError: ")
+        await bench.until(lambda: bench.book.is_shut((None, 3)))
+        said = [record for record in caplog.records if record.getMessage().startswith("canary raised")]
+        assert [(each.levelno, each.exc_info is not None) for each in said] == [(logging.ERROR, True)]
+        await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))  # the same instance with a sound card
+        await bench.until(lambda: bench.book.record((None, 3)).state is PairState.WORKING)
+
+
+# --- known answers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sound", "code"),
+    [(0, right, "ok"), (1, right, "ok"), (2, right, "ok"), (3, right, "mismatch"), (1, alike, "mismatch")],
+)
+async def test_run_when_answers_differ_from_the_known_ones_then_only_a_pair_with_no_right_one_is_shut_and_at_once(
+    prompts: int, sound: Answer, code: str
+) -> None:
+    """Rounding changes a token now and then; KV that arrives wrongly changes all answers."""
+    bench = Bench()
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, right)
+        await bench.add(2, Role.DECODE, wrongly(prompts, sound))
+        await bench.until(lambda: bench.codes == {code: 1})
+        bench.pipeline.note_passed((1, 2))  # by a request that had begun before
+        assert bench.book.is_shut((1, 2)) is (code == "mismatch")
+        assert ("KV arrives changed" in bench.book.record((1, 2)).reason) is (code == "mismatch")
+
+
+async def test_run_when_a_decode_worker_has_many_pairs_then_it_is_asked_once_for_what_they_must_answer() -> None:
+    bench = Bench()
+    async with bench.running():
+        decode = await bench.add(2, Role.DECODE, right)
+        for number in (1, 3, 4):
+            await bench.add(number, Role.PREFILL, right)
+        await bench.until(lambda: bench.codes == {"ok": 3})
+    assert decode.phases() == {Phase.WHOLE: 2, Phase.DECODE: 3}
+    assert len({request.cache_salt for request in decode.asked}) == 5  # no prefix cache answers any of them
+    assert {len(request.token_ids) for request in decode.asked if not request.resumed_tokens} == {120}  # all that fits
+
+
+async def test_run_when_an_instance_that_was_wrong_is_tried_again_then_with_other_prompts() -> None:
+    """Two tokens may be about equally likely after all of the first ones."""
+    bench = Bench(limits=BreakerLimits(open_s=0.01))
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, right)
+        await bench.add(2, Role.DECODE, wrongly(4))
+        await bench.until(lambda: bench.codes == {"mismatch": 1, "ok": 1})
+        assert bench.book.record((1, 2)).state is PairState.WORKING
+
+
+async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench()
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, alike)
+        await bench.add(2, Role.DECODE, alike)
+        await bench.add(3, Role.DECODE, alike)
+        await bench.until(lambda: bench.codes == {"inconclusive": 2})
+        record = bench.book.record((1, 2))
+    assert (record.state, record.reason) == (
+        PairState.WORKING,
+        "its model answers all prompts alike: KV of another prompt would go unnoticed",
+    )
+    assert len([each for each in caplog.records if "can't prove" in each.getMessage()]) == 1
+
+
+@pytest.mark.parametrize(
+    ("decode", "refuses", "prefill", "aggregated"),
+    [
+        (True, (), True, False),
+        (False, (), True, False),
+        (False, (), False, True),
+        (True, ("cache_salt",), True, False),  # the decode worker's prefix cache would answer: it is not asked before
+        (True, ("cache_salt",), False, True),
+    ],
+)
+async def test_run_when_not_every_worker_does_whole_requests_then_another_one_gives_the_known_answer(
+    *, decode: bool, refuses: tuple[str, ...], prefill: bool, aggregated: bool
+) -> None:
+    bench = Bench()
+    if aggregated:
+        await bench.add(3, Role.AGGREGATED, right)
+    await bench.add(1, Role.PREFILL, right, whole=prefill)
+    decoder = await bench.add(2, Role.DECODE, wrongly(3), whole=decode, refuses=refuses)
+    async with bench.running():
+        await bench.until(lambda: bench.codes["mismatch"] == 1)
+    assert (Phase.WHOLE in decoder.phases()) is (decode and not refuses)
+    assert ({request.cache_salt for request in decoder.asked} == {None}) is bool(refuses)
+
+
+async def test_run_when_a_decode_worker_gives_no_known_answer_then_its_pairs_share_one_wait() -> None:
+    bench = Bench(timeout_s=0.2)
+    async with bench.running():
+        await bench.add(1, Role.PREFILL, right)
+        await bench.add(3, Role.PREFILL, right)
+        decode = await bench.add(2, Role.DECODE, None, whole=True)
+        await bench.until(lambda: bench.codes["canary"] == 2)
+        assert decode.phases() == {Phase.WHOLE: 1}
+
+
+async def test_run_when_a_pair_hangs_then_the_others_of_its_decode_worker_are_ready_meanwhile() -> None:
+    bench = Bench(timeout_s=60.0)
+    async with bench.running():
+        hanging = await bench.add(1, Role.PREFILL, None)
+        await bench.add(2, Role.DECODE, right)
+        await bench.until(lambda: bool(hanging.asked))
+        await bench.add(3, Role.PREFILL, right)
+        await bench.until(lambda: bench.book.record((3, 2)).state is PairState.WORKING)
+        assert bench.book.record((1, 2)).state is PairState.UNTRIED

@@ -1,0 +1,79 @@
+"""What a frontend answers before it is loaded, and what waits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from starlette.types import Receive, Scope, Send
+
+from dynamo_trtllm.frontend.http import Reply
+from dynamo_trtllm.frontend.startup_gate import Door
+from tests.unit.frontend.scripted import front
+
+
+async def loaded(scope: Scope, receive: Receive, send: Send) -> None:
+    await Reply(send).json(200, {"path": scope["path"]})
+
+
+def client(door: Door) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=door), base_url="http://frontend")
+
+
+async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() -> None:
+    async with client(Door()) as asking:
+        live = await asking.get("/live", headers={"X-Request-Id": "mine"})
+        health = await asking.get("/health")
+    assert (live.status_code, live.json()) == (200, {"status": "live"})
+    assert live.headers["x-request-id"] == "mine"
+    assert health.status_code == 200
+    assert health.json()["status"] == "loading"
+    assert health.json()["instances"] == health.json()["rejected_records"] == []
+
+
+async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_the_app_after() -> None:
+    door = Door()
+    async with client(door) as asking:
+        before = await asking.get("/ready")
+        door.open(front().app)
+        after = await asking.get("/ready")
+    assert (before.status_code, before.headers["retry-after"]) == (503, "1")
+    assert before.json() == {"status": "loading", "reason": "this frontend is starting"}
+    assert (after.status_code, after.json()) == (200, {"status": "ready", "reason": ""})
+
+
+async def test_another_path_when_nothing_is_loaded_then_it_waits_and_is_answered_by_the_app() -> None:
+    door = Door()
+    async with client(door) as asking, asyncio.timeout(10):
+        waiting = asyncio.create_task(asking.get("/v1/models"))
+        await asking.get("/live")  # has turned the loop
+        assert not waiting.done()
+        door.open(loaded)
+        assert (await waiting).json() == {"path": "/v1/models"}
+
+
+async def test_live_when_the_door_is_open_then_the_app_answers() -> None:
+    door = Door()
+    door.open(loaded)
+    async with client(door) as asking:
+        assert (await asking.get("/live")).json() == {"path": "/live"}
+
+
+async def test_waiting_request_when_the_start_fails_then_503() -> None:
+    door = Door()
+    async with client(door) as asking, asyncio.timeout(10):
+        waiting = asyncio.create_task(asking.get("/v1/models"))
+        await asking.get("/live")
+        door.close()
+        answer = await waiting
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "draining"
+
+
+async def test_close_when_the_door_was_opened_then_the_app_answers_on() -> None:
+    door = Door()
+    door.open(loaded)
+    door.close()
+    async with client(door) as asking:
+        assert (await asking.get("/v1/models")).status_code == 200

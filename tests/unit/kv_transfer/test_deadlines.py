@@ -1,0 +1,102 @@
+"""What ends a fetch first, and what is said of it: whether the hand-off is at fault decides what is tried next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffTimeout, TicketExpired, TransferFailed
+from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.kv_transfer.deadlines import Destination, Within, bound, fetch
+from dynamo_trtllm.messages import HandoffTicket
+from tests.instances import make_ticket
+
+
+class Slow:
+    """A carrier that answers every fetch with its error, and notes how long it was given."""
+
+    name = "slow"
+
+    def __init__(self, error: DynamoError | None = None) -> None:
+        self.error = error
+        self.given_s = 0.0
+
+    async def start(self, on_fetched: Callable[[str], None]) -> None: ...
+
+    async def register(self, region: Piece) -> None: ...
+
+    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+        return b""
+
+    def advance(self, ticket_id: str, ready: int) -> None: ...
+
+    async def withdraw(self, ticket_id: str) -> None: ...
+
+    async def fetch(
+        self,
+        ticket_id: str,
+        offer: bytes,
+        pieces: Sequence[Piece],
+        *,
+        timeout_s: float,
+        on_piece: OnPiece | None = None,
+    ) -> None:
+        self.given_s = timeout_s
+        if self.error is not None:
+            raise self.error
+
+    async def aclose(self) -> None: ...
+
+
+def ticket(expires_in_s: float) -> HandoffTicket:
+    return msgspec.structs.replace(make_ticket("t1"), expires_at=time.time() + expires_in_s)
+
+
+def within(deadline_in_s: float, timeout_s: float) -> Within:
+    return Within(time.time() + deadline_in_s, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "expiry_s", "timeout_s", "error", "said"),
+    [
+        (1, 9, 9, DeadlineExceeded, "the request's deadline passed"),
+        (9, 1, 9, HandoffTimeout, "its ticket expired"),
+        (9, 9, 1, HandoffTimeout, "--handoff-timeout-s 1 passed"),
+    ],
+)
+async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(
+    deadline_s: float, expiry_s: float, timeout_s: float, error: type[DynamoError], said: str
+) -> None:
+    carrier = Slow(HandoffTimeout("late"))
+    with pytest.raises(error, match=said) as caught:
+        await fetch(carrier, ticket(expiry_s), b"", Destination([]), within(deadline_s, timeout_s))
+    assert type(caught.value) is error
+    assert 0.5 < carrier.given_s <= 1
+
+
+async def test_fetch_when_it_fails_otherwise_then_that_is_told() -> None:
+    with pytest.raises(TransferFailed):
+        await fetch(Slow(TransferFailed("gone")), ticket(9), b"", Destination([]), within(9, 9))
+
+
+async def test_fetch_when_all_is_well_then_the_carrier_had_the_time_that_was_left() -> None:
+    carrier = Slow()
+    await fetch(carrier, ticket(9), b"", Destination([]), within(9, 3))
+    assert carrier.given_s == 3
+
+
+@pytest.mark.parametrize(("deadline_s", "expiry_s", "error"), [(-1, 9, DeadlineExceeded), (9, -1, TicketExpired)])
+async def test_fetch_when_no_time_is_left_then_the_carrier_is_not_asked(
+    deadline_s: float, expiry_s: float, error: type[DynamoError]
+) -> None:
+    carrier = Slow()
+    with pytest.raises(error):
+        await fetch(carrier, ticket(expiry_s), b"", Destination([]), within(deadline_s, 9))
+    assert carrier.given_s == 0
+
+
+def test_bound_when_the_clock_of_the_prefill_host_is_behind_then_no_time_is_left() -> None:
+    assert bound(ticket(-100), within(9, 9), time.time()).left_s < 0

@@ -1,0 +1,263 @@
+"""Who keeps a dead worker's GPU memory taken, and how the supervisor has them end: children do as the test says."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dynamo_trtllm.launch.dependents import next_to_drain, readers_of
+from dynamo_trtllm.launch.plan import Addresses, processes
+from dynamo_trtllm.launch.supervisor import GivenUp
+from tests.unit.launch.supervised import (
+    ALL,
+    KILLED,
+    World,
+    deployment,
+    lives,
+    lives_reach,
+    now,
+    settle,
+    until,
+    worker,
+    world,
+)
+
+pytestmark = pytest.mark.usefixtures("scripted")
+
+PREFILL, DECODE = worker("prefill", "prefill", [0]), worker("decode", "decode", [1])
+TWO_EACH = (worker("prefill", "prefill", [0, 1], count=2), worker("decode", "decode", [2, 3], count=2))
+
+
+def readers(name: str, *workers: dict[str, Any]) -> list[str]:
+    specs = processes(deployment(*workers), Addresses(etcd="a:1", nats="nats://b:2"))
+    (dead,) = [spec for spec in specs if spec.name == name]
+    return readers_of(dead, specs)
+
+
+@pytest.mark.parametrize(
+    ("workers", "wanted"),
+    [
+        ((PREFILL, DECODE), ["decode"]),
+        ((PREFILL, worker("decode", "decode", [1, 2], count=2)), ["decode-1", "decode-2"]),
+        ((worker("prefill", "prefill", "cpu"), DECODE), []),
+        ((PREFILL, worker("decode", "decode", "cpu")), []),
+        ((PREFILL, worker("decode", "decode", "cpu", env={"CUDA_VISIBLE_DEVICES": "1"})), ["decode"]),
+        ((PREFILL, worker("decode", "decode", [1], engine="torch")), []),
+        ((PREFILL, worker("decode", "decode", [1], flags={"served_model_name": "other"})), []),
+        ((PREFILL, worker("whole", "prefill_and_decode", [1])), []),
+        ((worker("prefill", "prefill", [0], "torch"), worker("decode", "decode", [1], "torch")), []),
+        ((worker("prefill", "prefill", [0], "trtllm"), worker("decode", "decode", [1], "trtllm")), []),
+        ((worker("prefill", "prefill", [0], None), worker("decode", "decode", [1], None)), []),
+        ((PREFILL, worker("more", "prefill", [1])), []),
+    ],
+)
+def test_readers_when_a_prefill_worker_dies_then_decode_workers_of_vllm_on_gpus_and_of_its_model(
+    workers: tuple[dict[str, Any], ...], wanted: list[str]
+) -> None:
+    assert readers("prefill", *workers) == wanted
+
+
+def test_readers_when_a_decode_worker_or_the_frontend_dies_then_none() -> None:
+    assert readers("decode", PREFILL, DECODE) == []
+    assert readers("frontend", PREFILL, DECODE) == []
+
+
+@pytest.mark.parametrize(
+    ("is_work_done", "are_all_back", "wanted"),
+    [
+        (False, True, ["a", "b"]),
+        (False, False, ["a", "b"]),
+        (True, True, ["a"]),
+        (True, False, []),
+    ],
+)
+def test_next_to_drain_when_another_prefill_worker_serves_then_one_after_the_other(
+    is_work_done: bool, are_all_back: bool, wanted: list[str]
+) -> None:
+    assert list(next_to_drain(["a", "b"], is_work_done=is_work_done, are_all_back=are_all_back)) == wanted
+
+
+async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:
+    async with world(PREFILL, DECODE) as made:
+        now("prefill").die(KILLED)
+        await until(lambda: now("decode").is_asked)
+        await settle()
+        assert len(lives("prefill")) == 1  # the reader still drains
+        now("decode").die(0)
+        await lives_reach("decode", 2)
+        await lives_reach("prefill", 2)
+        said = made.out.getvalue()
+    assert "decode: to be drained and started again, too: a worker that reads KV over CUDA IPC keeps" in said
+    assert "decode exited with status 0, as it was to end; starting it again" in said
+    assert "frontend exited" not in said
+
+
+async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_prefills_deaths_count() -> None:
+    async with world(PREFILL, DECODE, max_restarts=2) as made:
+        for number in (2, 3):
+            now("prefill").die(KILLED)
+            await until(lambda: now("decode").is_asked)
+            now("decode").die(KILLED)  # it was slow, or died while it drained
+            (await lives_reach("decode", number)).serve()
+            (await lives_reach("prefill", number)).serve()
+            await settle()
+        for number in (4, 5):
+            now("decode").die(KILLED)  # its own deaths
+            (await lives_reach("decode", number)).serve()
+            await settle()
+        now("prefill").die(KILLED)
+        for name in ("decode", "frontend"):
+            await until(partial(getattr, now(name), "is_asked"))
+            now(name).die(0)
+        with pytest.raises(GivenUp, match="prefill was killed by SIGKILL; it was restarted 2 times"):
+            await made.running
+
+
+@pytest.mark.parametrize(
+    ("who", "status", "settings"),
+    [
+        ("prefill", 0, {}),  # it ended in order, and gave its memory back
+        ("decode", KILLED, {}),
+        ("prefill", KILLED, {"readers_too": False}),
+    ],
+)
+async def test_supervisor_when_no_memory_can_be_kept_then_the_dead_one_alone_is_started_again(
+    who: str, status: int, settings: dict[str, Any]
+) -> None:
+    async with world(PREFILL, DECODE, **settings):
+        now(who).die(status)
+        await lives_reach(who, 2)
+        assert [child for child in ALL if child.is_asked] == []
+
+
+async def test_supervisor_when_it_dies_before_it_has_ever_served_then_no_reader_is_drained() -> None:
+    made = World(deployment(PREFILL, DECODE))
+    await until(lambda: len(ALL) == 3)
+    now("decode").serve()
+    now("prefill").die(1)
+    await lives_reach("prefill", 2)
+    assert not now("decode").is_asked
+    await made.end()
+
+
+async def test_supervisor_when_the_successor_of_one_that_ended_in_order_fails_then_readers_are_drained_once() -> None:
+    async with world(PREFILL, DECODE):
+        now("prefill").die(0)
+        (await lives_reach("prefill", 2)).die(1)
+        await until(lambda: now("decode").is_asked)
+        now("decode").die(0)
+        (await lives_reach("decode", 2)).serve()
+        (await lives_reach("prefill", 3)).die(1)  # and that is not for memory of the first
+        await lives_reach("prefill", 4)
+        assert not now("decode").is_asked
+
+
+async def test_supervisor_when_the_reader_does_not_serve_yet_then_it_is_left_alone() -> None:
+    async with world(PREFILL, DECODE):
+        now("decode").die(KILLED)
+        await lives_reach("decode", 2)
+        now("prefill").die(KILLED)
+        await lives_reach("prefill", 2)
+        assert not now("decode").is_asked
+
+
+async def test_supervisor_when_another_prefill_worker_serves_then_readers_go_one_after_the_other() -> None:
+    async with world(*TWO_EACH):
+        now("prefill-1").die(KILLED)
+        await until(lambda: now("decode-1").is_asked)
+        now("decode-1").die(0)
+        again = await lives_reach("decode-1", 2)
+        await settle()
+        assert not now("decode-2").is_asked  # the other one does not serve yet
+        again.serve()
+        await until(lambda: now("decode-2").is_asked)
+        await settle()
+        assert len(lives("prefill-1")) == 1
+        now("decode-2").die(0)
+        await lives_reach("prefill-1", 2)
+        await lives_reach("decode-2", 2)
+        assert len(lives("decode-1")) == 2
+
+
+async def test_supervisor_when_a_second_one_of_three_dies_while_a_reader_drains_then_the_other_reader_goes_on() -> None:
+    three = worker("prefill", "prefill", [0, 1, 4], count=3)
+    async with world(three, TWO_EACH[1]):
+        now("prefill-1").die(KILLED)
+        await until(lambda: now("decode-1").is_asked)
+        now("decode-1").die(0)
+        (await lives_reach("decode-1", 2)).serve()
+        await until(lambda: now("decode-2").is_asked)
+        now("prefill-2").die(KILLED)  # both readers may have read from it
+        await settle()
+        assert not now("decode-1").is_asked
+        now("decode-2").die(0)
+        (await lives_reach("decode-2", 2)).serve()
+        await until(lambda: now("decode-1").is_asked)
+        await lives_reach("prefill-1", 2)
+        now("decode-1").die(0)
+        await lives_reach("prefill-2", 2)
+        assert not now("decode-2").is_asked  # it began after both deaths
+
+
+async def test_supervisor_when_both_prefill_workers_die_then_all_readers_end_once_and_at_once() -> None:
+    async with world(*TWO_EACH):
+        now("prefill-1").die(KILLED)
+        await until(lambda: now("decode-1").is_asked)
+        now("prefill-2").die(KILLED)
+        await until(lambda: now("decode-2").is_asked)
+        first = [now("decode-1"), now("decode-2")]
+        for child in first:
+            child.die(0)
+        for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"):
+            await lives_reach(name, 2)
+        await settle()
+        assert [child.times_asked for child in first] == [1, 1]
+        assert not [child for child in ALL if child.is_asked and not child.has_ended]
+
+
+async def test_supervisor_when_the_last_prefill_worker_dies_while_a_reader_loads_then_the_other_is_not_waited_for() -> (
+    None
+):
+    async with world(*TWO_EACH):
+        now("prefill-1").die(KILLED)
+        await until(lambda: now("decode-1").is_asked)
+        now("decode-1").die(0)
+        loading = await lives_reach("decode-1", 2)
+        now("prefill-2").die(KILLED)
+        await until(lambda: now("decode-2").is_asked)
+        now("decode-2").die(0)
+        await lives_reach("prefill-1", 2)
+        await lives_reach("prefill-2", 2)
+        assert not loading.is_asked  # it began after the first death and has read nothing
+
+
+async def test_supervisor_when_the_waited_for_reader_dies_by_itself_then_that_is_its_end() -> None:
+    async with world(*TWO_EACH):
+        now("prefill-1").die(KILLED)
+        await until(lambda: now("decode-1").is_asked)
+        now("decode-2").die(KILLED)
+        (await lives_reach("decode-2", 2)).serve()
+        now("decode-1").die(0)
+        await lives_reach("prefill-1", 2)
+        assert not now("decode-2").is_asked
+
+
+async def test_supervisor_when_stopped_while_a_reader_drains_then_it_is_asked_once_and_nothing_starts() -> None:
+    async with world(PREFILL, DECODE) as made:
+        now("prefill").die(KILLED)
+        await until(lambda: now("decode").is_asked)
+        await made.end()
+        assert len(lives("prefill")) == len(lives("decode")) == 1
+        assert now("decode").times_asked == 1
+
+
+async def test_supervisor_when_stopped_while_it_waits_for_a_reader_to_be_back_then_nothing_starts() -> None:
+    async with world(*TWO_EACH) as made:
+        now("prefill-1").die(KILLED)
+        await until(lambda: now("decode-1").is_asked)
+        now("decode-1").die(0)
+        await lives_reach("decode-1", 2)
+        await made.end()
+        assert len(lives("prefill-1")) == 1

@@ -1,0 +1,152 @@
+"""What counts as an answer that a process serves, of servers that answer as the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import socketserver
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+import pytest
+
+from dynamo_trtllm.launch import readiness_checks
+from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, etcd_serves, is_taken, nats_serves, ready, until
+from dynamo_trtllm.subprocesses.ports import free_ports
+from tests.waiting import SOON_S
+
+HOST = "127.0.0.1"
+LONG = "x" * 70_000
+Ask = Callable[[str, int], Awaitable[None]]
+
+
+@contextmanager
+def answering(*answers: bytes, greeting: bytes = b"") -> Iterator[int]:
+    """The port of a server that gives one answer for each read, the last one again and again, and no end."""
+    left = list(answers)
+
+    class Serve(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(ConnectionError):
+                self.request.sendall(greeting)
+                while self.request.recv(1 << 16):
+                    self.request.sendall(left.pop(0) if len(left) > 1 else left[0])
+
+    with socketserver.ThreadingTCPServer((HOST, 0), Serve) as server:
+        server.daemon_threads = True  # or its end would wait for connections that the loop of the test has to close
+        serving = threading.Thread(target=server.serve_forever, args=(0.01,))
+        serving.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def http(status: int, body: str) -> bytes:
+    return f"HTTP/1.1 {status} X\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+async def test_ready_when_200_then_the_instance_is_known() -> None:
+    body = '{"status": "serving", "reason": "", "instance_id": "ab", "more": 1}'
+    with answering(http(200, body)) as port:
+        assert await ready(HOST, port) == ReadyAnswer("serving", "", "ab")
+        assert await ready("0.0.0.0", port) == ReadyAnswer("serving", "", "ab")  # where it listens, not where to ask
+
+
+async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
+    body = b'{"status": ', b'"ready"}'
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in body) + b"0\r\n\r\n"
+    answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+    with answering(answer) as port:
+        assert await ready(HOST, port) == ReadyAnswer("ready")
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (http(503, '{"status": "loading", "reason": "reading weights"}'), "^loading: reading weights$"),
+        (http(503, '{"status": "starting", "reason": ""}'), "^starting$"),
+        (http(404, "{}"), "the answer to GET /ready at port .* can't be read: .*missing required field `status`"),
+        (http(200, "fine"), "can't be read"),
+        (http(200, "[]"), "can't be read: Expected `object`"),
+        (b"serving as instance ab\r\n\r\n", "can't be read: .*HTTP"),
+        (f"HTTP/1.1 200 OK\r\n\r\n{LONG}".encode(), "is incomplete or too long"),
+    ],
+)
+async def test_ready_when_the_answer_is_not_that_it_serves_then_the_reason_is_said(answer: bytes, why: str) -> None:
+    with answering(answer) as port:
+        async with asyncio.timeout(SOON_S):
+            with pytest.raises((NotYet, ConnectionError), match=why):
+                await ready(HOST, port)
+
+
+async def test_until_when_it_does_not_serve_in_time_then_its_last_reason_is_said() -> None:
+    answers = [http(503, f'{{"status": "{status}", "reason": ""}}') for status in ("starting", "loading")]
+    with answering(*answers) as port, pytest.raises(NotYet, match=r"^loading$"):
+        await until(partial(ready, HOST, port), 2.0)
+
+
+async def test_until_when_it_serves_later_then_its_answer_comes() -> None:
+    not_yet, now = http(503, '{"status": "loading", "reason": ""}'), http(200, '{"status": "ready"}')
+    with answering(not_yet, not_yet, now) as port:
+        assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
+
+
+async def test_until_when_nothing_listens_then_it_ends_in_time() -> None:
+    async with asyncio.timeout(SOON_S):
+        with pytest.raises(NotYet, match="Connect call failed"):
+            await until(partial(ready, HOST, free_ports()), 1.0)
+
+
+async def test_until_when_it_takes_connections_and_says_nothing_then_it_ends_in_time() -> None:
+    with answering(b"") as port:
+        with pytest.raises(NotYet, match="does not answer"):
+            await until(partial(ready, HOST, port), 0.2)
+
+
+async def test_until_when_an_answer_does_not_come_then_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readiness_checks, "_ONE_ANSWER_S", 0.1)
+    with answering(b"", http(200, '{"status": "ready"}')) as port:
+        assert await until(partial(ready, HOST, port), SOON_S) == ReadyAnswer("ready")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "serves"),
+    [
+        (200, '{"health":"true","reason":""}', True),
+        (200, '{"health":"false"}', False),
+        (503, '{"health":"false","reason":"RAFT NO LEADER"}', False),
+    ],
+)
+async def test_etcd_then_it_serves_only_when_it_says_that_it_is_healthy(status: int, body: str, serves: bool) -> None:
+    await check(etcd_serves, serves, http(status, body))
+
+
+@pytest.mark.parametrize(
+    ("greeting", "answer", "serves"),
+    [
+        (b"INFO {}\r\n", b"PONG\r\n", True),
+        (b"INFO {}\r\n", b"-ERR 'Authorization Violation'\r\n", False),
+        (b"HTTP/1.1 400 Bad Request\r\n", b"PONG\r\n", False),
+    ],
+)
+async def test_nats_then_it_serves_only_when_it_answers_a_ping(greeting: bytes, answer: bytes, serves: bool) -> None:
+    await check(nats_serves, serves, answer, greeting=greeting)
+
+
+async def check(ask: Ask, serves: bool, answer: bytes, greeting: bytes = b"") -> None:
+    with answering(answer, greeting=greeting) as port:
+        async with asyncio.timeout(SOON_S):
+            if serves:
+                await ask(HOST, port)
+            else:
+                with pytest.raises(NotYet):
+                    await ask(HOST, port)
+
+
+async def test_is_taken_then_only_while_something_listens() -> None:
+    with answering(b"") as port:
+        assert await is_taken("0.0.0.0", port)
+    assert not await is_taken(HOST, port)

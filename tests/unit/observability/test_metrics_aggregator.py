@@ -1,0 +1,100 @@
+"""The numbers of several processes as those of one."""
+
+from __future__ import annotations
+
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.observability.metrics_aggregator import Family, Ledger, Sample, Snapshot, merged
+
+
+def counter(value: float, **labels: str) -> Family:
+    return Family("requests", "finished", "counter", (Sample("requests_total", tuple(labels.items()), value),))
+
+
+def gauge(value: float) -> Family:
+    return Family("inflight", "now", "gauge", (Sample("inflight", (), value),))
+
+
+def memory(value: float) -> Family:
+    return Family("process_resident_memory_bytes", "", "gauge", (Sample("process_resident_memory_bytes", (), value),))
+
+
+def values(snapshot: Snapshot) -> dict[str, float]:
+    """By name and labels, spelled as Prometheus does."""
+    return {
+        each.name + "".join(f"{{{k}={v}}}" for k, v in each.labels): each.value
+        for family in snapshot
+        for each in family.samples
+    }
+
+
+def test_merged_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
+    whole = merged([[counter(1, model="a")], [counter(2, model="a"), gauge(5)], [counter(4, model="b")]])
+    assert values(whole) == {"requests_total{model=a}": 3, "requests_total{model=b}": 4, "inflight": 5}
+    assert [family.name for family in whole] == ["requests", "inflight"]
+
+
+def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one_process() -> None:
+    ledger = Ledger()
+    ledger.told("frontend-1", (counter(3), gauge(1), memory(100)))
+    ledger.told("frontend-2", (counter(4), gauge(2), memory(200)))
+    ledger.told("frontend-2", (counter(5), gauge(0), memory(300)))
+    assert values(ledger.whole()) == {
+        "requests_total": 8,
+        "inflight": 1,
+        "process_resident_memory_bytes{process=frontend-1}": 100,
+        "process_resident_memory_bytes{process=frontend-2}": 300,
+    }
+
+
+def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -> None:
+    ledger = Ledger()
+    ledger.told("frontend-1", (counter(3), gauge(1), memory(100)))
+    ledger.told("frontend-2", (counter(4), gauge(2)))
+    ledger.ended("frontend-1")
+    assert values(ledger.whole()) == {"requests_total": 7, "inflight": 2}
+    ledger.told("frontend-1", (counter(1), gauge(1), memory(90)))  # the one that was started in its place
+    assert values(ledger.whole()) == {
+        "requests_total": 8,
+        "inflight": 3,
+        "process_resident_memory_bytes{process=frontend-1}": 90,
+    }
+    ledger.ended("frontend-1")
+    ledger.ended("frontend-1")
+    assert values(ledger.whole()) == {"requests_total": 8, "inflight": 2}
+
+
+async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_sums() -> None:
+    mine, other, ledger = FrontendMetrics(), FrontendMetrics(), Ledger()
+    for metrics, count in ((mine, 2), (other, 3)):
+        metrics.watch(choices=lambda count=count: count, queued=lambda: 1.0, body_bytes=lambda: 0.0)
+        for _ in range(count):
+            metrics.request_started()
+            metrics.request_finished(model="m", endpoint="chat", code="ok", seconds=0.2)
+        metrics.itl(model="m").observe(0.02, count)
+
+    async def gather() -> Snapshot:
+        ledger.told("frontend-1", mine.snapshot())
+        ledger.told("frontend-2", other.snapshot())
+        return ledger.whole()
+
+    mine.gather = gather
+    text = (await mine.render_whole()).decode()
+    for line in (
+        'dynamo_trtllm_requests_total{code="ok",endpoint="chat",model="m"} 5.0',
+        "dynamo_trtllm_inflight 0.0",
+        "dynamo_trtllm_choices 5.0",
+        "dynamo_trtllm_queued 2.0",
+        'dynamo_trtllm_request_seconds_bucket{le="0.25",model="m"} 5.0',
+        'dynamo_trtllm_request_seconds_count{model="m"} 5.0',
+        'dynamo_trtllm_itl_seconds_bucket{le="+Inf",model="m"} 5.0',
+        "# TYPE dynamo_trtllm_itl_seconds histogram",
+    ):
+        assert line in text.splitlines(), text
+    assert 'process_resident_memory_bytes{process="frontend-2"}' in text
+    assert text.count("# TYPE dynamo_trtllm_requests_total counter") == 1
+
+
+async def test_metrics_when_the_process_is_alone_then_the_text_is_its_own() -> None:
+    metrics = FrontendMetrics()
+    assert b"dynamo_trtllm_inflight 0.0" in await metrics.render_whole()
+    assert b'process="' not in await metrics.render_whole()

@@ -1,0 +1,99 @@
+"""The caller's side of the request plane over a link of dictionaries: messages that nobody meant."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from dynamo_trtllm.codec import decode
+from dynamo_trtllm.errors import Disconnected
+from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.frames import Envelope, Open
+from dynamo_trtllm.request_plane.inproc import InprocLink
+from tests.waiting import SOON_S
+
+SUBJECT = "ns_prefill.generate-1"
+
+
+class Overheard(InprocLink):
+    """Notes the inbox of who opens a stream."""
+
+    inbox = ""
+
+    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        if data:
+            opening = decode(data, Envelope).body
+            assert isinstance(opening, Open)
+            self.inbox = opening.inbox
+        return await super().ask(subject, data, timeout_s=timeout_s)
+
+
+class Endless:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(token_ids=token_ids([1]))
+        await asyncio.Event().wait()
+
+    async def control(self, verb: Control) -> bytes:
+        return b""
+
+
+class OneMore(Endless):
+    """A second token when `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        yield Chunk(token_ids=token_ids([1]))
+        await self.go.wait()
+        yield Chunk(token_ids=token_ids([2]), finish_reason=FinishReason.STOP)
+
+
+async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    link, service = Overheard(), OneMore()
+    plane = LinkPlane(link, PlaneLimits())
+    await plane.serve(SUBJECT, service)
+    request = GenerateRequest(
+        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
+    )
+    async with aclosing(plane.generate(SUBJECT, request)) as chunks:
+        await anext(chunks)
+        for _ in range(100):
+            link.post(link.inbox, b"\xc1 no message")
+        service.go.set()
+        assert (await asyncio.wait_for(anext(chunks), SOON_S)).token_ids == token_ids([2])
+    assert len(caplog.records) == 7  # not one line each
+    await plane.aclose()
+
+
+class Cut(InprocLink):
+    """Whose connection goes while a stream runs."""
+
+    cut = False
+
+    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        if self.cut:
+            raise Disconnected("no connection here")
+        return await super().ask(subject, data, timeout_s=timeout_s)
+
+
+async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
+    link = Cut()
+    plane = LinkPlane(link, PlaneLimits(ping_interval_s=0.01))
+    await plane.serve(SUBJECT, Endless())
+    request = GenerateRequest(
+        request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
+    )
+    async with aclosing(plane.generate(SUBJECT, request)) as chunks:
+        await anext(chunks)
+        link.cut = True
+        with pytest.raises(Disconnected, match=r"^no connection here$"):
+            await asyncio.wait_for(anext(chunks), SOON_S)
+    await plane.aclose()

@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import asyncio
+import weakref
+
+import pytest
+
+from dynamo_trtllm.codec import decode, encode
+from dynamo_trtllm.errors import (
+    BadFrame,
+    Disconnected,
+    DynamoError,
+    InternalError,
+    Overloaded,
+    PayloadTooLarge,
+    StreamIncomplete,
+    error_classes,
+)
+from dynamo_trtllm.messages import Chunk, FileRequest, FinishReason, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.request_plane.frames import (
+    Answer,
+    Arrivals,
+    Batch,
+    Cancel,
+    Envelope,
+    Failure,
+    Frame,
+    Inbox,
+    Open,
+    Outbox,
+    Ping,
+    StreamReport,
+    Verb,
+)
+
+LIMIT = 1 << 20
+
+
+def make_chunk(*ids: int, finish: FinishReason | None = None) -> Chunk:
+    return Chunk(token_ids=token_ids(ids), finish_reason=finish)
+
+
+def make_arrivals(*frames: Frame, limit: int = 1000) -> Arrivals:
+    arrivals = Arrivals(limit)
+    for frame in frames:
+        arrivals.feed(frame)
+    return arrivals
+
+
+REQUEST = GenerateRequest(
+    request_id="r", model="m", token_ids=token_ids([1, 2**32 - 1]), sampling=Sampling(max_tokens=1), deadline=1.5
+)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Envelope(Open(3, "_INBOX.x", REQUEST, 2.5)),
+        Envelope(Cancel(3, "_INBOX.x")),
+        Envelope(Ping("_INBOX.x", 7)),
+        Batch([], StreamReport("ns.g-1", 7, [(3, 12), (2**32, 0)])),
+        Verb(FileRequest("abc", 7)),
+        Answer(Failure("overloaded", "full")),
+        Answer(data=b"\x00\xff"),
+        Batch([Frame(1, 0, make_chunk(5, finish=FinishReason.STOP)), Frame(2, 4, failure=Failure("x", "y", "z"))]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_wire_value_when_encoded_then_decodes_equal(value: object) -> None:
+    assert decode(encode(value), type(value)) == value
+
+
+@pytest.mark.parametrize("data", [b"\xc1", b"\x00", encode(Answer())[:-1], encode(Envelope(Cancel(1, "i")))])
+def test_batch_when_bytes_are_something_else_then_bad_frame(data: bytes) -> None:
+    with pytest.raises(BadFrame):
+        decode(data, Batch)
+
+
+@pytest.mark.parametrize("cls", sorted(error_classes().values(), key=lambda cls: cls.code))
+def test_failure_when_sent_then_same_class_message_and_field(cls: type[DynamoError]) -> None:
+    error = decode(encode(Failure.of(cls("why", field="f"))), Failure).error()
+    assert (type(error), error.message, error.field) == (cls, "why", "f")
+
+
+def test_failure_when_code_is_unknown_then_internal() -> None:
+    assert type(Failure("from_the_future", "why").error()) is InternalError
+
+
+def test_outbox_when_64_streams_made_a_token_then_one_message_of_few_bytes() -> None:
+    outbox = Outbox()
+    for stream in range(64):
+        outbox.put(Frame(stream, 1000, make_chunk(stream)))
+    (message,) = outbox.take(LIMIT)
+    assert len(decode(message, Batch).frames) == 64
+    assert len(message) / 64 < 32
+    assert outbox.take(LIMIT) == []
+
+
+def test_outbox_when_frames_exceed_the_limit_then_split_in_order() -> None:
+    outbox = Outbox()
+    frames = [Frame(stream, 0, make_chunk(*range(stream))) for stream in range(50)]
+    for frame in frames:
+        outbox.put(frame)
+    messages = outbox.take(500)
+    assert len(messages) > 1
+    assert max(map(len, messages)) <= 500
+    assert [frame for message in messages for frame in decode(message, Batch).frames] == frames
+
+
+def test_outbox_when_one_frame_exceeds_the_limit_then_only_it_becomes_an_error() -> None:
+    outbox = Outbox()
+    frames = [Frame(1, 0, make_chunk(1)), Frame(2, 7, make_chunk(*range(1000))), Frame(3, 0, make_chunk(3))]
+    for frame in frames:
+        outbox.put(frame)
+    got = [frame for message in outbox.take(500) for frame in decode(message, Batch).frames]
+    assert [got[0], got[2]] == [frames[0], frames[2]]
+    assert (got[1].stream, got[1].number, got[1].chunk) == (2, 7, None)
+    assert got[1].failure is not None
+    assert got[1].failure.code == PayloadTooLarge.code
+
+
+async def test_arrivals_when_a_frame_is_missing_then_incomplete_after_what_came() -> None:
+    arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, 2, make_chunk(2)))
+    assert await arrivals.get() == make_chunk(1)
+    with pytest.raises(StreamIncomplete, match="frame 2 came where 1 was due"):
+        await arrivals.get()
+
+
+async def test_arrivals_when_a_frame_is_repeated_then_it_is_taken_once() -> None:
+    arrivals = make_arrivals(*(Frame(1, number, make_chunk(number)) for number in (0, 0, 1, 0, 2)))
+    assert [(await arrivals.get()).token_ids[0] for _ in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("last_ping_before_ack", "ping", "sent", "message"),
+    [
+        (None, 1, None, ""),  # not acknowledged: the worker may never have had it
+        (1, 1, None, ""),  # acknowledged after the ping was sent
+        (0, 1, None, "no longer runs this stream"),
+        (0, 1, 2, ""),
+        (0, 1, 3, "sent 3 frames and 2 arrived"),
+        (1, 1, 3, ""),
+    ],
+)
+async def test_check_when_frames_of_an_acknowledged_stream_were_lost_then_incomplete(
+    last_ping_before_ack: int | None, ping: int, sent: int | None, message: str
+) -> None:
+    arrivals = make_arrivals(Frame(1, 0, make_chunk(1)), Frame(1, 1, make_chunk(2)))
+    arrivals.last_ping_before_ack = last_ping_before_ack
+    arrivals.compare_with_worker(ping, sent)
+    assert [len((await arrivals.get()).token_ids) for _ in range(2)] == [1, 1]
+    if message:
+        with pytest.raises(StreamIncomplete, match=message):
+            await arrivals.get()
+    else:
+        arrivals.fail(Overloaded("nothing ended it before"))
+        with pytest.raises(Overloaded):
+            await arrivals.get()
+
+
+async def test_check_when_the_last_frame_has_arrived_then_the_stream_is_whole() -> None:
+    last = make_chunk(1, finish=FinishReason.STOP)
+    arrivals = make_arrivals(Frame(1, 0, last))
+    arrivals.last_ping_before_ack = 0
+    arrivals.compare_with_worker(1, None)
+    assert await arrivals.get() == last
+
+
+async def test_arrivals_when_frame_is_empty_then_incomplete() -> None:
+    with pytest.raises(StreamIncomplete):
+        await make_arrivals(Frame(1, 0)).get()
+
+
+async def test_arrivals_when_terminal_chunk_came_then_later_errors_do_not_count() -> None:
+    last = make_chunk(1, finish=FinishReason.STOP)
+    arrivals = make_arrivals(Frame(1, 0, last), Frame(1, 5, make_chunk(2)))
+    arrivals.fail(Overloaded("late"))
+    assert await arrivals.get() == last
+
+
+async def test_arrivals_when_reader_waits_then_it_is_woken_by_chunk_and_by_error() -> None:
+    arrivals = Arrivals(1000)
+    reader = asyncio.create_task(arrivals.get())
+    await asyncio.sleep(0)
+    arrivals.feed(Frame(1, 0, make_chunk(4)))
+    assert await reader == make_chunk(4)
+    reader = asyncio.create_task(arrivals.get())
+    await asyncio.sleep(0)
+    arrivals.fail(Overloaded("now"))
+    with pytest.raises(Overloaded):
+        await reader
+
+
+async def test_arrivals_when_reader_is_behind_then_bounded_and_overloaded() -> None:
+    arrivals = make_arrivals(*(Frame(1, n, make_chunk(*range(9))) for n in range(6)), limit=50)
+    for _ in range(5):
+        await arrivals.get()
+    with pytest.raises(Overloaded):
+        await arrivals.get()
+
+
+async def test_arrivals_when_reader_keeps_up_then_no_bound_is_met() -> None:
+    arrivals = Arrivals(10)
+    for n in range(100):
+        arrivals.feed(Frame(1, n, make_chunk(*range(9))))
+        assert len((await arrivals.get()).token_ids) == 9
+
+
+async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unknown_are_ignored() -> None:
+    inbox = Inbox(1000)
+    first, first_arrivals = inbox.open()
+    second, second_arrivals = inbox.open()
+    gone, gone_arrivals = inbox.open()
+    inbox.close(gone)
+    frames = [Frame(s, 0, make_chunk(s)) for s in (second, 999, gone, first)]
+    inbox.feed(Batch(frames))
+    assert await first_arrivals.get() == make_chunk(first)
+    assert await second_arrivals.get() == make_chunk(second)
+    gone_arrivals.fail(Overloaded("nothing came"))
+    with pytest.raises(Overloaded):
+        await gone_arrivals.get()
+    assert inbox.open()[0] not in (first, second, gone)
+
+
+class Taking:
+    """A sink that takes chunks while it is open."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self.taken: list[int] = []
+
+    def __call__(self, chunk: Chunk) -> bool:
+        if self.open:
+            self.taken.extend(chunk.token_ids)
+        return self.open
+
+
+async def test_get_when_a_sink_takes_chunks_then_only_what_ends_the_stream_is_got() -> None:
+    arrivals, sink = make_arrivals(), Taking()
+    reading = asyncio.create_task(arrivals.get(sink))
+    await asyncio.sleep(0)
+    for number, chunk in enumerate((make_chunk(1), make_chunk(2), make_chunk(3, finish=FinishReason.STOP))):
+        arrivals.feed(Frame(1, number, chunk))
+    assert (await reading).token_ids == token_ids([3])
+    assert sink.taken == [1, 2]
+
+
+async def test_get_when_the_sink_takes_no_more_then_the_rest_is_got_in_order() -> None:
+    arrivals, sink = make_arrivals(), Taking()
+    reading = asyncio.create_task(arrivals.get(sink))
+    await asyncio.sleep(0)
+    arrivals.feed(Frame(1, 0, make_chunk(1)))
+    sink.open = False
+    arrivals.feed(Frame(1, 1, make_chunk(2)))
+    sink.open = True
+    arrivals.feed(Frame(1, 2, make_chunk(3)))
+    assert [(await reading).token_ids, (await arrivals.get(sink)).token_ids] == [token_ids([2]), token_ids([3])]
+    assert sink.taken == [1]
+
+
+async def test_feed_when_nobody_waits_then_the_sink_is_not_asked() -> None:
+    arrivals, sink = make_arrivals(Frame(1, 0, make_chunk(1))), Taking()
+    assert (await arrivals.get(sink)).token_ids == token_ids([1])
+    arrivals.feed(Frame(1, 1, make_chunk(2)))
+    assert (await arrivals.get(sink)).token_ids == token_ids([2])
+    assert sink.taken == []
+
+
+async def test_feed_when_the_sink_fails_then_its_reader_gets_that_and_others_go_on() -> None:
+    inbox = Inbox(1000)
+    bad, bad_end = inbox.open()
+    good, good_end = inbox.open()
+    sink = Taking()
+
+    def failing(_: Chunk) -> bool:
+        raise KeyError("a bug")
+
+    readings = [asyncio.create_task(bad_end.get(failing)), asyncio.create_task(good_end.get(sink))]
+    await asyncio.sleep(0)
+    inbox.feed(Batch([Frame(bad, 0, make_chunk(1)), Frame(good, 0, make_chunk(2))]))
+    inbox.feed(Batch([Frame(good, 1, make_chunk(3, finish=FinishReason.STOP))]))
+    with pytest.raises(KeyError, match="a bug"):
+        await readings[0]
+    assert (await readings[1]).token_ids == token_ids([3])
+    assert sink.taken == [2]
+
+
+async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_others_is_kept() -> None:
+    class Prompt:
+        """What a reader has beside its stream."""
+
+    kept: list[DynamoError] = []
+
+    async def read(arrivals: Arrivals, prompt: Prompt) -> None:
+        try:
+            await arrivals.get()
+        except Disconnected as exc:
+            if arrivals is streams[0]:
+                kept.append(exc)
+
+    inbox = Inbox(1000)
+    streams = [inbox.open()[1] for _ in range(3)]
+    prompts = [Prompt() for _ in streams]
+    gone = [weakref.ref(prompt) for prompt in prompts]
+    readers = [asyncio.create_task(read(*each)) for each in zip(streams, prompts, strict=True)]
+    prompts.clear()
+    await asyncio.sleep(0)
+    inbox.fail_all(Disconnected("lost", field="x"))
+    await asyncio.gather(*readers)
+    readers.clear()
+    assert [(error.message, error.field) for error in kept] == [("lost", "x")]
+    assert [ref() is None for ref in gone] == [False, True, True]
