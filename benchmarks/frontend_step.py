@@ -17,26 +17,26 @@ from typing import Any, NamedTuple
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
-from dynamo_trtllm.frontend.api_adapter import Heading, Job
-from dynamo_trtllm.frontend.detokenizer import Output
+from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.api_adapter import PreparedRequest, ResponseMeta
+from dynamo_trtllm.frontend.detokenizer import Detokenizer
 from dynamo_trtllm.frontend.endpoints import CHAT
-from dynamo_trtllm.frontend.generate_endpoint import Generation
+from dynamo_trtllm.frontend.generate_endpoint import GenerateEndpoint
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.frontend.preprocess import Identity, prepare_chat
-from dynamo_trtllm.frontend.readiness import Standing
-from dynamo_trtllm.frontend.request_handler import Edge
-from dynamo_trtllm.frontend.sse import ChatEvents
+from dynamo_trtllm.frontend.pipeline import RouteTrace
+from dynamo_trtllm.frontend.preprocess import RequestContext, prepare_chat
+from dynamo_trtllm.frontend.readiness import ReadinessReport
+from dynamo_trtllm.frontend.request_handler import AppState
+from dynamo_trtllm.frontend.sse import ChatSseEncoder
 from dynamo_trtllm.http_server.body_writer import WRITER
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelCard, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Instance, ModelDeploymentCard, token_ids
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.base import Sink
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
 RENDERER = HarmonyRenderer()
-CARD = ModelCard(
+CARD = ModelDeploymentCard(
     name="openai/gpt-oss-120b", context_length=1 << 20, vocab_size=201088, eos_token_ids=(200002,), renderer="harmony"
 )
 SERVED = ServedModel(CARD, RENDERER)
@@ -88,9 +88,11 @@ def inner(channel: str, steps: int, **fields: Any) -> float:
     body = parse(ChatRequest, request(**fields))
 
     def work() -> None:
-        plan = prepare_chat(body, SERVED, Identity(request_id="r", deadline=0))
-        events = ChatEvents(Job(heading=Heading(id="chatcmpl-1", model=CARD.name, created=0), body=body, plan=plan))
-        outputs = [Output(prepared, index) for index, prepared in enumerate(plan.choices)]
+        plan = prepare_chat(body, SERVED, RequestContext(request_id="r", deadline=0))
+        events = ChatSseEncoder(
+            PreparedRequest(heading=ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body=body, plan=plan)
+        )
+        outputs = [Detokenizer(prepared, index) for index, prepared in enumerate(plan.choices)]
         for chunk in made:
             for output in outputs:
                 events.piece(output.push(chunk))
@@ -105,7 +107,7 @@ class Played:
         self._made = made
 
     async def generate(
-        self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
+        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
         for index, chunk in enumerate(self._made):  # as a plane does whose reader keeps up
             if not index or sink is None or chunk.finish_reason is not None or not sink(chunk):
@@ -123,8 +125,8 @@ class Played:
     def lacking(self, name: str) -> str | None:
         return None
 
-    def standing(self) -> Standing:
-        return Standing(pairs=[], mismatched=[], rejected_records=[])
+    def standing(self) -> ReadinessReport:
+        return ReadinessReport(pairs=[], mismatched=[], rejected_records=[])
 
 
 class Nowhere:
@@ -143,16 +145,16 @@ class Nowhere:
 def whole(channel: str, steps: int, **fields: Any) -> float:
     """The exchange from body to last byte, all but the socket and the pipeline."""
     played, config = Played(chunks(stream(channel, steps))), FrontendConfig()
-    edge = Edge(
+    edge = AppState(
         config=config,
         models=played,
         pipeline=played,
         metrics=FrontendMetrics(),
-        permits=Permits(config.max_inflight),
+        permits=ConcurrencyLimiter(config.max_inflight),
         bodies=BodyBudget(config.max_total_body_bytes),
-        running=Running(),
+        running=InFlight(),
     )
-    app, sent = Generation(CHAT, edge), request(**fields)
+    app, sent = GenerateEndpoint(CHAT, edge), request(**fields)
 
     async def exchange() -> None:
         told = [{"type": "http.request", "body": sent, "more_body": False}]

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import OutputParser
-from dynamo_trtllm.tokenization.chat_output_parser import SplitParser
+from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from dynamo_trtllm.tokenization.reasoning_parser import ThinkSplit
-from dynamo_trtllm.tokenization.tool_call_parser import CallReader, HermesCalls, JsonCalls
+from dynamo_trtllm.tokenization.reasoning_parser import ReasoningParser
+from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
 
 _WORDS = "The quick brown fox jumps over the lazy dog; naïve 日本語 text and 🧑‍🚀 follow. " * 40
 _ARGUMENTS = '{"city": "Łódź", "days": [1, 2, 3], "note": "' + "rain and sun " * 100 + '"}'
@@ -29,10 +29,10 @@ HARMONY = {
     "headers only": f"{_ANALYSIS}a{_NEXT}" * 200,
 }
 _OBJECT = f'{{"name": "get_weather", "arguments": {_ARGUMENTS}}}'
-OTHERS: dict[str, tuple[Callable[[], CallReader], str]] = {
-    "basic and hermes, text": (HermesCalls, f"<think>{_WORDS}</think>{_WORDS}"),
-    "basic and hermes, one call": (HermesCalls, f"<tool_call>{_OBJECT}</tool_call>"),
-    "basic and json, one call": (JsonCalls, _OBJECT),
+OTHERS: dict[str, tuple[Callable[[], ToolCallParser], str]] = {
+    "basic and hermes, text": (HermesToolCallParser, f"<think>{_WORDS}</think>{_WORDS}"),
+    "basic and hermes, one call": (HermesToolCallParser, f"<tool_call>{_OBJECT}</tool_call>"),
+    "basic and json, one call": (JsonToolCallParser, _OBJECT),
 }
 
 
@@ -49,9 +49,9 @@ def main() -> None:
         _report(name, functools.partial(_split, renderer, calls), pushes, rounds)
 
 
-def _split(renderer: HarmonyRenderer, calls: Callable[[], CallReader]) -> OutputParser:
+def _split(renderer: HarmonyRenderer, calls: Callable[[], ToolCallParser]) -> OutputParser:
     text = renderer.text_parser()
-    return SplitParser(text, thinking=ThinkSplit(begins_inside=False), calls=calls(), forced=token_ids())
+    return ChatOutputParser(text, thinking=ReasoningParser(begins_inside=False), calls=calls(), forced=token_ids())
 
 
 def _report(name: str, make: Callable[[], OutputParser], pushes: Sequence[TokenIds], rounds: int) -> None:

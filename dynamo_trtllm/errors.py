@@ -171,24 +171,24 @@ class VersionMismatch(PlaneError):
 # --- hand-off: redo the prefill leg, once --------------------------------------------------------------
 
 
-class HandoffError(DynamoError):
+class KvTransferError(DynamoError):
     code = "handoff"
     retryable = True
 
 
-class TicketExpired(HandoffError):
+class TransferExpired(KvTransferError):
     code = "ticket_expired"
 
 
-class TicketMismatch(HandoffError):
+class TransferMismatch(KvTransferError):
     code = "ticket_mismatch"
 
 
-class HandoffTimeout(HandoffError):
+class TransferTimeout(KvTransferError):
     code = "handoff_timeout"
 
 
-class TransferFailed(HandoffError):
+class TransferFailed(KvTransferError):
     code = "transfer"
 
 
@@ -210,13 +210,13 @@ class EngineNotReady(EngineError):
     retryable = True
 
 
-class EngineRefused(EngineError):
+class RequestRejected(EngineError):
     """The engine rejected this request; the engine itself is fine."""
 
     code = "engine_refused"
 
 
-class NotMigratable(EngineError):
+class MigrationFailed(EngineError):
     """The stream broke and can't be continued elsewhere."""
 
     code = "not_migratable"

@@ -64,17 +64,17 @@ class FinishReason(StrEnum):
     HANDOFF = "handoff"  # a prefill leg ended with a ticket
 
 
-class GuidedAlternative(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One form that guided output may take: `literal`, then JSON of the schema, then nothing more."""
 
     json_schema: str  # JSON Schema as JSON text; "{}": any JSON object
     literal: str = ""  # text before the JSON, control tokens spelled out
 
 
-class Guided(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Guided decoding. The output is free until `after` was written, then it takes one of the forms and ends."""
 
-    alternatives: tuple[GuidedAlternative, ...]  # at least one
+    alternatives: tuple[OutputFormat, ...]  # at least one
     after: str = ""  # control tokens spelled out; "": from the first token on
     after_ids: TokenIds = msgspec.field(default_factory=token_ids)  # `after`, encoded
 
@@ -92,7 +92,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: float = 0.0  # taken off once when the token is in the answer
     repetition_penalty: float = 1.0  # logits of tokens in prompt or answer: divided when positive, else multiplied
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id -> added to its logit
-    guided: Guided | None = None
+    guided: StructuredOutput | None = None
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False  # go on past the model's own stop tokens
@@ -118,7 +118,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1  # may differ: an engine that needs it equal says so in its `pairing`
 
 
-class HandoffTicket(msgspec.Struct, frozen=True, kw_only=True):
+class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Lets a decode engine fetch one request's KV from the prefill engine that holds it.
 
     `opaque` belongs to the engine kind named in `engine`; nothing between the two engines reads it.
@@ -149,13 +149,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: Sampling
     deadline: float  # seconds since the epoch
     phase: Phase = Phase.WHOLE
-    ticket: HandoffTicket | None = None  # set exactly when phase is DECODE
+    ticket: KvTransferParams | None = None  # set exactly when phase is DECODE
     resumed_tokens: int = 0  # so many of the last `token_ids` are the answer's: another worker made them and left
     reservation_id: str | None = None  # decode leg: the slot that was reserved for it
     cache_salt: str | None = None  # KV is reused only among requests with the same salt
 
 
-class LegStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where the time of one leg went, seconds; travels on its terminal chunk."""
 
     queue_s: float = 0.0  # waiting for KV blocks or a batch slot
@@ -177,8 +177,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     token_ids: TokenIds = msgspec.field(default_factory=token_ids)
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
     finish_reason: FinishReason | None = None
-    ticket: HandoffTicket | None = None  # set exactly when finish_reason is HANDOFF
-    stats: LegStats | None = None  # set on the terminal chunk
+    ticket: KvTransferParams | None = None  # set exactly when finish_reason is HANDOFF
+    stats: PhaseTimings | None = None  # set on the terminal chunk
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -206,7 +206,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
-class ModelCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All a frontend must know to render for and parse from a model; equal on every worker of a model."""
 
     name: str  # the served name, which clients send as `model`
@@ -231,7 +231,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     subject: str  # request-plane address of `generate`; the plane derives that of `control`
     role: Role
     engine: str
-    card: ModelCard
+    card: ModelDeploymentCard
     layout: KvLayout
     limits: Limits = Limits()
     pairing: Mapping[str, str] = {}  # what else prefill and decode must share, in the engine's own words
@@ -249,33 +249,33 @@ class ReleaseOutcome(StrEnum):
     REFUSED = "refused"
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
+class ReleaseKv(msgspec.Struct, frozen=True, tag="release"):
     """The pipeline tells a prefill worker that a ticket is done with."""
 
     ticket_id: str
     outcome: ReleaseOutcome
 
 
-class FileRequest(msgspec.Struct, frozen=True, tag="file"):
+class GetFile(msgspec.Struct, frozen=True, tag="file"):
     """Asks for a piece of one of the card's files, named by content."""
 
     sha256: str
     offset: int = 0
 
 
-class FilePiece(msgspec.Struct, frozen=True):
+class FileChunk(msgspec.Struct, frozen=True):
     data: bytes
     total_bytes: int
 
 
-class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
+class ReserveSlot(msgspec.Struct, frozen=True, tag="reserve"):
     """Keeps a decode slot for a request whose prefill has not run yet. Answered with nothing, or Overloaded."""
 
     reservation_id: str
     expires_at: float  # seconds since the epoch; forgotten then
 
 
-class Unreserve(msgspec.Struct, frozen=True, tag="unreserve"):
+class ReleaseSlot(msgspec.Struct, frozen=True, tag="unreserve"):
     """The slot is not needed after all. Unknown reservations are no error."""
 
     reservation_id: str
@@ -287,7 +287,7 @@ class Restart(msgspec.Struct, frozen=True, tag="restart"):
     reason: str
 
 
-Control = Release | FileRequest | Reserve | Unreserve | Restart
+Control = ReleaseKv | GetFile | ReserveSlot | ReleaseSlot | Restart
 
 # --- conversation: what the renderer takes -------------------------------------------------------------
 

@@ -16,13 +16,13 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine, EngineStats, HasStats, HasTickets
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.kv_transfer.base import Carrier
-from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.kv_transfer.base import TransferBackend
+from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
-    HandoffTicket,
+    KvTransferParams,
     Phase,
     ReleaseOutcome,
     Role,
@@ -37,7 +37,13 @@ from tests.waiting import SOON_S
 
 
 def make(
-    kind: str, folder: Path, role: Role, *, carrier: str | Carrier = "loopback", ttl_s: float = 60.0, **args: Any
+    kind: str,
+    folder: Path,
+    role: Role,
+    *,
+    carrier: str | TransferBackend = "loopback",
+    ttl_s: float = 60.0,
+    **args: Any,
 ) -> Engine:
     config = WorkerConfig(
         model_path=str(folder),
@@ -55,7 +61,7 @@ def make(
         from dynamo_trtllm.engines.vllm.engine import VllmEngine
 
         return VllmEngine(config, instance_id=number)
-    chosen = select_carrier(carrier) if isinstance(carrier, str) else carrier
+    chosen = create_backend(carrier) if isinstance(carrier, str) else carrier
     if kind == "mock":
         return MockEngine(config, instance_id=number, carrier=chosen)
     from dynamo_trtllm.engines.torch.engine import TorchEngine
@@ -108,7 +114,7 @@ def ask(
     prompt: array[int],
     *,
     phase: Phase = Phase.WHOLE,
-    ticket: HandoffTicket | None = None,
+    ticket: KvTransferParams | None = None,
     resumed_tokens: int = 0,
     **sampling: Any,
 ) -> GenerateRequest:
@@ -151,7 +157,7 @@ async def answer(engine: Engine, prompt: array[int], **sampling: Any) -> list[in
     return tokens(await collect(engine, ask(prompt, **sampling)))
 
 
-async def ticket_from(engine: Engine, prompt: array[int], **sampling: Any) -> HandoffTicket:
+async def ticket_from(engine: Engine, prompt: array[int], **sampling: Any) -> KvTransferParams:
     last = (await collect(engine, ask(prompt, phase=Phase.PREFILL, **sampling)))[-1]
     assert last.finish_reason is FinishReason.HANDOFF
     assert last.ticket is not None
@@ -173,7 +179,7 @@ def stats(engine: Engine) -> EngineStats:
     return engine.stats()
 
 
-def release(engine: Engine, ticket: HandoffTicket, outcome: ReleaseOutcome = ReleaseOutcome.REFUSED) -> None:
+def release(engine: Engine, ticket: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.REFUSED) -> None:
     assert isinstance(engine, HasTickets)
     engine.release(ticket.ticket_id, outcome)
 

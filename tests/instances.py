@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from dynamo_trtllm.discovery.keys import EndpointId, subject
-from dynamo_trtllm.messages import HandoffTicket, Instance, KvLayout, ModelCard, Role, token_ids
+from dynamo_trtllm.messages import Instance, KvLayout, KvTransferParams, ModelDeploymentCard, Role, token_ids
 
-CARD = ModelCard(name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template")
+CARD = ModelDeploymentCard(name="tiny", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="chat_template")
 LAYOUT = KvLayout(dtype="float32", block_tokens=16, num_layers=2, num_kv_heads=1, head_dim=8)
 
 
@@ -26,9 +26,9 @@ def make_instance(instance_id: int, *, namespace: str = "dynamo", role: Role = R
     )
 
 
-def make_ticket(ticket_id: str, *, holder: int = 1, ttl_s: float = 60.0) -> HandoffTicket:
+def make_ticket(ticket_id: str, *, holder: int = 1, ttl_s: float = 60.0) -> KvTransferParams:
     """A ticket with one token whose KV is nowhere."""
-    return HandoffTicket(
+    return KvTransferParams(
         version=1,
         ticket_id=ticket_id,
         engine="mock",

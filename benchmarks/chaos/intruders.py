@@ -28,8 +28,8 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.errors import BadFrame
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, Role
-from dynamo_trtllm.request_plane.frames import PING, Batch, Envelope, Frame, Open
-from dynamo_trtllm.request_plane.nats import NatsLink
+from dynamo_trtllm.request_plane.frames import PING, Batch, ClientMessage, Frame, OpenStream
+from dynamo_trtllm.request_plane.nats import NatsTransport
 from dynamo_trtllm.request_plane.server import control_subject
 from dynamo_trtllm.worker.loading import live_peers
 
@@ -308,13 +308,13 @@ async def _probe(scene: Scene, process: psutil.Process, enough: int) -> int:
 async def garbage(scene: Scene) -> None:
     """Random bytes and well-formed frames with the wrong number, to workers and to the frontend."""
     deployment = scene.deployment
-    link = NatsLink(deployment.servers["nats"].address)
+    link = NatsTransport(deployment.servers["nats"].address)
     await link.connect(_CONNECT_S)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(link.aclose)
         health = orjson.loads(await asyncio.to_thread(fetch, f"{deployment.url}/health"))
         subjects = [instance["transport"]["nats_tcp"] for instance in health["instances"]]
-        openings: list[Open] = []
+        openings: list[OpenStream] = []
 
         def overhear(data: bytes, _: str) -> None:
             opening = _opening(data)
@@ -331,17 +331,17 @@ async def garbage(scene: Scene) -> None:
             raise NotServing("no stream was overheard that garbage could be sent to: give it more --seconds")
 
 
-def _opening(data: bytes) -> Open | None:
+def _opening(data: bytes) -> OpenStream | None:
     if data == PING:
         return None
     try:
-        body = decode(data, Envelope).body
+        body = decode(data, ClientMessage).body
     except BadFrame:  # what we have thrown ourselves
         return None
-    return body if isinstance(body, Open) else None
+    return body if isinstance(body, OpenStream) else None
 
 
-def _throw(link: NatsLink, subjects: list[str], openings: list[Open]) -> bool:
+def _throw(link: NatsTransport, subjects: list[str], openings: list[OpenStream]) -> bool:
     """Whether the frontend got its share."""
     for subject in subjects:
         for target in (subject, control_subject(subject)):

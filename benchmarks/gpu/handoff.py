@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.gpu import result
 from benchmarks.gpu.handoff_ends import End, Plan, Prompt, Reader, Times, device_of, hold, run_as_worker
-from dynamo_trtllm.engines.torch.transfer_buffer import PIECE_BYTES
+from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES
 from dynamo_trtllm.kv_transfer.checksums import KV_CHECKSUMS, ChecksumMode
 
 MIB = 1 << 20
@@ -125,7 +125,7 @@ async def _measure(reader: Reader, plan: Plan) -> dict[str, Any]:
     kind = plan.device
     if plan.only_bytes:
         return {"contiguous": {size: await contiguous(reader, size) for size in SIZES[kind]}}
-    default, compared, repeats = PIECE_BYTES[kind], TOKENS_OF_PIECES[kind], REPEATS[kind]
+    default, compared, repeats = REGION_BYTES[kind], TOKENS_OF_PIECES[kind], REPEATS[kind]
     return {
         "contiguous": {size: await contiguous(reader, size) for size in SIZES[kind]},
         "kv": {tokens: await blocks(reader, Prompt(tokens, default), repeats) for tokens in TOKENS[kind]},

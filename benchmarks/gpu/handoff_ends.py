@@ -20,10 +20,10 @@ import uvloop
 from torch import Tensor
 
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.transfer_buffer import Parcel, Staging
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
-from dynamo_trtllm.kv_transfer.nixl import NixlCarrier
+from dynamo_trtllm.kv_transfer.nixl import NixlBackend
 from dynamo_trtllm.messages import KvLayout
 from dynamo_trtllm.worker.worker import SWITCH_S
 
@@ -77,8 +77,8 @@ class End:
             torch.cuda.set_device(self.device)
         blocks = -(-plan.most_tokens // LAYOUT.block_tokens)
         self.pool = KvPool(LAYOUT, blocks + blocks // 8, windows=WINDOWS, device=self.device)
-        self.staging = Staging(self.pool, plan.staging_bytes)
-        self.carrier = NixlCarrier(Checksums(plan.kv_checksums))
+        self.staging = TransferBuffer(self.pool, plan.staging_bytes)
+        self.carrier = NixlBackend(Checksums(plan.kv_checksums))
         self.carrier.checksums.device_checksum = self.staging.checksum
 
     async def start(self, on_fetched: Any) -> None:
@@ -141,7 +141,7 @@ class Holder:
     def __init__(self, end: End, wishes: Connection) -> None:
         self._end = end
         self._wishes = wishes
-        self._parcels: dict[str, Parcel] = {}
+        self._parcels: dict[str, Allocation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
         self._over = asyncio.Event()
@@ -185,7 +185,7 @@ class Holder:
             traceback.print_exception(exc)
             self._over.set()  # the reader hears that the process ended
 
-    async def _room(self, prompt: Prompt) -> Parcel:
+    async def _room(self, prompt: Prompt) -> Allocation:
         """Waits: that the last prompt was read comes to be known a little later."""
         while (parcel := self._end.staging.take(prompt.tokens, prompt.piece_bytes)) is None:
             self._freed.clear()
@@ -232,7 +232,7 @@ class Holder:
         self._keep(self._end.carrier.withdraw(ticket_id))
 
 
-def _scatter(staging: Staging, parcel: Parcel, rows: Tensor) -> None:
+def _scatter(staging: TransferBuffer, parcel: Allocation, rows: Tensor) -> None:
     for index in range(len(parcel.pieces)):
         staging.scatter(parcel, rows, index)
 
@@ -315,8 +315,8 @@ def device_of(kind: str, number: int) -> torch.device:
     return torch.device("cuda", number % torch.cuda.device_count()) if kind == "cuda" else torch.device("cpu")
 
 
-def piece_of(memory: Tensor) -> Piece:
-    return Piece(memory.data_ptr(), memory.nbytes, str(memory.device))
+def piece_of(memory: Tensor) -> MemoryRegion:
+    return MemoryRegion(memory.data_ptr(), memory.nbytes, str(memory.device))
 
 
 def run_as_worker(work: Coroutine[Any, Any, T]) -> T:

@@ -13,7 +13,7 @@ from dynamo_trtllm.api.request_model import (
     List,
     LongText,
     Object,
-    Wire,
+    RequestModel,
     check_size,
     first_repeated,
     invalid,
@@ -56,7 +56,7 @@ def _text(value: Any) -> Any:
     return "\n".join(texts)
 
 
-class TextPart(Wire):
+class TextPart(RequestModel):
     hints: ClassVar = frozenset({"prompt_cache_breakpoint"})
 
     type: Literal["text"]
@@ -69,24 +69,24 @@ Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", max_length=64)]
 Arguments = Annotated[str, Field(max_length=MAX_ARGUMENTS)]
 
 
-class SystemMessage(Wire):
+class SystemMessage(RequestModel):
     role: Literal["system", "developer"]
     content: Text
     name: Name | None = None
 
 
-class UserMessage(Wire):
+class UserMessage(RequestModel):
     role: Literal["user"]
     content: Text
     name: Name | None = None
 
 
-class CalledFunction(Wire):
+class CalledFunction(RequestModel):
     name: Id
     arguments: Arguments = "{}"
 
 
-class AssistantToolCall(Wire):
+class AssistantToolCall(RequestModel):
     no_ops: ClassVar = {"index": tuple(range(128))}  # clients send back what they read in a stream
 
     id: Id
@@ -94,7 +94,7 @@ class AssistantToolCall(Wire):
     function: CalledFunction
 
 
-class AssistantMessage(Wire):
+class AssistantMessage(RequestModel):
     no_ops: ClassVar = {"annotations": ([],)}
     refused: ClassVar = frozenset({"refusal", "audio", "function_call"})
 
@@ -112,7 +112,7 @@ class AssistantMessage(Wire):
         return self
 
 
-class ToolMessage(Wire):
+class ToolMessage(RequestModel):
     role: Literal["tool"]
     content: Text
     tool_call_id: Id
@@ -125,7 +125,7 @@ ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMes
 Description = Annotated[str, Field(max_length=MAX_TOOLS_BYTES)]
 
 
-class Function(Wire):
+class Function(RequestModel):
     name: Name
     description: Description = ""
     parameters: Schema = Field(default_factory=dict)
@@ -138,7 +138,7 @@ def _function_only(value: Any) -> Any:
     return value
 
 
-class FunctionTool(Wire):
+class FunctionTool(RequestModel):
     type: Literal["function"]
     function: Function
 
@@ -168,7 +168,7 @@ TemplateArgs = Annotated[
 ]
 
 
-class JsonSchema(Wire):
+class JsonSchema(RequestModel):
     """The schema of a `response_format`. `strict` or not, the answer is held to it."""
 
     hints: ClassVar = frozenset({"description"})
@@ -178,7 +178,7 @@ class JsonSchema(Wire):
     strict: bool = False
 
 
-class ResponseFormat(Wire):
+class ResponseFormat(RequestModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -190,7 +190,7 @@ class ResponseFormat(Wire):
         return self
 
 
-class Choice(Wire):
+class ToolChoiceValue(RequestModel):
     """A `tool_choice`, in whichever form it was sent."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
@@ -198,21 +198,21 @@ class Choice(Wire):
     allowed: Annotated[tuple[Label, ...], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None  # None: all tools
 
 
-class FunctionName(Wire):
+class FunctionName(RequestModel):
     name: Label
 
 
-class ToolNamed(Wire):
+class ToolNamed(RequestModel):
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedTools(Wire):
+class AllowedTools(RequestModel):
     mode: Literal["auto", "required"]
     tools: List[ToolNamed] = Field(max_length=MAX_TOOLS)
 
 
-class ToolsAllowed(Wire):
+class ToolsAllowed(RequestModel):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
@@ -223,12 +223,12 @@ ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | ToolNamed | ToolsA
 def _tool_choice(value: Any) -> Any:
     match value:
         case "auto" | "none" | "required":
-            return Choice(mode=value)
+            return ToolChoiceValue(mode=value)
         case {"type": "function"}:
-            return Choice(mode="named", name=ToolNamed.model_validate(value).function.name)
+            return ToolChoiceValue(mode="named", name=ToolNamed.model_validate(value).function.name)
         case {"type": "allowed_tools"}:
             allowed = ToolsAllowed.model_validate(value).allowed_tools
-            return Choice(mode=allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
+            return ToolChoiceValue(mode=allowed.mode, allowed=tuple(tool.function.name for tool in allowed.tools))
         case {"type": "custom"}:
             unsupported("of type 'custom' is not supported; only 'function' is")
     invalid("must be 'auto', 'none', 'required', or an object that names a function or allowed tools")
@@ -250,7 +250,9 @@ class ChatRequest(SamplingFields):
     messages: List[ChatMessage] = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: Tools = Field(default_factory=list)
-    tool_choice: Annotated[Choice, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = Choice()
+    tool_choice: Annotated[ToolChoiceValue, BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent)] = (
+        ToolChoiceValue()
+    )
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from dynamo_trtllm.messages import ModelCard
+from dynamo_trtllm.messages import ModelDeploymentCard
 
 OWNER = "dynamo_trtllm"
 
@@ -23,7 +23,7 @@ class ModelList(TypedDict):
     data: list[ModelObject]
 
 
-def model_object(card: ModelCard, created: int) -> ModelObject:
+def model_object(card: ModelDeploymentCard, created: int) -> ModelObject:
     """`created`: seconds since the epoch."""
     return {
         "id": card.name,

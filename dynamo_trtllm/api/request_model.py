@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, NoReturn, TypeVar
 
@@ -21,7 +19,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
-M = TypeVar("M", bound="Wire")
+M = TypeVar("M", bound="RequestModel")
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -46,7 +44,7 @@ _UNSUPPORTED = "unsupported_parameter"
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
 
-class Wire(BaseModel):
+class RequestModel(BaseModel):
     """A JSON object of a request. `null` means: not given. Types are taken strictly: "5" is no number."""
 
     model_config = ConfigDict(
@@ -107,7 +105,7 @@ class Wire(BaseModel):
         unsupported(reason, field=name)
 
 
-class Body(Wire):
+class GenerationRequest(RequestModel):
     """What every request that asks for an answer holds."""
 
     model: Id
@@ -116,7 +114,7 @@ class Body(Wire):
 
 
 @functools.cache
-def _names(model: type[Wire]) -> frozenset[str]:
+def _names(model: type[RequestModel]) -> frozenset[str]:
     """Of its fields, as they are sent."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
@@ -195,11 +193,10 @@ def check_size(value: Any, most: int) -> None:
         invalid(f"may have {most} bytes of JSON at most, not {size}")
 
 
-def request_schemas(*models: type[Wire]) -> dict[str, JsonSchemaValue]:
+def request_schemas(*models: type[RequestModel]) -> dict[str, JsonSchemaValue]:
     """JSON Schemas of the models and all they hold, by name, with references as OpenAPI spells them."""
     _, together = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
-    spelled = re.sub(r"dynamo_trtllm__openai__(\w+?)__", r"\1.", json.dumps(together["$defs"]))  # where names are equal
-    schemas: dict[str, JsonSchemaValue] = json.loads(spelled)
+    schemas: dict[str, JsonSchemaValue] = together["$defs"]
     return {name: _plain(schema) for name, schema in schemas.items()}
 
 

@@ -16,7 +16,7 @@ from dynamo_trtllm.api.request_model import (
     Label,
     List,
     LongText,
-    Wire,
+    RequestModel,
     invalid,
     kind_of,
     shown,
@@ -56,7 +56,7 @@ def _text(part: Any, index: int) -> str:
     return text
 
 
-class Part(Wire):
+class Part(RequestModel):
     """A text part as it may be sent."""
 
     hints: ClassVar = _PART_FIELDS - {"type", "text", "annotations"}
@@ -72,7 +72,7 @@ Texts = Annotated[
 ]
 
 
-class MessageItem(Wire):
+class MessageItem(RequestModel):
     """Short (role and content) and full form, of input and of an earlier answer."""
 
     hints: ClassVar = frozenset({"status", "phase"})
@@ -83,17 +83,17 @@ class MessageItem(Wire):
     content: Texts
 
 
-class SummaryText(Wire):
+class SummaryText(RequestModel):
     type: Literal["summary_text"]
     text: LongText
 
 
-class ReasoningText(Wire):
+class ReasoningText(RequestModel):
     type: Literal["reasoning_text"]
     text: LongText
 
 
-class ReasoningItem(Wire):
+class ReasoningItem(RequestModel):
     refused: ClassVar = frozenset({"encrypted_content"})
 
     type: Literal["reasoning"]
@@ -103,7 +103,7 @@ class ReasoningItem(Wire):
     status: Status | None = None
 
 
-class FunctionCallItem(Wire):
+class FunctionCallItem(RequestModel):
     hints: ClassVar = frozenset({"created_by"})
     no_ops: ClassVar = {"async": (False,), "caller": ({"type": "direct"},)}
     refused: ClassVar = frozenset({"namespace"})
@@ -116,7 +116,7 @@ class FunctionCallItem(Wire):
     status: Status | None = None
 
 
-class FunctionOutputItem(Wire):
+class FunctionOutputItem(RequestModel):
     hints: ClassVar = frozenset({"created_by", "name"})
     no_ops: ClassVar = {"caller": ({"type": "direct"},)}
     refused: ClassVar = frozenset({"namespace"})
@@ -128,7 +128,7 @@ class FunctionOutputItem(Wire):
     status: Status | None = None
 
 
-class ItemReference(Wire):
+class ItemReference(RequestModel):
     """Stands for an item of a stored response."""
 
     type: Literal["item_reference"] = "item_reference"

@@ -13,7 +13,7 @@ from dynamo_trtllm.api.request_model import (
     Id,
     List,
     LongText,
-    Wire,
+    RequestModel,
     first_repeated,
     invalid,
     kind_of,
@@ -29,7 +29,7 @@ MAX_INSTRUCTIONS = 256 << 10  # characters; every event that shows the response 
 MAX_INCLUDED = 16
 
 
-class FunctionTool(Wire):
+class ResponsesFunctionTool(RequestModel):
     no_ops: ClassVar = {"async": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],)}
     refused: ClassVar = frozenset({"output_schema"})
 
@@ -47,7 +47,7 @@ def _tool(value: Any) -> Any:
     return value
 
 
-class Reasoning(Wire):
+class Reasoning(RequestModel):
     no_ops: ClassVar = {
         "summary": ("auto",),  # there is no summarizer: reasoning is answered whole, as `content`
         "generate_summary": ("auto",),
@@ -58,11 +58,11 @@ class Reasoning(Wire):
     effort: Effort | None = None
 
 
-class TextFormat(Wire):
+class TextFormat(RequestModel):
     type: Literal["text", "json_object"]
 
 
-class JsonSchemaFormat(Wire):
+class JsonSchemaFormat(RequestModel):
     hints: ClassVar = frozenset({"description", "strict"})  # output always keeps to the schema
 
     type: Literal["json_schema"]
@@ -84,18 +84,18 @@ Format = Annotated[
 ]
 
 
-class TextConfig(Wire):
+class TextConfig(RequestModel):
     no_ops: ClassVar = {"verbosity": ("medium",)}
 
     format: Format = TextFormat(type="text")
 
 
-class NamedTool(Wire):
+class NamedTool(RequestModel):
     type: Literal["function"] = "function"
     name: Id
 
 
-class AllowedTools(Wire):
+class ResponsesAllowedTools(RequestModel):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: List[Annotated[NamedTool, BeforeValidator(_tool)]] = Field(min_length=1, max_length=MAX_TOOLS)
@@ -111,7 +111,7 @@ def _tool_choice(value: Any) -> Any:
         invalid(f"must be a string or an object with a type, not {kind_of(value)}")
     if kind not in ("function", "allowed_tools"):
         unsupported(f"of type {shown(kind)} is not supported; 'function' and 'allowed_tools' are")
-    return AllowedTools.model_validate(value) if kind == "allowed_tools" else NamedTool.model_validate(value)
+    return ResponsesAllowedTools.model_validate(value) if kind == "allowed_tools" else NamedTool.model_validate(value)
 
 
 def _input(value: Any) -> Any:
@@ -133,12 +133,12 @@ def _include(value: Any) -> Any:
     return value
 
 
-ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | NamedTool | AllowedTools
+ChoiceSent: TypeAlias = Literal["auto", "none", "required"] | NamedTool | ResponsesAllowedTools
 Items = Annotated[List[InputItem], Field(min_length=1, max_length=MAX_ITEMS)]
 InputSent: TypeAlias = Annotated[LongText, Field(min_length=1)] | Items
 Included = Annotated[List[Literal["message.output_text.logprobs"]], Field(max_length=MAX_INCLUDED)]
 Tools = Annotated[
-    List[Annotated[FunctionTool, BeforeValidator(_tool)]],
+    List[Annotated[ResponsesFunctionTool, BeforeValidator(_tool)]],
     Field(max_length=MAX_TOOLS, description=f"At most {MAX_TOOLS_BYTES} bytes of JSON together."),
     BeforeValidator(check_tools),
 ]
@@ -172,7 +172,7 @@ class ResponseRequest(SamplingFields):
     store: bool = True
     tools: Tools = Field(default_factory=list)
     tool_choice: Annotated[
-        Literal["auto", "none", "required"] | NamedTool | AllowedTools,
+        Literal["auto", "none", "required"] | NamedTool | ResponsesAllowedTools,
         BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent),
     ] = "auto"
     parallel_tool_calls: bool = True

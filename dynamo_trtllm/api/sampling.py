@@ -6,7 +6,16 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from dynamo_trtllm.api.request_model import Body, Label, List, Object, Wire, invalid, kind_of, shown
+from dynamo_trtllm.api.request_model import (
+    GenerationRequest,
+    Label,
+    List,
+    Object,
+    RequestModel,
+    invalid,
+    kind_of,
+    shown,
+)
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 1000  # of one stop string
@@ -64,13 +73,13 @@ Stops = Annotated[List[Stop], Field(max_length=MAX_STOPS)]
 Metadata = Annotated[Object[Annotated[str, Field(max_length=MAX_METADATA_KEY)], Label], Field(max_length=MAX_METADATA)]
 
 
-class StreamOptions(Wire):
+class StreamOptions(RequestModel):
     no_ops: ClassVar = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 
     include_usage: bool = False
 
 
-class NvExt(Wire):
+class NvExt(RequestModel):
     """Extensions of NVIDIA's servers."""
 
     refused: ClassVar = frozenset(
@@ -81,7 +90,7 @@ class NvExt(Wire):
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
 
-class SamplingFields(Body):
+class SamplingFields(GenerationRequest):
     hints: ClassVar = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 
     stream_options: StreamOptions | None = None

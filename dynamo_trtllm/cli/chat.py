@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from typing import Any, Final, TextIO
 
 from dynamo_trtllm.cli.chat_http import ChatFailed, models, stream_chat
-from dynamo_trtllm.cli.chat_turn import Screen, Turn
+from dynamo_trtllm.cli.chat_turn import ChatTurn, Screen
 from dynamo_trtllm.config.chat import ChatConfig
 from dynamo_trtllm.config.load import exit_with, is_color_refused, load
 from dynamo_trtllm.errors import ConfigError
@@ -60,7 +60,7 @@ def _converse(config: ChatConfig) -> int:
         config,
         lambda body: stream_chat(config.url, body),
         Screen(sys.stdout, has_colors=has_colors),
-        Notes(sys.stderr, has_colors=has_colors),
+        Notices(sys.stderr, has_colors=has_colors),
     )
     if is_terminal:
         chat.notes.say(f"{config.model} at {config.url}; /help says what else there is")
@@ -77,7 +77,7 @@ def only_model(names: Sequence[str], url: str) -> str:
     raise ConfigError(f"{url} serves several models; choose one with --model: {', '.join(names)}", field="model")
 
 
-class Notes:
+class Notices:
     """Lines of this program, as opposed to the model's."""
 
     def __init__(self, out: TextIO, *, has_colors: bool) -> None:
@@ -93,7 +93,7 @@ class Notes:
 class Chat:
     """A conversation: what was said so far, and what to do with a line."""
 
-    def __init__(self, config: ChatConfig, ask: Ask, screen: Screen, notes: Notes) -> None:
+    def __init__(self, config: ChatConfig, ask: Ask, screen: Screen, notes: Notices) -> None:
         self._config = config
         self._ask = ask
         self._screen = screen
@@ -134,7 +134,7 @@ class Chat:
             self.notes.say(f"{text.split()[0]} is no command; /help lists them")
 
     def _turn(self, question: str) -> None:
-        turn = Turn()
+        turn = ChatTurn()
         try:
             with closing(self._ask(self.request(question))) as events:
                 for event in events:

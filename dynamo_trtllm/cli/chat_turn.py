@@ -27,7 +27,7 @@ class Shown:
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """What came of one answer so far. Times are of this side: TTFT includes the way there and back."""
 
     clock: Callable[[], float] = time.perf_counter

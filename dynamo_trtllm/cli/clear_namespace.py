@@ -19,7 +19,7 @@ from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.discovery.keys import namespace_prefix, shown_key
 from dynamo_trtllm.errors import ConfigError, Unreachable
 from dynamo_trtllm.observability import logging as observe_logging
-from dynamo_trtllm.request_plane.jetstream import KeptResponses, forget_responses, kept_responses
+from dynamo_trtllm.request_plane.jetstream import BucketInfo, bucket_info, delete_bucket
 
 PROG = "python -m dynamo_trtllm.clear_namespace"
 _DESCRIPTION = "Removes what a deployment left in etcd and JetStream: instances that nobody renews, and kept responses."
@@ -29,11 +29,11 @@ Confirm = Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leavings:
+class StaleRecords:
     """What there is of a namespace. An instance whose lease still runs lives, or died less than a lease ago."""
 
     instances: Mapping[str, Lease | None]
-    responses: KeptResponses | None
+    responses: BucketInfo | None
 
     def __bool__(self) -> bool:
         return bool(self.instances) or self.responses is not None
@@ -70,9 +70,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 async def clear(config: ClearNamespaceConfig, confirm: Confirm) -> bool:
     """Whether nothing is left. Raises Unreachable, and ConfigError when there is nobody to ask."""
     async with aclosing(EtcdStore(config.etcd_endpoints, tls_files(config))) as store:
-        found = Leavings(
+        found = StaleRecords(
             instances=await store.leases(namespace_prefix(config.namespace)),
-            responses=await kept_responses(config.nats_server, config.namespace),
+            responses=await bucket_info(config.nats_server, config.namespace),
         )
         if not found:
             _say(f"namespace {config.namespace} is clear")
@@ -92,12 +92,12 @@ async def clear(config: ClearNamespaceConfig, confirm: Confirm) -> bool:
     return True
 
 
-async def _remove(store: EtcdStore, config: ClearNamespaceConfig, found: Leavings) -> None:
+async def _remove(store: EtcdStore, config: ClearNamespaceConfig, found: StaleRecords) -> None:
     """A lease is revoked, which takes its key: a key alone would not come back while its worker renews the lease."""
     for key, lease in found.instances.items():
         await (store.delete(key) if lease is None else store.revoke(lease))
     if found.responses is not None:
-        await forget_responses(config.nats_server, config.namespace)
+        await delete_bucket(config.nats_server, config.namespace)
 
 
 def _answered() -> bool:

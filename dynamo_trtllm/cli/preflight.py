@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dynamo_trtllm.cli import preflight_report
-from dynamo_trtllm.cli.preflight_report import Judged, Report
-from dynamo_trtllm.config.layers import located, read_yaml
+from dynamo_trtllm.cli.preflight_report import Report, RoleReport
+from dynamo_trtllm.config.layers import find_file, read_yaml
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.config.preflight import PreflightConfig
@@ -20,11 +20,11 @@ from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.known_models import SHAPES
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm import schema
-from dynamo_trtllm.engines.trtllm.api_manifests import Release, release_for
+from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.preflight import Load, RoleFacts, check_pair, check_role, memory_table
 from dynamo_trtllm.engines.trtllm.preflight.gpus import known_gpu
-from dynamo_trtllm.engines.trtllm.preflight.memory import handoff_s
+from dynamo_trtllm.engines.trtllm.preflight.memory import transfer_s
 from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -36,10 +36,10 @@ _DESCRIPTION = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ground:
+class _Target:
     """What all roles are judged for."""
 
-    release: Release
+    release: ApiManifest
     model: Checkpoint | None
     gpu: Gpu | None
     load: Load
@@ -49,16 +49,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Exit status: 0 without errors, 1 with errors among the findings, 2 for a bad command line."""
     try:
         config = load(PreflightConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
-        report = judge(config)
+        report = evaluate(config)
     except ConfigError as exc:
         exit_with(PROG, exc)
     sys.stdout.write(preflight_report.as_json(report) if config.json_output else preflight_report.as_text(report))
     raise SystemExit(1 if report.count("error") else 0)
 
 
-def judge(config: PreflightConfig) -> Report:
+def evaluate(config: PreflightConfig) -> Report:
     """Raises ConfigError for what can't be judged: files, names and flags that are not there."""
-    ground = _Ground(
+    ground = _Target(
         release=release_for(config.release),
         model=_model(config.model_path),
         gpu=_gpu(config.gpu),
@@ -83,13 +83,13 @@ def judge(config: PreflightConfig) -> Report:
         report,
         pair=tuple(check_pair(prefill, decode)),
         handoff_tokens=prompt,
-        handoff_s={} if prompt is None else handoff_s(prefill, decode, prompt),
+        handoff_s={} if prompt is None else transfer_s(prefill, decode, prompt),
     )
 
 
-def _judged(role: Role, path: Path, flags: str | None, config: PreflightConfig, ground: _Ground) -> Judged:
+def _judged(role: Role, path: Path, flags: str | None, config: PreflightConfig, ground: _Target) -> RoleReport:
     """Arguments that the release refuses are a finding too: the file is at fault, not the command line."""
-    if not located(path).is_file():
+    if not find_file(path).is_file():
         raise ConfigError(f"there is no file {path}", field=str(role))
     worker = _worker(role, path, flags, config)
     gpus = [ground.gpu] * 8 if ground.gpu else []
@@ -97,9 +97,9 @@ def _judged(role: Role, path: Path, flags: str | None, config: PreflightConfig, 
         args = trtllm_args(worker, ground.release, gpus)
     except ConfigError as exc:
         _check_engine_of(path)
-        return Judged(role=role, facts=None, notes=(), findings=(_refused(exc, path),), memory=None)
+        return RoleReport(role=role, facts=None, notes=(), findings=(_refused(exc, path),), memory=None)
     facts = _facts(role, args, worker, config, ground)
-    return Judged(
+    return RoleReport(
         role=role, facts=facts, notes=args.notes, findings=tuple(check_role(facts)), memory=memory_table(facts)
     )
 
@@ -110,7 +110,7 @@ def _check_engine_of(path: Path) -> None:
         "vllm": lambda key: manifest.find(key) is not None,
         "torch": lambda key: key in TorchArgs.model_fields,
     }
-    keys = [key for key in read_yaml(located(path)) if not schema.is_known(key)]
+    keys = [key for key in read_yaml(find_file(path)) if not schema.is_known(key)]
     for engine, has in others.items():
         if found := next((key for key in keys if has(key)), None):
             raise ConfigError(
@@ -139,7 +139,7 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
         raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc
 
 
-def _facts(role: Role, args: TrtllmArgs, worker: WorkerConfig, config: PreflightConfig, ground: _Ground) -> RoleFacts:
+def _facts(role: Role, args: TrtllmArgs, worker: WorkerConfig, config: PreflightConfig, ground: _Target) -> RoleFacts:
     return RoleFacts(
         role=role,
         args=args,

@@ -14,7 +14,7 @@ from dynamo_trtllm.messages import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class RoleReport:
     """One role."""
 
     role: Role
@@ -28,7 +28,7 @@ class Judged:
 class Report:
     release: str
     gpu: str | None
-    roles: tuple[Judged, ...]
+    roles: tuple[RoleReport, ...]
     pair: tuple[Finding, ...] = ()
     handoff_tokens: int | None = None
     handoff_s: Mapping[str, float] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def _memory(report: Report) -> str:
     return _aligned(rows)
 
 
-def _who(judged: Judged) -> str:
+def _who(judged: RoleReport) -> str:
     facts = judged.facts
     ranks = facts.tensor_parallel if facts is not None else 1
     return f"{judged.role}, {ranks} GPU{'s' if ranks > 1 else ''}"

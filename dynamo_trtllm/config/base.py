@@ -59,7 +59,7 @@ _ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
 _NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
 
 
-def setting(
+def option(
     group: str,
     *flags: str,
     env: str | None = None,
@@ -109,40 +109,40 @@ class ConnectionConfig(Config):
     namespace: str = Field(
         default="dynamo",
         description="deployment name; workers and frontends see only their own",
-        json_schema_extra=setting(CONTROL, env="DYN_NAMESPACE"),
+        json_schema_extra=option(CONTROL, env="DYN_NAMESPACE"),
     )
     etcd_endpoints: str = Field(
         default="http://localhost:2379",
         description="etcd addresses, comma-separated",
-        json_schema_extra=setting(CONTROL, env="ETCD_ENDPOINTS", is_address=True),
+        json_schema_extra=option(CONTROL, env="ETCD_ENDPOINTS", is_address=True),
     )
     etcd_ca: Path | None = Field(
         default=None,
         description="PEM file of the authority that signed etcd's certificate, for https:// endpoints",
-        json_schema_extra=setting(CONTROL, env="ETCD_AUTH_CA"),
+        json_schema_extra=option(CONTROL, env="ETCD_AUTH_CA"),
     )
     etcd_cert: Path | None = Field(
         default=None,
         description="PEM file of the client certificate that etcd asks for",
-        json_schema_extra=setting(CONTROL, env="ETCD_AUTH_CLIENT_CERT"),
+        json_schema_extra=option(CONTROL, env="ETCD_AUTH_CLIENT_CERT"),
     )
     etcd_key: Path | None = Field(
         default=None,
         description="PEM file of that certificate's key",
-        json_schema_extra=setting(CONTROL, env="ETCD_AUTH_CLIENT_KEY"),
+        json_schema_extra=option(CONTROL, env="ETCD_AUTH_CLIENT_KEY"),
     )
     nats_server: str = Field(
         default="nats://localhost:4222",
         description="NATS address",
-        json_schema_extra=setting(CONTROL, env="NATS_SERVER", is_address=True),
+        json_schema_extra=option(CONTROL, env="NATS_SERVER", is_address=True),
     )
     log_level: LogLevel = Field(
-        default="info", description="least severe level logged", json_schema_extra=setting(PROCESS)
+        default="info", description="least severe level logged", json_schema_extra=option(PROCESS)
     )
     log_format: LogFormat = Field(
         default="text",
         description="format of log lines: text, or json (one object per line)",
-        json_schema_extra=setting(PROCESS),
+        json_schema_extra=option(PROCESS),
     )
 
     @field_validator("namespace")

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from dynamo_trtllm.config.base import HTTP, MODEL, Config, PositiveInt, setting
+from dynamo_trtllm.config.base import HTTP, MODEL, Config, PositiveInt, option
 
 
 class ChatConfig(Config):
@@ -23,24 +23,24 @@ examples:
     url: str = Field(
         default="http://localhost:8000",
         description="address of a frontend",
-        json_schema_extra=setting(HTTP, is_address=True),
+        json_schema_extra=option(HTTP, is_address=True),
     )
     model: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="name of the model; without it the only one that is served",
-        json_schema_extra=setting(MODEL),
+        json_schema_extra=option(MODEL),
     )
     system: str | None = Field(
-        default=None, description="what the model is told before the first question", json_schema_extra=setting(MODEL)
+        default=None, description="what the model is told before the first question", json_schema_extra=option(MODEL)
     )
     reasoning_effort: Literal["low", "medium", "high"] | None = Field(
-        default=None, description="how much the model thinks before it answers", json_schema_extra=setting(MODEL)
+        default=None, description="how much the model thinks before it answers", json_schema_extra=option(MODEL)
     )
     max_tokens: PositiveInt | None = Field(
-        default=None, description="longest answer in tokens, reasoning included", json_schema_extra=setting(MODEL)
+        default=None, description="longest answer in tokens, reasoning included", json_schema_extra=option(MODEL)
     )
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = Field(
-        default=None, description="0 takes the likeliest token, more is more varied", json_schema_extra=setting(MODEL)
+        default=None, description="0 takes the likeliest token, more is more varied", json_schema_extra=option(MODEL)
     )
 
     @field_validator("url")

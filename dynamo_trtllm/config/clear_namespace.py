@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from dynamo_trtllm.config.base import PROCESS, ConnectionConfig, setting
+from dynamo_trtllm.config.base import PROCESS, ConnectionConfig, option
 
 
 class ClearNamespaceConfig(ConnectionConfig):
@@ -22,11 +22,11 @@ exit status: 0 when it is clear, 1 when something was left or could not be reach
     yes: bool = Field(
         default=False,
         description="remove without asking; needed where nobody can answer",
-        json_schema_extra=setting(PROCESS),
+        json_schema_extra=option(PROCESS),
     )
     force: bool = Field(
         default=False,
         description="also instances that live; their leases are revoked, and a worker that does run registers again "
         "within seconds",
-        json_schema_extra=setting(PROCESS),
+        json_schema_extra=option(PROCESS),
     )

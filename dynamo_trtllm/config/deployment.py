@@ -14,7 +14,7 @@ from dynamo_trtllm.config.base import Config, NonNegativeFloat, PositiveFloat, P
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.layers import check_keys, read_yaml
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.substitute import substituted
+from dynamo_trtllm.config.substitute import expand_env
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
@@ -124,7 +124,7 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
 
     Raises ConfigError naming the file and the path inside it.
     """
-    data = {key: substituted(value, environ or {}, f"{path}: {key}") for key, value in read_yaml(path).items()}
+    data = {key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in read_yaml(path).items()}
     _check_model_keys(DeploymentConfig, data, str(path), "")
     if isinstance(data.get("frontend"), dict):
         data["frontend"] = _by_field(FrontendConfig, data["frontend"], f"{path}: frontend")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dynamo_trtllm.config.wording import nearest
+from dynamo_trtllm.config.wording import suggest
 from dynamo_trtllm.errors import ConfigError
 
 OVERRIDE_SOURCE = "--override-engine-args"
@@ -25,14 +25,14 @@ CONFIG_FOLDERS = ("engine_configs", "kernels_config")  # they travel in the whee
 _log = logging.getLogger(__name__)
 
 
-class Layered(NamedTuple):
+class Sourced(NamedTuple):
     """One leaf and the place its value comes from."""
 
     value: Any
     source: str
 
 
-class Layer(NamedTuple):
+class Source(NamedTuple):
     """What one place sets."""
 
     values: Mapping[str, Any]
@@ -43,16 +43,16 @@ class Layer(NamedTuple):
 class Merged(NamedTuple):
     """Leaves by dotted key, and a line for each value that somebody set and somebody else beat with another."""
 
-    leaves: dict[str, Layered]
+    leaves: dict[str, Sourced]
     notes: list[str]
 
 
-def merge(layers: Iterable[Layer]) -> Merged:
+def merge(layers: Iterable[Source]) -> Merged:
     """Later layers beat earlier ones, leaf by leaf.
 
     Mappings are merged, anything else replaces what stood there, a whole subtree included.
     """
-    merged: dict[str, Layered] = {}
+    merged: dict[str, Sourced] = {}
     advice: set[str] = set()
     notes = []
     for layer in layers:
@@ -65,7 +65,7 @@ def merge(layers: Iterable[Layer]) -> Merged:
                     notes.append(
                         f"{_who(layer.source)} {_text(value)} beats {beaten} {_text(old.value)} of {old.source}"
                     )
-            merged[key] = Layered(value, layer.source)
+            merged[key] = Sourced(value, layer.source)
         if layer.yields:
             advice.add(layer.source)
     return Merged(merged, notes)
@@ -79,7 +79,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def nested(merged: Mapping[str, Layered]) -> dict[str, Any]:
+def nested(merged: Mapping[str, Sourced]) -> dict[str, Any]:
     """The merged leaves as the mapping an engine takes."""
     result: dict[str, Any] = {}
     for key, leaf in merged.items():
@@ -99,7 +99,7 @@ def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _contradicted(merged: Mapping[str, Layered], key: str) -> list[str]:
+def _contradicted(merged: Mapping[str, Sourced], key: str) -> list[str]:
     """Leaves that can't stand beside a new `key`: itself, those above it (now a mapping) and below it (replaced)."""
     parts = key.split(".")
     above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
@@ -112,7 +112,7 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
     for key in given:
         if key in names:
             continue
-        guess = nearest(str(key), names)
+        guess = suggest(str(key), names)
         hint = f"did you mean {guess!r}?" if guess else f"known: {', '.join(names) or 'none'}"
         raise ConfigError(f"{where}: unknown key {str(key)!r}; {hint}", field=str(key))
 
@@ -178,7 +178,7 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
             yield from pair
 
 
-def located(path: Path) -> Path:
+def find_file(path: Path) -> Path:
     """`path` in the working directory, else the file of that name that came with the package, else `path` as it is.
 
     The paths that the guides use name our files too.
@@ -243,15 +243,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-def as_yaml(leaves: Mapping[str, Layered]) -> str:
+def as_yaml(leaves: Mapping[str, Sourced]) -> str:
     """The leaves as YAML that `read_yaml` reads back, each with its source as comment."""
-    return "".join(_yaml_lines(nested({key: Layered(leaf, "") for key, leaf in leaves.items()}), ""))
+    return "".join(_yaml_lines(nested({key: Sourced(leaf, "") for key, leaf in leaves.items()}), ""))
 
 
 def _yaml_lines(level: Mapping[str, Any], indent: str) -> Iterable[str]:
     for key, value in level.items():
         name = _flow(key)
-        if isinstance(value, Layered):
+        if isinstance(value, Sourced):
             yield f"{indent}{name}: {_flow(value.value)}  # {value.source}\n"
         else:
             yield f"{indent}{name}:\n"

@@ -22,7 +22,7 @@ from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
 from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.unknown import refuse
-from dynamo_trtllm.config.wording import nearest, table
+from dynamo_trtllm.config.wording import suggest, table
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import MASK, mask_address, mask_credentials
 
@@ -144,7 +144,7 @@ def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
     known = {f"{ENV_PREFIX}{name.upper()}" for each in models for name in each.model_fields}
     for name in sorted(env):
         if name.startswith(ENV_PREFIX) and name not in known:
-            guess = nearest(name, known)
+            guess = suggest(name, known)
             hint = f"did you mean {guess}?" if guess else "unset it"
             raise ConfigError(f"unknown environment variable {name}; {hint}", field=name)
 

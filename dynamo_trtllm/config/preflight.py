@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from dynamo_trtllm.config.base import ENGINE, LOAD, MODEL, PROCESS, ROLE, Config, PositiveInt, setting
+from dynamo_trtllm.config.base import ENGINE, LOAD, MODEL, PROCESS, ROLE, Config, PositiveInt, option
 
 
 class PreflightConfig(Config):
@@ -22,56 +22,56 @@ exit status: 0 without errors (warnings are allowed), 1 with errors, 2 for a bad
 """
 
     prefill: Path | None = Field(
-        default=None, description="YAML of a prefill worker's engine arguments", json_schema_extra=setting(ROLE)
+        default=None, description="YAML of a prefill worker's engine arguments", json_schema_extra=option(ROLE)
     )
     decode: Path | None = Field(
         default=None,
         description="YAML of a decode worker's engine arguments; with --prefill the two are judged as a pair too",
-        json_schema_extra=setting(ROLE),
+        json_schema_extra=option(ROLE),
     )
     agg: Path | None = Field(
         default=None,
         description="YAML of the engine arguments of a worker for whole requests",
-        json_schema_extra=setting(ROLE),
+        json_schema_extra=option(ROLE),
     )
     prefill_args: str | None = Field(
         default=None,
         description="further flags of the prefill worker, in one text: '--max-num-tokens 20000 --max-batch-size 32'",
-        json_schema_extra=setting(ROLE),
+        json_schema_extra=option(ROLE),
     )
     decode_args: str | None = Field(
-        default=None, description="further flags of the decode worker", json_schema_extra=setting(ROLE)
+        default=None, description="further flags of the decode worker", json_schema_extra=option(ROLE)
     )
     agg_args: str | None = Field(
-        default=None, description="further flags of the worker for whole requests", json_schema_extra=setting(ROLE)
+        default=None, description="further flags of the worker for whole requests", json_schema_extra=option(ROLE)
     )
     gpu: str | None = Field(
         default=None,
         description="kind of GPU, such as b200, gb200, b300, h100, h200, rtx-pro-6000; without it this machine's",
-        json_schema_extra=setting(ENGINE),
+        json_schema_extra=option(ENGINE),
     )
     release: str = Field(
-        default="1.2.1", description="release of TensorRT-LLM to judge for", json_schema_extra=setting(ENGINE)
+        default="1.2.1", description="release of TensorRT-LLM to judge for", json_schema_extra=option(ENGINE)
     )
     model_path: str | None = Field(
         default=None,
         description="model folder, of which only the JSON files are read, or gpt-oss-120b or gpt-oss-20b for their "
         "published shape; without it nothing about model and memory is said",
-        json_schema_extra=setting(MODEL, "--model"),
+        json_schema_extra=option(MODEL, "--model"),
     )
     isl: PositiveInt | None = Field(
         default=None,
         description="tokens of the longest prompt; without it the smaller of max_seq_len and the transfer buffer",
-        json_schema_extra=setting(LOAD),
+        json_schema_extra=option(LOAD),
     )
     osl: PositiveInt | None = Field(
-        default=None, description="tokens of the longest answer", json_schema_extra=setting(LOAD)
+        default=None, description="tokens of the longest answer", json_schema_extra=option(LOAD)
     )
     concurrency: PositiveInt | None = Field(
-        default=None, description="requests at once", json_schema_extra=setting(LOAD)
+        default=None, description="requests at once", json_schema_extra=option(LOAD)
     )
     json_output: bool = Field(
-        default=False, description="print JSON instead of tables", json_schema_extra=setting(PROCESS, "--json")
+        default=False, description="print JSON instead of tables", json_schema_extra=option(PROCESS, "--json")
     )
 
     @model_validator(mode="after")

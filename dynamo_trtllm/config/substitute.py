@@ -11,7 +11,7 @@ from dynamo_trtllm.errors import ConfigError
 _REFERENCE = re.compile(r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^{}]*))?\}|(?P<bad>\{[^}]*\}?))")
 
 
-def substituted(value: Any, environ: Mapping[str, str], where: str) -> Any:
+def expand_env(value: Any, environ: Mapping[str, str], where: str) -> Any:
     """The same lists and mappings, every text with its references replaced; keys stay as they are.
 
     As in a shell a variable that is empty counts as not set where there is a default; `$$` is a dollar sign. Raises
@@ -20,9 +20,9 @@ def substituted(value: Any, environ: Mapping[str, str], where: str) -> Any:
     if isinstance(value, str):
         return _REFERENCE.sub(lambda match: _value(match, environ, where), value)
     if isinstance(value, Mapping):
-        return {key: substituted(each, environ, f"{where}.{key}") for key, each in value.items()}
+        return {key: expand_env(each, environ, f"{where}.{key}") for key, each in value.items()}
     if isinstance(value, list):
-        return [substituted(each, environ, f"{where}[{i}]") for i, each in enumerate(value)]
+        return [expand_env(each, environ, f"{where}[{i}]") for i, each in enumerate(value)]
     return value
 
 

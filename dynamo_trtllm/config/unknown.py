@@ -12,7 +12,7 @@ from dynamo_trtllm.config.base import Config
 from dynamo_trtllm.config.flags import flags_of
 from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.wording import nearest
+from dynamo_trtllm.config.wording import suggest
 from dynamo_trtllm.errors import ConfigError
 
 _WORKER, _LAUNCHER = "python -m dynamo_trtllm", "python -m dynamo_trtllm.launch"
@@ -130,7 +130,7 @@ def refuse(model: type[Config], positional: str | None, unknown: Sequence[str], 
     name = word.partition("=")[0]
     answer = _answer(model, name.lstrip("-").replace("_", "-"))
     if answer is None:
-        guess = nearest(name, known)
+        guess = suggest(name, known)
         answer = f"did you mean {guess}?" if guess else "see --help"
     raise ConfigError(f"unknown flag {name}; {answer}", field=name)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 _ALIKE = 0.7  # of 1; at 0.6 --help was offered for --tp
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str | None:
+def suggest(name: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name that `name` is probably a mistyping of, or None. Dashes and capitals don't count."""
     plain = {_plain(each): each for each in allowed}
     found = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=_ALIKE)

@@ -10,14 +10,14 @@ from dynamo_trtllm.messages import Instance
 
 
 @dataclass(frozen=True, slots=True)
-class Up:
+class Added:
     """An instance is there, or its record changed."""
 
     instance: Instance
 
 
 @dataclass(frozen=True, slots=True)
-class Down:
+class Removed:
     """An instance left or its lease ran out."""
 
     instance_id: int
@@ -37,7 +37,7 @@ class Rejected:
     reason: str | None  # None: the record is gone or valid
 
 
-Event = Up | Down | Rejected | Synced
+Event = Added | Removed | Rejected | Synced
 
 
 class Registration(Protocol):

@@ -19,9 +19,9 @@ from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.base import ConnectionConfig
 from dynamo_trtllm.discovery.backoff import Backoff
 from dynamo_trtllm.discovery.base import Event, Synced
-from dynamo_trtllm.discovery.etcd_lease import EtcdRegistration
-from dynamo_trtllm.discovery.etcd_store import Change, EtcdStore, Listing, TlsFiles
-from dynamo_trtllm.discovery.instance_cache import Mirror
+from dynamo_trtllm.discovery.etcd_lease import LeaseKeeper
+from dynamo_trtllm.discovery.etcd_store import Change, EtcdStore, Snapshot, TlsFiles
+from dynamo_trtllm.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.errors import Unreachable
@@ -59,11 +59,11 @@ class EtcdDiscovery:
         self._store = EtcdStore(endpoints, tls)
         self._lease_ttl_s = lease_ttl_s
         self._start_timeout_s = start_timeout_s
-        self._registrations: list[EtcdRegistration] = []
+        self._registrations: list[LeaseKeeper] = []
 
-    async def register(self, instance: Instance) -> EtcdRegistration:
+    async def register(self, instance: Instance) -> LeaseKeeper:
         key, record = written(instance)
-        registration = EtcdRegistration(self._store, key, record, ttl_s=self._lease_ttl_s, tasks=self._tasks)
+        registration = LeaseKeeper(self._store, key, record, ttl_s=self._lease_ttl_s, tasks=self._tasks)
         self._registrations.append(registration)  # first: a cancel may come when the record is there already
         try:
             await self._at_start(registration.start)
@@ -93,7 +93,7 @@ class EtcdDiscovery:
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """See `base.Discovery.watch`; ends when this object is closed. Raises Unreachable if etcd can't be reached
         for its first list."""
-        prefix, mirror, backoff = namespace_prefix(namespace), Mirror(grace_s=self._lease_ttl_s), Backoff()
+        prefix, mirror, backoff = namespace_prefix(namespace), InstanceCache(grace_s=self._lease_ttl_s), Backoff()
         loop = asyncio.get_running_loop()
         listing = await self._at_start(lambda: self._store.read_all(prefix))
         for event in mirror.relist(listing.records):
@@ -114,7 +114,7 @@ class EtcdDiscovery:
                 logger.warning("instances that etcd lists no more are kept for up to %g s", self._lease_ttl_s)
 
     async def _changes(
-        self, prefix: str, listing: Listing, mirror: Mirror, backoff: Backoff
+        self, prefix: str, listing: Snapshot, mirror: InstanceCache, backoff: Backoff
     ) -> AsyncGenerator[Change, None]:
         """What follows the list, until the watch is cut or it is time to see whether the missing are there now."""
         try:
@@ -135,7 +135,7 @@ class EtcdDiscovery:
         if not self._store.closed:
             logger.warning("the watch of %s is cut, what is known is kept: %s", prefix, reason)
 
-    async def _list_again(self, prefix: str, mirror: Mirror, backoff: Backoff) -> Listing | None:
+    async def _list_again(self, prefix: str, mirror: InstanceCache, backoff: Backoff) -> Snapshot | None:
         """However long it takes; None when this object is closed meanwhile."""
         while not self._store.closed:
             await asyncio.sleep(backoff.next_s())

@@ -19,7 +19,7 @@ CLOSE_TIMEOUT_S = 2.0
 LONGEST_PAUSE_S = 3.0
 
 
-class EtcdRegistration:
+class LeaseKeeper:
     """See `base.Registration`. A lost lease is replaced and the same key put again, for ever."""
 
     def __init__(self, store: EtcdStore, key: str, record: bytes, *, ttl_s: float, tasks: BackgroundTasks) -> None:

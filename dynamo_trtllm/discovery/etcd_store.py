@@ -126,7 +126,7 @@ def key_bytes(key: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
+class Snapshot:
     """All records under a prefix at one revision of the store."""
 
     records: dict[str, bytes]
@@ -183,11 +183,11 @@ class EtcdStore:
         text = f"etcd at {self.addresses[index]} did not answer ({said}); check --etcd-endpoints and that etcd runs"
         return Unreachable(text, field="etcd_endpoints")
 
-    async def read_all(self, prefix: str) -> Listing:
+    async def read_all(self, prefix: str) -> Snapshot:
         request = RangeRequest(key=prefix.encode(), range_end=prefix_range_end(prefix))
         with self._translated():
             reply = await KVStub(self._channel).Range(request, timeout=CALL_TIMEOUT_S)
-        return Listing(records={key_text(kv.key): kv.value for kv in reply.kvs}, revision=reply.header.revision)
+        return Snapshot(records={key_text(kv.key): kv.value for kv in reply.kvs}, revision=reply.header.revision)
 
     async def leases(self, prefix: str) -> dict[str, Lease | None]:
         """Every key under the prefix with what is left of its lease; None: it has none that still runs."""

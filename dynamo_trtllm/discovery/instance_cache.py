@@ -6,19 +6,19 @@ import logging
 from collections.abc import Mapping
 from typing import Final
 
-from dynamo_trtllm.discovery.base import Down, Rejected, Up
+from dynamo_trtllm.discovery.base import Added, Rejected, Removed
 from dynamo_trtllm.discovery.keys import instance_id_of, shown_key
 from dynamo_trtllm.discovery.records import BadRecord, read_instance
 
 logger = logging.getLogger(__name__)
 
-News = Up | Down | Rejected
+News = Added | Removed | Rejected
 
 MOST_REJECTED: Final = 10_000  # rejected keys that are stored; any client of etcd can write more
 MOST_WAITING_BYTES: Final = 16 << 20  # bytes of rejected records whose instance id another key has
 
 
-class Mirror:
+class InstanceCache:
     """Valid instance records by key, and the rejected ones. An unchanged record produces no event.
 
     What a list lacks has left, or the store lost it and its owner will put it again: a list can't tell which. So it is
@@ -77,7 +77,7 @@ class Mirror:
         news = self._forget(key)
         self._records[key] = record
         self._holders[instance.id] = key
-        return [*news, Up(instance)]
+        return [*news, Added(instance)]
 
     def removed(self, key: str) -> list[News]:
         """News when `key` is no more."""
@@ -98,7 +98,7 @@ class Mirror:
         self._missing.pop(key, None)
         instance_id = instance_id_of(key)
         del self._holders[instance_id]
-        return [Down(instance_id)]
+        return [Removed(instance_id)]
 
     def _reject(self, key: str, reason: str) -> list[News]:
         shown = shown_key(key)

@@ -1,4 +1,4 @@
-"""The in-process twin of etcd discovery: several `MemoryDiscovery` share one `MemoryStore`, as processes share etcd."""
+"""The in-process twin of etcd discovery: several `MemoryDiscovery` share one `FakeEtcd`, as processes share etcd."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 
 from dynamo_trtllm.discovery.base import Event, Synced
-from dynamo_trtllm.discovery.instance_cache import Mirror
+from dynamo_trtllm.discovery.instance_cache import InstanceCache
 from dynamo_trtllm.discovery.keys import namespace_prefix
 from dynamo_trtllm.discovery.records import written
 from dynamo_trtllm.messages import Instance
@@ -14,7 +14,7 @@ from dynamo_trtllm.messages import Instance
 _Change = tuple[str, bytes | None]  # key, record; None: it left
 
 
-class MemoryStore:
+class FakeEtcd:
     """The shared records. Used from one event loop."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class MemoryStore:
 class MemoryRegistration:
     """See `base.Registration`."""
 
-    def __init__(self, store: MemoryStore, key: str) -> None:
+    def __init__(self, store: FakeEtcd, key: str) -> None:
         self._store = store
         self._key: str | None = key
 
@@ -68,8 +68,8 @@ class MemoryRegistration:
 class MemoryDiscovery:
     """See `base.Discovery`. Without a store it is alone."""
 
-    def __init__(self, store: MemoryStore | None = None) -> None:
-        self._store = store or MemoryStore()
+    def __init__(self, store: FakeEtcd | None = None) -> None:
+        self._store = store or FakeEtcd()
         self._registrations: list[MemoryRegistration] = []
         self._queues: list[asyncio.Queue[_Change | None]] = []
 
@@ -82,7 +82,7 @@ class MemoryDiscovery:
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """See `base.Discovery.watch`; ends when this object is closed."""
-        prefix, mirror = namespace_prefix(namespace), Mirror()
+        prefix, mirror = namespace_prefix(namespace), InstanceCache()
         queue = self._store.subscribe(prefix)
         self._queues.append(queue)
         try:

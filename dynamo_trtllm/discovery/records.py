@@ -13,7 +13,7 @@ from typing import Final
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery import keys
 from dynamo_trtllm.errors import BadFrame, ConfigError
-from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelCard, wire_mismatch
+from dynamo_trtllm.messages import Instance, KvLayout, Limits, ModelDeploymentCard, wire_mismatch
 
 MOST_RECORD_BYTES: Final = 256 << 10
 MOST_MODEL_NAME_CHARACTERS: Final = 256
@@ -126,7 +126,7 @@ def _check_limits(limits: Limits) -> None:
         _check_number(f"limits.{field}", getattr(limits, field), 0, _MOST_COUNT)
 
 
-def _check_card(card: ModelCard) -> None:
+def _check_card(card: ModelDeploymentCard) -> None:
     _check_model_name("card.name", card.name)
     _check_number("card.context_length", card.context_length, 1, _MOST_COUNT)
     _check_number("card.vocab_size", card.vocab_size, 1, MOST_VOCABULARY)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import CODE_SOURCE
-from dynamo_trtllm.config.layers import Layer, Layered, Merged
+from dynamo_trtllm.config.layers import Merged, Source, Sourced
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 
@@ -39,8 +39,8 @@ class Described(NamedTuple):
     """An engine's arguments for people: what they are of, those that were set, and all of them."""
 
     title: str
-    given: Mapping[str, Layered]
-    every: Mapping[str, Layered]  # defaults included
+    given: Mapping[str, Sourced]
+    every: Mapping[str, Sourced]  # defaults included
     notes: tuple[str, ...]
 
 
@@ -57,35 +57,35 @@ def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: s
     merged = _merged(config, schema, engine)
     checked = _checked(merged, schema, engine)
     every = {
-        name: merged.leaves.get(name, Layered(getattr(checked, name), f"default ({engine})"))
+        name: merged.leaves.get(name, Sourced(getattr(checked, name), f"default ({engine})"))
         for name in schema.model_fields
     }
     return Described(f"the {engine} engine", merged.leaves, every, tuple(merged.notes))
 
 
-def file_layer(config: WorkerConfig) -> Layer:
+def file_layer(config: WorkerConfig) -> Source:
     """What `--extra-engine-args` sets; nothing when it is not given. Raises ConfigError."""
     path = config.extra_engine_args
-    return Layer(layers.read_yaml(layers.located(path)), f"YAML {path}") if path else Layer({}, "YAML")
+    return Source(layers.read_yaml(layers.find_file(path)), f"YAML {path}") if path else Source({}, "YAML")
 
 
-def flag_layers(config: WorkerConfig, names: Mapping[str, str]) -> list[Layer]:
+def flag_layers(config: WorkerConfig, names: Mapping[str, str]) -> list[Source]:
     """What the settings in `names` (field to dotted argument) set, environment before flags typed."""
     given = [
-        Layer(_nest(key, value), config.source_of(field))
+        Source(_nest(key, value), config.source_of(field))
         for field, key in names.items()
         if (value := getattr(config, field)) is not None
     ]
     return sorted(given, key=lambda layer: not layer.source.startswith("environment "))
 
 
-def override_layer(config: WorkerConfig) -> Layer:
+def override_layer(config: WorkerConfig) -> Source:
     """What `--override-engine-args` sets."""
-    return Layer(config.override_engine_args or {}, layers.OVERRIDE_SOURCE)
+    return Source(config.override_engine_args or {}, layers.OVERRIDE_SOURCE)
 
 
 def _nest(key: str, value: Any) -> dict[str, Any]:
-    return layers.nested({key: Layered(value, "")})
+    return layers.nested({key: Sourced(value, "")})
 
 
 def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merged:

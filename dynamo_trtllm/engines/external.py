@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.loading import Loading, on_thread
-from dynamo_trtllm.engines.pending_transfers import HeldTickets
-from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady, EngineRefused
+from dynamo_trtllm.engines.loading import EngineLoader, run_in_daemon_thread
+from dynamo_trtllm.engines.pending_transfers import PendingTransfers
+from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady, RequestRejected
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome, Sampling, token_ids
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any])
     try:
         return make(**values)
     except (ValueError, AssertionError) as exc:
-        raise EngineRefused(f"{library} refused the request: {exc}") from exc
+        raise RequestRejected(f"{library} refused the request: {exc}") from exc
 
 
 class Counts(NamedTuple):
@@ -56,7 +56,7 @@ class Counts(NamedTuple):
     kv_blocks_total: int = 0
 
 
-def engine_stats(counts: Counts, calls: int, tickets: HeldTickets) -> EngineStats:
+def engine_stats(counts: Counts, calls: int, tickets: PendingTransfers) -> EngineStats:
     """`calls`: how many are under way here. The library's count may be older than them."""
     waiting = min(counts.waiting, calls)
     return EngineStats(
@@ -69,7 +69,7 @@ def engine_stats(counts: Counts, calls: int, tickets: HeldTickets) -> EngineStat
     )
 
 
-class Served(Protocol):
+class EngineSession(Protocol):
     """What serves requests once the library is loaded."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -89,17 +89,17 @@ class Served(Protocol):
     async def aclose(self) -> None: ...
 
 
-S = TypeVar("S", bound=Served)
+S = TypeVar("S", bound=EngineSession)
 
 
-class LibraryEngine(ABC, Generic[S]):
+class ExternalEngine(ABC, Generic[S]):
     """`Engine` with `HasTickets` and `HasProgress`, but for `start`."""
 
     def __init__(self, engine: str, library: str) -> None:
         """`engine`: the kind, as in `--engine`. `library`: its name for people."""
         self._engine = engine
         self._library = library
-        self._loading: Loading[Any] | None = None
+        self._loading: EngineLoader[Any] | None = None
         self._llm: Any = None  # the library's own object
         self._serving: S | None = None
         self._closed = False
@@ -109,7 +109,7 @@ class LibraryEngine(ABC, Generic[S]):
         loading = self._loading
         return "" if loading is None else loading.progress()
 
-    async def _load(self, loading: Loading[tuple[V, Any]]) -> V:
+    async def _load(self, loading: EngineLoader[tuple[V, Any]]) -> V:
         """The vendor; the library's object is kept. Raises what building it raises."""
         self._loading = loading
         try:
@@ -151,7 +151,7 @@ class LibraryEngine(ABC, Generic[S]):
             return
         try:
             async with asyncio.timeout(_SHUTDOWN_S):
-                await on_thread(partial(self._shut_down, llm), name=f"{self._engine}-shutdown")
+                await run_in_daemon_thread(partial(self._shut_down, llm), name=f"{self._engine}-shutdown")
         except TimeoutError:
             _log.error("%s did not shut down in %g s", self._library, _SHUTDOWN_S)
 

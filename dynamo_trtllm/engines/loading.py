@@ -19,7 +19,9 @@ _GIB = 1 << 30
 T = TypeVar("T")
 
 
-def on_thread(call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None) -> asyncio.Future[T]:
+def run_in_daemon_thread(
+    call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None
+) -> asyncio.Future[T]:
     """Runs `call` on a daemon thread, so that one that never returns holds up neither the loop's end nor the process.
 
     `unwanted` gets the result, on that thread, when the future was cancelled meanwhile.
@@ -55,7 +57,7 @@ def on_thread(call: Callable[[], T], *, name: str, unwanted: Callable[[T], None]
     return done
 
 
-class Loading(Generic[T]):
+class EngineLoader(Generic[T]):
     """One construction. `discard` gets what was built when nobody waits for it any more."""
 
     def __init__(
@@ -76,7 +78,7 @@ class Loading(Generic[T]):
 
     async def built(self) -> T:
         """Raises what `build` raises. Cancelled it lets go at once; what is still built then is discarded."""
-        return await on_thread(self._build, name="engine-load", unwanted=self._discard)
+        return await run_in_daemon_thread(self._build, name="engine-load", unwanted=self._discard)
 
     def progress(self) -> str:
         """What can be seen from outside: how much GPU memory is taken, and so which phase it is."""

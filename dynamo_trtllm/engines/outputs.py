@@ -11,8 +11,8 @@ from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
-    HandoffTicket,
-    LegStats,
+    KvTransferParams,
+    PhaseTimings,
     TokenLogprob,
     token_ids,
 )
@@ -22,7 +22,7 @@ ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class EngineOutput:
     """What one answer of the library added."""
 
     token_ids: list[int]
@@ -35,7 +35,7 @@ class Step:
         return self.finish is not None and self.finish not in ENDS
 
 
-def chunk_of(step: Step, stats: LegStats) -> Chunk:
+def chunk_of(step: EngineOutput, stats: PhaseTimings) -> Chunk:
     """Of one that is not broken. `stats` goes with the last one only."""
     if step.finish is None:
         return Chunk(token_ids=token_ids(step.token_ids), logprobs=step.logprobs)
@@ -44,15 +44,15 @@ def chunk_of(step: Step, stats: LegStats) -> Chunk:
     )
 
 
-def handoff_chunk(ticket: HandoffTicket, stats: LegStats) -> Chunk:
+def transfer_chunk(ticket: KvTransferParams, stats: PhaseTimings) -> Chunk:
     """The terminal chunk of a prefill leg."""
     stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
     return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
 
 
-def leg_stats(request: GenerateRequest, first_s: float, *, cached_tokens: int) -> LegStats:
+def phase_timings(request: GenerateRequest, first_s: float, *, cached_tokens: int) -> PhaseTimings:
     """Seen from outside the library: `first_s`, to the first answer, holds queue and work, or queue and transfer."""
     ticket = request.ticket
     if ticket is None:
-        return LegStats(prefill_s=first_s, cached_tokens=cached_tokens)
-    return LegStats(handoff_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
+        return PhaseTimings(prefill_s=first_s, cached_tokens=cached_tokens)
+    return PhaseTimings(handoff_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)

@@ -15,15 +15,15 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, EngineRefused, TicketMismatch
+from dynamo_trtllm.errors import BadFrame, RequestRejected, TransferMismatch
 from dynamo_trtllm.kv_transfer import params
-from dynamo_trtllm.messages import GenerateRequest, HandoffTicket, KvLayout, ReleaseOutcome, TokenLogprob, token_ids
+from dynamo_trtllm.messages import GenerateRequest, KvLayout, KvTransferParams, ReleaseOutcome, TokenLogprob, token_ids
 
 _log = logging.getLogger(__name__)
 _ITEM_BYTES = {"fp8": 1, "nvfp4": 1, "float32": 4}
 
 
-class Terms(NamedTuple):
+class TransferIdentity(NamedTuple):
     """What a ticket of this worker says of it, and a ticket for it must say."""
 
     engine: str
@@ -34,7 +34,7 @@ class Terms(NamedTuple):
     transport: str  # for people: a ticket from another one is as good
 
 
-class Left(NamedTuple):
+class PrefillResult(NamedTuple):
     """What the call of a prefill leg left."""
 
     first_token_ids: Sequence[int]
@@ -43,21 +43,21 @@ class Left(NamedTuple):
     give_up: Callable[[], None]  # asks the engine to drop the KV, when nobody came for it
 
 
-class _Held(NamedTuple):
+class _PendingTransfer(NamedTuple):
     kv_blocks: int
     give_up: Callable[[], None]
     expiry: asyncio.TimerHandle
 
 
-class HeldTickets:
+class PendingTransfers:
     """`on_change` is called whenever the number of tickets held has changed."""
 
-    def __init__(self, terms: Terms, *, ttl_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(self, terms: TransferIdentity, *, ttl_s: float, on_change: Callable[[], None]) -> None:
         self._terms = terms
         self._ttl_s = ttl_s
         self._on_change = on_change
         self._numbers = itertools.count(1)
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _PendingTransfer] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -67,14 +67,14 @@ class HeldTickets:
         """Of all tickets held, by their prompts: the library does not tell."""
         return sum(held.kv_blocks for held in self._held.values())
 
-    def write(self, request: GenerateRequest, left: Left) -> HandoffTicket:
+    def write(self, request: GenerateRequest, left: PrefillResult) -> KvTransferParams:
         """A ticket, held from now on."""
         terms, prompt_tokens = self._terms, len(request.token_ids)
         ticket_id = f"{terms.holder:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        self._held[ticket_id] = _Held(kv_blocks(terms.layout, prompt_tokens), left.give_up, expiry)
+        self._held[ticket_id] = _PendingTransfer(kv_blocks(terms.layout, prompt_tokens), left.give_up, expiry)
         self._on_change()
-        return HandoffTicket(
+        return KvTransferParams(
             version=params.TICKET_VERSION,
             ticket_id=ticket_id,
             engine=terms.engine,
@@ -91,7 +91,7 @@ class HeldTickets:
             opaque=left.opaque,
         )
 
-    def accept(self, request: GenerateRequest) -> HandoffTicket:
+    def accept(self, request: GenerateRequest) -> KvTransferParams:
         """A decode leg's ticket, which fits it and this worker. Raises TicketMismatch naming the field, TicketExpired,
         or EngineRefused where there is none."""
         ticket, terms = ticket_of(request), self._terms
@@ -104,13 +104,13 @@ class HeldTickets:
             pairing=terms.pairing,
         )
         if ticket.prompt_tokens != len(request.token_ids):
-            raise TicketMismatch(
+            raise TransferMismatch(
                 f"ticket {ticket.ticket_id}: prompt_tokens is {ticket.prompt_tokens} at prefill and "
                 f"{len(request.token_ids)} at decode",
                 field="prompt_tokens",
             )
         if not ticket.first_token_ids:
-            raise TicketMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
+            raise TransferMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
         return ticket
 
     def let_go(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
@@ -135,30 +135,30 @@ class HeldTickets:
         self._on_change()
 
 
-def ticket_of(request: GenerateRequest) -> HandoffTicket:
+def ticket_of(request: GenerateRequest) -> KvTransferParams:
     if request.ticket is None:
-        raise EngineRefused("a decode leg needs a ticket", field="ticket")
+        raise RequestRejected("a decode leg needs a ticket", field="ticket")
     return request.ticket
 
 
-class Opaque(msgspec.Struct, frozen=True, kw_only=True):
+class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine tells the decode engines of its own kind: a form of its own adds its fields."""
 
     version: int  # of the form
     release: str  # of the library, for people: the rule is in the ticket's pairing
 
 
-F = TypeVar("F", bound=Opaque)
+F = TypeVar("F", bound=EngineState)
 
 
-def opened(ticket: HandoffTicket, form: type[F], version: int) -> F:
+def decode_state(ticket: KvTransferParams, form: type[F], version: int) -> F:
     """Raises TicketMismatch where it is of another form or version."""
     try:
         opaque = codec.decode(ticket.opaque, form)
     except BadFrame as exc:
-        raise TicketMismatch(f"ticket {ticket.ticket_id} is not one of this engine's: {exc}", field="opaque") from exc
+        raise TransferMismatch(f"ticket {ticket.ticket_id} is not one of this engine's: {exc}", field="opaque") from exc
     if opaque.version != version:
-        raise TicketMismatch(
+        raise TransferMismatch(
             f"ticket {ticket.ticket_id}: opaque.version is {opaque.version} at prefill and {version} at decode; "
             "run one version of dynamo_trtllm",
             field="opaque.version",

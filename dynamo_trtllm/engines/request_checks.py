@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dynamo_trtllm.errors import EngineRefused
-from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput
 
 # Harmony's ends of a turn: <|return|> and <|call|>. The libraries stop at neither, or at one, of their own accord.
 HARMONY_STOP_IDS = (200002, 200012)
@@ -20,14 +20,14 @@ _DEFAULTS = Sampling(max_tokens=1)
 def check(request: GenerateRequest, *, role: Role, vocab_size: int, refuses: Iterable[str], library: str) -> None:
     """Raises EngineRefused naming the field. `refuses`: fields of Sampling, and "cache_salt"."""
     if not request.token_ids:
-        raise EngineRefused("the prompt is empty", field="token_ids")
+        raise RequestRejected("the prompt is empty", field="token_ids")
     if (largest := max(request.token_ids)) >= vocab_size:
-        raise EngineRefused(f"token id {largest} is not in the vocabulary of {vocab_size}", field="token_ids")
+        raise RequestRejected(f"token id {largest} is not in the vocabulary of {vocab_size}", field="token_ids")
     if request.phase is not Phase.WHOLE and role is Role.AGGREGATED:
-        raise EngineRefused(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
+        raise RequestRejected(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
     for name in refuses:
         if _is_used(request, name):
-            raise EngineRefused(
+            raise RequestRejected(
                 f"{name} can't be honored by this worker's {library}; leave it out, or see why in its log", field=name
             )
 
@@ -44,12 +44,12 @@ def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
     return frozenset(named - ends if sampling.ignore_eos else named | ends)
 
 
-def is_plain(guided: Guided) -> bool:
+def is_plain(guided: StructuredOutput) -> bool:
     """Whether it is one JSON Schema for the whole answer."""
     return len(guided.alternatives) == 1 and not guided.alternatives[0].literal and not guided.after
 
 
-def guided_params(guided: Guided) -> dict[str, Any]:
+def guided_params(guided: StructuredOutput) -> dict[str, Any]:
     """Arguments of the library's class for guided decoding, whose names are the same in both."""
     if is_plain(guided):
         schema = guided.alternatives[0].json_schema
@@ -57,26 +57,26 @@ def guided_params(guided: Guided) -> dict[str, Any]:
     return {"structural_tag": _structural_tag(guided)}
 
 
-def _structural_tag(guided: Guided) -> str:
+def _structural_tag(guided: StructuredOutput) -> str:
     """The form as the JSON text of a structural tag."""
     form = _after(guided) if guided.after else _one_of([_written(each) for each in guided.alternatives])
     return json.dumps({"type": "structural_tag", "format": form})
 
 
-def _after(guided: Guided) -> dict[str, Any]:
+def _after(guided: StructuredOutput) -> dict[str, Any]:
     """Free text up to `after`, then one of the forms, then nothing more."""
     tags = [{"begin": guided.after + each.literal, "content": _schema(each), "end": ""} for each in guided.alternatives]
     return {"type": "triggered_tags", "triggers": [guided.after], "tags": tags, "stop_after_first": True}
 
 
-def _written(alternative: GuidedAlternative) -> dict[str, Any]:
+def _written(alternative: OutputFormat) -> dict[str, Any]:
     if not alternative.literal:
         return _schema(alternative)
     literal = {"type": "const_string", "value": alternative.literal}
     return {"type": "sequence", "elements": [literal, _schema(alternative)]}
 
 
-def _schema(alternative: GuidedAlternative) -> dict[str, Any]:
+def _schema(alternative: OutputFormat) -> dict[str, Any]:
     schema = {"type": "object"} if alternative.json_schema == "{}" else json.loads(alternative.json_schema)
     return {"type": "json_schema", "json_schema": schema}
 

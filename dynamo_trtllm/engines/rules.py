@@ -11,7 +11,7 @@ from dynamo_trtllm.engines.base import Finding
 Severity = Literal["error", "warning", "note"]
 
 
-class Facts(Protocol):
+class WorkerFacts(Protocol):
     """What is known of one worker before it loads; the rest is each engine's own."""
 
     def shown(self, key: str) -> str:
@@ -19,11 +19,11 @@ class Facts(Protocol):
         ...
 
 
-F = TypeVar("F", bound=Facts)
+F = TypeVar("F", bound=WorkerFacts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clash:
+class Violation:
     """What a rule found, where it says more than the rule itself."""
 
     other: str = ""  # what the field disagrees with
@@ -42,7 +42,7 @@ class RoleRule(Generic[F]):
     field: str
     why: str
     cure: str
-    test: Callable[[F], Clash | None]
+    test: Callable[[F], Violation | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +54,18 @@ class PairRule(Generic[F]):
     field: str
     why: str
     cure: str
-    test: Callable[[F, F], Clash | None]
+    test: Callable[[F, F], Violation | None]
 
 
-def judged(rules: Sequence[RoleRule[F]], facts: F) -> Iterator[Finding]:
+def evaluate(rules: Sequence[RoleRule[F]], facts: F) -> Iterator[Finding]:
     """The findings of one role, in the rules' order."""
     for rule in rules:
         clash = rule.test(facts)
         if clash is not None:
-            yield found(rule, clash, clash.value or facts.shown(clash.field or rule.field))
+            yield to_finding(rule, clash, clash.value or facts.shown(clash.field or rule.field))
 
 
-def found(rule: RoleRule[F] | PairRule[F], clash: Clash, value: str) -> Finding:
+def to_finding(rule: RoleRule[F] | PairRule[F], clash: Violation, value: str) -> Finding:
     """`value`: the field as it is, with its source."""
     return Finding(
         severity=rule.severity,

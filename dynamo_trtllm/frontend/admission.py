@@ -38,7 +38,7 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
         del running  # an error refers to this frame, and the task to the error: a cycle would keep the arguments
 
 
-class Rate:
+class DecayingRate:
     """How many came per second lately: each counts less the longer ago it was. Callers pass the time."""
 
     def __init__(self, window_s: float) -> None:
@@ -70,7 +70,7 @@ class _Waiting:
     turn: asyncio.Future[None]
 
 
-class Permits:
+class ConcurrencyLimiter:
     """So many choices run, further requests wait in order of arrival, and what is beyond is refused at once.
 
     A choice takes a permit, because it is a request of the pipeline like any other: what engines and memory bear is
@@ -84,7 +84,7 @@ class Permits:
         self._max_queued = max_queued
         self._clock = clock
         self._queue: deque[_Waiting] = deque()
-        self._finished = Rate(_RATE_WINDOW_S)
+        self._finished = DecayingRate(_RATE_WINDOW_S)
         self._idle_since_s = clock()  # on the clock; while none is taken
 
     @property
@@ -101,7 +101,7 @@ class Permits:
         """Returns when it is this request's turn. Raises Overloaded, or DeadlineExceeded after `within_s`."""
         if not self._queue and self.taken + count <= self.limit:
             if not self.taken and self._clock() - self._idle_since_s > _RATE_WINDOW_S:
-                self._finished = Rate(_RATE_WINDOW_S)  # that nothing ended was for want of requests
+                self._finished = DecayingRate(_RATE_WINDOW_S)  # that nothing ended was for want of requests
             self.taken += count
             return
         if len(self._queue) >= self._max_queued:
@@ -227,7 +227,7 @@ class BodyBudget:
                 turn.set_result(None)
 
 
-class Running:
+class InFlight:
     """The answers being made, by id."""
 
     def __init__(self) -> None:

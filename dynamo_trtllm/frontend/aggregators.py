@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from dynamo_trtllm.frontend.api_adapter import Heading, Job, Stats
-from dynamo_trtllm.frontend.detokenizer import Piece, Usage
+from dynamo_trtllm.frontend.api_adapter import PreparedRequest, ResponseMeta, Stats
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.messages import TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Renderer
 
@@ -16,21 +16,21 @@ LOWEST_LOGPROB = -9999.0  # what JSON gets for minus infinity
 HALF_CHARACTER = "\ufffd"
 
 
-class ChatFold:
+class ChatAggregator:
     """A `chat.completion` object."""
 
-    def __init__(self, job: Job[Any]) -> None:
+    def __init__(self, job: PreparedRequest[Any]) -> None:
         self._heading = job.heading
-        self._choices = [_ChatChoice(index, job.renderer) for index in range(job.answers)]
+        self._choices = [_ChatChoiceAggregate(index, job.renderer) for index in range(job.answers)]
 
-    def push(self, piece: Piece) -> None:
+    def push(self, piece: ChoiceDelta) -> None:
         self._choices[piece.index].push(piece)
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
         return _whole("chat.completion", self._heading, [choice.body() for choice in self._choices], usage, stats)
 
 
-class _ChatChoice:
+class _ChatChoiceAggregate:
     def __init__(self, index: int, renderer: Renderer) -> None:
         self._index = index
         self._renderer = renderer
@@ -40,7 +40,7 @@ class _ChatChoice:
         self._logprobs: list[TokenLogprob] = []
         self._finish: str | None = None
 
-    def push(self, piece: Piece) -> None:
+    def push(self, piece: ChoiceDelta) -> None:
         self._content.append(piece.content)
         self._reasoning.append(piece.reasoning)
         self._logprobs.extend(piece.logprobs)
@@ -64,21 +64,21 @@ class _ChatChoice:
         return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish}
 
 
-class TextFold:
+class TextAggregator:
     """A `text_completion` object."""
 
-    def __init__(self, job: Job[Any]) -> None:
+    def __init__(self, job: PreparedRequest[Any]) -> None:
         self._heading = job.heading
-        self._choices = [_TextChoice(index, echo, job.renderer) for index, echo in enumerate(echoes(job))]
+        self._choices = [_TextChoiceAggregate(index, echo, job.renderer) for index, echo in enumerate(echoes(job))]
 
-    def push(self, piece: Piece) -> None:
+    def push(self, piece: ChoiceDelta) -> None:
         self._choices[piece.index].push(piece)
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
         return _whole("text_completion", self._heading, [choice.body() for choice in self._choices], usage, stats)
 
 
-class _TextChoice:
+class _TextChoiceAggregate:
     def __init__(self, index: int, echo: str, renderer: Renderer) -> None:
         self._index = index
         self._renderer = renderer
@@ -86,7 +86,7 @@ class _TextChoice:
         self._logprobs: list[TokenLogprob] = []
         self._finish: str | None = None
 
-    def push(self, piece: Piece) -> None:
+    def push(self, piece: ChoiceDelta) -> None:
         self._text.append(piece.content)
         self._logprobs.extend(piece.logprobs)
         self._finish = piece.finish
@@ -97,14 +97,14 @@ class _TextChoice:
 
 
 def _whole(
-    kind: str, heading: Heading, choices: list[dict[str, Any]], usage: Usage, stats: Stats | None
+    kind: str, heading: ResponseMeta, choices: list[dict[str, Any]], usage: Usage, stats: Stats | None
 ) -> dict[str, Any]:
     body = {"id": heading.id, "object": kind, "created": heading.created, "model": heading.model}
     body |= {"choices": choices, "usage": usage_object(usage)}
     return body if stats is None else body | {"dynamo_trtllm": stats}
 
 
-def echoes(job: Job[Any]) -> list[str]:
+def echoes(job: PreparedRequest[Any]) -> list[str]:
     """What each choice of the answer begins with."""
     plan = job.plan
     return [prepared.echo for prepared in plan.choices[:: plan.candidates] for _ in range(plan.keep)]

@@ -1,6 +1,6 @@
 """The seam between a generating endpoint and the machinery that runs it. Knows no JSON and no transport.
 
-`exchange` and `run` do what all endpoints share; a `Dialect` says how one reads its body and spells its answers.
+`exchange` and `run` do what all endpoints share; a `ApiAdapter` says how one reads its body and spells its answers.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NotRequired, Protocol, TypedDict, TypeVar
 
-from dynamo_trtllm.api.request_model import Body
+from dynamo_trtllm.api.request_model import GenerationRequest
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.admission import in_thread
-from dynamo_trtllm.frontend.detokenizer import Piece, Usage
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.preprocess import Identity, Plan
+from dynamo_trtllm.frontend.preprocess import GenerationPlan, RequestContext
 from dynamo_trtllm.tokenization.base import Renderer
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=GenerationRequest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
+class ResponseMeta:
     """What every object of an answer begins with. `created`: seconds since the epoch."""
 
     id: str
@@ -54,12 +54,12 @@ class Stats(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(Generic[B]):
+class PreparedRequest(Generic[B]):
     """One request, read and planned."""
 
-    heading: Heading
+    heading: ResponseMeta
     body: B
-    plan: Plan
+    plan: GenerationPlan
 
     @property
     def renderer(self) -> Renderer:
@@ -71,14 +71,14 @@ class Job(Generic[B]):
         return len(self.plan.choices) // self.plan.candidates * self.plan.keep
 
 
-class Events(Protocol):
+class SseEncoder(Protocol):
     """The server-sent events of one streamed answer. Pure: bytes out, nothing sent."""
 
     def opening(self) -> bytes:
         """Before the first piece; called once, right before it."""
         ...
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         """Of one choice; a piece with `finish` ends that choice. No bytes for a piece that adds nothing."""
         ...
 
@@ -91,17 +91,17 @@ class Events(Protocol):
         ...
 
 
-class Fold(Protocol):
+class Aggregator(Protocol):
     """Pieces to one whole answer."""
 
-    def push(self, piece: Piece) -> None: ...
+    def push(self, piece: ChoiceDelta) -> None: ...
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
         """Called once, after each choice has had its piece with `finish`."""
         ...
 
 
-class Dialect(Protocol[B]):
+class ApiAdapter(Protocol[B]):
     """One generating endpoint of the API."""
 
     @property
@@ -120,35 +120,35 @@ class Dialect(Protocol[B]):
         """The body's fields that are no longer needed once the plan is made."""
         ...
 
-    async def plan(self, body: B, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
+    async def plan(self, body: B, served: ServedModel, identity: RequestContext, *, off_loop: bool) -> GenerationPlan:
         """Raises what the client did wrong. `off_loop`: the body is large, do the work in a thread."""
         ...
 
-    def events(self, job: Job[B]) -> Events: ...
+    def events(self, job: PreparedRequest[B]) -> SseEncoder: ...
 
-    def fold(self, job: Job[B]) -> Fold: ...
+    def fold(self, job: PreparedRequest[B]) -> Aggregator: ...
 
-    async def finished(self, job: Job[B], answer: Events | Fold) -> None:
+    async def finished(self, job: PreparedRequest[B], answer: SseEncoder | Aggregator) -> None:
         """The answer is complete and not yet wholly sent. `answer`: what `events` or `fold` gave for the job."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Direct(Generic[B]):
+class StatelessAdapter(Generic[B]):
     """A dialect that looks nothing up and keeps nothing."""
 
     endpoint: str
     id_prefix: str
     body: type[B]
     prompt: frozenset[str]
-    prepare: Callable[[B, ServedModel, Identity], Plan]
-    events: Callable[[Job[B]], Events]
-    fold: Callable[[Job[B]], Fold]
+    prepare: Callable[[B, ServedModel, RequestContext], GenerationPlan]
+    events: Callable[[PreparedRequest[B]], SseEncoder]
+    fold: Callable[[PreparedRequest[B]], Aggregator]
 
-    async def plan(self, body: B, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
+    async def plan(self, body: B, served: ServedModel, identity: RequestContext, *, off_loop: bool) -> GenerationPlan:
         if off_loop:
             return await in_thread(self.prepare, body, served, identity)
         return self.prepare(body, served, identity)
 
-    async def finished(self, job: Job[B], answer: Events | Fold) -> None:
+    async def finished(self, job: PreparedRequest[B], answer: SseEncoder | Aggregator) -> None:
         pass

@@ -12,26 +12,26 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running
-from dynamo_trtllm.frontend.base import Catalog, Generates
+from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight
+from dynamo_trtllm.frontend.base import Generator, ModelCatalog
 from dynamo_trtllm.frontend.endpoints import CHAT, TEXT
-from dynamo_trtllm.frontend.generate_endpoint import Generation
+from dynamo_trtllm.frontend.generate_endpoint import GenerateEndpoint
 from dynamo_trtllm.frontend.http import internal
-from dynamo_trtllm.frontend.request_handler import Edge
+from dynamo_trtllm.frontend.request_handler import AppState
 from dynamo_trtllm.frontend.request_ids import RequestIds
-from dynamo_trtllm.frontend.responses.adapter import Responses
-from dynamo_trtllm.frontend.responses.response_store import Shelf, store_limits
+from dynamo_trtllm.frontend.responses.adapter import ResponsesAdapter
+from dynamo_trtllm.frontend.responses.response_store import ResponseStore, store_limits
 from dynamo_trtllm.frontend.responses.routes import response_routes
-from dynamo_trtllm.frontend.routes import Answers, docs, error_response, json_response, openapi
-from dynamo_trtllm.http_server.errors import answer
+from dynamo_trtllm.frontend.routes import StatusRoutes, docs, error_response, json_response, openapi
+from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.request_plane.store import MemoryStore, Store
+from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
 
 
 def build_app(
     config: FrontendConfig,
-    models: Catalog,
-    pipeline: Generates,
+    models: ModelCatalog,
+    pipeline: Generator,
     metrics: FrontendMetrics,
     store: Store | None = None,
     awaited: Callable[[], str | None] = lambda: None,
@@ -40,32 +40,32 @@ def build_app(
 
     `store`: where responses are kept; None: in this process. `awaited`: returns why `/ready` answers 503, or None.
     """
-    permits = Permits(config.max_inflight, config.max_queued)
+    permits = ConcurrencyLimiter(config.max_inflight, config.max_queued)
     bodies = BodyBudget(config.max_total_body_bytes)
     metrics.watch(choices=lambda: permits.taken, queued=lambda: permits.queued, body_bytes=lambda: bodies.taken)
-    edge = Edge(
+    edge = AppState(
         config=config,
         models=models,
         pipeline=pipeline,
         metrics=metrics,
         permits=permits,
         bodies=bodies,
-        running=Running(),
+        running=InFlight(),
     )
-    answers = Answers(models, metrics, awaited)
+    answers = StatusRoutes(models, metrics, awaited)
     limits = store_limits(config)
-    shelf = Shelf(
-        store or MemoryStore(limits),
+    shelf = ResponseStore(
+        store or MemoryResponseStore(limits),
         shared=config.shares_responses,
         max_bytes=limits.max_value_bytes,
         on_write_failed=metrics.response_not_stored,
     )
-    responses = Responses(shelf)
+    responses = ResponsesAdapter(shelf)
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", Generation(CHAT, edge), methods=["POST"]),
-            Route("/v1/completions", Generation(TEXT, edge), methods=["POST"]),
-            Route("/v1/responses", Generation(responses, edge), methods=["POST"]),
+            Route("/v1/chat/completions", GenerateEndpoint(CHAT, edge), methods=["POST"]),
+            Route("/v1/completions", GenerateEndpoint(TEXT, edge), methods=["POST"]),
+            Route("/v1/responses", GenerateEndpoint(responses, edge), methods=["POST"]),
             *response_routes(responses, shelf, edge.running),
             Route("/v1/models", answers.models, methods=["GET"]),
             Route("/v1/models/{name:path}/ready", answers.ready, methods=["GET"]),
@@ -88,7 +88,7 @@ def build_app(
 
 async def _bug(request: Request, _: Exception) -> Response:
     """Of an endpoint that answers at once. Starlette raises the error again when this was sent, and it is logged."""
-    told = answer(internal())
+    told = to_response(internal())
     return json_response(told.body, told.status, {"X-Request-Id": request.state.echoed_id})
 
 

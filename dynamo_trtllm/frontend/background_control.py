@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, Unreachable
-from dynamo_trtllm.messages import HandoffTicket, Instance, Release, ReleaseOutcome, Unreserve
+from dynamo_trtllm.messages import Instance, KvTransferParams, ReleaseKv, ReleaseOutcome, ReleaseSlot
 from dynamo_trtllm.request_plane.base import Plane
 
 _log = logging.getLogger(__name__)
@@ -15,21 +15,21 @@ _TIMEOUT_S = 5.0
 _PAUSES_S = (0.2, 0.5, 1.0)  # between tries; what comes too late expires at the worker
 
 
-class PostedVerbs:
+class BackgroundControl:
     """Owns the tasks that carry them; close it after the last stream."""
 
     def __init__(self, plane: Plane) -> None:
         self._plane = plane
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def release(self, holder: Instance, ticket: HandoffTicket, outcome: ReleaseOutcome) -> None:
-        self._post(holder, Release(ticket.ticket_id, outcome), f"ticket {ticket.ticket_id} was not released")
+    def release(self, holder: Instance, ticket: KvTransferParams, outcome: ReleaseOutcome) -> None:
+        self._post(holder, ReleaseKv(ticket.ticket_id, outcome), f"ticket {ticket.ticket_id} was not released")
 
     def unreserve(self, decode: Instance, slot: str | None) -> None:
         if slot is not None:
-            self._post(decode, Unreserve(slot), f"decode slot {slot} was not given back")
+            self._post(decode, ReleaseSlot(slot), f"decode slot {slot} was not given back")
 
-    def _post(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
+    def _post(self, instance: Instance, verb: ReleaseKv | ReleaseSlot, complaint: str) -> None:
         """Posts and returns: it also runs while a cancelled stream is closed, where nothing may be awaited."""
         task = asyncio.get_running_loop().create_task(self._carry(instance, verb, complaint))
         self._tasks.add(task)
@@ -40,7 +40,7 @@ class PostedVerbs:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("control request to a worker failed unexpectedly", exc_info=error)
 
-    async def _carry(self, instance: Instance, verb: Release | Unreserve, complaint: str) -> None:
+    async def _carry(self, instance: Instance, verb: ReleaseKv | ReleaseSlot, complaint: str) -> None:
         for pause_s in (*_PAUSES_S, None):
             try:
                 await self._plane.control(instance.subject, verb, timeout_s=_TIMEOUT_S)

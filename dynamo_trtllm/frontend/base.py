@@ -10,14 +10,16 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance
 
 if TYPE_CHECKING:
     from dynamo_trtllm.frontend.model_registry import ServedModel
-    from dynamo_trtllm.frontend.pipeline import Trace
-    from dynamo_trtllm.frontend.readiness import Standing
+    from dynamo_trtllm.frontend.pipeline import RouteTrace
+    from dynamo_trtllm.frontend.readiness import ReadinessReport
     from dynamo_trtllm.observability.metrics import FrontendMetrics
     from dynamo_trtllm.request_plane.base import Sink
 
 
-class Generates(Protocol):
-    def generate(self, request: GenerateRequest, trace: Trace, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
+class Generator(Protocol):
+    def generate(
+        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """Both legs. Consume with `aclosing`; closing it cancels both. Fills `trace` as workers answer.
 
         `sink`: may be given chunks that are not yielded then, as in `Plane.generate`.
@@ -25,7 +27,7 @@ class Generates(Protocol):
         ...
 
 
-class Catalog(Protocol):
+class ModelCatalog(Protocol):
     def get(self, name: str) -> ServedModel:
         """Raises ModelNotFound."""
         ...
@@ -38,12 +40,12 @@ class Catalog(Protocol):
         """Why the model can't be served now, for people; None: it can."""
         ...
 
-    def standing(self) -> Standing:
+    def standing(self) -> ReadinessReport:
         """All pairs of all models, the instances that fit no other, and the records that were rejected."""
         ...
 
 
-class Colleagues(Protocol):
+class PeerProcesses(Protocol):
     """The other frontend processes on the port, to the one that is being started."""
 
     def share(self, metrics: FrontendMetrics) -> None:
@@ -63,7 +65,7 @@ class Colleagues(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """The one process of a frontend: there are no others."""
 
     def share(self, metrics: FrontendMetrics) -> None:

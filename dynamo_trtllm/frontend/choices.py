@@ -9,17 +9,17 @@ from contextlib import aclosing
 
 import msgspec
 
-from dynamo_trtllm.frontend.detokenizer import Piece
-from dynamo_trtllm.frontend.preprocess import Plan
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
+from dynamo_trtllm.frontend.preprocess import GenerationPlan
 
 AHEAD = 16  # pieces per choice that wait for a client that reads slowly; then the choices wait
 
-Pieces = AsyncGenerator[Piece, None]
+Pieces = AsyncGenerator[ChoiceDelta, None]
 
 
-async def together(streams: Sequence[Pieces]) -> Pieces:
+async def merge_streams(streams: Sequence[Pieces]) -> Pieces:
     """Pieces as they come. The first error of a stream ends all and is raised; closing closes all."""
-    came: asyncio.Queue[Piece | asyncio.Task[None]] = asyncio.Queue()
+    came: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
     room = asyncio.Semaphore(AHEAD * len(streams))
 
     async def pump(stream: Pieces) -> None:
@@ -35,7 +35,7 @@ async def together(streams: Sequence[Pieces]) -> Pieces:
         running = len(tasks)
         while running:
             item = await came.get()
-            if isinstance(item, Piece):
+            if isinstance(item, ChoiceDelta):
                 room.release()
                 yield item
             else:
@@ -47,12 +47,14 @@ async def together(streams: Sequence[Pieces]) -> Pieces:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def likeliest(pieces: Sequence[Piece], plan: Plan, likelihood: Callable[[int], float]) -> Iterator[Piece]:
+def pick_best_of(
+    pieces: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
+) -> Iterator[ChoiceDelta]:
     """Of the pieces of all candidates those of each prompt's `keep` likeliest, best first and numbered anew.
 
     `likelihood`: of the candidate at this place of the plan.
     """
-    of: list[list[Piece]] = [[] for _ in plan.choices]
+    of: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
     for piece in pieces:
         of[piece.index].append(piece)
     answers = itertools.count()

@@ -21,28 +21,28 @@ from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 _LENGTH: Final = struct.Struct("<I")
 
 
-class Served(msgspec.Struct, frozen=True, tag=True):
+class Ready(msgspec.Struct, frozen=True, tag=True):
     """The sender is ready. From the parent: all of its processes are."""
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class MetricsRequest(msgspec.Struct, frozen=True, tag=True):
     """The receiver's snapshot is wanted."""
 
     number: int
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the `Ask` of the same number."""
+class MetricsReply(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the `MetricsRequest` of the same number."""
 
     number: int
     snapshot: Snapshot
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True):
-    body: Served | Ask | Told
+    body: Ready | MetricsRequest | MetricsReply
 
 
-class Channel:
+class ControlPipe:
     """One end. `snapshot` gives what is told when the other asks; `served` is called when the other says so."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Channel:
         sock: socket.socket,
         snapshot: Callable[[], Awaitable[Snapshot]],
         served: Callable[[], None] = lambda: None,
-    ) -> Channel:
+    ) -> ControlPipe:
         """Takes the socket over."""
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         return cls(reader, writer, snapshot, served)
@@ -77,11 +77,11 @@ class Channel:
             async with asyncio.TaskGroup() as answering:
                 while (message := await self._next()) is not None:
                     match message:
-                        case Served():
+                        case Ready():
                             self._served()
-                        case Ask(number):
+                        case MetricsRequest(number):
                             answering.create_task(self._answer(number))
-                        case Told(number, snapshot):
+                        case MetricsReply(number, snapshot):
                             future = self._waiting.get(number)
                             if future is not None and not future.done():
                                 future.set_result(snapshot)
@@ -97,7 +97,7 @@ class Channel:
         self._writer.close()
 
     def say_served(self) -> None:
-        self._send(Served())
+        self._send(Ready())
 
     async def ask(self, within_s: float) -> Snapshot:
         """The other end's snapshot. Raises DeadlineExceeded, Disconnected."""
@@ -107,7 +107,7 @@ class Channel:
         future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self._send(Ask(number))
+            self._send(MetricsRequest(number))
             async with asyncio.timeout(within_s):
                 return await future
         except TimeoutError:
@@ -116,14 +116,14 @@ class Channel:
             del self._waiting[number]
 
     async def _answer(self, number: int) -> None:
-        self._send(Told(number, await self._snapshot()))
+        self._send(MetricsReply(number, await self._snapshot()))
 
-    def _send(self, body: Served | Ask | Told) -> None:
+    def _send(self, body: Ready | MetricsRequest | MetricsReply) -> None:
         data = codec.encode(_Message(body))
         if not self._writer.is_closing():
             self._writer.write(_LENGTH.pack(len(data)) + data)
 
-    async def _next(self) -> Served | Ask | Told | None:
+    async def _next(self) -> Ready | MetricsRequest | MetricsReply | None:
         try:
             (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
             return codec.decode(await self._reader.readexactly(length), _Message).body

@@ -8,8 +8,8 @@ from dynamo_trtllm.api.chat import AssistantMessage, ChatMessage, ChatRequest, T
 from dynamo_trtllm.api.sampling import SamplingFields
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.options import CallMode, Options, ToolChoice, refuse
-from dynamo_trtllm.messages import Conversation, Message, ModelCard, Sampling, TokenIds, Tool, ToolCall
+from dynamo_trtllm.frontend.options import GenerationOptions, ToolChoice, ToolChoiceMode, reject
+from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Sampling, TokenIds, Tool, ToolCall
 
 _EFFORT = "reasoning_effort"
 _TEMPLATE_ARGS = "chat_template_args"
@@ -29,13 +29,13 @@ def chat_conversation(body: ChatRequest) -> Conversation:
     )
 
 
-def chat_options(body: ChatRequest, card: ModelCard) -> Options:
+def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOptions:
     choice = body.tool_choice
-    return Options(
+    return GenerationOptions(
         sampling=sampling_of(body, card, body.output_tokens, body.top_logprobs if body.logprobs else None),
         stop=tuple(body.stop),
         n=body.n,
-        tool_choice=ToolChoice(mode=CallMode(choice.mode), name=choice.name, allowed=choice.allowed),
+        tool_choice=ToolChoice(mode=ToolChoiceMode(choice.mode), name=choice.name, allowed=choice.allowed),
         strict_tools=frozenset(tool.function.name for tool in body.tools if tool.function.strict),
         parallel_tool_calls=body.parallel_tool_calls,
         json_schema=body.json_schema,
@@ -53,7 +53,9 @@ def _names(body: ChatRequest) -> dict[str, str]:
     return names
 
 
-def sampling_of(body: SamplingFields, card: ModelCard, max_tokens: int | None, logprobs: int | None) -> Sampling:
+def sampling_of(
+    body: SamplingFields, card: ModelDeploymentCard, max_tokens: int | None, logprobs: int | None
+) -> Sampling:
     """Return how to sample: as the request says, else as the model's card says, else as the API does."""
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     chosen = {name: getattr(body, name) for name in fields}
@@ -89,16 +91,16 @@ def _message(message: ChatMessage) -> Message:
     return Message(role=message.role, content=message.content, name=message.name, tool_call_id=call_id)
 
 
-def rendered(conversation: Conversation, served: ServedModel, options: Options) -> TokenIds:
+def render_prompt(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> TokenIds:
     """The prompt. Raises UnsupportedParameter for what the model's format would leave out without a word."""
     card, known = served.card, served.renderer.variables
     if options.effort_given and _EFFORT not in known:
-        refuse(options.name(_EFFORT), card, "its chat template has no reasoning effort")
+        reject(options.name(_EFFORT), card, "its chat template has no reasoning effort")
     if conversation.tools and "tools" not in known:
-        refuse(options.name("tools"), card, "its chat template shows no tools")
+        reject(options.name("tools"), card, "its chat template shows no tools")
     for name in conversation.template_args:
         if name not in known:
-            refuse(options.name(f"{_TEMPLATE_ARGS}.{name}"), card, "its prompt format does not know it")
+            reject(options.name(f"{_TEMPLATE_ARGS}.{name}"), card, "its prompt format does not know it")
     conversation = msgspec.structs.replace(
         conversation, messages=_without_implied(conversation.messages, card, options)
     )
@@ -110,7 +112,9 @@ def rendered(conversation: Conversation, served: ServedModel, options: Options) 
     return ids
 
 
-def _without_implied(messages: tuple[Message, ...], card: ModelCard, options: Options) -> tuple[Message, ...]:
+def _without_implied(
+    messages: tuple[Message, ...], card: ModelDeploymentCard, options: GenerationOptions
+) -> tuple[Message, ...]:
     """A result's name is that of the function called and says nothing more. Raises InvalidRequest for another one.
 
     Templates know `system`; `developer` is the API's newer word for it, which many would leave out.
@@ -130,7 +134,7 @@ def _without_implied(messages: tuple[Message, ...], card: ModelCard, options: Op
     return tuple(kept)
 
 
-def _check_names(conversation: Conversation, served: ServedModel, options: Options) -> None:
+def _check_names(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> None:
     """A name that the prompt does not show is refused: the prompt is the same without it. Formats treat all messages
     of a role alike, so the first name of each role is tried, on messages with short texts."""
     named: dict[str, int] = {}

@@ -7,7 +7,7 @@ import math
 ABSENT_S = 5.0
 
 
-class Absent:
+class Cooldown:
     """Placement avoids these instances for a while if there are others; then one request tries them again.
 
     `ids` is read per request: it returns the same set object until an instance is added or removed.

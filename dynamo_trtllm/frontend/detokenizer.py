@@ -1,6 +1,6 @@
 """Engine chunks → what the client sees: text by channel, stop strings, log-probabilities, why it ended, usage.
 
-One `Output` per choice. Knows neither HTTP nor JSON.
+One `Detokenizer` per choice. Knows neither HTTP nor JSON.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import msgspec
 
 from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.frontend.preprocess import Prepared
+from dynamo_trtllm.frontend.preprocess import ChoiceRequest
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenIds, TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta
 
 NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one engine step adds to one choice. Its last one, and only it, has `finish`.
 
     A msgspec struct because one is made per token: a frozen dataclass takes ten times as long.
@@ -100,10 +100,10 @@ def _borders(stop: str) -> tuple[int, ...]:
     return tuple(borders)
 
 
-class Output:
+class Detokenizer:
     """The client's view of one choice's stream."""
 
-    def __init__(self, prepared: Prepared, index: int = 0) -> None:
+    def __init__(self, prepared: ChoiceRequest, index: int = 0) -> None:
         self._prepared = prepared
         self._index = index
         self._has_logprobs = prepared.request.sampling.logprobs is not None
@@ -116,7 +116,7 @@ class Output:
         self._in_content = False
         self._is_plain = prepared.ends_with_engine and not self._has_logprobs
 
-    def push(self, chunk: Chunk) -> Piece:
+    def push(self, chunk: Chunk) -> ChoiceDelta:
         tokens = len(chunk.token_ids)
         self.completion_tokens += tokens
         if chunk.finish_reason is None and self._is_plain:  # how nearly all tokens go: only the parser looks at them
@@ -124,7 +124,7 @@ class Output:
             self._reasoning_tokens += delta.reasoning_tokens
             if delta.tool_calls:
                 self._saw_tool_call = True
-            return Piece(
+            return ChoiceDelta(
                 index=self._index,
                 tokens=tokens,
                 content=delta.content,
@@ -172,12 +172,12 @@ class Output:
 
     def _piece(
         self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None, tokens: int
-    ) -> Piece:
+    ) -> ChoiceDelta:
         content, hit = delta.content, False
         if self._stops is not None:
             content, hit = self._stops.push(content)
             if hit:
-                return Piece(
+                return ChoiceDelta(
                     index=self._index,
                     tokens=tokens,
                     content=content,
@@ -187,7 +187,7 @@ class Output:
                 )
             if finish is not None:
                 content += self._stops.flush()
-        return Piece(
+        return ChoiceDelta(
             index=self._index,
             tokens=tokens,
             content=content,
@@ -242,7 +242,9 @@ def merged(first: Delta, second: Delta) -> Delta:
     )
 
 
-async def pieces(chunks: AsyncGenerator[Chunk, None], output: Output) -> AsyncGenerator[Piece, None]:
+async def detokenize_stream(
+    chunks: AsyncGenerator[Chunk, None], output: Detokenizer
+) -> AsyncGenerator[ChoiceDelta, None]:
     """One choice. Closes `chunks` at a stop string, and when it is closed itself.
 
     Raises StreamIncomplete for chunks that end without a reason, and what `chunks` raises.

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from dynamo_trtllm.config.load import exit_with, load
-from dynamo_trtllm.config.models import MemberConfig
+from dynamo_trtllm.config.models import FrontendProcessConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.frontend.control_pipe import Channel
+from dynamo_trtllm.frontend.control_pipe import ControlPipe
 from dynamo_trtllm.frontend.main import DESCRIPTION, serve
-from dynamo_trtllm.network.listening import listening
+from dynamo_trtllm.network.listening import listen
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.observability.metrics_aggregator import Snapshot
 
@@ -32,7 +32,7 @@ _NUMBERS_WITHIN_S = 5.0  # of all processes; the parent waits for each of them a
 _log = logging.getLogger(__name__)
 
 
-class Member:
+class FrontendProcess:
     """The other processes, reached through the parent. `run` in a task of the owner's."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -43,7 +43,7 @@ class Member:
 
     async def join(self) -> None:
         """Before all else."""
-        self._channel = await Channel.over(self._sock, self._snapshot, self._note_all_serve)
+        self._channel = await ControlPipe.over(self._sock, self._snapshot, self._note_all_serve)
 
     async def run(self) -> None:
         """Until the parent is gone."""
@@ -79,7 +79,7 @@ class Member:
 def main() -> None:
     """Exit statuses as of `frontend.main`."""
     try:
-        config = load(MemberConfig, prog=PROG, description=DESCRIPTION).config
+        config = load(FrontendProcessConfig, prog=PROG, description=DESCRIPTION).config
         observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)
         uvloop.run(_serve(config))
     except ConfigError as exc:
@@ -89,12 +89,12 @@ def main() -> None:
         raise SystemExit(1) from exc
 
 
-async def _serve(config: MemberConfig) -> None:
-    member = Member(socket.socket(fileno=sys.stdin.fileno()))
+async def _serve(config: FrontendProcessConfig) -> None:
+    member = FrontendProcess(socket.socket(fileno=sys.stdin.fileno()))
     await member.join()
     parent = asyncio.create_task(member.run())
     try:
-        await serve(config, listening(config.http_host, config.http_port, is_shared=True), member)
+        await serve(config, listen(config.http_host, config.http_port, is_shared=True), member)
     finally:
         parent.cancel()
         (ended,) = await asyncio.gather(parent, return_exceptions=True)

@@ -12,7 +12,7 @@ import gc
 THRESHOLDS = (10_000, 50, 100)  # of each generation, in allocations or collections of the younger one
 
 
-def settle() -> None:
+def tune_gc() -> None:
     """Everything that exists now stays for good. Takes tens of milliseconds."""
     gc.collect()
     gc.freeze()

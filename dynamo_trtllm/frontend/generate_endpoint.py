@@ -9,38 +9,38 @@ from typing import Any, Generic
 from starlette.types import Receive, Scope, Send
 
 from dynamo_trtllm.errors import DynamoError, Overloaded
-from dynamo_trtllm.frontend.api_adapter import B, Dialect
+from dynamo_trtllm.frontend.api_adapter import ApiAdapter, B
 from dynamo_trtllm.frontend.http import (
-    ClientGone,
-    Reply,
+    ClientDisconnected,
+    ClientResponse,
     check_json,
     header,
     internal,
     read_body,
-    until_gone,
+    run_until_disconnect,
 )
-from dynamo_trtllm.frontend.request_handler import Edge, Run
-from dynamo_trtllm.frontend.request_metrics import Record
+from dynamo_trtllm.frontend.request_handler import AppState, RequestHandler
+from dynamo_trtllm.frontend.request_metrics import RequestMetrics
 from dynamo_trtllm.http_server.body_writer import WRITER
 
 log = logging.getLogger(__name__)
 
 
-class Generation(Generic[B]):
+class GenerateEndpoint(Generic[B]):
     """The ASGI app of one dialect."""
 
-    def __init__(self, dialect: Dialect[B], edge: Edge) -> None:
+    def __init__(self, dialect: ApiAdapter[B], edge: AppState) -> None:
         self._dialect = dialect
         self._edge = edge
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         metrics, engine_id = self._edge.metrics, _engine_id(scope)
         wants_stats = header(scope, b"x-dynamo-stats") == "1"
-        record = Record(
+        record = RequestMetrics(
             metrics, self._dialect.endpoint, engine_id, path=str(scope.get("path", "")), wants_stats=wants_stats
         )
-        reply = Reply(send, scope.get("state", {}).get(WRITER))
-        run = Run(self._dialect, self._edge, reply, record)
+        reply = ClientResponse(send, scope.get("state", {}).get(WRITER))
+        run = RequestHandler(self._dialect, self._edge, reply, record)
         metrics.request_started()
         ending: str | DynamoError = "cancelled"
         try:
@@ -49,15 +49,17 @@ class Generation(Generic[B]):
             run.leave()
             record.write(ending, reply.status)
 
-    async def _answered(self, run: Run[B], scope: Scope, receive: Receive, engine_id: str) -> str | DynamoError:
+    async def _answered(
+        self, run: RequestHandler[B], scope: Scope, receive: Receive, engine_id: str
+    ) -> str | DynamoError:
         """Answers whatever happens, and says how it ended: "ok", "cancelled", or the error."""
         try:
             run.admit()
             check_json(scope)
             config = self._edge.config
             run.raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s, run.take_bytes)
-            await until_gone(run.serve(engine_id, _client(scope)), receive, run.is_answered)
-        except ClientGone:
+            await run_until_disconnect(run.serve(engine_id, _client(scope)), receive, run.is_answered)
+        except ClientDisconnected:
             return "cancelled"
         except DynamoError as error:
             await run.fail(error)

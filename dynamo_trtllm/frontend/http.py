@@ -11,13 +11,13 @@ import orjson
 from starlette.types import Message, Receive, Scope, Send
 
 from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, RequestTimeout, UnsupportedMedia
-from dynamo_trtllm.http_server.body_writer import Writer
-from dynamo_trtllm.http_server.errors import answer
+from dynamo_trtllm.http_server.body_writer import BodyWriter
+from dynamo_trtllm.http_server.errors import to_response
 
 STALL_S = 30.0  # past its deadline, an answer is cut of which nothing was taken for so long
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection: there is nobody to answer."""
 
 
@@ -62,7 +62,7 @@ async def _pieces(receive: Receive, max_bytes: int, take: Callable[[int], Awaita
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         piece = message.get("body", b"")
         size += len(piece)
         if size > max_bytes:
@@ -77,7 +77,9 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"the request body is larger than {max_bytes} bytes, the most this server takes")
 
 
-async def until_gone(work: Coroutine[Any, Any, None], receive: Receive, is_answered: Callable[[], bool]) -> None:
+async def run_until_disconnect(
+    work: Coroutine[Any, Any, None], receive: Receive, is_answered: Callable[[], bool]
+) -> None:
     """Runs `work`. When the client leaves first, cancels it once, waits for its end and raises ClientGone.
 
     A server tells the same of a client that has its whole answer; what `work` does after that is waited for.
@@ -86,7 +88,7 @@ async def until_gone(work: Coroutine[Any, Any, None], receive: Receive, is_answe
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not (tasks[0].done() or is_answered()):
-            raise ClientGone
+            raise ClientDisconnected
         await tasks[0]
     finally:
         for task in tasks:
@@ -102,14 +104,14 @@ async def _gone(receive: Receive) -> None:
         message = await receive()
 
 
-class Reply:
+class ClientResponse:
     """The one answer of an exchange: whole JSON, or a stream of events.
 
     Sending waits while the client reads slowly. On our own server all raise ClientGone, the connection cut, when it
     takes nothing for too long: what the answer holds would be held for as long as the client likes.
     """
 
-    def __init__(self, send: Send, writer: Writer | None = None) -> None:
+    def __init__(self, send: Send, writer: BodyWriter | None = None) -> None:
         """`writer`: for whoever can't wait to send a piece, if there is a way."""
         self._send = send
         self.writer = writer
@@ -139,7 +141,7 @@ class Reply:
     async def fail(self, error: DynamoError, retry_after_s: int) -> None:
         """A proper status, while there is none yet."""
         if not self.started:
-            told = answer(error, retry_after_s)
+            told = to_response(error, retry_after_s)
             await self.json(told.status, told.body, told.headers)
 
     async def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
@@ -158,7 +160,7 @@ class Reply:
                 await self._send(message)
         except TimeoutError:
             writer.abort()
-            raise ClientGone from None
+            raise ClientDisconnected from None
 
 
 def internal() -> InternalError:

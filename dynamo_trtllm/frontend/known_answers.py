@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from dynamo_trtllm.errors import DynamoError, EngineRefused, RequestError
+from dynamo_trtllm.errors import DynamoError, RequestError, RequestRejected
 from dynamo_trtllm.messages import Instance, Role, TokenIds, token_ids
-from dynamo_trtllm.router.policy import Placement
+from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
 
 ANSWER_TOKENS: Final = 8
@@ -33,14 +33,14 @@ class KnownAnswer:
     depends_on_kv: bool  # after another prompt, other tokens follow the same first token
 
 
-class Ask(Protocol):
+class ProbeCall(Protocol):
     """Sends one greedy request to `placement` and returns the tokens of its answer.
 
     Raises DynamoError, or TimeoutError when the answer takes too long.
     """
 
     async def __call__(
-        self, placement: Placement, prompt: TokenIds, max_tokens: int, *, resumed_tokens: int = 0
+        self, placement: WorkerSelection, prompt: TokenIds, max_tokens: int, *, resumed_tokens: int = 0
     ) -> list[int]: ...
 
 
@@ -62,7 +62,7 @@ class KnownAnswers:
         self._locks: defaultdict[_Key, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._failures: dict[_Key, _Failure] = {}
 
-    async def get(self, number: int, placement: Placement, view: ModelView, ask: Ask) -> KnownAnswer | None:
+    async def get(self, number: int, placement: WorkerSelection, view: ModelView, ask: ProbeCall) -> KnownAnswer | None:
         """Return known answer `number` for a pair, counted from 0; None when no worker of the model can give one.
 
         Raises what `ask` raises. A failure is shared with the pairs that waited for the same answer meanwhile: the
@@ -102,7 +102,7 @@ class KnownAnswers:
             self._failures.pop(key, None)
 
 
-def random_prompt(placement: Placement) -> TokenIds:
+def random_prompt(placement: WorkerSelection) -> TokenIds:
     """Return a prompt that no worker has seen. Raises ValueError for a model without a vocabulary.
 
     Its ids are from the middle half of the vocabulary: control tokens and image placeholders are at the ends.
@@ -112,7 +112,7 @@ def random_prompt(placement: Placement) -> TokenIds:
     return token_ids(ids)
 
 
-def _prompt_tokens(placement: Placement) -> int:
+def _prompt_tokens(placement: WorkerSelection) -> int:
     """Return the length of a canary's prompt: more than two KV blocks, if both workers can hold so many tokens."""
     instances = _instances(placement)
     block = max(instance.layout.block_tokens for instance in instances)
@@ -125,16 +125,16 @@ def _prompt_tokens(placement: Placement) -> int:
     return max(1, min(room, max(_PROMPT_TOKENS, 2 * block + block // 2 + 1)))
 
 
-def is_salted(placement: Placement) -> bool:
+def is_salted(placement: WorkerSelection) -> bool:
     """Whether the pair's workers keep the prefix caches of different salts apart."""
     return not any("cache_salt" in instance.card.refuses for instance in _instances(placement))
 
 
-def _instances(placement: Placement) -> list[Instance]:
+def _instances(placement: WorkerSelection) -> list[Instance]:
     return [placement.decode] if placement.prefill is None else [placement.decode, placement.prefill]
 
 
-def _sources(placement: Placement, view: ModelView) -> list[Instance]:
+def _sources(placement: WorkerSelection, view: ModelView) -> list[Instance]:
     """Return the workers that may give the known answer, the best first: the decode worker rounds as the pair does.
 
     Without cache salts the decode worker is left out: its prefix cache would then hold the prompt's KV, and the pair
@@ -146,14 +146,14 @@ def _sources(placement: Placement, view: ModelView) -> list[Instance]:
     return [instance for instance in wanted if instance.serves_whole or instance.role is Role.AGGREGATED]
 
 
-async def _make(placement: Placement, sources: Iterable[Instance], ask: Ask) -> KnownAnswer | None:
+async def _make(placement: WorkerSelection, sources: Iterable[Instance], ask: ProbeCall) -> KnownAnswer | None:
     for source in sources:
-        alone, prompt, other = Placement(None, source), random_prompt(placement), random_prompt(placement)
+        alone, prompt, other = WorkerSelection(None, source), random_prompt(placement), random_prompt(placement)
         try:
             tokens = await ask(alone, prompt, ANSWER_TOKENS)
             follows = await ask(alone, other + token_ids(tokens[:1]), ANSWER_TOKENS - 1, resumed_tokens=1)
         except (DynamoError, TimeoutError) as exc:
-            refused = isinstance(exc, (EngineRefused, RequestError))  # it runs aggregated requests, but not this one
+            refused = isinstance(exc, (RequestRejected, RequestError))  # it runs aggregated requests, but not this one
             if source in _instances(placement) and not refused:
                 raise
             continue

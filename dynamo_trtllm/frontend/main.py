@@ -17,10 +17,10 @@ import uvloop
 from dynamo_trtllm.config.load import exit_with, load, process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
-from dynamo_trtllm.frontend.base import Alone, Colleagues
-from dynamo_trtllm.frontend.startup_gate import Door
+from dynamo_trtllm.frontend.base import PeerProcesses, SingleProcess
+from dynamo_trtllm.frontend.startup_gate import StartupGate
 from dynamo_trtllm.http_server.connection import http_server
-from dynamo_trtllm.network.listening import BACKLOG, listening, warn_if_exposed
+from dynamo_trtllm.network.listening import BACKLOG, listen, warn_if_exposed
 from dynamo_trtllm.observability import logging as observe_logging
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
@@ -30,7 +30,7 @@ DESCRIPTION = "The OpenAI-compatible HTTP frontend: renders, routes to prefill a
 
 _log = logging.getLogger(__name__)
 
-KeepServing = Callable[[FrontendConfig, Door, Colleagues, Callable[[], None]], Awaitable[None]]
+KeepServing = Callable[[FrontendConfig, StartupGate, PeerProcesses, Callable[[], None]], Awaitable[None]]
 
 
 def main() -> None:
@@ -40,9 +40,9 @@ def main() -> None:
         observe_logging.setup(config.log_level, "frontend", config.log_format)
         if config.workers > 1:
             raise SystemExit(_run_crew(config))
-        sock = listening(config.http_host, config.http_port)
+        sock = listen(config.http_host, config.http_port)
         _warn_if_exposed(config, sock)
-        uvloop.run(serve(config, sock, Alone()))
+        uvloop.run(serve(config, sock, SingleProcess()))
     except ConfigError as exc:
         exit_with(PROG, exc)
     except DynamoError as exc:
@@ -52,22 +52,22 @@ def main() -> None:
 
 def _run_crew(config: FrontendConfig) -> int:
     """Several processes; the exit status. Raises ConfigError when the port is taken, before any is started."""
-    from dynamo_trtllm.frontend.process_group import Crew, held_port
+    from dynamo_trtllm.frontend.process_group import ProcessGroup, reserve_port
 
-    with held_port(config) as port:
+    with reserve_port(config) as port:
         _warn_if_exposed(config, port)
-        return asyncio.run(Crew(config, port.getsockname()[1], process_environment()).run())
+        return asyncio.run(ProcessGroup(config, port.getsockname()[1], process_environment()).run())
 
 
 def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
     warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
 
 
-async def serve(config: FrontendConfig, sock: socket.socket, colleagues: Colleagues) -> None:
-    """Serves on `sock`, which it closes, until SIGTERM or SIGINT. Raises what `serving.keep_serving` raises."""
+async def serve(config: FrontendConfig, sock: socket.socket, colleagues: PeerProcesses) -> None:
+    """Serves on `sock`, which it closes, until SIGTERM or SIGINT. Raises what `serving.run_app` raises."""
     _give_memory_back()
     with sock:
-        door = Door()
+        door = StartupGate()
         server = http_server(door, config, backlog=BACKLOG)
         server.config.load()  # imports, which a second thread must not do at the same time
 
@@ -104,13 +104,13 @@ def _give_memory_back() -> None:
             mallopt(parameter, value)
 
 
-async def _work(config: FrontendConfig, door: Door, colleagues: Colleagues, stop: Callable[[], None]) -> None:
-    keep_serving = await asyncio.to_thread(_load)
-    await keep_serving(config, door, colleagues, stop)
+async def _work(config: FrontendConfig, door: StartupGate, colleagues: PeerProcesses, stop: Callable[[], None]) -> None:
+    run_app = await asyncio.to_thread(_load)
+    await run_app(config, door, colleagues, stop)
 
 
 def _load() -> KeepServing:
     """Takes most of the time of a start, and holds up no answer."""
-    from dynamo_trtllm.frontend.run_app import keep_serving
+    from dynamo_trtllm.frontend.run_app import run_app
 
-    return keep_serving
+    return run_app

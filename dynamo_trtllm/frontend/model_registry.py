@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.discovery.base import Discovery, Down, Rejected, Synced, Up
+from dynamo_trtllm.discovery.base import Added, Discovery, Rejected, Removed, Synced
 from dynamo_trtllm.errors import BadFrame, DynamoError, EngineNotReady, InternalError, ModelNotFound, NoInstances
 from dynamo_trtllm.frontend import readiness
-from dynamo_trtllm.frontend.readiness import Standing
-from dynamo_trtllm.messages import FilePiece, FileRequest, Instance, ModelCard, Role
+from dynamo_trtllm.frontend.readiness import ReadinessReport
+from dynamo_trtllm.messages import FileChunk, GetFile, Instance, ModelDeploymentCard, Role
 from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.router.pair_breakers import PairBook
+from dynamo_trtllm.router.pair_breakers import PairBreakers
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.tokenization.base import Renderer
 from dynamo_trtllm.tokenization.select import renderer_for
@@ -35,15 +35,15 @@ _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answe
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    card: ModelCard
+    card: ModelDeploymentCard
     renderer: Renderer
 
 
-class Models:
+class ModelRegistry:
     """`watch` is the one writer; everything else reads what it has put in place."""
 
     def __init__(
-        self, view: ClusterView, discovery: Discovery, plane: Plane, namespace: str, book: PairBook | None = None
+        self, view: ClusterView, discovery: Discovery, plane: Plane, namespace: str, book: PairBreakers | None = None
     ) -> None:
         """With a `book`, a model is ready only when one of its pairs was seen to work."""
         self._view = view
@@ -75,13 +75,13 @@ class Models:
 
     def lacking(self, name: str) -> str | None:
         """See `Catalog`."""
-        return self._plane.outage() or readiness.lacking(self._view.model(name), name, self._book)
+        return self._plane.outage() or readiness.not_ready_reason(self._view.model(name), name, self._book)
 
-    def standing(self) -> Standing:
+    def standing(self) -> ReadinessReport:
         """See `Catalog`."""
         views = {name: self._view.model(name) for name in sorted(self._view.models())}
-        book, now = self._book or PairBook(), time.monotonic()
-        return Standing(
+        book, now = self._book or PairBreakers(), time.monotonic()
+        return ReadinessReport(
             pairs=[row for name, view in views.items() for row in readiness.pair_rows(view, name, book, now)],
             mismatched=[line for view in views.values() for line in readiness.mismatches(view)],
             rejected_records=readiness.rejected_rows(self._rejected),
@@ -92,9 +92,9 @@ class Models:
         async with aclosing(self._discovery.watch(self._namespace)) as events:
             async for event in events:
                 match event:
-                    case Up(instance):
+                    case Added(instance):
                         self._add(instance)
-                    case Down(instance_id):
+                    case Removed(instance_id):
                         self._remove(instance_id)
                     case Rejected(key, None):
                         self._rejected.pop(key, None)
@@ -151,7 +151,7 @@ class Models:
             if name not in self._loading and self._card_to_load(name) is not None:
                 self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
 
-    def _card_to_load(self, name: str) -> ModelCard | None:
+    def _card_to_load(self, name: str) -> ModelDeploymentCard | None:
         """The card of this model's instances, unless it is served already or there is none."""
         card, served = self._view.models().get(name), self._served.get(name)
         return None if served is not None and served.card == card else card
@@ -166,7 +166,7 @@ class Models:
                     self._served[name] = ServedModel(card, await asyncio.to_thread(_renderer, card, files))
                     self._announce(name)
                     if name not in self._announced:
-                        reason = readiness.lacking(self._view.model(name), name, None)
+                        reason = readiness.not_ready_reason(self._view.model(name), name, None)
                         _log.info("model %s is loaded, and not served yet: %s", name, reason)
                 except DynamoError as exc:
                     if exc.message != said:  # the same fault is said once, not at each attempt
@@ -179,7 +179,7 @@ class Models:
         finally:
             del self._loading[name]
 
-    async def _fetch_all(self, card: ModelCard) -> dict[str, bytes]:
+    async def _fetch_all(self, card: ModelDeploymentCard) -> dict[str, bytes]:
         """Fetches the card's files, by name. Raises as `_fetch`."""
         files: dict[str, bytes] = {}
         left = MOST_FILES_BYTES
@@ -204,8 +204,8 @@ class Models:
         data = bytearray()
         total_bytes: int | None = None
         while total_bytes is None or len(data) < total_bytes:
-            reply = await self._plane.control(holder.subject, FileRequest(sha256, len(data)))
-            piece = codec.decode(reply, FilePiece)
+            reply = await self._plane.control(holder.subject, GetFile(sha256, len(data)))
+            piece = codec.decode(reply, FileChunk)
             if total_bytes is None:
                 total_bytes = piece.total_bytes
             if wrong := _wrong_size(piece, len(data), total_bytes, most_bytes):
@@ -222,7 +222,7 @@ class Models:
         await asyncio.gather(*loading, return_exceptions=True)
 
 
-def _renderer(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
+def _renderer(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
     """Call `renderer_for`, in a thread; turn an exception that is no DynamoError into InternalError."""
     try:
         return renderer_for(card, files)
@@ -237,7 +237,7 @@ def _renderer(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
         ) from exc
 
 
-def _wrong_size(piece: FilePiece, offset: int, total_bytes: int, most_bytes: int) -> str:
+def _wrong_size(piece: FileChunk, offset: int, total_bytes: int, most_bytes: int) -> str:
     """Return what is wrong with the sizes in a piece; "" when nothing is."""
     if piece.total_bytes != total_bytes:
         return f"with total size {total_bytes}, then {piece.total_bytes}; restart it"

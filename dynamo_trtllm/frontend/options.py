@@ -10,13 +10,13 @@ from typing import Final, NoReturn
 import msgspec
 
 from dynamo_trtllm.errors import UnsupportedParameter
-from dynamo_trtllm.messages import ModelCard, Sampling
+from dynamo_trtllm.messages import ModelDeploymentCard, Sampling
 
 ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 
 
-class CallMode(StrEnum):
+class ToolChoiceMode(StrEnum):
     """Whether the model calls tools."""
 
     AUTO = "auto"  # as it likes
@@ -27,13 +27,13 @@ class CallMode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    mode: CallMode = CallMode.AUTO
+    mode: ToolChoiceMode = ToolChoiceMode.AUTO
     name: str = ""  # with NAMED
     allowed: tuple[str, ...] | None = None  # the tools the model is told of; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class GenerationOptions:
     """How to answer a conversation."""
 
     sampling: Sampling  # as asked; max_tokens 0: as many as the context allows; `guided` stays unset
@@ -52,15 +52,17 @@ class Options:
         return self.names.get(field, field)
 
 
-def refuse_unhonoured(asked: Sampling, cache_salt: str | None, card: ModelCard, names: Mapping[str, str]) -> None:
+def reject_unsupported(
+    asked: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
+) -> None:
     """Raises UnsupportedParameter for a field that was set and that the model's engine does not honour."""
     for refused in card.refuses:
         given = cache_salt if refused == "cache_salt" else getattr(asked, refused, None)
         if given != _DEFAULTS.get(refused):
-            refuse(names.get(refused, refused), card)
+            reject(names.get(refused, refused), card)
 
 
-def refuse(name: str, card: ModelCard, reason: str = "its engine can't do it") -> NoReturn:
+def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine can't do it") -> NoReturn:
     """`name`: the API's, with a value if only that is refused."""
     raise UnsupportedParameter(
         f"{name} is not supported by {card.name}: {reason}; leave it out", field=name.partition("=")[0]

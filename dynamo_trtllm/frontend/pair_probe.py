@@ -23,17 +23,17 @@ from dynamo_trtllm.errors import (
     CapacityError,
     Disconnected,
     DynamoError,
-    HandoffTimeout,
     InternalError,
     TransferFailed,
+    TransferTimeout,
     Unreachable,
 )
 from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS, KnownAnswer, KnownAnswers, is_salted, random_prompt
-from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.frontend.pipeline import Pipeline, RouteTrace
 from dynamo_trtllm.messages import GenerateRequest, Instance, Restart, Sampling, TokenIds
 from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.router.pair_breakers import Pair, PairBook, pairs_of, poisoned, spelled
-from dynamo_trtllm.router.policy import Placement
+from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, format_pair, pairs_of, suspects
+from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _INCONCLUSIVE = "inconclusive"
 _MOST_SAID = 300  # longest text of an unexpected exception in /health, in characters
 
 
-class _Verdict(NamedTuple):
+class _ProbeResult(NamedTuple):
     """What a canary found: a code of the metric, and the reason or note that goes with it."""
 
     code: str
@@ -53,19 +53,19 @@ class _Verdict(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CanaryOptions:
+class PairProbeOptions:
     interval_s: float = 30.0  # of a pair that serves nothing
     timeout_s: float = 10.0
 
 
-class CanaryMetrics(Protocol):
+class PairProbeMetrics(Protocol):
     def canary_finished(self, *, model: str, code: str) -> None: ...
 
 
-class Canaries:
+class PairProbes:
     """`run` in a task of the owner's."""
 
-    def __init__(self, view: ClusterView, pipeline: Pipeline, book: PairBook, options: CanaryOptions) -> None:
+    def __init__(self, view: ClusterView, pipeline: Pipeline, book: PairBreakers, options: PairProbeOptions) -> None:
         self._view = view
         self._pipeline = pipeline
         self._book = book
@@ -80,7 +80,7 @@ class Canaries:
         self._places: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _AT_ONCE))
         self._tried = asyncio.Event()
 
-    async def run(self, plane: Plane, metrics: CanaryMetrics) -> None:
+    async def run(self, plane: Plane, metrics: PairProbeMetrics) -> None:
         """Send canaries until cancelled. Each pair is tested in its own task: one that hangs delays no other."""
         async with asyncio.TaskGroup() as group:
             while True:
@@ -107,7 +107,7 @@ class Canaries:
         for decode in [decode for decode in self._places if decode not in ids]:
             del self._places[decode]
 
-    async def _try_one(self, pair: Pair, model: str, plane: Plane, metrics: CanaryMetrics) -> None:
+    async def _try_one(self, pair: Pair, model: str, plane: Plane, metrics: PairProbeMetrics) -> None:
         try:
             async with self._places[pair[1]]:
                 code = await self._try_safely(pair)
@@ -141,12 +141,12 @@ class Canaries:
         placement = self._placement(pair)
         if placement is None:
             return "gone"
-        trace = Trace()
+        trace = RouteTrace()
         try:
             verdict = await self._verdict(placement, trace)
         except TimeoutError:
-            verdict = _Verdict("canary", f"no answer to a canary within {self._options.timeout_s:g} s")
-        except (TransferFailed, HandoffTimeout) as exc:
+            verdict = _ProbeResult("canary", f"no answer to a canary within {self._options.timeout_s:g} s")
+        except (TransferFailed, TransferTimeout) as exc:
             return exc.code  # the pipeline has noted it
         except CapacityError as exc:  # busy is not broken
             self._book.postpone(pair, time.monotonic())
@@ -170,7 +170,7 @@ class Canaries:
             self._say_inconclusive(placement, verdict.text)
         return verdict.code
 
-    async def _verdict(self, placement: Placement, trace: Trace) -> _Verdict:
+    async def _verdict(self, placement: WorkerSelection, trace: RouteTrace) -> _ProbeResult:
         """The pair works as soon as one of its answers is the known one; it is broken when _PROMPTS answers differ,
         or some do and the others prove nothing."""
         ask, view = partial(self._ask, trace), self._view.model(placement.decode.card.name)
@@ -181,27 +181,27 @@ class Canaries:
                 known = await self._known.get(number, placement, view, ask)
             tokens = await ask(placement, random_prompt(placement) if known is None else known.prompt, ANSWER_TOKENS)
             if len(tokens) != ANSWER_TOKENS:
-                return _Verdict("canary", f"a canary of {ANSWER_TOKENS} tokens brought {len(tokens)}")
+                return _ProbeResult("canary", f"a canary of {ANSWER_TOKENS} tokens brought {len(tokens)}")
             if placement.prefill is None:
-                return _Verdict(_PASSED)
+                return _ProbeResult(_PASSED)
             if not (trace.decode_stats and trace.decode_stats.kv_bytes):
                 text = "the decode worker answered a canary without reading the prefill worker's KV"
-                return _Verdict("canary", text)
+                return _ProbeResult("canary", text)
             if known is None and num_wrong:
                 text = "its answer to a canary is not the known one, and no worker gives another one to compare with"
-                return _Verdict("canary", text)
+                return _ProbeResult("canary", text)
             if known is None:
-                return _Verdict(
+                return _ProbeResult(
                     _INCONCLUSIVE, "no worker of its model can run aggregated requests: wrong KV would go unnoticed"
                 )
             if tokens == known.tokens and known.depends_on_kv:
-                return _Verdict(_PASSED)
+                return _ProbeResult(_PASSED)
             num_wrong += tokens != known.tokens
         if not num_wrong:
-            return _Verdict(
+            return _ProbeResult(
                 _INCONCLUSIVE, "its model answers all prompts alike: KV of another prompt would go unnoticed"
             )
-        return _Verdict(
+        return _ProbeResult(
             "mismatch",
             f"its answers to {_PROMPTS} prompts differ from those of one worker alone: KV arrives changed, stale or "
             "not at all; check that both workers have the same build, model files and KV settings, and the transport "
@@ -209,7 +209,13 @@ class Canaries:
         )
 
     async def _ask(
-        self, trace: Trace, placement: Placement, prompt: TokenIds, max_tokens: int, *, resumed_tokens: int = 0
+        self,
+        trace: RouteTrace,
+        placement: WorkerSelection,
+        prompt: TokenIds,
+        max_tokens: int,
+        *,
+        resumed_tokens: int = 0,
     ) -> list[int]:
         """See `Ask`. Each request has its own salt: otherwise a prefix cache could replace the KV transfer."""
         trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
@@ -231,27 +237,27 @@ class Canaries:
                 tokens.extend(chunk.token_ids)
         return tokens
 
-    def _say_inconclusive(self, placement: Placement, text: str) -> None:
+    def _say_inconclusive(self, placement: WorkerSelection, text: str) -> None:
         """Log the reason once per model."""
         model = placement.decode.card.name
         if text and model not in self._inconclusive:
             self._inconclusive.add(model)
             _log.info("canaries can't prove that a pair works: %s (model %s)", text, model)
 
-    def _placement(self, pair: Pair) -> Placement | None:
+    def _placement(self, pair: Pair) -> WorkerSelection | None:
         by_id: dict[int | None, Instance] = {instance.id: instance for instance in self._view.instances()}
         prefill, decode = by_id.get(pair[0]), by_id.get(pair[1])
         if decode is None or (prefill is None and pair[0] is not None):
             return None
-        return Placement(prefill, decode)
+        return WorkerSelection(prefill, decode)
 
     def _note(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
         if self._book.failed(pair, reason, time.monotonic(), is_wrong=is_wrong):
-            _log.error("%s is quarantined: %s", spelled(pair), reason)
+            _log.error("%s is quarantined: %s", format_pair(pair), reason)
 
     async def _restart_poisoned(self, plane: Plane) -> None:
         by_id = {instance.id: instance for instance in self._view.instances()}
-        for instance_id in poisoned(self._book, list(self._pairs())) - self._asked_to_restart:
+        for instance_id in suspects(self._book, list(self._pairs())) - self._asked_to_restart:
             self._asked_to_restart.add(instance_id)
             instance = by_id.get(instance_id)
             if instance is None:

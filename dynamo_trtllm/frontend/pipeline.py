@@ -25,29 +25,29 @@ from dynamo_trtllm.errors import (
     Disconnected,
     Draining,
     DynamoError,
-    HandoffTimeout,
     NoInstances,
     Overloaded,
     StreamIncomplete,
     TransferFailed,
+    TransferTimeout,
     Unreachable,
 )
-from dynamo_trtllm.frontend.background_control import PostedVerbs
-from dynamo_trtllm.frontend.cooldown import Absent
-from dynamo_trtllm.frontend.retry_state import Recovery, RecoveryLimits, is_refusal
+from dynamo_trtllm.frontend.background_control import BackgroundControl
+from dynamo_trtllm.frontend.cooldown import Cooldown
+from dynamo_trtllm.frontend.retry_state import RecoveryLimits, RetryState, is_refusal
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
     Instance,
-    LegStats,
     Phase,
+    PhaseTimings,
     ReleaseOutcome,
-    Reserve,
+    ReserveSlot,
 )
 from dynamo_trtllm.request_plane.base import Plane, Sink
-from dynamo_trtllm.router.pair_breakers import Pair, PairBook, PairState, pairs_of, spelled
-from dynamo_trtllm.router.policy import Placement, place
+from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers, PairState, format_pair, pairs_of
+from dynamo_trtllm.router.policy import WorkerSelection, select
 from dynamo_trtllm.router.view import ClusterView, pairing_key
 
 _log = logging.getLogger(__name__)
@@ -57,13 +57,13 @@ _RESERVED_S = 60.0  # longest that a slot outlives a frontend that died; a leg t
 
 
 @dataclass(slots=True)
-class Trace:
+class RouteTrace:
     """Who served a request and where its time went; filled while the stream runs. Of several attempts, the last."""
 
     prefill_instance: int | None = None
     decode_instance: int | None = None
-    prefill_stats: LegStats | None = None
-    decode_stats: LegStats | None = None
+    prefill_stats: PhaseTimings | None = None
+    decode_stats: PhaseTimings | None = None
     retries: int = 0
     migrations: int = 0
 
@@ -71,7 +71,7 @@ class Trace:
 class _Out(NamedTuple):
     """Where the legs of a pair put what they learn."""
 
-    trace: Trace
+    trace: RouteTrace
     sink: Sink | None
     is_canary: bool
 
@@ -95,20 +95,20 @@ class Pipeline:
         view: ClusterView,
         plane: Plane,
         options: PipelineOptions | None = None,
-        book: PairBook | None = None,
+        book: PairBreakers | None = None,
     ) -> None:
         """`book` gets the outcome of every hand-off, and keeps requests off the pairs it has shut."""
         self._view = view
-        self._book = book or PairBook()
+        self._book = book or PairBreakers()
         self._plane = plane
         self._options = options or PipelineOptions()
         self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-        self._absent = Absent()
-        self._verbs = PostedVerbs(plane)
+        self._absent = Cooldown()
+        self._verbs = BackgroundControl(plane)
         self._withheld_at: asyncio.Event | None = None  # the view's change up to which new pairs are withheld
 
     async def generate(
-        self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
+        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks of the whole request, exactly one of them terminal. Consume with `aclosing`.
 
@@ -116,7 +116,7 @@ class Pipeline:
 
         Raises NoInstances, TicketMismatch, NotMigratable and whatever a leg raises that `recovery` does not mend.
         """
-        recovery = Recovery(request=request, limits=self._options.limits)
+        recovery = RetryState(request=request, limits=self._options.limits)
         sink = sink and recovery.noting(sink)
         while not recovery.is_complete:
             placement = await self._placed(recovery)
@@ -137,7 +137,7 @@ class Pipeline:
                 )
         yield Chunk(finish_reason=FinishReason.LENGTH)
 
-    async def _placed(self, recovery: Recovery) -> Placement:
+    async def _placed(self, recovery: RetryState) -> WorkerSelection:
         """Where the next attempt runs; waits a bounded time for an instance that is not there yet."""
         loop = asyncio.get_running_loop()
         begun_s, hold_s = loop.time(), self._options.hold_s
@@ -162,7 +162,7 @@ class Pipeline:
                     raise recovery.error or missing from None
                 recovery.try_anew()
 
-    def _place(self, recovery: Recovery, turn: int) -> Placement:
+    def _place(self, recovery: RetryState, turn: int) -> WorkerSelection:
         self._settle_book()
         absent = self._absent.ids(time.monotonic())
         if absent:
@@ -182,13 +182,13 @@ class Pipeline:
             for name in self._view.models():
                 self._book.withhold(pairs_of(self._view.model(name)))
 
-    def _place_without(self, ids: frozenset[int], recovery: Recovery, turn: int) -> Placement:
+    def _place_without(self, ids: frozenset[int], recovery: RetryState, turn: int) -> WorkerSelection:
         model = recovery.request.model
         view = self._view.model(model).without(ids)
         fallback = self._options.decode_fallback
-        return place(view, model, turn, self._book, avoid=recovery.shunned, decode_fallback=fallback)
+        return select(view, model, turn, self._book, avoid=recovery.shunned, decode_fallback=fallback)
 
-    def note_missed(self, trace: Trace, error: DynamoError) -> int | None:
+    def note_missed(self, trace: RouteTrace, error: DynamoError) -> int | None:
         """After an attempt has failed; returns the instance whose leg it was."""
         at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
         if at is not None:
@@ -208,9 +208,9 @@ class Pipeline:
 
     def legs(
         self,
-        placement: Placement,
+        placement: WorkerSelection,
         request: GenerateRequest,
-        trace: Trace,
+        trace: RouteTrace,
         sink: Sink | None = None,
         *,
         is_canary: bool = False,
@@ -286,7 +286,7 @@ class Pipeline:
                         ticket = None
                     trace.decode_stats = chunk.stats or trace.decode_stats
                     yield chunk
-        except (TransferFailed, HandoffTimeout) as exc:
+        except (TransferFailed, TransferTimeout) as exc:
             self._note_failed((prefill.id, decode.id), exc)
             raise
 
@@ -298,14 +298,14 @@ class Pipeline:
         able = [d for d in view.decode if view.keys[d.id] == key and not self._book.is_shut((prefill.id, d.id))]
         return able[next(self._turns[model]) % len(able)] if able else None
 
-    async def _reserve(self, decode: Instance, request: GenerateRequest, trace: Trace) -> str:
+    async def _reserve(self, decode: Instance, request: GenerateRequest, trace: RouteTrace) -> str:
         """The id of a slot that is kept for this request's decode leg. Raises Overloaded when there is none."""
         slot = secrets.token_hex(8)
         trace.decode_instance = decode.id  # what fails here is the decode instance's
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before a decode slot was kept for it")
-        verb = Reserve(slot, min(request.deadline, time.time() + _RESERVED_S))
+        verb = ReserveSlot(slot, min(request.deadline, time.time() + _RESERVED_S))
         try:
             await self._plane.control(decode.subject, verb, timeout_s=min(left_s, _RESERVE_TIMEOUT_S))
         except Overloaded:
@@ -317,12 +317,12 @@ class Pipeline:
         return slot
 
     def note_passed(self, pair: Pair, *, is_probe: bool = False, note: str = "") -> None:
-        """Note that KV was read at the other end; arguments as of `PairBook.passed`."""
+        """Note that KV was read at the other end; arguments as of `PairBreakers.passed`."""
         for instance_id in filter(None, pair):
             self._absent.forget(instance_id)
         if self._book.passed(pair, time.monotonic(), is_probe=is_probe, note=note):
             self._view.stir()  # requests may wait for it
-            _log.info("%s works", spelled(pair))
+            _log.info("%s works", format_pair(pair))
 
     def _note_failed(self, pair: Pair, error: DynamoError) -> None:
         worked = self._book.record(pair).state is PairState.WORKING
@@ -330,9 +330,9 @@ class Pipeline:
         if worked or opened:
             self._view.stir()  # a canary tries it when that is due
         if opened:
-            _log.error("%s is quarantined (%s): %s", spelled(pair), error.code, error.message)
+            _log.error("%s is quarantined (%s): %s", format_pair(pair), error.code, error.message)
 
-    async def _prefill(self, instance: Instance, request: GenerateRequest, trace: Trace) -> Chunk:
+    async def _prefill(self, instance: Instance, request: GenerateRequest, trace: RouteTrace) -> Chunk:
         """The terminal chunk of the prefill leg: with a ticket, or with the whole answer."""
         trace.prefill_instance = instance.id
         leg = msgspec.structs.replace(request, phase=Phase.PREFILL)

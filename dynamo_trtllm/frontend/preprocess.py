@@ -11,10 +11,10 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from dynamo_trtllm.api.sampling import SEED_LIMIT
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
-from dynamo_trtllm.frontend.constraints import guiding, tools_told
-from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, rendered, sampling_of
+from dynamo_trtllm.frontend.constraints import constraints_of, visible_tools
+from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, render_prompt, sampling_of
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.options import ANY_OBJECT, Options, refuse, refuse_unhonoured
+from dynamo_trtllm.frontend.options import ANY_OBJECT, GenerationOptions, reject, reject_unsupported
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import OutputParser, Renderer
 
@@ -24,7 +24,7 @@ _LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, and the logits divided b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class RequestContext:
     """What the edge adds to a request."""
 
     request_id: str
@@ -32,7 +32,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class ChoiceRequest:
     """One choice of an answer, ready to run. The parser is fresh and belongs to it."""
 
     request: GenerateRequest
@@ -52,30 +52,34 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class GenerationPlan:
     """One HTTP request: one pipeline request per choice, in the order of the prompts.
 
     Of each `candidates` consecutive choices (those of one prompt) the `keep` likeliest are answered.
     """
 
-    choices: tuple[Prepared, ...]
+    choices: tuple[ChoiceRequest, ...]
     candidates: int = 1  # best_of, or n
     keep: int = 1  # n
 
 
-def prepare_chat(body: ChatRequest, served: ServedModel, identity: Identity) -> Plan:
+def prepare_chat(body: ChatRequest, served: ServedModel, identity: RequestContext) -> GenerationPlan:
     """Raises InvalidRequest, UnsupportedParameter or ContextTooLong, each naming the field."""
     return prepare_conversation(chat_conversation(body), chat_options(body, served.card), served, identity)
 
 
-def prepare_conversation(conversation: Conversation, options: Options, served: ServedModel, identity: Identity) -> Plan:
+def prepare_conversation(
+    conversation: Conversation, options: GenerationOptions, served: ServedModel, identity: RequestContext
+) -> GenerationPlan:
     """As `prepare_chat`, for every API that has conversations. `conversation.tools`: all that the client sent."""
     renderer, asked = served.renderer, options.sampling
-    refuse_unhonoured(asked, options.cache_salt, served.card, options.names)
-    tools = tools_told(conversation.tools, options)
+    reject_unsupported(asked, options.cache_salt, served.card, options.names)
+    tools = visible_tools(conversation.tools, options)
     schema = options.json_schema if options.json_schema != ANY_OBJECT else None
-    prompt = rendered(msgspec.structs.replace(conversation, tools=tools, answer_schema=schema or ""), served, options)
-    forced, guided = guiding(tools, options, served)
+    prompt = render_prompt(
+        msgspec.structs.replace(conversation, tools=tools, answer_schema=schema or ""), served, options
+    )
+    forced, guided = constraints_of(tools, options, served)
     ids = prompt + forced
     sampling = _sampling(asked, _output_budget(asked.max_tokens or None, len(ids), served, options), served, options)
     stops = () if asked.ignore_eos else renderer.stop_token_ids
@@ -83,7 +87,7 @@ def prepare_conversation(conversation: Conversation, options: Options, served: S
         sampling, guided=guided, stop_token_ids=tuple(dict.fromkeys((*asked.stop_token_ids, *stops)))
     )
     choices = tuple(
-        Prepared(
+        ChoiceRequest(
             request=request,
             renderer=renderer,
             parser=renderer.chat_parser(forced=forced),
@@ -94,17 +98,17 @@ def prepare_conversation(conversation: Conversation, options: Options, served: S
         )
         for request in _requests([(ids, sampling)] * options.n, served, identity, options.cache_salt)
     )
-    return Plan(choices=choices, candidates=options.n, keep=options.n)
+    return GenerationPlan(choices=choices, candidates=options.n, keep=options.n)
 
 
-def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identity) -> Plan:
+def prepare_text(body: CompletionRequest, served: ServedModel, identity: RequestContext) -> GenerationPlan:
     """As `prepare_chat`; the prompts go to the model as they are."""
     asked, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
-    options = Options(sampling=asked, stop=tuple(body.stop), names={"messages": "prompt"})
-    refuse_unhonoured(asked, body.salt, served.card, options.names)
+    options = GenerationOptions(sampling=asked, stop=tuple(body.stop), names={"messages": "prompt"})
+    reject_unsupported(asked, body.salt, served.card, options.names)
     ranks = body.candidates > body.n
     if ranks and "logprobs" in served.card.refuses:
-        refuse("best_of", served.card, "its engine gives no log-probabilities to choose by")
+        reject("best_of", served.card, "its engine gives no log-probabilities to choose by")
     if ranks and asked.logprobs is None:
         asked = msgspec.structs.replace(asked, logprobs=0)
     prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
@@ -123,7 +127,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identit
         )
     echoes = [text for text in texts for _ in range(body.candidates)]
     choices = tuple(
-        Prepared(
+        ChoiceRequest(
             request=request,
             renderer=renderer,
             parser=renderer.text_parser(),
@@ -135,7 +139,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Identit
         )
         for request, echo in zip(_requests(legs, served, identity, body.salt), echoes, strict=True)
     )
-    return Plan(choices=choices, candidates=body.candidates, keep=body.n)
+    return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
 
 
 def _prompt_ids(prompt: str | list[int], served: ServedModel) -> TokenIds:
@@ -150,7 +154,7 @@ def _text(prompt: str | list[int], served: ServedModel) -> str:
 
 
 def _requests(
-    legs: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, identity: Identity, cache_salt: str | None
+    legs: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, identity: RequestContext, cache_salt: str | None
 ) -> list[GenerateRequest]:
     """One request per prompt and choice. Choice i has the seed plus i: equal seeds would give equal choices."""
     if (tokens := sum(len(ids) for ids, _ in legs)) > _MAX_PROMPT_TOKENS:
@@ -179,7 +183,7 @@ def _wrapped(seed: int) -> int:
     return (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
 
 
-def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, options: Options) -> int:
+def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, options: GenerationOptions) -> int:
     context = served.card.context_length
     room = context - prompt_tokens
     if room < 1:
@@ -198,7 +202,7 @@ def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, 
     return room if wanted is None else wanted
 
 
-def _sampling(asked: Sampling, max_tokens: int, served: ServedModel, options: Options) -> Sampling:
+def _sampling(asked: Sampling, max_tokens: int, served: ServedModel, options: GenerationOptions) -> Sampling:
     """What was asked, checked against the model, with its budget."""
     if asked.min_tokens > max_tokens:
         raise InvalidRequest(

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
-from dynamo_trtllm.config.models import FrontendConfig, MemberConfig
+from dynamo_trtllm.config.models import FrontendConfig, FrontendProcessConfig
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
-from dynamo_trtllm.frontend.control_pipe import Channel
-from dynamo_trtllm.network.listening import bound, listening
-from dynamo_trtllm.observability.metrics_aggregator import Ledger, Snapshot
+from dynamo_trtllm.frontend.control_pipe import ControlPipe
+from dynamo_trtllm.network.listening import bind, listen
+from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
 from dynamo_trtllm.subprocesses.child import Child
 from dynamo_trtllm.subprocesses.restart import decide, describe
 from dynamo_trtllm.subprocesses.spawn import spawn
@@ -32,53 +32,53 @@ _NUMBERS_WITHIN_S = 1.0  # of one process; then its last ones count
 _log = logging.getLogger(__name__)
 
 
-def held_port(config: FrontendConfig) -> socket.socket:
+def reserve_port(config: FrontendConfig) -> socket.socket:
     """The port, kept for processes that say they share it; no connection comes to it here. Raises ConfigError, also
     when another frontend is ready to share the port."""
-    with listening(config.http_host, config.http_port) as probe:
+    with listen(config.http_host, config.http_port) as probe:
         port = probe.getsockname()[1]
-    return bound(config.http_host, port, is_shared=True)
+    return bind(config.http_host, port, is_shared=True)
 
 
-def member_argv(config: FrontendConfig, number: int, port: int) -> list[str]:
+def process_argv(config: FrontendConfig, number: int, port: int) -> list[str]:
     """Return the command line of one process. Every user of the host can read it, so settings that may hold a password
-    are in `member_environ`. `number` counts from 1.
+    are in `process_environ`. `number` counts from 1.
     """
     settings = config.model_dump(exclude={"nats_server"}) | {"http_port": port, "number": number}
-    return [sys.executable, "-m", _MODULE, *to_argv(MemberConfig, settings)]
+    return [sys.executable, "-m", _MODULE, *to_argv(FrontendProcessConfig, settings)]
 
 
-def member_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[str, str]:
+def process_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of every process."""
     return {**environ, f"{ENV_PREFIX}NATS_SERVER": config.nats_server}
 
 
-def worst(statuses: Mapping[str, int]) -> int:
+def combined_exit_status(statuses: Mapping[str, int]) -> int:
     """The exit status for those of all processes; one that was killed counts as a shell counts it, but for the SIGTERM
     that all get, which ends one that is just starting."""
     counted = (0 if status == -signal.SIGTERM else status for status in statuses.values())
     return max((status if status >= 0 else 128 - status for status in counted), default=0)
 
 
-class _GivenUp(Exception):
+class _RestartLimitReached(Exception):
     def __init__(self, text: str, exit_status: int) -> None:
         super().__init__(text)
         self.exit_status = exit_status
 
 
-class Crew:
+class ProcessGroup:
     """Made and run once, in the main thread. `environ` is what the processes inherit."""
 
     def __init__(self, config: FrontendConfig, port: int, environ: Mapping[str, str]) -> None:
         self._config = config
         self._port = port
-        self._environ = member_environ(config, environ)
+        self._environ = process_environ(config, environ)
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, ControlPipe] = {}
         self._served: set[str] = set()
         self._statuses: dict[str, int] = {}
-        self._ledger = Ledger()
+        self._ledger = MetricsAggregator()
 
     def stop(self) -> None:
         """Called once: all finish what they do. Called again: all are killed."""
@@ -90,20 +90,20 @@ class Crew:
         """Until `stop`, or until it is of no use any more; the exit status. No process is left."""
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, self.stop)
-        given_up: _GivenUp | None = None
+        given_up: _RestartLimitReached | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(1, self._config.workers + 1):
                     group.create_task(self._keep(number))
                 group.create_task(self._stop_all())
-        except* _GivenUp as failed:
-            (given_up, *_) = (exc for exc in failed.exceptions if isinstance(exc, _GivenUp))
+        except* _RestartLimitReached as failed:
+            (given_up, *_) = (exc for exc in failed.exceptions if isinstance(exc, _RestartLimitReached))
             _log.error("%s; stopping all", given_up)
             self._stopping.set()
             await self._stop_all()
         finally:
             self._kill_all()
-        return worst(self._statuses) if given_up is None else given_up.exit_status
+        return combined_exit_status(self._statuses) if given_up is None else given_up.exit_status
 
     async def _keep(self, number: int) -> None:
         name = f"frontend-{number}"
@@ -114,10 +114,12 @@ class Crew:
                 self._statuses[name] = status
                 return
             if name not in self._served:
-                raise _GivenUp(f"{name} {describe(status)} and never served", worst({name: status}) or 1)
+                raise _RestartLimitReached(
+                    f"{name} {describe(status)} and never served", combined_exit_status({name: status}) or 1
+                )
             verdict = decide(RestartConfig(), status, restarts, time.monotonic())
             if not verdict.is_restart:
-                raise _GivenUp(f"{name} {verdict.text}", verdict.exit_status)
+                raise _RestartLimitReached(f"{name} {verdict.text}", verdict.exit_status)
             _log.error("%s %s", name, verdict.text)
             restarts.append(time.monotonic())
 
@@ -125,11 +127,11 @@ class Crew:
         """The exit status of one process, from its start to its end."""
         ours, theirs = socket.socketpair()
         with theirs:
-            channel = await Channel.over(ours, self._whole, lambda: self._note_served(name))
+            channel = await ControlPipe.over(ours, self._whole, lambda: self._note_served(name))
             if self._stopping.is_set():  # meanwhile: who stops all would not see one that is started now
                 channel.close()
                 return 0
-            argv = member_argv(self._config, number, self._port)
+            argv = process_argv(self._config, number, self._port)
             child = self._children[name] = Child(spawn(argv, env=self._environ, stdin=theirs.fileno()), _STOP_S)
         self._channels[name] = channel
         talking = asyncio.create_task(channel.run(), name=f"channel of {name}")
@@ -155,7 +157,7 @@ class Crew:
         await asyncio.gather(*(self._refresh(name, channel) for name, channel in self._channels.items()))
         return self._ledger.whole()
 
-    async def _refresh(self, name: str, channel: Channel) -> None:
+    async def _refresh(self, name: str, channel: ControlPipe) -> None:
         try:
             snapshot = await channel.ask(_NUMBERS_WITHIN_S)
         except (DeadlineExceeded, Disconnected) as exc:

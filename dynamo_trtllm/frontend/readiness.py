@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final, TypedDict
 
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.pair_breakers import PairBook, PairState, pairs_of, spelled
+from dynamo_trtllm.router.pair_breakers import PairBreakers, PairState, format_pair, pairs_of
 from dynamo_trtllm.router.policy import differences
 from dynamo_trtllm.router.view import ModelView
 
@@ -33,7 +33,7 @@ class RejectedRow(TypedDict):
     reason: str
 
 
-class Standing(TypedDict):
+class ReadinessReport(TypedDict):
     """What /health tells beside the instances."""
 
     pairs: list[PairRow]
@@ -41,7 +41,7 @@ class Standing(TypedDict):
     rejected_records: list[RejectedRow]
 
 
-def lacking(view: ModelView, name: str, book: PairBook | None) -> str | None:
+def not_ready_reason(view: ModelView, name: str, book: PairBreakers | None) -> str | None:
     """Why the model can't be served now; None: it can. With a book, a pair must have been seen to work."""
     if missing := view.missing_roles():
         return f"model {name} has no {' and no '.join(WANTED[role] for role in missing)}"
@@ -52,7 +52,8 @@ def lacking(view: ModelView, name: str, book: PairBook | None) -> str | None:
         return None
     told = [(pair, book.record(pair)) for pair in pairs]
     each = "; ".join(
-        f"{spelled(pair)} is {record.state}" + (f" ({record.reason})" if record.reason else "") for pair, record in told
+        f"{format_pair(pair)} is {record.state}" + (f" ({record.reason})" if record.reason else "")
+        for pair, record in told
     )
     return f"model {name}: no pair hands KV over now: {each}"
 
@@ -75,7 +76,7 @@ def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRow]:
     return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
 
 
-def pair_rows(view: ModelView, name: str, book: PairBook, now: float) -> list[PairRow]:
+def pair_rows(view: ModelView, name: str, book: PairBreakers, now: float) -> list[PairRow]:
     """`now`: of the book's clock."""
     rows: list[PairRow] = []
     for pair in pairs_of(view):

@@ -17,14 +17,14 @@ from typing import Generic
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.frontend.admission import BodyBudget, Permits, Running, in_thread
-from dynamo_trtllm.frontend.api_adapter import B, Dialect, Events, Heading, Job
-from dynamo_trtllm.frontend.base import Catalog, Generates
-from dynamo_trtllm.frontend.choices import likeliest, together
-from dynamo_trtllm.frontend.detokenizer import Piece, pieces
-from dynamo_trtllm.frontend.http import ClientGone, Reply
-from dynamo_trtllm.frontend.preprocess import Identity, Plan, Prepared
-from dynamo_trtllm.frontend.request_metrics import Record
+from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight, in_thread
+from dynamo_trtllm.frontend.api_adapter import ApiAdapter, B, PreparedRequest, ResponseMeta, SseEncoder
+from dynamo_trtllm.frontend.base import Generator, ModelCatalog
+from dynamo_trtllm.frontend.choices import merge_streams, pick_best_of
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, detokenize_stream
+from dynamo_trtllm.frontend.http import ClientDisconnected, ClientResponse
+from dynamo_trtllm.frontend.preprocess import ChoiceRequest, GenerationPlan, RequestContext
+from dynamo_trtllm.frontend.request_metrics import RequestMetrics
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observability.metrics import FrontendMetrics
@@ -35,28 +35,28 @@ _LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # such bodies that are parsed and 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
+class AppState:
     """What all exchanges share."""
 
     config: FrontendConfig
-    models: Catalog
-    pipeline: Generates
+    models: ModelCatalog
+    pipeline: Generator
     metrics: FrontendMetrics
-    permits: Permits
+    permits: ConcurrencyLimiter
     bodies: BodyBudget
-    running: Running
+    running: InFlight
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
 
 
-class Run(Generic[B]):
+class RequestHandler(Generic[B]):
     """The state of one exchange."""
 
-    def __init__(self, dialect: Dialect[B], edge: Edge, reply: Reply, record: Record) -> None:
+    def __init__(self, dialect: ApiAdapter[B], edge: AppState, reply: ClientResponse, record: RequestMetrics) -> None:
         self._dialect = dialect
         self._edge = edge
         self._reply = reply
         self._record = record
-        self._events: Events | None = None
+        self._events: SseEncoder | None = None
         self._permits = 0
         self._body_bytes = edge.bodies.body()
         self._arrived_at = time.time()
@@ -80,7 +80,7 @@ class Run(Generic[B]):
 
     async def fail(self, error: DynamoError) -> None:
         """A proper status while there is none yet; else an event that ends the stream; nothing when nobody is there."""
-        with suppress(ClientGone):
+        with suppress(ClientDisconnected):
             if self._events is not None and self._reply.started:
                 await self._reply.events(self._events.failure(error), last=True)
             else:
@@ -105,7 +105,7 @@ class Run(Generic[B]):
         self.raw = b""
         self._edge.bodies.give_back(self._body_bytes)
 
-    async def _job(self, request_id: str, client: str) -> Job[B]:
+    async def _job(self, request_id: str, client: str) -> PreparedRequest[B]:
         """Return when it is this request's turn. By then the body's bytes and texts are freed."""
         dialect, off_loop = self._dialect, len(self.raw) > THREAD_BYTES
         async with self._large_turn() if off_loop else nullcontext():
@@ -116,15 +116,15 @@ class Run(Generic[B]):
             most_s = self._edge.config.request_timeout_s
             deadline = self._arrived_at + (most_s if body.timeout is None else min(body.timeout, most_s))
             self._reply.deadline = deadline
-            identity = Identity(request_id=request_id, deadline=deadline)
+            identity = RequestContext(request_id=request_id, deadline=deadline)
             plan = await dialect.plan(body, self._edge.models.get(body.model), identity, off_loop=off_loop)
             body = body.model_copy(update=dict.fromkeys(dialect.prompt))
             self._drop_body()
         self._record.planned(plan)
         await self._turn(len(plan.choices), deadline)
         answer_id = self._record.answer_id = dialect.id_prefix + secrets.token_hex(16)
-        heading = Heading(id=answer_id, model=body.model, created=int(time.time()), client=client)
-        return Job(heading=heading, body=body, plan=plan)
+        heading = ResponseMeta(id=answer_id, model=body.model, created=int(time.time()), client=client)
+        return PreparedRequest(heading=heading, body=body, plan=plan)
 
     @asynccontextmanager
     async def _large_turn(self) -> AsyncGenerator[None, None]:
@@ -151,19 +151,19 @@ class Run(Generic[B]):
             await self._edge.permits.take(count, deadline - time.time())
         self._permits = count
 
-    def _pieces(self, plan: Plan) -> AsyncGenerator[Piece, None]:
+    def _pieces(self, plan: GenerationPlan) -> AsyncGenerator[ChoiceDelta, None]:
         """Of all choices that are answered, however many."""
         generate = self._edge.pipeline.generate
         if len(plan.choices) == 1 and (sink := self._sink(plan.choices[0])) is not None:
             course = self._record.courses[0]
-            return pieces(generate(plan.choices[0].request, course.trace, sink), course.output)
+            return detokenize_stream(generate(plan.choices[0].request, course.trace, sink), course.output)
         streams = [
-            pieces(generate(prepared.request, course.trace), course.output)
+            detokenize_stream(generate(prepared.request, course.trace), course.output)
             for prepared, course in zip(plan.choices, self._record.courses, strict=True)
         ]
-        return streams[0] if len(streams) == 1 else together(streams)
+        return streams[0] if len(streams) == 1 else merge_streams(streams)
 
-    def _sink(self, prepared: Prepared) -> Sink | None:
+    def _sink(self, prepared: ChoiceRequest) -> Sink | None:
         """Sends the only choice's events within the step that made them, while the client keeps up: most take this
         way. What it does not take, the beginning and the end go through `_streamed`. None: all must."""
         writer, events = self._reply.writer, self._events
@@ -183,7 +183,9 @@ class Run(Generic[B]):
 
         return sink
 
-    async def _streamed(self, job: Job[B], stream: AsyncGenerator[Piece, None], events: Events) -> None:
+    async def _streamed(
+        self, job: PreparedRequest[B], stream: AsyncGenerator[ChoiceDelta, None], events: SseEncoder
+    ) -> None:
         record, reply, left = self._record, self._reply, job.answers
         async for piece in stream:
             record.tick(piece)
@@ -200,14 +202,14 @@ class Run(Generic[B]):
             if data:
                 await reply.events(data, last=not left)
 
-    async def _folded(self, job: Job[B], stream: AsyncGenerator[Piece, None]) -> None:
+    async def _folded(self, job: PreparedRequest[B], stream: AsyncGenerator[ChoiceDelta, None]) -> None:
         fold, record, plan = self._dialect.fold(job), self._record, job.plan
-        candidates: list[Piece] = []
+        candidates: list[ChoiceDelta] = []
         take = fold.push if plan.candidates == plan.keep else candidates.append
         async for piece in stream:
             record.tick(piece)
             take(piece)
-        for piece in likeliest(candidates, plan, record.likelihood):
+        for piece in pick_best_of(candidates, plan, record.likelihood):
             fold.push(piece)
         body = fold.body(record.usage(), record.stats())
         await self._dialect.finished(job, fold)

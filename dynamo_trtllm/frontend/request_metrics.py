@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from dynamo_trtllm.errors import DynamoError, RequestError
 from dynamo_trtllm.frontend.api_adapter import Stats
-from dynamo_trtllm.frontend.detokenizer import Output, Piece, Usage
-from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.frontend.preprocess import Plan
-from dynamo_trtllm.messages import LegStats
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Detokenizer, Usage
+from dynamo_trtllm.frontend.pipeline import RouteTrace
+from dynamo_trtllm.frontend.preprocess import GenerationPlan
+from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.sanitize import shorten
 
@@ -23,20 +23,20 @@ _MESSAGE_CHARS = 300  # of an error, in the log line
 
 
 @dataclass(slots=True)
-class Course:
+class ChoiceMetrics:
     """How one choice goes."""
 
-    output: Output
-    trace: Trace = field(default_factory=Trace)
+    output: Detokenizer
+    trace: RouteTrace = field(default_factory=RouteTrace)
     first_s: float | None = None
     last_s: float = 0.0
     tokens_seen: int = 0
     finish: str | None = None
 
-    def legs(self) -> LegStats:
+    def legs(self) -> PhaseTimings:
         """Both legs as one: the KV moved once, and the prompt was cached where it was prefilled."""
-        prefill, decode = self.trace.prefill_stats or LegStats(), self.trace.decode_stats or LegStats()
-        return LegStats(
+        prefill, decode = self.trace.prefill_stats or PhaseTimings(), self.trace.decode_stats or PhaseTimings()
+        return PhaseTimings(
             queue_s=prefill.queue_s + decode.queue_s,
             prefill_s=prefill.prefill_s + decode.prefill_s,
             handoff_s=prefill.handoff_s + decode.handoff_s,
@@ -50,7 +50,7 @@ class Course:
         return self.output.usage(self.legs().cached_tokens)
 
 
-class Record:
+class RequestMetrics:
     """One per exchange. Times are from its making on. Costs a clock reading per piece."""
 
     def __init__(
@@ -66,14 +66,14 @@ class Record:
         self._model = ""
         self._candidates = 1
         self._queued_s = 0.0
-        self.courses: list[Course] = []
+        self.courses: list[ChoiceMetrics] = []
 
-    def planned(self, plan: Plan) -> None:
+    def planned(self, plan: GenerationPlan) -> None:
         """Makes a course per choice."""
         request = plan.choices[0].request
         self._model, self._candidates = request.model, plan.candidates
         self._observe_itl = self._metrics.itl(model=self._model).observe
-        self.courses = [Course(Output(prepared, index)) for index, prepared in enumerate(plan.choices)]
+        self.courses = [ChoiceMetrics(Detokenizer(prepared, index)) for index, prepared in enumerate(plan.choices)]
 
     @contextmanager
     def queueing(self) -> Iterator[None]:
@@ -85,7 +85,7 @@ class Record:
             self._queued_s = time.monotonic() - begun_s
             self._metrics.observe_queue(seconds=self._queued_s)
 
-    def tick(self, piece: Piece) -> None:
+    def tick(self, piece: ChoiceDelta) -> None:
         """A piece came. The client's first token counts once, the gaps between tokens count in each choice."""
         course = self.courses[piece.index]
         if piece.finish is not None:
@@ -133,7 +133,7 @@ class Record:
             stats["choices"] = [self._stats_of([course]) for course in self.courses]
         return stats
 
-    def _stats_of(self, courses: list[Course]) -> Stats:
+    def _stats_of(self, courses: list[ChoiceMetrics]) -> Stats:
         """Several courses run side by side, so each phase took as long as the longest of them."""
         legs = [course.legs() for course in courses]
         first_s = min((course.first_s or course.last_s for course in courses), default=0.0)
@@ -227,7 +227,7 @@ def _joined(instances: Iterable[int | None]) -> str | None:
     return ",".join(dict.fromkeys(f"{instance:x}" for instance in instances if instance is not None)) or None
 
 
-def _tokens_per_s(courses: Iterable[Course]) -> float | None:
+def _tokens_per_s(courses: Iterable[ChoiceMetrics]) -> float | None:
     """All courses together, of the tokens after the first; None when there is nothing to measure."""
     rates = [
         (course.tokens_seen - 1) / (course.last_s - course.first_s)

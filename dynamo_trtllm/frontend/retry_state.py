@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dynamo_trtllm.errors import Draining, DynamoError, HandoffError, NotMigratable, Overloaded, Unreachable
-from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelCard, Sampling, TokenIds, token_ids
+from dynamo_trtllm.errors import Draining, DynamoError, KvTransferError, MigrationFailed, Overloaded, Unreachable
+from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelDeploymentCard, Sampling, TokenIds, token_ids
 from dynamo_trtllm.request_plane.base import Sink
 
 
@@ -24,7 +24,7 @@ class RecoveryLimits:
 
 
 @dataclass(slots=True, kw_only=True)
-class Recovery:
+class RetryState:
     """What happened to one request so far."""
 
     request: GenerateRequest
@@ -94,7 +94,7 @@ class Recovery:
             self.request, token_ids=self.request.token_ids + self.made, sampling=rest, resumed_tokens=made
         )
 
-    def failed(self, error: DynamoError, *, at: int | None, prefill: int | None, card: ModelCard) -> None:
+    def failed(self, error: DynamoError, *, at: int | None, prefill: int | None, card: ModelDeploymentCard) -> None:
         """Notes the failure; `at` is the instance whose leg it was, `prefill` the attempt's prefill instance.
 
         Raises `error` when there is no further attempt, or NotMigratable for what can't go on elsewhere.
@@ -106,18 +106,18 @@ class Recovery:
             self._migrate(error, card)
         else:
             self._retry(error)
-        if isinstance(error, HandoffError):
+        if isinstance(error, KvTransferError):
             self.shunned = prefill
         elif at is not None:
             self.gone.add(at)
 
     def _retry(self, error: DynamoError) -> None:
         self.retries += not is_refusal(error)
-        self._handoffs += isinstance(error, HandoffError)
+        self._handoffs += isinstance(error, KvTransferError)
         if self.retries > self.limits.retries or self._handoffs > 1:
             raise error
 
-    def _migrate(self, error: DynamoError, card: ModelCard) -> None:
+    def _migrate(self, error: DynamoError, card: ModelDeploymentCard) -> None:
         history = _history(self.request.sampling)
         if history is not None and "resumed_tokens" in card.refuses:
             raise _not_migratable(error, f"its engine can't take up {history} midway; send it without")
@@ -140,7 +140,7 @@ def _history(sampling: Sampling) -> str | None:
     return "a seed's randomness" if sampling.seed is not None and sampling.temperature > 0 else None
 
 
-def _not_migratable(error: DynamoError, why: str) -> NotMigratable:
-    told = NotMigratable(f"the stream broke and can't be continued elsewhere: {why} ({error.code}: {error.message})")
+def _not_migratable(error: DynamoError, why: str) -> MigrationFailed:
+    told = MigrationFailed(f"the stream broke and can't be continued elsewhere: {why} ({error.code}: {error.message})")
     told.__cause__ = error
     return told

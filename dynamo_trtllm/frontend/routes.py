@@ -17,9 +17,9 @@ from dynamo_trtllm.api.errors import error_body
 from dynamo_trtllm.api.models import model_list, model_object
 from dynamo_trtllm.discovery.keys import endpoint_of
 from dynamo_trtllm.errors import DynamoError, EngineNotReady, ModelNotFound
-from dynamo_trtllm.frontend.base import Catalog
+from dynamo_trtllm.frontend.base import ModelCatalog
 from dynamo_trtllm.frontend.openapi import document
-from dynamo_trtllm.http_server.errors import INVALID, answer, retry_headers
+from dynamo_trtllm.http_server.errors import INVALID, retry_headers, to_response
 from dynamo_trtllm.messages import Instance
 from dynamo_trtllm.observability.metrics import CONTENT_TYPE, FrontendMetrics
 
@@ -38,10 +38,10 @@ def error_response(status: int, message: str, *, code: str, headers: Mapping[str
     return json_response(error_body(message, type=INVALID, code=code), status, headers)
 
 
-class Answers:
+class StatusRoutes:
     """One method per path."""
 
-    def __init__(self, models: Catalog, metrics: FrontendMetrics, awaited: Callable[[], str | None]) -> None:
+    def __init__(self, models: ModelCatalog, metrics: FrontendMetrics, awaited: Callable[[], str | None]) -> None:
         """`awaited`: returns why `/ready` answers 503, or None."""
         self._models = models
         self._metrics = metrics
@@ -129,7 +129,7 @@ def _not_ready(name: str, message: str) -> Response:
 
 
 def _told(error: DynamoError) -> Response:
-    told = answer(error)
+    told = to_response(error)
     return json_response(told.body, told.status, told.headers)
 
 

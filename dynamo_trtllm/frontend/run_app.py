@@ -14,19 +14,19 @@ from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend import gc_tuning
 from dynamo_trtllm.frontend.app import build_app
-from dynamo_trtllm.frontend.base import Colleagues
-from dynamo_trtllm.frontend.model_registry import Models
-from dynamo_trtllm.frontend.pair_probe import Canaries, CanaryOptions
+from dynamo_trtllm.frontend.base import PeerProcesses
+from dynamo_trtllm.frontend.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.pair_probe import PairProbeOptions, PairProbes
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions
 from dynamo_trtllm.frontend.responses.response_store import store_limits
 from dynamo_trtllm.frontend.retry_state import RecoveryLimits
-from dynamo_trtllm.frontend.startup_gate import Door
+from dynamo_trtllm.frontend.startup_gate import StartupGate
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.store import MemoryStore, Store
-from dynamo_trtllm.router.pair_breakers import PairBook
+from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store
+from dynamo_trtllm.router.pair_breakers import PairBreakers
 from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,9 @@ _SHOWN_S = 1.0  # how long `/ready` gives the reason of a failure before the por
 _SETTLE_S = 15.0  # longest wait for the models that are there already, before the first request is taken
 
 
-async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleagues, stop: Callable[[], None]) -> None:
+async def run_app(
+    config: FrontendConfig, door: StartupGate, colleagues: PeerProcesses, stop: Callable[[], None]
+) -> None:
     """Until cancelled. Opens the door when the models that are there are served.
 
     When a background task ends, `/ready` says so, `stop` has the server finish what runs, and the failure is raised
@@ -50,10 +52,10 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), tasks=tasks)
         stack.push_async_callback(discovery.aclose)
-        view, book, metrics = ClusterView(), PairBook(), FrontendMetrics()
+        view, book, metrics = ClusterView(), PairBreakers(), FrontendMetrics()
         colleagues.share(metrics)
         tries_pairs = config.canary_interval_s > 0
-        models = Models(view, discovery, plane, config.namespace, book if tries_pairs else None)
+        models = ModelRegistry(view, discovery, plane, config.namespace, book if tries_pairs else None)
         stack.push_async_callback(models.aclose)
         pipeline = Pipeline(view, plane, _options(config), book)
         stack.push_async_callback(pipeline.aclose)
@@ -65,14 +67,18 @@ async def keep_serving(config: FrontendConfig, door: Door, colleagues: Colleague
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.state.close_responses)
-        work = {"discovery-watch": models.watch(), "nats-watch": plane.until_ended(), "pairs": forget_gone(view, book)}
+        work = {
+            "discovery-watch": models.watch(),
+            "nats-watch": plane.until_ended(),
+            "pairs": prune_breakers(view, book),
+        }
         if tries_pairs:
-            options = CanaryOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
-            work["canaries"] = Canaries(view, pipeline, book, options).run(plane, metrics)
+            options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
+            work["canaries"] = PairProbes(view, pipeline, book, options).run(plane, metrics)
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await _first(_settled(models), tasks.until_failed())
-        gc_tuning.settle()
+        gc_tuning.tune_gc()
         door.open(app)
         colleagues.served()
         await _until_failed(tasks, stop)
@@ -91,7 +97,7 @@ async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> Non
             raise failure from failure.__cause__
 
 
-async def forget_gone(view: ClusterView, book: PairBook) -> None:
+async def prune_breakers(view: ClusterView, book: PairBreakers) -> None:
     """Keeps in the book only pairs whose instances are there. Until cancelled."""
     while True:
         changed = view.changed
@@ -99,7 +105,7 @@ async def forget_gone(view: ClusterView, book: PairBook) -> None:
         await changed.wait()
 
 
-async def _settled(models: Models) -> None:
+async def _settled(models: ModelRegistry) -> None:
     try:
         async with asyncio.timeout(_SETTLE_S):
             await models.settled()
@@ -133,4 +139,4 @@ async def _store(config: FrontendConfig) -> Store:
     """Raises Unreachable when it is JetStream and there is none."""
     if config.shares_responses:
         return await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
-    return MemoryStore(store_limits(config))
+    return MemoryResponseStore(store_limits(config))

@@ -11,9 +11,9 @@ import orjson
 
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.frontend.aggregators import chat_logprobs, echoes, text_logprobs, tool_call_id, usage_object
-from dynamo_trtllm.frontend.api_adapter import Heading, Job, Stats
-from dynamo_trtllm.frontend.detokenizer import Piece, Usage
-from dynamo_trtllm.http_server.errors import answer
+from dynamo_trtllm.frontend.api_adapter import PreparedRequest, ResponseMeta, Stats
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
+from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -30,10 +30,10 @@ def split_at_hole(value: Any) -> tuple[bytes, bytes]:
     return before, after
 
 
-class Envelope:
+class SseEnvelope:
     """What both dialects put around a choice, and how their streams end."""
 
-    def __init__(self, kind: str, heading: Heading, *, include_usage: bool) -> None:
+    def __init__(self, kind: str, heading: ResponseMeta, *, include_usage: bool) -> None:
         self._base = {"id": heading.id, "object": kind, "created": heading.created, "model": heading.model}
         self._include_usage = include_usage
 
@@ -49,20 +49,20 @@ class Envelope:
 
     @staticmethod
     def failure(error: DynamoError) -> bytes:
-        return event(answer(error).body) + DONE
+        return event(to_response(error).body) + DONE
 
 
-class ChatEvents:
+class ChatSseEncoder:
     """`chat.completion.chunk` objects."""
 
-    def __init__(self, job: Job[Any]) -> None:
-        self._envelope = Envelope("chat.completion.chunk", job.heading, include_usage=job.body.include_usage)
+    def __init__(self, job: PreparedRequest[Any]) -> None:
+        self._envelope = SseEnvelope("chat.completion.chunk", job.heading, include_usage=job.body.include_usage)
         self._choices = [_ChatChoice(index, self._envelope, job.renderer) for index in range(job.answers)]
 
     def opening(self) -> bytes:
         return b"".join(choice.opening() for choice in self._choices)
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         return self._choices[piece.index].piece(piece)
 
     def closing(self, usage: Usage, stats: Stats | None) -> bytes:
@@ -73,7 +73,7 @@ class ChatEvents:
 
 
 class _ChatChoice:
-    def __init__(self, index: int, envelope: Envelope, renderer: Renderer) -> None:
+    def __init__(self, index: int, envelope: SseEnvelope, renderer: Renderer) -> None:
         self._index = index
         self._envelope = envelope
         self._renderer = renderer
@@ -84,13 +84,13 @@ class _ChatChoice:
     def opening(self) -> bytes:
         return event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         if piece.content and not (piece.finish or piece.reasoning or piece.tool_calls or piece.logprobs):  # nearly all
             return self._before_content + orjson.dumps(piece.content) + self._after_text
         data = self._delta(piece)
         return data if piece.finish is None else data + event(self._chunk({}, finish=piece.finish))
 
-    def _delta(self, piece: Piece) -> bytes:
+    def _delta(self, piece: ChoiceDelta) -> bytes:
         if piece.logprobs:
             return event(self._chunk(_delta(piece), logprobs=chat_logprobs(piece.logprobs, self._renderer)))
         if piece.tool_calls or (piece.content and piece.reasoning):
@@ -108,11 +108,11 @@ class _ChatChoice:
         )
 
 
-class TextEvents:
+class TextSseEncoder:
     """`text_completion` objects."""
 
-    def __init__(self, job: Job[Any]) -> None:
-        self._envelope = Envelope("text_completion", job.heading, include_usage=job.body.include_usage)
+    def __init__(self, job: PreparedRequest[Any]) -> None:
+        self._envelope = SseEnvelope("text_completion", job.heading, include_usage=job.body.include_usage)
         self._choices = [
             _TextChoice(index, self._envelope, echo, job.renderer) for index, echo in enumerate(echoes(job))
         ]
@@ -120,7 +120,7 @@ class TextEvents:
     def opening(self) -> bytes:
         return b"".join(choice.opening() for choice in self._choices)
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         return self._choices[piece.index].piece(piece)
 
     def closing(self, usage: Usage, stats: Stats | None) -> bytes:
@@ -131,7 +131,7 @@ class TextEvents:
 
 
 class _TextChoice:
-    def __init__(self, index: int, envelope: Envelope, echo: str, renderer: Renderer) -> None:
+    def __init__(self, index: int, envelope: SseEnvelope, echo: str, renderer: Renderer) -> None:
         self._index = index
         self._envelope = envelope
         self._echo = echo
@@ -142,11 +142,11 @@ class _TextChoice:
     def opening(self) -> bytes:
         return event(self._chunk(self._echo)) if self._echo else b""
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         data = self._text(piece)
         return data if piece.finish is None else data + event(self._chunk("", finish=piece.finish))
 
-    def _text(self, piece: Piece) -> bytes:
+    def _text(self, piece: ChoiceDelta) -> bytes:
         if piece.logprobs:
             logprobs, self._offset = text_logprobs(piece.logprobs, self._renderer, self._offset)
             return event(self._chunk(piece.content, logprobs=logprobs))
@@ -161,7 +161,7 @@ class _TextChoice:
         )
 
 
-def _delta(piece: Piece) -> dict[str, Any]:
+def _delta(piece: ChoiceDelta) -> dict[str, Any]:
     delta: dict[str, Any] = {}
     if piece.reasoning:
         delta["reasoning_content"] = piece.reasoning

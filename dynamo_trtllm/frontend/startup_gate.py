@@ -11,7 +11,7 @@ import asyncio
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dynamo_trtllm.errors import Draining
-from dynamo_trtllm.frontend.http import Reply
+from dynamo_trtllm.frontend.http import ClientResponse
 from dynamo_trtllm.frontend.request_ids import RequestIds
 from dynamo_trtllm.http_server.errors import RETRY_AFTER_S, retry_headers
 
@@ -34,7 +34,7 @@ _EARLY = {
 }
 
 
-class Door:
+class StartupGate:
     """`open` or `close` is called once; until then requests wait."""
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class Door:
 
 async def _answer_early(scope: Scope, receive: Receive, send: Send) -> None:
     status, body = _EARLY[scope["path"]]
-    await Reply(send).json(status, body, retry_headers(status))
+    await ClientResponse(send).json(status, body, retry_headers(status))
 
 
 async def _answer_late(scope: Scope, receive: Receive, send: Send) -> None:
-    await Reply(send).fail(Draining("this frontend could not start; its log says why"), RETRY_AFTER_S)
+    await ClientResponse(send).fail(Draining("this frontend could not start; its log says why"), RETRY_AFTER_S)

@@ -9,10 +9,10 @@ from typing import Final, Protocol
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 WRITER: Final = "dynamo_trtllm.writer"
-"""In the state of a request to our own server: a `Writer` of its answer."""
+"""In the state of a request to our own server: a `BodyWriter` of its answer."""
 
 
-class Writer(Protocol):
+class BodyWriter(Protocol):
     """Sends pieces of one answer of unknown length."""
 
     def is_ready(self) -> bool:
@@ -32,7 +32,7 @@ class Writer(Protocol):
         ...
 
 
-class Turn:
+class FlushBatch:
     """The answers that were written to in this turn of the loop: each is sent once, at its end. A message from a
     worker holds the tokens of many answers, and, when they come fast, many tokens of each."""
 
@@ -51,11 +51,11 @@ class Turn:
 
 
 class CycleWriter:
-    """A `Writer` of one request's answer."""
+    """A `BodyWriter` of one request's answer."""
 
     __slots__ = ("_cycle", "_pieces", "_turn")
 
-    def __init__(self, cycle: RequestResponseCycle, turn: Turn) -> None:
+    def __init__(self, cycle: RequestResponseCycle, turn: FlushBatch) -> None:
         self._cycle = cycle
         self._turn = turn
         self._pieces: list[bytes] = []

@@ -21,8 +21,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DynamoError, HeadTooLarge, InvalidRequest, Overloaded, PayloadTooLarge, RequestTimeout
-from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, HeldHead, Turn
-from dynamo_trtllm.http_server.errors import answer
+from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, FlushBatch, HeldHead
+from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.network.listening import Acceptor, allow_files
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=type("Protocol", (LimitedProtocol,), {"limits": limits, "turn": Turn()}),
+                http=type("Protocol", (LimitedProtocol,), {"limits": limits, "turn": FlushBatch()}),
                 timeout_keep_alive=limits.keep_alive_timeout_s,  # type: ignore[arg-type]  # goes to call_later
                 ws="none",
                 lifespan="off",
@@ -120,7 +120,7 @@ class LimitedProtocol(HttpToolsProtocol):
     """One connection; uvicorn makes it."""
 
     limits: ClassVar[ConnectionLimits]
-    turn: ClassVar[Turn]
+    turn: ClassVar[FlushBatch]
 
     heard = 0  # rank among the connections by when it was opened or when its newest request's head was complete
     _in_head = True  # or before it
@@ -274,7 +274,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             answering.disconnected = True  # the app sends no answer of its own
             answering.message_event.set()
-        told = answer(error)
+        told = to_response(error)
         body = orjson.dumps(told.body)
         headers = {**told.headers, "Content-Type": "application/json", "Content-Length": len(body)}
         lines = [f"HTTP/1.1 {told.status} {HTTPStatus(told.status).phrase}"]

@@ -16,66 +16,66 @@ RETRY_AFTER_S = 1
 RETRY_LATER = frozenset({429, 503})  # statuses that come with Retry-After
 
 
-class Row(NamedTuple):
+class ErrorSpec(NamedTuple):
     status: int
     type: str
 
 
-TABLE: dict[type[DynamoError], Row] = {
-    DynamoError: Row(500, SERVER),
-    errors.ConfigError: Row(500, SERVER),
-    errors.InternalError: Row(500, SERVER),
-    errors.RequestError: Row(400, INVALID),
-    errors.InvalidRequest: Row(400, INVALID),
-    errors.UnsupportedParameter: Row(400, INVALID),
-    errors.ContextTooLong: Row(400, INVALID),
-    errors.PayloadTooLarge: Row(413, INVALID),
-    errors.HeadTooLarge: Row(431, INVALID),
-    errors.RequestTimeout: Row(408, INVALID),
-    errors.UnsupportedMedia: Row(415, INVALID),
-    errors.ModelNotFound: Row(404, INVALID),
-    errors.ResponseNotFound: Row(404, INVALID),
-    errors.Cancelled: Row(409, INVALID),
-    errors.CapacityError: Row(503, UNAVAILABLE),
-    errors.Overloaded: Row(429, LIMITED),
-    errors.Draining: Row(503, UNAVAILABLE),
-    errors.NoInstances: Row(503, UNAVAILABLE),
-    errors.PlaneError: Row(502, SERVER),
-    errors.Unreachable: Row(503, UNAVAILABLE),
-    errors.Disconnected: Row(503, UNAVAILABLE),
-    errors.DeadlineExceeded: Row(504, SERVER),
-    errors.StreamIncomplete: Row(502, SERVER),
-    errors.BadFrame: Row(502, SERVER),
-    errors.VersionMismatch: Row(502, SERVER),
-    errors.HandoffError: Row(502, SERVER),
-    errors.TicketExpired: Row(502, SERVER),
-    errors.TicketMismatch: Row(502, SERVER),
-    errors.HandoffTimeout: Row(504, SERVER),
-    errors.TransferFailed: Row(502, SERVER),
-    errors.NonFiniteKv: Row(502, SERVER),
-    errors.EngineError: Row(500, SERVER),
-    errors.EngineNotReady: Row(503, UNAVAILABLE),
-    errors.EngineRefused: Row(400, INVALID),
-    errors.NotMigratable: Row(502, SERVER),
-    errors.NonFinite: Row(500, SERVER),
-    errors.EngineFailed: Row(500, SERVER),
+TABLE: dict[type[DynamoError], ErrorSpec] = {
+    DynamoError: ErrorSpec(500, SERVER),
+    errors.ConfigError: ErrorSpec(500, SERVER),
+    errors.InternalError: ErrorSpec(500, SERVER),
+    errors.RequestError: ErrorSpec(400, INVALID),
+    errors.InvalidRequest: ErrorSpec(400, INVALID),
+    errors.UnsupportedParameter: ErrorSpec(400, INVALID),
+    errors.ContextTooLong: ErrorSpec(400, INVALID),
+    errors.PayloadTooLarge: ErrorSpec(413, INVALID),
+    errors.HeadTooLarge: ErrorSpec(431, INVALID),
+    errors.RequestTimeout: ErrorSpec(408, INVALID),
+    errors.UnsupportedMedia: ErrorSpec(415, INVALID),
+    errors.ModelNotFound: ErrorSpec(404, INVALID),
+    errors.ResponseNotFound: ErrorSpec(404, INVALID),
+    errors.Cancelled: ErrorSpec(409, INVALID),
+    errors.CapacityError: ErrorSpec(503, UNAVAILABLE),
+    errors.Overloaded: ErrorSpec(429, LIMITED),
+    errors.Draining: ErrorSpec(503, UNAVAILABLE),
+    errors.NoInstances: ErrorSpec(503, UNAVAILABLE),
+    errors.PlaneError: ErrorSpec(502, SERVER),
+    errors.Unreachable: ErrorSpec(503, UNAVAILABLE),
+    errors.Disconnected: ErrorSpec(503, UNAVAILABLE),
+    errors.DeadlineExceeded: ErrorSpec(504, SERVER),
+    errors.StreamIncomplete: ErrorSpec(502, SERVER),
+    errors.BadFrame: ErrorSpec(502, SERVER),
+    errors.VersionMismatch: ErrorSpec(502, SERVER),
+    errors.KvTransferError: ErrorSpec(502, SERVER),
+    errors.TransferExpired: ErrorSpec(502, SERVER),
+    errors.TransferMismatch: ErrorSpec(502, SERVER),
+    errors.TransferTimeout: ErrorSpec(504, SERVER),
+    errors.TransferFailed: ErrorSpec(502, SERVER),
+    errors.NonFiniteKv: ErrorSpec(502, SERVER),
+    errors.EngineError: ErrorSpec(500, SERVER),
+    errors.EngineNotReady: ErrorSpec(503, UNAVAILABLE),
+    errors.RequestRejected: ErrorSpec(400, INVALID),
+    errors.MigrationFailed: ErrorSpec(502, SERVER),
+    errors.NonFinite: ErrorSpec(500, SERVER),
+    errors.EngineFailed: ErrorSpec(500, SERVER),
 }
 
 
-class Answer(NamedTuple):
+class ErrorResponse(NamedTuple):
     status: int
     body: ErrorBody
     headers: dict[str, str]
 
 
-def answer(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> Answer:
+def to_response(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> ErrorResponse:
     """What a client is told. A class without a row of its own takes its parent's."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     body = error_body(error.message, type=row.type, param=error.field, code=error.code)
     headers = retry_headers(row.status, retry_after_s)
     if isinstance(error, errors.RequestTimeout):
         headers["Connection"] = "close"  # the rest of the request is still to come
-    return Answer(row.status, body, headers)
+    return ErrorResponse(row.status, body, headers)
 
 
 def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:

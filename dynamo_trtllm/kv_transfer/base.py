@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from dynamo_trtllm.kv_transfer.checksums import Checksums
 
 
-class Piece(NamedTuple):
+class MemoryRegion(NamedTuple):
     """Contiguous memory its owner keeps alive and unchanged while a carrier uses it."""
 
     address: int
@@ -20,10 +20,10 @@ class Piece(NamedTuple):
     device: str = "cpu"  # or "cuda:0" …
 
 
-OnPiece: TypeAlias = Callable[[int], None]
+OnRegion: TypeAlias = Callable[[int], None]
 
 
-class Carrier(Protocol):
+class TransferBackend(Protocol):
     """One per engine. All calls are made from the event loop; blocking vendor calls run on threads inside."""
 
     name: str  # for tickets, logs and people: "nixl/ucx", "tcp", "loopback"
@@ -33,14 +33,14 @@ class Carrier(Protocol):
         """`on_fetched(ticket_id)` is called on the loop each time a peer says that it has read an offer."""
         ...
 
-    async def register(self, region: Piece) -> None:
+    async def register(self, region: MemoryRegion) -> None:
         """Makes memory known once, until `aclose`: what is offered or fetched within it then needs no registration.
 
         Raises TransferFailed, and leaves nothing behind, for memory that this carrier can't move.
         """
         ...
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         """Makes the pieces readable by whoever holds the returned bytes, until `withdraw`. Raises TransferFailed.
 
         Only the first `ready` pieces hold their data yet (None: all); a reader waits for `advance` with the others.
@@ -59,10 +59,10 @@ class Carrier(Protocol):
         self,
         ticket_id: str,
         offer: bytes,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnPiece | None = None,
+        on_piece: OnRegion | None = None,
     ) -> None:
         """Read an offer of equal piece sizes into own memory and notify its holder. Nothing is written to `pieces`
         after this returns, raises or is cancelled. Raises HandoffTimeout, TransferFailed (peer dead, offer gone, wrong

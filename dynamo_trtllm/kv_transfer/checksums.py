@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 import xxhash
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.memory import view
 
 _log = logging.getLogger(__name__)
@@ -51,12 +51,12 @@ class Checksums:
 
     def __init__(self, mode: ChecksumMode = "auto") -> None:
         self.mode = mode
-        self.device_checksum: Callable[[Piece], int] | None = None
+        self.device_checksum: Callable[[MemoryRegion], int] | None = None
         self.mismatches = 0  # fetches whose checksum was wrong
         threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
         self._pool = ThreadPoolExecutor(threads, "kv-checksum")  # starts them when they are needed
 
-    def method(self, pieces: Sequence[Piece]) -> str:
+    def method(self, pieces: Sequence[MemoryRegion]) -> str:
         """Return the name of the method that checks these pieces, or "" when they are not checked."""
         if self.mode == "off":
             return ""
@@ -64,7 +64,7 @@ class Checksums:
             return HOST
         return DEVICE if self.mode == "on" and self.device_checksum is not None else ""
 
-    def is_checked(self, ticket_id: str, theirs: str, pieces: Sequence[Piece]) -> bool:
+    def is_checked(self, ticket_id: str, theirs: str, pieces: Sequence[MemoryRegion]) -> bool:
         """Return whether a fetch into these pieces can compare checksums. `theirs`: the method that the offer names.
 
         Raises TransferFailed when it can't and the mode is on.
@@ -78,7 +78,7 @@ class Checksums:
             )
         return False
 
-    def submit(self, block: Piece, work: Callable[[], int] | None = None) -> Future[int]:
+    def submit(self, block: MemoryRegion, work: Callable[[], int] | None = None) -> Future[int]:
         """Hash a block on a thread, or at once if it is small. `work` replaces the call of `hash`.
 
         The memory must stay until the future is done, see `ended`. Raises TransferFailed after `close`.
@@ -93,11 +93,11 @@ class Checksums:
         except RuntimeError as exc:
             raise TransferFailed("this worker's KV transfer was stopped") from exc
 
-    def submit_all(self, piece: Piece) -> list[Future[int]]:
+    def submit_all(self, piece: MemoryRegion) -> list[Future[int]]:
         """Hash all blocks of a piece, see `submit`."""
         return [self.submit(block) for block in blocks(piece)]
 
-    def hash(self, block: Piece) -> int:
+    def hash(self, block: MemoryRegion) -> int:
         """Return the hash of a block. Blocks the calling thread."""
         if block.device == "cpu":
             return xxhash.xxh3_64_intdigest(view(block))
@@ -119,11 +119,11 @@ class Checksums:
         self._pool.shutdown(cancel_futures=True)
 
 
-def blocks(piece: Piece) -> Iterator[Piece]:
+def blocks(piece: MemoryRegion) -> Iterator[MemoryRegion]:
     """Cut a piece into blocks, in order; the last may be smaller. A piece in GPU memory is one block."""
     block_bytes = BLOCK_BYTES if piece.device == "cpu" else max(1, piece.num_bytes)
     for begin in range(0, piece.num_bytes, block_bytes):
-        yield Piece(piece.address + begin, min(block_bytes, piece.num_bytes - begin), piece.device)
+        yield MemoryRegion(piece.address + begin, min(block_bytes, piece.num_bytes - begin), piece.device)
 
 
 def combined(before: int, hashes: Sequence[int]) -> int:
@@ -141,7 +141,10 @@ class OfferChecksum:
     """
 
     def __init__(
-        self, checksums: Checksums, pieces: Sequence[Piece], on_complete: Callable[[int | None], None] | None = None
+        self,
+        checksums: Checksums,
+        pieces: Sequence[MemoryRegion],
+        on_complete: Callable[[int | None], None] | None = None,
     ) -> None:
         self._checksums = checksums
         self._blocks = [list(blocks(piece)) for piece in pieces]
@@ -165,7 +168,7 @@ class OfferChecksum:
             ]
             self._jobs.append(jobs)
 
-    def _hash(self, index: int, number: int, block: Piece) -> int:
+    def _hash(self, index: int, number: int, block: MemoryRegion) -> int:
         try:
             found = self._hashes[index][number] = self._checksums.hash(block)
         except Exception:

@@ -6,11 +6,11 @@ import logging
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.kv_transfer.base import Carrier
+from dynamo_trtllm.kv_transfer.base import TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import ChecksumMode, Checksums
-from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
-from dynamo_trtllm.kv_transfer.nixl import NixlCarrier
-from dynamo_trtllm.kv_transfer.tcp import TcpCarrier
+from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
+from dynamo_trtllm.kv_transfer.nixl import NixlBackend
+from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.network.addresses import LOOPBACK
 
 _log = logging.getLogger(__name__)
@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 CARRIERS = ("nixl", "tcp", "loopback")
 
 
-def select_carrier(
+def create_backend(
     name: str | None, config: WorkerConfig | None = None, *, kv_checksums: ChecksumMode = "auto"
-) -> Carrier:
+) -> TransferBackend:
     """The carrier called `name`; None: nixl where it is installed, tcp otherwise.
 
     `config` has the addresses for tcp; without a config, only this host can connect. Raises ConfigError for
@@ -31,18 +31,18 @@ def select_carrier(
         case None:
             return _best(config, checksums)
         case "nixl":
-            return NixlCarrier(checksums)
+            return NixlBackend(checksums)
         case "tcp":
             return _tcp(config, checksums)
         case "loopback":
-            return LoopbackCarrier(checksums)
+            return LoopbackBackend(checksums)
         case _:
             raise ConfigError(f"there is no carrier {name!r}; choose one of {', '.join(CARRIERS)}", field="carrier")
 
 
-def _best(config: WorkerConfig | None, checksums: Checksums) -> Carrier:
+def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:
     try:
-        carrier = NixlCarrier(checksums)
+        carrier = NixlBackend(checksums)
     except ConfigError as exc:
         _log.info("KV moves over carrier tcp: %s", exc.message)
         return _tcp(config, checksums)
@@ -50,9 +50,9 @@ def _best(config: WorkerConfig | None, checksums: Checksums) -> Carrier:
     return carrier
 
 
-def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpCarrier:
+def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpBackend:
     if config is None:
-        return TcpCarrier(checksums=checksums)
+        return TcpBackend(checksums=checksums)
     advertised = config.kv_transfer_host or LOOPBACK
     bound = config.kv_transfer_bind_host or advertised
     if (":" in bound) != (":" in advertised) and bound != "::":
@@ -61,4 +61,4 @@ def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpCarrier:
             "not. Give --kv-transfer-bind-host and --kv-transfer-host of one family, or listen at ::",
             field="kv_transfer_bind_host",
         )
-    return TcpCarrier(bound, advertised, checksums)
+    return TcpBackend(bound, advertised, checksums)

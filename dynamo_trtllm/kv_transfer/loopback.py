@@ -15,35 +15,35 @@ from typing import ClassVar
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, HandoffTimeout, TransferFailed
-from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, combined, ended, results
 from dynamo_trtllm.kv_transfer.memory import require_cpu, require_sizes
 
 
-class _Offer(msgspec.Struct, frozen=True, kw_only=True):
+class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
     carrier_id: str
     sizes_bytes: list[int]
     checksum: str = ""  # name of its method, see `checksums`
 
 
 @dataclass(slots=True)
-class _Held:
-    pieces: tuple[Piece, ...]
+class _LoopbackPublished:
+    pieces: tuple[MemoryRegion, ...]
     ready: int  # pieces that hold their data
     checksum: OfferChecksum | None = None
 
 
-class LoopbackCarrier:
+class LoopbackBackend:
     """A Carrier between engines of one process. Peers find each other by the id in the offer."""
 
     name = "loopback"
-    _open: ClassVar[dict[str, LoopbackCarrier]] = {}
+    _open: ClassVar[dict[str, LoopbackBackend]] = {}
 
     def __init__(self, checksums: Checksums | None = None) -> None:
         self.checksums = checksums or Checksums()
         self._id = uuid.uuid4().hex
-        self._offers: dict[str, _Held] = {}
+        self._offers: dict[str, _LoopbackPublished] = {}
         self._changed = asyncio.Event()  # an offer advanced or ended; replaced each time
         self._on_fetched: Callable[[str], None] | None = None
 
@@ -51,23 +51,23 @@ class LoopbackCarrier:
         self._on_fetched = on_fetched
         self._open[self._id] = self
 
-    async def register(self, region: Piece) -> None:
+    async def register(self, region: MemoryRegion) -> None:
         require_cpu([region], self.name)  # and that is all that it takes
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._id not in self._open:
             raise TransferFailed("the loopback carrier is not running; start it before it offers")
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         method = self.checksums.method(pieces)
-        held = _Held(tuple(pieces), len(pieces) if ready is None else ready)
+        held = _LoopbackPublished(tuple(pieces), len(pieces) if ready is None else ready)
         if method:
             held.checksum = OfferChecksum(self.checksums, held.pieces)
             held.checksum.advance(held.ready)
         self._offers[ticket_id] = held
         sizes_bytes = [piece.num_bytes for piece in pieces]
-        return codec.encode(_Offer(carrier_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
+        return codec.encode(_LoopbackOffer(carrier_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
     def advance(self, ticket_id: str, ready: int) -> None:
         held = self._offers.get(ticket_id)
@@ -93,14 +93,14 @@ class LoopbackCarrier:
         self,
         ticket_id: str,
         offer: bytes,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnPiece | None = None,
+        on_piece: OnRegion | None = None,
     ) -> None:
         """See `Carrier.fetch`. The time of the copies does not count towards `timeout_s`."""
         try:
-            facts = codec.decode(offer, _Offer)
+            facts = codec.decode(offer, _LoopbackOffer)
         except BadFrame as exc:
             raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
         require_cpu(pieces, self.name)
@@ -124,24 +124,24 @@ class LoopbackCarrier:
                     if on_piece is not None:
                         on_piece(index)
         except TimeoutError as exc:
-            raise HandoffTimeout(f"ticket {ticket_id}: its pieces were not ready within {timeout_s:g} s") from exc
+            raise TransferTimeout(f"ticket {ticket_id}: its pieces were not ready within {timeout_s:g} s") from exc
         holder._held(ticket_id)
         if holder._on_fetched is not None:
             asyncio.get_running_loop().call_soon(holder._on_fetched, ticket_id)
 
-    async def _hashes(self, piece: Piece) -> list[int]:
+    async def _hashes(self, piece: MemoryRegion) -> list[int]:
         jobs = self.checksums.submit_all(piece)
         try:
             return await results(jobs)
         finally:
             await ended(jobs)
 
-    async def _with_ready(self, ticket_id: str, index: int) -> _Held:
+    async def _with_ready(self, ticket_id: str, index: int) -> _LoopbackPublished:
         while (held := self._held(ticket_id)).ready <= index:
             await self._changed.wait()
         return held
 
-    def _held(self, ticket_id: str) -> _Held:
+    def _held(self, ticket_id: str) -> _LoopbackPublished:
         held = self._offers.get(ticket_id)
         if held is None:
             raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")

@@ -7,24 +7,24 @@ import mmap
 from collections.abc import Sequence
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 
 
-def view(piece: Piece) -> memoryview:
+def view(piece: MemoryRegion) -> memoryview:
     """The bytes of a CPU piece, writable and not copied; the caller keeps the memory alive while it uses the view."""
     if not piece.num_bytes:
         return memoryview(bytearray())  # a view of no bytes can't be cast
     return memoryview((ctypes.c_char * piece.num_bytes).from_address(piece.address)).cast("B")
 
 
-def require_cpu(pieces: Sequence[Piece], carrier: str) -> None:
+def require_cpu(pieces: Sequence[MemoryRegion], carrier: str) -> None:
     """Raises TransferFailed naming the device when a piece is not in host memory."""
     for piece in pieces:
         if piece.device != "cpu":
             raise TransferFailed(f"carrier {carrier} moves CPU memory only, not {piece.device}; use carrier nixl")
 
 
-def require_sizes(ticket_id: str, theirs: Sequence[int], pieces: Sequence[Piece]) -> None:
+def require_sizes(ticket_id: str, theirs: Sequence[int], pieces: Sequence[MemoryRegion]) -> None:
     """Raises TransferFailed unless own pieces have the sizes of the offer, in its order."""
     ours = [piece.num_bytes for piece in pieces]
     if ours == list(theirs):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from dynamo_trtllm.errors import TicketExpired, TicketMismatch
-from dynamo_trtllm.messages import HandoffTicket, KvLayout
+from dynamo_trtllm.errors import TransferExpired, TransferMismatch
+from dynamo_trtllm.messages import KvLayout, KvTransferParams
 
 TICKET_VERSION = 1
 
@@ -15,7 +15,7 @@ EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "ten
 
 
 def check(
-    ticket: HandoffTicket, *, engine: str, model: str, layout: KvLayout, now: float, pairing: Mapping[str, str] = {}
+    ticket: KvTransferParams, *, engine: str, model: str, layout: KvLayout, now: float, pairing: Mapping[str, str] = {}
 ) -> None:
     """Raises TicketMismatch naming the field and both values, or TicketExpired. `now`: seconds since the epoch."""
     pairs = [
@@ -27,10 +27,10 @@ def check(
     pairs += [(name, ticket.pairing.get(name), pairing.get(name)) for name in sorted({*ticket.pairing, *pairing})]
     for name, theirs, ours in pairs:
         if theirs != ours:
-            raise TicketMismatch(
+            raise TransferMismatch(
                 f"ticket {ticket.ticket_id}: {name} is {theirs!r} at prefill and {ours!r} at decode; "
                 "start both workers with the same model and settings",
                 field=name,
             )
     if ticket.expires_at <= now:
-        raise TicketExpired(f"ticket {ticket.ticket_id} expired {now - ticket.expires_at:.1f} s ago")
+        raise TransferExpired(f"ticket {ticket.ticket_id} expired {now - ticket.expires_at:.1f} s ago")

@@ -1,7 +1,7 @@
 """KV over plain TCP, for hosts without NIXL: one connection per fetch, straight between sockets and memory.
 
 Moves CPU memory only. An offer carries a random token, without which the listener gives nothing away; the bytes
-themselves are not encrypted. One fetch is: `_ASK` and the ticket id, `_REPLY`, the pieces, `_ACK`. If the offer
+themselves are not encrypted. One fetch is: `_REQUEST` and the ticket id, `_REPLY`, the pieces, `_ACK`. If the offer
 names a checksum, the reader asks with `_CHECKED`, and each piece is followed by the `_CHECKSUM` of all pieces so far.
 Peers without checksums ask with `_PLAIN`.
 """
@@ -25,8 +25,8 @@ from typing import NamedTuple
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, HandoffTimeout, TransferFailed
-from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
 from dynamo_trtllm.kv_transfer.memory import require_cpu, require_sizes, view
 from dynamo_trtllm.network.addresses import LOOPBACK
@@ -37,12 +37,12 @@ _log = logging.getLogger(__name__)
 _PLAIN = b"DKV1"
 _CHECKED = b"DKV2"
 _TOKEN_BYTES = 32
-_ASK = struct.Struct(f"!4s{_TOKEN_BYTES}sH")  # magic, token, bytes of the ticket id that follows
+_REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")  # magic, token, bytes of the ticket id that follows
 _REPLY = struct.Struct("!4s?Q")  # magic, whether the offer stands, bytes that follow
 _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
 _BACKLOG = 4096  # fetches that begin in one moment: one that finds no place here tries again seconds later
-_ASK_TIMEOUT_S = 5.0  # a connection that does not ask is closed
+_REQUEST_TIMEOUT_S = 5.0  # a connection that does not ask is closed
 # Limits of open connections, and of those that have not asked yet: absolute, and as a part of the files that this
 # process may open, so that strangers leave enough of these for everything else.
 _MAX_CONNECTIONS, _PART_OF_FILES = 4096, 2
@@ -50,7 +50,7 @@ _MAX_UNASKED, _UNASKED_PART_OF_FILES = 1024, 4
 _LOG_EVERY_S = 10.0
 
 
-class _Offer(msgspec.Struct, frozen=True, kw_only=True):
+class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     token: bytes
@@ -59,8 +59,8 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
-    pieces: tuple[Piece, ...]
+class _TcpPublished:
+    pieces: tuple[MemoryRegion, ...]
     token: bytes
     ready: int  # pieces that hold their data
     checksum: OfferChecksum | None
@@ -72,9 +72,9 @@ class _Held:
             await self.advanced.wait()
 
 
-class _Ask(NamedTuple):
+class _TcpRequest(NamedTuple):
     ticket_id: str
-    facts: _Offer
+    facts: _TcpOffer
     magic: bytes
 
     def check_reply(self, magic: bytes, stands: bool, total_bytes: int) -> None:
@@ -88,7 +88,7 @@ class _Ask(NamedTuple):
             raise TransferFailed(f"ticket {ticket_id}: its holder sends {total_bytes} bytes, not as it offered")
 
 
-class TcpCarrier:
+class TcpBackend:
     """A Carrier over TCP. `bind_host`: the IP address it listens on. `advertise_host`: where other hosts reach it."""
 
     name = "tcp"
@@ -99,7 +99,7 @@ class TcpCarrier:
         self.checksums = checksums or Checksums()
         self._bind_host = bind_host
         self._advertise_host = advertise_host
-        self._offers: dict[str, _Held] = {}
+        self._offers: dict[str, _TcpPublished] = {}
         self._unasked: dict[asyncio.Task[None], None] = {}  # connections that have asked for nothing, oldest first
         self._closed = 0  # connections closed to make room since the last log line about it
         self._logged_at = -math.inf
@@ -126,10 +126,10 @@ class TcpCarrier:
 
     # --- the holder's side ---------------------------------------------------------------------------------
 
-    async def register(self, region: Piece) -> None:
+    async def register(self, region: MemoryRegion) -> None:
         require_cpu([region], self.name)  # and that is all that it takes
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._listener is None:
             raise TransferFailed("carrier tcp is not running; start it before it offers")
@@ -137,7 +137,7 @@ class TcpCarrier:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         token = secrets.token_bytes(_TOKEN_BYTES)
         method = self.checksums.method(pieces)
-        held = self._offers[ticket_id] = _Held(
+        held = self._offers[ticket_id] = _TcpPublished(
             pieces=tuple(pieces),
             token=token,
             ready=len(pieces) if ready is None else ready,
@@ -146,7 +146,7 @@ class TcpCarrier:
         if held.checksum is not None:
             held.checksum.advance(held.ready)
         return codec.encode(
-            _Offer(
+            _TcpOffer(
                 host=self._advertise_host,
                 port=self._listener.getsockname()[1],
                 token=token,
@@ -189,7 +189,7 @@ class TcpCarrier:
                 return
             self._unasked[task] = None
             try:
-                async with asyncio.timeout(_ASK_TIMEOUT_S):
+                async with asyncio.timeout(_REQUEST_TIMEOUT_S):
                     magic, ticket_id, token = await _read_ask(connection)
                 self._unasked.pop(task, None)
                 held = self._offers.get(ticket_id)
@@ -235,7 +235,7 @@ class TcpCarrier:
             _log.warning("KV transfer over tcp: too many connections; closed before they asked: %d", self._closed)
             self._closed, self._logged_at = 0, now
 
-    async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, held: _Held) -> None:
+    async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, held: _TcpPublished) -> None:
         reader = asyncio.current_task()
         assert reader is not None
         held.readers.add(reader)  # `withdraw` ends it: the memory is not ours any more
@@ -261,36 +261,36 @@ class TcpCarrier:
         self,
         ticket_id: str,
         offer: bytes,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnPiece | None = None,
+        on_piece: OnRegion | None = None,
     ) -> None:
         try:
-            facts = codec.decode(offer, _Offer)
+            facts = codec.decode(offer, _TcpOffer)
         except BadFrame as exc:
             raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
-        ask = _Ask(ticket_id, facts, _CHECKED if is_checked else _PLAIN)
+        ask = _TcpRequest(ticket_id, facts, _CHECKED if is_checked else _PLAIN)
         where = f"ticket {ticket_id}: its holder at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
                 await self._read(ask, pieces, on_piece)
         except TimeoutError as exc:
-            raise HandoffTimeout(f"{where} did not send all of it within {timeout_s:g} s") from exc
+            raise TransferTimeout(f"{where} did not send all of it within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} broke off: {exc}") from exc
 
-    async def _read(self, ask: _Ask, pieces: Sequence[Piece], on_piece: OnPiece | None) -> None:
+    async def _read(self, ask: _TcpRequest, pieces: Sequence[MemoryRegion], on_piece: OnRegion | None) -> None:
         loop, facts = asyncio.get_running_loop(), ask.facts
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             _prepare(connection)
             await loop.sock_connect(connection, (facts.host, facts.port))
             ticket = ask.ticket_id.encode()
-            await loop.sock_sendall(connection, _ASK.pack(ask.magic, facts.token, len(ticket)) + ticket)
+            await loop.sock_sendall(connection, _REQUEST.pack(ask.magic, facts.token, len(ticket)) + ticket)
             head = bytearray(_REPLY.size)
             await _receive(connection, memoryview(head))
             ask.check_reply(*_REPLY.unpack(head))
@@ -304,7 +304,9 @@ class TcpCarrier:
                     on_piece(index)
             await loop.sock_sendall(connection, _ACK)
 
-    async def _receive_checked(self, connection: socket.socket, ticket_id: str, piece: Piece, before: int) -> int:
+    async def _receive_checked(
+        self, connection: socket.socket, ticket_id: str, piece: MemoryRegion, before: int
+    ) -> int:
         """Receive a piece and return the checksum up to it. A block is hashed while the next one arrives."""
         jobs = []
         try:
@@ -337,9 +339,9 @@ def _prepare(connection: socket.socket) -> None:
 
 
 async def _read_ask(connection: socket.socket) -> tuple[bytes, str, bytes]:
-    head = bytearray(_ASK.size)
+    head = bytearray(_REQUEST.size)
     await _receive(connection, memoryview(head))
-    magic, token, ticket_bytes = _ASK.unpack(head)
+    magic, token, ticket_bytes = _REQUEST.unpack(head)
     if magic not in (_PLAIN, _CHECKED):
         raise BadFrame("not a request for KV")
     ticket = bytearray(ticket_bytes)

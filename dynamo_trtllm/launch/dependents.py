@@ -16,7 +16,7 @@ from dynamo_trtllm.messages import Role
 KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
 
 
-class Life(Protocol):
+class ProcessState(Protocol):
     """One run of one process, as far as it counts here."""
 
     is_ready: bool  # has answered /ready with 200
@@ -38,7 +38,7 @@ class Life(Protocol):
         ...
 
 
-def readers_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
+def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
     """Names of the processes that may keep GPU memory of `dead` mapped after its end."""
     if dead.role is not Role.PREFILL or not _may_be_mapped(dead):
         return []
@@ -53,7 +53,7 @@ def _may_be_mapped(spec: ProcessSpec) -> bool:
     return spec.engine in KEEP_MAPPED and bool(spec.env.get(VISIBLE))
 
 
-def siblings_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
+def replicas_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
     """Names of the processes that go on with the work of `dead`."""
     return [
         spec.name
@@ -70,10 +70,12 @@ def next_to_drain(holding: Sequence[str], *, is_work_done: bool, are_all_back: b
     return holding[:1] if are_all_back else ()
 
 
-class Release:
+class DependentRestart:
     """Has readers end. `lives`: the last or present life of each process, kept by the supervisor."""
 
-    def __init__(self, specs: Sequence[ProcessSpec], lives: Mapping[str, Life], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, specs: Sequence[ProcessSpec], lives: Mapping[str, ProcessState], say: Callable[[str], None]
+    ) -> None:
         self._specs = specs
         self._lives = lives
         self._say = say
@@ -87,7 +89,7 @@ class Release:
     async def wanted_by(self, dead: ProcessSpec) -> None:
         """Returns once no process that may keep memory of `dead` is left. Those that end are started again by whoever
         keeps them. One that does not serve yet can't have read anything, and is left alone."""
-        readers = readers_of(dead, self._specs)
+        readers = dependents_of(dead, self._specs)
         holding = {name: life for name, life in self._living(readers) if life.is_ready}
         if not holding:
             return
@@ -96,7 +98,7 @@ class Release:
             f"{names}: to be drained and started again, too: a worker that reads KV over CUDA IPC keeps GPU memory of "
             f"{dead.name} taken until it ends itself (restart.readers_too: false leaves it alone)"
         )
-        siblings = siblings_of(dead, self._specs)
+        siblings = replicas_of(dead, self._specs)
         while left := [name for name, life in holding.items() if not life.has_ended]:
             news = self._news  # before the look: what changes after it is not missed
             now = next_to_drain(left, is_work_done=self._serves(siblings, any), are_all_back=self._serves(readers, all))
@@ -108,7 +110,7 @@ class Release:
                 await news.wait()
         self._say(f"{names} ended: GPU memory of {dead.name} is free")
 
-    def _living(self, names: Sequence[str]) -> Iterator[tuple[str, Life]]:
+    def _living(self, names: Sequence[str]) -> Iterator[tuple[str, ProcessState]]:
         for name in names:
             life = self._lives.get(name)
             if life is not None and not life.has_ended:

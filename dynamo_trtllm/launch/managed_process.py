@@ -16,7 +16,7 @@ _READ_BYTES = 1 << 16
 _LAST_LINES_S = 1.0  # after its end: longest wait for output that something else may hold open
 
 
-class Running(Child):
+class ManagedProcess(Child):
     """A child that was started. Made on the loop, in the main thread (`spawn` says why)."""
 
     def __init__(

@@ -14,18 +14,18 @@ from typing import Any
 from dynamo_trtllm.config.deployment import START, DeploymentConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch.console import Console
-from dynamo_trtllm.launch.dependents import Release
-from dynamo_trtllm.launch.managed_process import Running
+from dynamo_trtllm.launch.dependents import DependentRestart
+from dynamo_trtllm.launch.managed_process import ManagedProcess
 from dynamo_trtllm.launch.plan import Addresses, ProcessSpec, processes, reachable
 from dynamo_trtllm.launch.readiness_checks import NotYet, is_taken, ready, until
 from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
-from dynamo_trtllm.network.listening import bound
+from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses.ports import free_ports
 from dynamo_trtllm.subprocesses.restart import decide, describe
 
 
-class GivenUp(Exception):
+class RestartLimitReached(Exception):
     """The deployment can't go on. `exit_status` is the launcher's."""
 
     def __init__(self, text: str, exit_status: int = 1) -> None:
@@ -38,14 +38,14 @@ class _Stopped(Exception):
 
 
 @dataclass(slots=True)
-class Serving:
+class DeploymentStatus:
     """What is known once all processes serve; kept up to date by restarts."""
 
     frontend: str | None = None  # HOST:PORT
     names: dict[str, str] = field(default_factory=dict)  # instance id in hexadecimal -> name of its process
 
 
-OnReady = Callable[[Serving], Awaitable[bool]]
+OnReady = Callable[[DeploymentStatus], Awaitable[bool]]
 
 
 class Supervisor:
@@ -58,9 +58,9 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._all_ready = asyncio.Event()
         self._not_ready: set[str] = set()
-        self._running: dict[str, Running] = {}
+        self._running: dict[str, ManagedProcess] = {}
         self._servers: list[LocalServer] = []
-        self.serving = Serving()
+        self.serving = DeploymentStatus()
 
     def stop(self) -> None:
         """Called once: stop in order. Called again: kill the processes at once, which ends the waiting for them."""
@@ -75,14 +75,14 @@ class Supervisor:
         Raises ConfigError before anything is started when a port is in use; else GivenUp and ConfigError after all was
         stopped.
         """
-        failure: GivenUp | ConfigError | None = None
+        failure: RestartLimitReached | ConfigError | None = None
         for spec in processes(self._deployment, Addresses(etcd="localhost", nats="localhost"), self._environ):
             _check_port(spec)
         with scratch_folder("dynamo-launch-") as folder:
             try:
                 addresses = await self._unless_stopped(self._start_servers(folder))
                 await self._keep_all(processes(self._deployment, addresses, self._environ), on_ready)
-            except* (GivenUp, ConfigError) as group:
+            except* (RestartLimitReached, ConfigError) as group:
                 failure = _first(group)
             except* _Stopped:
                 self._console.say("stopped")
@@ -124,7 +124,7 @@ class Supervisor:
 
     async def _keep_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
         self._not_ready = {spec.name for spec in specs}
-        release = Release(specs, self._running, self._console.say)
+        release = DependentRestart(specs, self._running, self._console.say)
         async with asyncio.TaskGroup() as group:
             for at in range(len(self._servers)):
                 group.create_task(self._keep_server(at))
@@ -149,7 +149,7 @@ class Supervisor:
             status = await server.ended()
             verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=False)
             if not verdict.is_restart:
-                raise GivenUp(f"{name} {verdict.text}", verdict.exit_status)
+                raise RestartLimitReached(f"{name} {verdict.text}", verdict.exit_status)
             self._console.say(f"{name} {verdict.text}")
             restarts.append(time.monotonic())
             if await self._stopped_within(verdict.pause_s):
@@ -158,7 +158,7 @@ class Supervisor:
             self._servers[at] = await server.again()
             self._say_ready(name, began, f"at {server.address}")
 
-    async def _keep(self, spec: ProcessSpec, release: Release) -> None:
+    async def _keep(self, spec: ProcessSpec, release: DependentRestart) -> None:
         restarts: list[float] = []
         may_be_read = False  # memory of an earlier life may be mapped by others
         while not self._stopping.is_set():
@@ -173,7 +173,9 @@ class Supervisor:
             lost_port = not spec.port and not life.is_ready and await is_taken(spec.host, life.port)
             verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=not lost_port)
             if not verdict.is_restart:
-                raise GivenUp(f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status)
+                raise RestartLimitReached(
+                    f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status
+                )
             self._console.say(f"{spec.name} {verdict.text}")
             restarts.append(time.monotonic())
             may_be_read = may_be_read or life.is_ready
@@ -191,7 +193,7 @@ class Supervisor:
                 await self._stopping.wait()
         return self._stopping.is_set()
 
-    async def _run_once(self, spec: ProcessSpec, release: Release) -> tuple[int, str]:
+    async def _run_once(self, spec: ProcessSpec, release: DependentRestart) -> tuple[int, str]:
         """One life of a process: its exit status and the last thing it said."""
         began = time.monotonic()
         last_line = ""
@@ -201,7 +203,7 @@ class Supervisor:
             last_line = line or last_line
             self._console.line(spec.name, line)
 
-        running = Running(spec, self._port_of(spec), self._environ, on_line)
+        running = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
         self._running[spec.name] = running
         async with asyncio.TaskGroup() as group:
             waiting = group.create_task(self._await_ready(running, began, release))
@@ -219,12 +221,14 @@ class Supervisor:
             pass
         return port
 
-    async def _await_ready(self, running: Running, began: float, release: Release) -> None:
+    async def _await_ready(self, running: ManagedProcess, began: float, release: DependentRestart) -> None:
         spec, limit_s = running.spec, self._deployment.ready_timeout_s
         try:
             answer = await until(partial(ready, spec.host, running.port), limit_s)
         except NotYet as exc:
-            raise GivenUp(f"{spec.name} did not serve within {limit_s:g} s ({exc}); raise ready_timeout_s") from None
+            raise RestartLimitReached(
+                f"{spec.name} did not serve within {limit_s:g} s ({exc}); raise ready_timeout_s"
+            ) from None
         running.is_ready = True
         release.tell()
         if spec.is_frontend:
@@ -252,13 +256,13 @@ def _check_port(spec: ProcessSpec) -> None:
     if not spec.port:
         return
     try:
-        bound(spec.host, spec.port, setting=spec.port_flag.removeprefix("--").removesuffix("-port")).close()
+        bind(spec.host, spec.port, setting=spec.port_flag.removeprefix("--").removesuffix("-port")).close()
     except ConfigError as exc:
         hint = "; --port of this command chooses it" if spec.is_frontend else ""
         raise ConfigError(f"{spec.name}: {exc.message}{hint}", field=exc.field) from exc
 
 
-def _first(group: BaseExceptionGroup[GivenUp | ConfigError]) -> GivenUp | ConfigError:
+def _first(group: BaseExceptionGroup[RestartLimitReached | ConfigError]) -> RestartLimitReached | ConfigError:
     """The first of possibly several processes that failed at once."""
     found = group.exceptions[0]
     return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -27,7 +27,7 @@ _UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})  # the listen
 Relieve: TypeAlias = Callable[[], bool]
 
 
-def bound(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
+def bind(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
     """Return a bound socket that does not listen yet, so it gets no connections.
 
     `is_shared`: other processes may bind and listen too, if all of them set it. `setting`: the flags are
@@ -45,9 +45,9 @@ def bound(host: str, port: int, *, is_shared: bool = False, setting: str = "http
     return sock
 
 
-def listening(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
-    """Return a listening socket, otherwise as `bound`; clients that connect wait to be served."""
-    sock = bound(host, port, is_shared=is_shared, setting=setting)
+def listen(host: str, port: int, *, is_shared: bool = False, setting: str = "http") -> socket.socket:
+    """Return a listening socket, otherwise as `bind`; clients that connect wait to be served."""
+    sock = bind(host, port, is_shared=is_shared, setting=setting)
     try:
         sock.listen(BACKLOG)
     except OSError as exc:

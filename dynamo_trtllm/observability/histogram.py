@@ -9,7 +9,7 @@ from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 
-class Cell:
+class HistogramChild:
     """What was observed with one set of labels."""
 
     __slots__ = ("_bounds", "counts", "sum")
@@ -33,13 +33,13 @@ class WeightedHistogram(Collector):
         self._documentation = documentation
         self._labels = tuple(labels)
         self._bounds = tuple(buckets)
-        self._cells: dict[tuple[str, ...], Cell] = {}
+        self._cells: dict[tuple[str, ...], HistogramChild] = {}
 
-    def cell(self, labels: tuple[str, ...]) -> Cell:
+    def cell(self, labels: tuple[str, ...]) -> HistogramChild:
         """The same one whenever the labels are."""
         found = self._cells.get(labels)
         if found is None:
-            found = self._cells[labels] = Cell(self._bounds)
+            found = self._cells[labels] = HistogramChild(self._bounds)
         return found
 
     def describe(self) -> Iterator[Metric]:

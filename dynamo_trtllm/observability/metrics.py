@@ -22,8 +22,8 @@ from prometheus_client import (
 from prometheus_client.core import Metric as Collected
 from prometheus_client.registry import Collector
 
-from dynamo_trtllm.messages import LegStats
-from dynamo_trtllm.observability.histogram import Cell, WeightedHistogram
+from dynamo_trtllm.messages import PhaseTimings
+from dynamo_trtllm.observability.histogram import HistogramChild, WeightedHistogram
 from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
 
 PREFIX = "dynamo_trtllm_"
@@ -192,12 +192,12 @@ class FrontendMetrics:
     def observe_ttft(self, *, model: str, seconds: float) -> None:
         self._labelled("ttft_seconds", model).observe(seconds)
 
-    def itl(self, *, model: str) -> Cell:
+    def itl(self, *, model: str) -> HistogramChild:
         """For the seconds between two tokens of a request, with how many were that far apart."""
-        cell: Cell = self._metrics["itl_seconds"].cell((model,))
+        cell: HistogramChild = self._metrics["itl_seconds"].cell((model,))
         return cell
 
-    def observe_leg(self, *, model: str, stats: LegStats) -> None:
+    def observe_leg(self, *, model: str, stats: PhaseTimings) -> None:
         """Where the time of one leg went; phases that took no time were not part of it."""
         phases: Sequence[tuple[str, float]] = (
             ("queue", stats.queue_s),

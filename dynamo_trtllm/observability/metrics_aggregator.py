@@ -34,7 +34,7 @@ class Family(msgspec.Struct, frozen=True, array_like=True):
 Snapshot = tuple[Family, ...]
 
 
-class Ledger:
+class MetricsAggregator:
     """What each process told last, and what those that have ended leave behind."""
 
     def __init__(self) -> None:

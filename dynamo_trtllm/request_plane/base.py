@@ -35,7 +35,7 @@ class PushingService(Protocol):
         ...
 
 
-class Serving(Protocol):
+class ServerHandle(Protocol):
     """One service at one subject."""
 
     async def stop_accepting(self) -> None:
@@ -57,7 +57,7 @@ class Serving(Protocol):
 
 
 class Plane(Protocol):
-    async def serve(self, subject: str, service: Service) -> Serving:
+    async def serve(self, subject: str, service: Service) -> ServerHandle:
         """Take requests at `subject` (and control verbs at its control subject) until closed."""
         ...
 

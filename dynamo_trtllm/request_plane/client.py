@@ -23,23 +23,23 @@ from dynamo_trtllm.errors import (
     Unreachable,
 )
 from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest
-from dynamo_trtllm.request_plane.base import Service, Serving, Sink
+from dynamo_trtllm.request_plane.base import ServerHandle, Service, Sink
 from dynamo_trtllm.request_plane.frames import (
     PING,
-    Answer,
-    Arrivals,
-    Cancel,
-    Envelope,
-    Inbox,
-    Open,
+    Ack,
+    CancelStream,
+    ClientMessage,
+    ControlRequest,
+    OpenStream,
     Ping,
+    StreamBuffer,
+    StreamDemux,
     StreamReport,
-    Verb,
     read_batch,
 )
 from dynamo_trtllm.request_plane.rounds import Rounds
-from dynamo_trtllm.request_plane.server import LinkServing, control_subject
-from dynamo_trtllm.request_plane.transport import Heartbeat, Link, Listening
+from dynamo_trtllm.request_plane.server import EndpointServer, control_subject
+from dynamo_trtllm.request_plane.transport import Heartbeat, Subscription, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -67,20 +67,20 @@ class PlaneLimits:
     max_pending_tokens: int = 262_144  # of one stream whose reader is slow
 
 
-class LinkPlane:
+class TransportPlane:
     """A `Plane` over one link, which it owns. `tasks` owns what it runs in the background."""
 
-    def __init__(self, link: Link, limits: PlaneLimits, tasks: BackgroundTasks | None = None) -> None:
+    def __init__(self, link: Transport, limits: PlaneLimits, tasks: BackgroundTasks | None = None) -> None:
         self._link = link
         self._limits = limits
         self._is_closed = False
         self._tasks = tasks or BackgroundTasks()
         self._inbox_subject = link.new_inbox()
-        self._inbox = Inbox(limits.max_pending_tokens)
+        self._inbox = StreamDemux(limits.max_pending_tokens)
         self._rounds = Rounds(self._inbox)
-        self._listening: Listening | None = None
+        self._listening: Subscription | None = None
         self._listening_lock = asyncio.Lock()  # the first two callers must not both subscribe
-        self._running: dict[str, dict[int, Arrivals]] = {}  # by the worker's subject, then by stream
+        self._running: dict[str, dict[int, StreamBuffer]] = {}  # by the worker's subject, then by stream
         self._subjects: dict[str, None] = {}  # of workers that were asked for a stream, the latest last
         self._cancelled: dict[int, None] = {}  # the latest streams that ended here before their last frame
         self._pings = 0  # sent so far, to all workers
@@ -93,11 +93,11 @@ class LinkPlane:
             lost=self._worker_lost,
             tasks=self._tasks,
         )
-        self._servings: list[LinkServing] = []
+        self._servings: list[EndpointServer] = []
         link.on_lost(self._inbox.fail_all)
 
-    async def serve(self, subject: str, service: Service) -> Serving:
-        serving = LinkServing(self._link, service, self._limits.ping_interval_s, self._tasks)
+    async def serve(self, subject: str, service: Service) -> ServerHandle:
+        serving = EndpointServer(self._link, service, self._limits.ping_interval_s, self._tasks)
         self._servings.append(serving)
         await serving.start(subject, self._limits.ack_timeout_s)
         return serving
@@ -135,7 +135,7 @@ class LinkPlane:
                 self._cancel(subject, stream)
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
-        reply = await self._link.ask(control_subject(subject), self._fitting(Verb(verb)), timeout_s=timeout_s)
+        reply = await self._link.ask(control_subject(subject), self._fitting(ControlRequest(verb)), timeout_s=timeout_s)
         return _answered(reply)
 
     def outage(self) -> str | None:
@@ -162,7 +162,7 @@ class LinkPlane:
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline had passed before it was sent")
-        data = self._fitting(Envelope(Open(stream, self._inbox_subject, request, left_s, WIRE_VERSION)))
+        data = self._fitting(ClientMessage(OpenStream(stream, self._inbox_subject, request, left_s, WIRE_VERSION)))
         try:
             reply = await self._link.ask(subject, data, timeout_s=min(left_s, self._limits.ack_timeout_s))
         except Unreachable as exc:
@@ -171,7 +171,7 @@ class LinkPlane:
             raise
         _answered(reply)
 
-    def _fitting(self, value: Envelope | Verb) -> bytes:
+    def _fitting(self, value: ClientMessage | ControlRequest) -> bytes:
         data = encode(value)
         limit = self._link.max_message_bytes
         if len(data) > limit:
@@ -179,7 +179,7 @@ class LinkPlane:
         return data
 
     def _cancel(self, subject: str, stream: int) -> None:
-        self._link.post(subject, encode(Envelope(Cancel(stream, self._inbox_subject))))
+        self._link.post(subject, encode(ClientMessage(CancelStream(stream, self._inbox_subject))))
 
     def _take(self, data: bytes, reply: str) -> None:
         if reply:  # a worker asks whether this process is alive
@@ -216,7 +216,7 @@ class LinkPlane:
 
     def _ping_message(self, _subject: str) -> bytes:
         self._pings += 1
-        return encode(Envelope(Ping(self._inbox_subject, self._pings)))
+        return encode(ClientMessage(Ping(self._inbox_subject, self._pings)))
 
     def _frames_from(self, subject: str) -> int:
         """Return a number that changes with each frame of the worker's running streams."""
@@ -237,7 +237,7 @@ class LinkPlane:
 
 
 def _answered(reply: bytes) -> bytes:
-    answer = decode(reply, Answer)
+    answer = decode(reply, Ack)
     if answer.failure is not None:
         raise answer.failure.error()
     return answer.data

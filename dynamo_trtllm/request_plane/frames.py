@@ -1,6 +1,7 @@
 """The wire of the request plane without a wire: envelopes, numbered frames, the two ends of a stream.
 
-Pure: no socket, no task, no clock. `Outbox` collects what goes to one caller, `Inbox` sorts what arrives at one.
+Pure: no socket, no task, no clock. `FrameBatcher` collects what goes to one caller, `StreamDemux` sorts what arrives
+at one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dynamo_trtllm.messages import Chunk, Control, GenerateRequest, token_ids
 from dynamo_trtllm.request_plane.base import Sink
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True):
+class ErrorPayload(msgspec.Struct, frozen=True, array_like=True):
     """An error on its way: comes back as the same class."""
 
     code: str
@@ -35,14 +36,14 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     field: str | None = None
 
     @classmethod
-    def of(cls, error: DynamoError) -> Failure:
+    def of(cls, error: DynamoError) -> ErrorPayload:
         return cls(error.code, error.message, error.field)
 
     def error(self) -> DynamoError:
         return from_code(self.code, self.message, self.field)
 
 
-class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
+class OpenStream(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Asks for a stream. `stream` is unique among those of `inbox`, where its frames go."""
 
     stream: int
@@ -59,29 +60,29 @@ class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
     number: int  # counts from 1; the report repeats it
 
 
-class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+class CancelStream(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
     """The caller is done with a stream; unknown ones are no error."""
 
     stream: int
     inbox: str
 
 
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
+class ClientMessage(msgspec.Struct, frozen=True, array_like=True):
     """What a generate subject takes. One subject for all kinds, so that none overtakes an opening."""
 
-    body: Open | Cancel | Ping
+    body: OpenStream | CancelStream | Ping
 
 
-class Verb(msgspec.Struct, frozen=True, array_like=True):
+class ControlRequest(msgspec.Struct, frozen=True, array_like=True):
     """What a control subject takes."""
 
     verb: Control
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class Ack(msgspec.Struct, frozen=True, array_like=True):
     """Reply to a control verb and, with no data, the acknowledgement of an opening."""
 
-    failure: Failure | None = None
+    failure: ErrorPayload | None = None
     data: bytes = b""
 
 
@@ -91,7 +92,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     stream: int
     number: int
     chunk: Chunk | None = None
-    failure: Failure | None = None
+    failure: ErrorPayload | None = None
 
 
 class StreamReport(msgspec.Struct, frozen=True, array_like=True):
@@ -167,10 +168,10 @@ def _read_frame(data: msgspec.Raw) -> Frame | None:
     except BadFrame:
         return None
     unreadable = StreamIncomplete(f"a frame can't be read ({reason}); its sender may run another version")
-    return Frame(header.stream, header.number, failure=Failure.of(unreadable))
+    return Frame(header.stream, header.number, failure=ErrorPayload.of(unreadable))
 
 
-class Outbox:
+class FrameBatcher:
     """Frames for one inbox that wait for the next flush."""
 
     __slots__ = ("_frames",)
@@ -200,13 +201,13 @@ def _messages(frames: list[Frame], max_bytes: int) -> list[bytes]:
             "server"
         )
     if len(frames) == 1:
-        return [encode(Batch([Frame(frames[0].stream, frames[0].number, failure=Failure.of(error))]))]
+        return [encode(Batch([Frame(frames[0].stream, frames[0].number, failure=ErrorPayload.of(error))]))]
     half = len(frames) // 2
     return _messages(frames[:half], max_bytes) + _messages(frames[half:], max_bytes)
 
 
 @dataclass(slots=True, eq=False)
-class Arrivals:
+class StreamBuffer:
     """The receiving end of one stream: checks the numbers, keeps what the reader has not taken, bounded."""
 
     max_pending_tokens: int
@@ -333,19 +334,19 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
     return Chunk(token_ids=ids, logprobs=tuple(chain.from_iterable(chunk.logprobs for chunk in chunks)))
 
 
-class Inbox:
+class StreamDemux:
     """All streams of one caller by number."""
 
     def __init__(self, max_pending_tokens: int) -> None:
         self._max_pending_tokens = max_pending_tokens
-        self._streams: dict[int, Arrivals] = {}
+        self._streams: dict[int, StreamBuffer] = {}
         self.find = self._streams.get  # None: closed, or never opened
         self._last = 0
 
-    def open(self) -> tuple[int, Arrivals]:
+    def open(self) -> tuple[int, StreamBuffer]:
         """A new stream's id, never used before in this inbox, and its receiving end."""
         self._last += 1
-        arrivals = self._streams[self._last] = Arrivals(self._max_pending_tokens)
+        arrivals = self._streams[self._last] = StreamBuffer(self._max_pending_tokens)
         return self._last, arrivals
 
     def close(self, stream: int) -> None:

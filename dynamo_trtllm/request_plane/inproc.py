@@ -6,11 +6,11 @@ import asyncio
 import itertools
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
-from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
 from dynamo_trtllm.request_plane.transport import Lost, Receive
 
 
-class InprocLink:
+class InprocTransport:
     """Delivers in the loop's next turn, in order, to who listens in this process."""
 
     max_message_bytes = 1 << 20
@@ -29,9 +29,9 @@ class InprocLink:
     def outage(self) -> str | None:
         return "the request plane is closed" if self._closed else None
 
-    async def listen(self, subject: str, receive: Receive) -> InprocListening:
+    async def listen(self, subject: str, receive: Receive) -> InprocSubscription:
         self._listeners[subject] = receive
-        return InprocListening(self._listeners, subject)
+        return InprocSubscription(self._listeners, subject)
 
     async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if self._closed:
@@ -68,7 +68,7 @@ class InprocLink:
         self._listeners.clear()
 
 
-class InprocListening:
+class InprocSubscription:
     def __init__(self, listeners: dict[str, Receive], subject: str) -> None:
         self._listeners = listeners
         self._subject = subject
@@ -77,8 +77,8 @@ class InprocListening:
         self._listeners.pop(self._subject, None)
 
 
-class InprocPlane(LinkPlane):
+class InprocPlane(TransportPlane):
     """One object is the whole plane: serve and call through the same one."""
 
     def __init__(self, limits: PlaneLimits | None = None) -> None:
-        super().__init__(InprocLink(), limits or PlaneLimits())
+        super().__init__(InprocTransport(), limits or PlaneLimits())

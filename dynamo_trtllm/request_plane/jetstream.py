@@ -23,7 +23,7 @@ from nats.js.client import JetStreamContext
 from nats.js.kv import KeyValue
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
-from dynamo_trtllm.request_plane.nats import close_client, whole_connect
+from dynamo_trtllm.request_plane.nats import close_client, connect_or_abort
 from dynamo_trtllm.request_plane.store import StoreLimits
 from dynamo_trtllm.sanitize import mask_address
 
@@ -59,7 +59,7 @@ class JetStreamStore:
         """Raises Unreachable when no server answers at `url`, or one without JetStream."""
         client = Client()
         with _reached(url, "start nats-server with -js, or choose --response-store memory, which takes one worker"):
-            async with whole_connect(client, connect_timeout_s):
+            async with connect_or_abort(client, connect_timeout_s):
                 await _connect(client, url)
                 context = client.jetstream(timeout=_TIMEOUT_S)
                 bucket = await _bucket(context, bucket_of(namespace), limits)
@@ -120,7 +120,7 @@ class JetStreamStore:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptResponses:
+class BucketInfo:
     """What a deployment's frontends have kept in JetStream."""
 
     bucket: str
@@ -128,7 +128,7 @@ class KeptResponses:
     size_bytes: int
 
 
-async def kept_responses(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> KeptResponses | None:
+async def bucket_info(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> BucketInfo | None:
     """None when there is no such bucket, or no JetStream. Raises Unreachable when no server answers at `url`."""
     async with _jetstream(url, connect_timeout_s) as context:
         name = bucket_of(namespace)
@@ -136,10 +136,10 @@ async def kept_responses(url: str, namespace: str, *, connect_timeout_s: float =
             state = (await context.stream_info(f"KV_{name}")).state
         except (js_errors.NotFoundError, js_errors.ServiceUnavailableError, nats_errors.NoRespondersError):
             return None
-        return KeptResponses(bucket=name, messages=state.messages, size_bytes=state.bytes)
+        return BucketInfo(bucket=name, messages=state.messages, size_bytes=state.bytes)
 
 
-async def forget_responses(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> None:
+async def delete_bucket(url: str, namespace: str, *, connect_timeout_s: float = 5.0) -> None:
     """Deletes the bucket; nothing happens when it is not there. Raises Unreachable."""
     async with _jetstream(url, connect_timeout_s) as context:
         with suppress(js_errors.NotFoundError):
@@ -150,7 +150,7 @@ async def forget_responses(url: str, namespace: str, *, connect_timeout_s: float
 async def _jetstream(url: str, connect_timeout_s: float) -> AsyncIterator[JetStreamContext]:
     client = Client()
     with _reached(url, "check --nats-server and that NATS runs"):
-        async with whole_connect(client, connect_timeout_s):
+        async with connect_or_abort(client, connect_timeout_s):
             await _connect(client, url)
             yield client.jetstream(timeout=_TIMEOUT_S)
         await close_client(client)

@@ -20,7 +20,7 @@ from nats.aio.transport import TcpTransport
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
-from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
 from dynamo_trtllm.request_plane.transport import Lost, Receive
 from dynamo_trtllm.sanitize import mask_address
 
@@ -34,7 +34,7 @@ _LONGEST_SUBJECT = 1024  # a server ends the connection of a client whose line h
 
 
 @asynccontextmanager
-async def whole_connect(client: Client, timeout_s: float) -> AsyncIterator[None]:
+async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[None]:
     """Around the connecting of a client: it is connected, or it is gone with all that it had opened.
 
     The client itself would try for ever. Its own `close` is no use here: a client that was cut off while it closed a
@@ -97,7 +97,7 @@ async def _end_reconnecting(client: Client) -> None:
         await asyncio.wait({task}, timeout=0.1)
 
 
-class NatsLink:
+class NatsTransport:
     """One connection that reconnects for ever. Usable after `connect`."""
 
     def __init__(self, url: str, tasks: BackgroundTasks | None = None) -> None:
@@ -117,7 +117,7 @@ class NatsLink:
     async def connect(self, timeout_s: float) -> None:
         """Raises Unreachable when no server answers at the address in time."""
         try:
-            async with whole_connect(self._client, timeout_s):
+            async with connect_or_abort(self._client, timeout_s):
                 await self._client.connect(
                     self._url,
                     error_cb=self._on_error,
@@ -152,7 +152,7 @@ class NatsLink:
     def outage(self) -> str | None:
         return None if self._up.is_set() else f"there is no connection to NATS at {self._address}; is it running?"
 
-    async def listen(self, subject: str, receive: Receive) -> NatsListening:
+    async def listen(self, subject: str, receive: Receive) -> NatsSubscription:
         async def take(message: Msg) -> None:
             receive(message.data, message.reply)
 
@@ -162,7 +162,7 @@ class NatsLink:
             )
         except (nats_errors.Error, OSError) as exc:
             raise Disconnected(f"can't subscribe at {self._address}: {exc!r}") from exc
-        return NatsListening(subscription)
+        return NatsSubscription(subscription)
 
     async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """While there is no connection, one is waited for as long as for the answer."""
@@ -272,7 +272,7 @@ class NatsLink:
         self.check()
 
 
-class NatsListening:
+class NatsSubscription:
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
 
@@ -283,10 +283,10 @@ class NatsListening:
             logger.debug("unsubscribing: %r", exc)  # already gone with the connection
 
 
-class NatsPlane(LinkPlane):
+class NatsPlane(TransportPlane):
     """Made by `connect`."""
 
-    def __init__(self, link: NatsLink, limits: PlaneLimits, tasks: BackgroundTasks) -> None:
+    def __init__(self, link: NatsTransport, limits: PlaneLimits, tasks: BackgroundTasks) -> None:
         super().__init__(link, limits, tasks)
         self.check = link.check
         self.until_ended = link.until_ended
@@ -305,6 +305,6 @@ class NatsPlane(LinkPlane):
         Raises Unreachable when no server answers in time.
         """
         tasks = tasks or BackgroundTasks()
-        link = NatsLink(url, tasks)
+        link = NatsTransport(url, tasks)
         await link.connect(connect_timeout_s)
         return cls(link, limits or PlaneLimits(), tasks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from dynamo_trtllm.request_plane.frames import Arrivals, Batch, Frame, Inbox
+from dynamo_trtllm.request_plane.frames import Batch, Frame, StreamBuffer, StreamDemux
 
 CHUNKS_PER_TURN = 1024  # 5 to 10 ms of work in a frontend
 
@@ -22,9 +22,9 @@ class Rounds:
     The first frame of a stream never waits: with it a request goes on, or its answer begins.
     """
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: StreamDemux) -> None:
         self._inbox = inbox
-        self._behind: deque[Arrivals] = deque()  # those that have frames waiting, each once
+        self._behind: deque[StreamBuffer] = deque()  # those that have frames waiting, each once
         self._chunks_left = CHUNKS_PER_TURN
         self._is_turn_due = False
 

@@ -28,24 +28,24 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     VersionMismatch,
 )
-from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Release, ReleaseOutcome, wire_mismatch
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, ReleaseKv, ReleaseOutcome, wire_mismatch
 from dynamo_trtllm.request_plane.base import PushingService, Service
 from dynamo_trtllm.request_plane.frames import (
     PING,
-    Answer,
+    Ack,
     Batch,
-    Cancel,
-    Envelope,
-    Failure,
+    CancelStream,
+    ClientMessage,
+    ControlRequest,
+    ErrorPayload,
     Frame,
-    Open,
-    Outbox,
+    FrameBatcher,
+    OpenStream,
     Ping,
     StreamReport,
-    Verb,
 )
-from dynamo_trtllm.request_plane.handed import Handed, LegKey
-from dynamo_trtllm.request_plane.transport import Heartbeat, Link, Listening
+from dynamo_trtllm.request_plane.handed import Handed, StreamKey
+from dynamo_trtllm.request_plane.transport import Heartbeat, Subscription, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -66,31 +66,31 @@ def control_subject(subject: str) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
+class ServerStream:
     """One running stream."""
 
-    key: LegKey
+    key: StreamKey
     task: asyncio.Task[None] | None = None
     number: int = 0  # of the next frame
     ended: bool = False  # the caller has its terminal frame, or wants none
     cancelled: bool = False
 
 
-class LinkServing:
+class EndpointServer:
     """One service at one subject. Made by `start`."""
 
-    def __init__(self, link: Link, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
+    def __init__(self, link: Transport, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
         self._link = link
         self._service = service
-        self._legs: dict[LegKey, Leg] = {}
-        self._by_inbox: dict[str, dict[int, Leg]] = {}  # the same streams, by inbox
+        self._legs: dict[StreamKey, ServerStream] = {}
+        self._by_inbox: dict[str, dict[int, ServerStream]] = {}  # the same streams, by inbox
         self._idle = asyncio.Event()  # no leg runs
         self._idle.set()
         self._handed = Handed()
-        self._outboxes: dict[str, Outbox] = {}
+        self._outboxes: dict[str, FrameBatcher] = {}
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listening: list[Listening] = []
+        self._listening: list[Subscription] = []
         self._callers = Heartbeat(
             link,
             ping_interval_s,
@@ -102,7 +102,7 @@ class LinkServing:
         self._messages: Counter[str] = Counter()  # by inbox, while its owner is asked
         # inboxes of callers of wire version 2 or later that have streams or tickets
         self._report_readers: set[str] = set()
-        self._latest_openings: dict[LegKey, None] = {}  # keys of the latest requests, ended ones too, oldest first
+        self._latest_openings: dict[StreamKey, None] = {}  # keys of the latest requests, ended ones too, oldest first
         self._subject = ""
         self._accepting = True
         self._is_closed = False
@@ -144,26 +144,26 @@ class LinkServing:
             self._link.post(reply, PING)
             return
         try:
-            body = decode(data, Envelope).body
+            body = decode(data, ClientMessage).body
             _check_inbox(body.inbox)
             if body.inbox in self._messages:
                 self._messages[body.inbox] += 1
-            if isinstance(body, Cancel):
-                self._cancel(LegKey(body.inbox, body.stream))
+            if isinstance(body, CancelStream):
+                self._cancel(StreamKey(body.inbox, body.stream))
                 return
             if isinstance(body, Ping):
-                self._answer(reply, Answer())
+                self._answer(reply, Ack())
                 self._answer_ping(body)
                 return
-            is_new = LegKey(body.inbox, body.stream) not in self._latest_openings
+            is_new = StreamKey(body.inbox, body.stream) not in self._latest_openings
             if is_new and not self._accepting:
                 raise Draining("the worker takes no new requests")
             if mismatch := wire_mismatch(body.wire):
                 raise VersionMismatch(mismatch)
         except DynamoError as exc:
-            self._answer(reply, Answer(Failure.of(exc)))
+            self._answer(reply, Ack(ErrorPayload.of(exc)))
             return
-        self._answer(reply, Answer())
+        self._answer(reply, Ack())
         if is_new:  # else the message was repeated on its way
             self._open(body)
 
@@ -171,24 +171,24 @@ class LinkServing:
         self._keep(asyncio.create_task(self._control(data, reply), name="plane-control"))
 
     async def _control(self, data: bytes, reply: str) -> None:
-        answer = Answer(Failure.of(InternalError("the control verb failed; see the worker's log")))
+        answer = Ack(ErrorPayload.of(InternalError("the control verb failed; see the worker's log")))
         try:
-            verb = decode(data, Verb).verb
-            if isinstance(verb, Release) and (key := self._handed.key_of(verb.ticket_id)) is not None:
+            verb = decode(data, ControlRequest).verb
+            if isinstance(verb, ReleaseKv) and (key := self._handed.key_of(verb.ticket_id)) is not None:
                 self._forget_ticket(key)
-            answer = Answer(data=await self._service.control(verb))
+            answer = Ack(data=await self._service.control(verb))
         except DynamoError as exc:
-            answer = Answer(Failure.of(exc))
+            answer = Ack(ErrorPayload.of(exc))
         finally:
             self._answer(reply, answer)
 
-    def _answer(self, reply: str, answer: Answer) -> None:
+    def _answer(self, reply: str, answer: Ack) -> None:
         if not reply:
             return
         data = encode(answer)
         if len(data) > self._link.max_message_bytes:
             error = PayloadTooLarge(f"the answer takes {len(data)} bytes; ask for less at once")
-            data = encode(Answer(Failure.of(error)))
+            data = encode(Ack(ErrorPayload.of(error)))
         self._link.post(reply, data)
 
     # --- liveness --------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ class LinkServing:
 
     # --- streams ---------------------------------------------------------------------------------------
 
-    def _open(self, opening: Open) -> None:
-        leg = Leg(LegKey(opening.inbox, opening.stream))
+    def _open(self, opening: OpenStream) -> None:
+        leg = ServerStream(StreamKey(opening.inbox, opening.stream))
         self._legs[leg.key] = leg
         self._by_inbox.setdefault(opening.inbox, {})[opening.stream] = leg
         self._latest_openings[leg.key] = None
@@ -251,7 +251,7 @@ class LinkServing:
         self._keep(leg.task)
         leg.task.add_done_callback(lambda _: self._close(leg, deadline))
 
-    async def _run(self, leg: Leg, request: GenerateRequest) -> None:
+    async def _run(self, leg: ServerStream, request: GenerateRequest) -> None:
         try:
             async with aclosing(self._stream(leg, request)) as chunks:
                 async for chunk in chunks:
@@ -263,18 +263,18 @@ class LinkServing:
         except DynamoError as exc:
             self._fail(leg, exc)
 
-    def _deadline_passed(self, leg: Leg) -> None:
+    def _deadline_passed(self, leg: ServerStream) -> None:
         if not leg.ended:
             self._fail(leg, DeadlineExceeded("the request's deadline passed in the worker"))
             self._stop(leg)
 
-    def _stream(self, leg: Leg, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def _stream(self, leg: ServerStream, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if not isinstance(self._service, PushingService):
             return self._service.generate(request)
         stream = leg.key.stream
         return self._service.generate_into(request, lambda chunk: self._send(leg, Frame(stream, leg.number, chunk)))
 
-    def _close(self, leg: Leg, deadline: asyncio.TimerHandle) -> None:
+    def _close(self, leg: ServerStream, deadline: asyncio.TimerHandle) -> None:
         deadline.cancel()
         del self._legs[leg.key]
         others = self._by_inbox[leg.key.inbox]
@@ -288,7 +288,7 @@ class LinkServing:
         if leg.cancelled:  # before or after its last chunk was sent: who asked for it is gone
             self._refuse(leg.key)
 
-    def _cancel(self, key: LegKey) -> None:
+    def _cancel(self, key: StreamKey) -> None:
         leg = self._legs.get(key)
         if leg is not None:
             leg.ended = True
@@ -296,7 +296,7 @@ class LinkServing:
         else:
             self._refuse(key)  # a caller that has taken the terminal chunk does not cancel
 
-    def _stop(self, leg: Leg) -> None:
+    def _stop(self, leg: ServerStream) -> None:
         # Once: a second cancel would cut the service's own cleanup short.
         if not leg.cancelled and leg.task is not None:
             leg.cancelled = True
@@ -331,7 +331,7 @@ class LinkServing:
 
     # --- tickets that were sent ------------------------------------------------------------------------
 
-    def _hand(self, key: LegKey, ticket: HandoffTicket, frames: int) -> None:
+    def _hand(self, key: StreamKey, ticket: KvTransferParams, frames: int) -> None:
         """Until it is released or expires, its caller is watched."""
         self._forget_expired()
         self._handed.put(key, ticket, frames)
@@ -341,36 +341,36 @@ class LinkServing:
         for key in self._handed.expired(time.time()):
             self._forget_ticket(key)
 
-    def _forget_ticket(self, key: LegKey) -> HandoffTicket | None:
+    def _forget_ticket(self, key: StreamKey) -> KvTransferParams | None:
         ticket = self._handed.pop(key)
         if ticket is not None:
             self._unwatch(key.inbox)
         return ticket
 
-    def _refuse(self, key: LegKey) -> None:
+    def _refuse(self, key: StreamKey) -> None:
         """In the caller's stead, who can't."""
         ticket = self._forget_ticket(key)
         if ticket is not None:
-            release = self._refused(Release(ticket.ticket_id, ReleaseOutcome.REFUSED))
+            release = self._refused(ReleaseKv(ticket.ticket_id, ReleaseOutcome.REFUSED))
             self._keep(asyncio.create_task(release, name=f"plane-refuse-{ticket.ticket_id}"))
 
-    async def _refused(self, release: Release) -> None:
+    async def _refused(self, release: ReleaseKv) -> None:
         await self._service.control(release)
 
     # --- what leaves -----------------------------------------------------------------------------------
 
-    def _fail(self, leg: Leg, error: DynamoError) -> None:
+    def _fail(self, leg: ServerStream, error: DynamoError) -> None:
         if not leg.ended:
-            self._send(leg, Frame(leg.key.stream, leg.number, failure=Failure.of(error)))
+            self._send(leg, Frame(leg.key.stream, leg.number, failure=ErrorPayload.of(error)))
             leg.ended = True
 
-    def _send(self, leg: Leg, frame: Frame) -> None:
+    def _send(self, leg: ServerStream, frame: Frame) -> None:
         if leg.ended:
             return
         leg.number += 1
         outbox = self._outboxes.get(leg.key.inbox)
         if outbox is None:
-            outbox = self._outboxes[leg.key.inbox] = Outbox()
+            outbox = self._outboxes[leg.key.inbox] = FrameBatcher()
         outbox.put(frame)
         if not self._flush_due:
             self._flush_due = True  # one engine step wakes all its streams in one turn; this runs in the next

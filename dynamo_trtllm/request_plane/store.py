@@ -67,7 +67,7 @@ class _Entry(NamedTuple):
     expires_s: float  # on the clock
 
 
-class MemoryStore:
+class MemoryResponseStore:
     """Values in the memory of this process. `clock` gives seconds that only rise.
 
     A full store drops the oldest value of the owner with the most values or bytes, so an owner can't push out the

@@ -20,13 +20,13 @@ Receive: TypeAlias = Callable[[bytes, str], None]  # data, reply subject ("" whe
 Lost: TypeAlias = Callable[[DynamoError], None]
 
 
-class Listening(Protocol):
+class Subscription(Protocol):
     async def stop(self) -> None:
         """No more is received. Idempotent."""
         ...
 
 
-class Link(Protocol):
+class Transport(Protocol):
     @property
     def max_message_bytes(self) -> int: ...
 
@@ -42,7 +42,7 @@ class Link(Protocol):
         """See `base.Plane`."""
         ...
 
-    async def listen(self, subject: str, receive: Receive) -> Listening:
+    async def listen(self, subject: str, receive: Receive) -> Subscription:
         """What this link itself sends from now on to `subject`, or asks to be sent there, arrives."""
         ...
 
@@ -68,7 +68,7 @@ class Heartbeat:
 
     def __init__(
         self,
-        link: Link,
+        link: Transport,
         interval_s: float,
         *,
         message: Callable[[str], bytes],

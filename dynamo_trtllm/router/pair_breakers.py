@@ -35,7 +35,7 @@ class BreakerLimits:
 
 
 @dataclass(slots=True)
-class PairRecord:
+class PairStatus:
     """What is known of one pair. Times are seconds of the clock that callers pass."""
 
     state: PairState = PairState.UNTRIED
@@ -49,12 +49,12 @@ class PairRecord:
     tried_at: float = 0.0  # while it works without being proven: the last canary, or when it began to work
 
 
-class PairBook:
+class PairBreakers:
     """Written by the pipeline (what requests met) and by the canaries; read by placement, health and readiness."""
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
         self._limits = limits or BreakerLimits()
-        self._records: dict[Pair, PairRecord] = {}
+        self._records: dict[Pair, PairStatus] = {}
         self._shut: set[Pair] = set()
         self._withheld: set[Pair] = set()  # new pairs that a canary will test
 
@@ -67,7 +67,7 @@ class PairBook:
         late = self._withheld.intersection(pairs)
         self._withheld -= late
         for pair in late:  # from now on it is known, and not withheld again
-            self._records.setdefault(pair, PairRecord())
+            self._records.setdefault(pair, PairStatus())
         return bool(late)
 
     def passed(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
@@ -78,7 +78,7 @@ class PairBook:
         record = self._records.get(pair)
         if not is_probe and (pair in self._withheld or (record is not None and record.is_wrong)):
             return False  # it began before the pair was withheld or wrong; whether its answer is right is not known
-        record = record or self._records.setdefault(pair, PairRecord())
+        record = record or self._records.setdefault(pair, PairStatus())
         changed = record.state is not PairState.WORKING
         if changed:
             record.state, record.reason, record.failures, record.openings = PairState.WORKING, "", 0, 0
@@ -95,7 +95,7 @@ class PairBook:
 
         Return True when this opened the breaker.
         """
-        limits, record = self._limits, self._records.setdefault(pair, PairRecord())
+        limits, record = self._limits, self._records.setdefault(pair, PairStatus())
         record.reason, record.seen_at = reason, now
         self._withheld.discard(pair)
         if is_wrong:
@@ -115,7 +115,7 @@ class PairBook:
     def doubt(self, pair: Pair, reason: str, now: float) -> bool:
         """A leg of it was not taken up, or the way there broke. That tells nothing of its KV: no breaker counts it, and
         it counts as working when it is seen to again. True when it worked before."""
-        record = self._records.setdefault(pair, PairRecord())
+        record = self._records.setdefault(pair, PairStatus())
         worked = record.state is PairState.WORKING
         record.seen_at = now
         if record.state is PairState.QUARANTINED:
@@ -131,7 +131,7 @@ class PairBook:
     def postpone(self, pair: Pair, now: float) -> None:
         """Note that the pair was too busy for a canary, which leaves its state unchanged. A new pair gets requests from
         now on: otherwise workers that stay too busy for a canary would never get any."""
-        record = self._records.setdefault(pair, PairRecord())
+        record = self._records.setdefault(pair, PairStatus())
         record.seen_at = record.tried_at = now
         self._withheld.discard(pair)
         if record.state is PairState.QUARANTINED:
@@ -150,8 +150,8 @@ class PairBook:
         """Whether any pair is kept apart: mostly none is, and placement has nothing to look up."""
         return bool(self._shut or self._withheld)
 
-    def record(self, pair: Pair) -> PairRecord:
-        return self._records.get(pair, PairRecord())
+    def record(self, pair: Pair) -> PairStatus:
+        return self._records.get(pair, PairStatus())
 
     def due(self, pairs: Iterable[Pair], now: float, interval_s: float) -> list[Pair]:
         """Return the pairs that a canary should test now: new and idle pairs, quarantined ones whose time is over, and
@@ -187,7 +187,7 @@ def pairs_of(view: ModelView) -> list[Pair]:
     return [*matched, *((None, instance.id) for instance in view.aggregated)]
 
 
-def poisoned(book: PairBook, pairs: Collection[Pair], openings: int = 3) -> set[int]:
+def suspects(book: PairBreakers, pairs: Collection[Pair], openings: int = 3) -> set[int]:
     """Instances whose every pair's breaker opened this often in a row.
 
     When that is so at both ends of a pair, and it can't be told whose fault it is, it is the prefill instance.
@@ -201,7 +201,7 @@ def poisoned(book: PairBook, pairs: Collection[Pair], openings: int = 3) -> set[
     return bad_prefills | {d for d in bad_decodes if d in others_work or all(p is None for p, o in pairs if o == d)}
 
 
-def spelled(pair: Pair) -> str:
+def format_pair(pair: Pair) -> str:
     """For people."""
     prefill, decode = pair
     return f"instance {decode:x}" if prefill is None else f"pair {prefill:x} -> {decode:x}"

@@ -5,29 +5,29 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dynamo_trtllm.errors import NoInstances, TicketMismatch
+from dynamo_trtllm.errors import NoInstances, TransferMismatch
 from dynamo_trtllm.messages import Instance
-from dynamo_trtllm.router.pair_breakers import Pair, PairBook
+from dynamo_trtllm.router.pair_breakers import Pair, PairBreakers
 from dynamo_trtllm.router.view import ModelView, pairing_key
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class WorkerSelection:
     """`prefill` is None when the decode instance does the whole request."""
 
     prefill: Instance | None
     decode: Instance
 
 
-def place(
+def select(
     view: ModelView,
     model: str,
     turn: int,
-    book: PairBook,
+    book: PairBreakers,
     *,
     avoid: int | None = None,
     decode_fallback: bool = False,
-) -> Placement:
+) -> WorkerSelection:
     """Round robin per role. Prefill and decode are paired only when engine kind, strategy and KV layout are equal.
 
     `turn` counts the requests of this model; pairs that `book` has shut are left out; `avoid` is a prefill instance to
@@ -37,13 +37,13 @@ def place(
     roles or why all pairs are shut, or TicketMismatch naming the fields when there are both roles and no pair matches.
     """
     if not view.prefill or not view.decode:
-        return Placement(None, _whole(view, model, turn, book, decode_fallback=decode_fallback))
+        return WorkerSelection(None, _whole(view, model, turn, book, decode_fallback=decode_fallback))
     keys = view.keys
     offered = {keys[p.id] for p in view.prefill}
     decodes = [d for d in view.decode if keys[d.id] in offered]
     if not decodes:
         why = differences(view.prefill[0], view.decode[0])
-        raise TicketMismatch(f"no prefill worker of model {model!r} matches a decode worker: {why}")
+        raise TransferMismatch(f"no prefill worker of model {model!r} matches a decode worker: {why}")
     if book.has_shut:
         decodes = [d for d in decodes if any(not book.is_shut((p, d.id)) for p in _partners(view, d))]
         if not decodes:
@@ -60,10 +60,10 @@ def place(
     turn_in_key = turn // len(decodes) * len(peers) + peers.index(decode)
     # One further per round: else two and two would only ever meet as two of the four pairs.
     skewed = turn_in_key + turn_in_key // math.lcm(len(peers), len(prefills))
-    return Placement(prefills[skewed % len(prefills)], decode)
+    return WorkerSelection(prefills[skewed % len(prefills)], decode)
 
 
-def _whole(view: ModelView, model: str, turn: int, book: PairBook, *, decode_fallback: bool) -> Instance:
+def _whole(view: ModelView, model: str, turn: int, book: PairBreakers, *, decode_fallback: bool) -> Instance:
     able = view.aggregated
     if not able and decode_fallback:
         able = tuple(instance for instance in view.decode if instance.serves_whole)
@@ -80,7 +80,7 @@ def _partners(view: ModelView, decode: Instance) -> list[int]:
     return [p.id for p in view.prefill if view.keys[p.id] == view.keys[decode.id]]
 
 
-def _all_shut(model: str, book: PairBook, pairs: list[Pair]) -> NoInstances:
+def _all_shut(model: str, book: PairBreakers, pairs: list[Pair]) -> NoInstances:
     reasons = dict.fromkeys(book.record(pair).reason or "not tried yet" for pair in pairs)
     return NoInstances(f"every pair of model {model!r} is new or quarantined: {'; '.join(reasons)}; see /health")
 

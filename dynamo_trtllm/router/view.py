@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
-from dynamo_trtllm.messages import Instance, ModelCard, Role
+from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 
 _REDUCED_VIEWS = 16  # cached by one view
 
@@ -93,7 +93,7 @@ class ClusterView:
     def model(self, name: str) -> ModelView:
         return self._models.get(name, _NO_INSTANCES)
 
-    def models(self) -> dict[str, ModelCard]:
+    def models(self) -> dict[str, ModelDeploymentCard]:
         """Name to card, for every model that has an instance.
 
         The card of an instance that makes answers counts before a prefill instance's: theirs is the context that prompt

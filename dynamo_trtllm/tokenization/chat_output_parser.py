@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.base import Delta, OutputParser
-from dynamo_trtllm.tokenization.delta_builder import Collected
-from dynamo_trtllm.tokenization.reasoning_parser import ThinkSplit
-from dynamo_trtllm.tokenization.tool_call_parser import CallReader
+from dynamo_trtllm.tokenization.delta_builder import DeltaBuilder
+from dynamo_trtllm.tokenization.reasoning_parser import ReasoningParser
+from dynamo_trtllm.tokenization.tool_call_parser import ToolCallParser
 
 
-class SplitParser:
+class ChatOutputParser:
     """OutputParser over the content of another one."""
 
     def __init__(
-        self, text: OutputParser, *, thinking: ThinkSplit | None, calls: CallReader | None, forced: TokenIds
+        self, text: OutputParser, *, thinking: ReasoningParser | None, calls: ToolCallParser | None, forced: TokenIds
     ) -> None:
         self._text = text
         self._thinking = thinking
         self._calls = calls
-        self._out = Collected()
+        self._out = DeltaBuilder()
         self._add(forced)
         self._out.reasoning_tokens = 0
 
@@ -35,7 +35,7 @@ class SplitParser:
         return self._take()
 
     def _take(self) -> Delta:
-        out, self._out = self._out, Collected()
+        out, self._out = self._out, DeltaBuilder()
         return out.delta()
 
     def _add(self, token_ids: TokenIds) -> None:
@@ -46,7 +46,7 @@ class SplitParser:
         if at < len(token_ids):
             self._answer(self._thought(self._text.push(token_ids[at:]).content))
 
-    def _think(self, thinking: ThinkSplit, token: TokenIds) -> None:
+    def _think(self, thinking: ReasoningParser, token: TokenIds) -> None:
         """One token at a time, to know which ones are reasoning: those inside, and those that end a part of it."""
         said = len(self._out.reasoning)
         was_inside = thinking.is_inside

@@ -8,7 +8,7 @@ from dynamo_trtllm.tokenization.base import Delta, ToolCallDelta
 
 
 @dataclass(slots=True)
-class Collected:
+class DeltaBuilder:
     """Pieces in the order they came; those of one call become one `ToolCallDelta`."""
 
     content: list[str] = field(default_factory=list)

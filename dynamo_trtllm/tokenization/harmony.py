@@ -23,8 +23,8 @@ from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, OutputParser
 from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
-from dynamo_trtllm.tokenization.text import BytesTextParser, WholeTexts
-from dynamo_trtllm.tokenization.tokenization_cache import KnownTexts
+from dynamo_trtllm.tokenization.text import BytesTextParser, TokenTextCache
+from dynamo_trtllm.tokenization.tokenization_cache import TokenizationCache
 
 _RETURN: Final = 200002
 _CALL: Final = 200012
@@ -58,10 +58,10 @@ class HarmonyRenderer:
         self._is_call_split = tool_call_parser != "none"
         self._harmony = vocabulary.load_harmony(cache_dir)
         self._tiktoken = vocabulary.load_tiktoken(cache_dir)
-        self._known = KnownTexts(self.encode)
+        self._known = TokenizationCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
         self._whole = HarmonyTexts(
-            content=WholeTexts(self._token_bytes), reasoning=WholeTexts(self._token_bytes, is_reasoning=True)
+            content=TokenTextCache(self._token_bytes), reasoning=TokenTextCache(self._token_bytes, is_reasoning=True)
         )
         self._today = today
         self._frame = functools.lru_cache(maxsize=64)(self._make_frame)

@@ -12,9 +12,9 @@ from typing import Final, NamedTuple
 
 from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.base import NOTHING_FORCED, Delta
-from dynamo_trtllm.tokenization.delta_builder import Collected
+from dynamo_trtllm.tokenization.delta_builder import DeltaBuilder
 from dynamo_trtllm.tokenization.harmony_header import Header, could_become_header, read_header
-from dynamo_trtllm.tokenization.text import WholeTexts
+from dynamo_trtllm.tokenization.text import TokenTextCache
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL
 
 _RETURN: Final = 200002
@@ -30,7 +30,7 @@ _MAX_HEADER_BLANKS: Final = 12  # nor is one of many words
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
 
 
-class _In(Enum):
+class _HarmonyState(Enum):
     """Where the next token stands."""
 
     HEADER = auto()
@@ -49,8 +49,8 @@ class _Goes(Enum):
 class HarmonyTexts(NamedTuple):
     """Of a vocabulary, shared by its parsers."""
 
-    content: WholeTexts
-    reasoning: WholeTexts
+    content: TokenTextCache
+    reasoning: TokenTextCache
 
 
 class HarmonyParser:
@@ -77,13 +77,13 @@ class HarmonyParser:
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
         self._texts = {_Goes.CONTENT: texts.content, _Goes.REASONING: texts.reasoning}
-        self._whole: WholeTexts | None = None  # of the next token, if it just goes on where the last one was
-        self._state = _In.HEADER
+        self._whole: TokenTextCache | None = None  # of the next token, if it just goes on where the last one was
+        self._state = _HarmonyState.HEADER
         self._goes = _Goes.CONTENT
         self._header: list[int] = []
         self._blanks = 0  # in the header
         self._calls = 0
-        self._out = Collected()
+        self._out = DeltaBuilder()
         self._run(forced)
         self._forced = len(self._header)  # of the header's tokens, those that are no output
 
@@ -96,20 +96,20 @@ class HarmonyParser:
         return self._take()
 
     def finish(self) -> Delta:
-        if self._state is _In.HEADER and self._header and not self._is_cut_header():
+        if self._state is _HarmonyState.HEADER and self._header and not self._is_cut_header():
             self._header_is_text()
         self._flush()
         return self._take()
 
     def _take(self) -> Delta:
-        out, self._out = self._out, Collected()
-        self._whole = self._texts.get(self._goes) if self._state is _In.BODY else None
+        out, self._out = self._out, DeltaBuilder()
+        self._whole = self._texts.get(self._goes) if self._state is _HarmonyState.BODY else None
         return out.delta()
 
     def _run(self, token_ids: TokenIds) -> None:
         run: list[int] = []  # body tokens not decoded yet
         for token_id in token_ids:
-            if self._state is _In.BODY and token_id < FIRST_SPECIAL:
+            if self._state is _HarmonyState.BODY and token_id < FIRST_SPECIAL:
                 run.append(token_id)
                 continue
             if run:
@@ -124,7 +124,7 @@ class HarmonyParser:
 
     def _text(self, token_id: int) -> None:
         """An ordinary token outside a body."""
-        if self._state is _In.BETWEEN:
+        if self._state is _HarmonyState.BETWEEN:
             self._open(_Goes.CONTENT)
             self._body([token_id])
             return
@@ -133,13 +133,13 @@ class HarmonyParser:
             self._header_is_text()
 
     def _control(self, token_id: int) -> None:
-        if self._state is _In.HEADER and token_id == _MESSAGE:
+        if self._state is _HarmonyState.HEADER and token_id == _MESSAGE:
             self._end_header()
-        elif self._state is _In.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
+        elif self._state is _HarmonyState.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
             self._header.append(token_id)
         elif token_id in (_START, _CHANNEL):  # a start without an end before it, or an end without a start after it
             self._end_message()
-            self._state = _In.HEADER
+            self._state = _HarmonyState.HEADER
             self._header = [token_id]
         elif token_id in _ENDS:
             self._end_message()
@@ -202,15 +202,15 @@ class HarmonyParser:
         self._forced = 0
 
     def _open(self, goes: _Goes) -> None:
-        self._state = _In.BODY
+        self._state = _HarmonyState.BODY
         self._goes = goes
 
     def _end_message(self) -> None:
-        if self._state is _In.HEADER and self._header and self._read_header() != Header():
+        if self._state is _HarmonyState.HEADER and self._header and self._read_header() != Header():
             self._header_is_text()
         self._flush()
         self._clear_header()
-        self._state = _In.BETWEEN
+        self._state = _HarmonyState.BETWEEN
         self._goes = _Goes.CONTENT
 
     def _body(self, ids: list[int]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from dynamo_trtllm.tokenization.delta_builder import Collected
+from dynamo_trtllm.tokenization.delta_builder import DeltaBuilder
 from dynamo_trtllm.tokenization.text import overlap
 
 THINK: Final = "<think>"
 END_THINK: Final = "</think>"
 
 
-class ThinkSplit:
+class ReasoningParser:
     """Gives reasoning to `out` and the text of the answer back. White space next to the markers is left out.
 
     Only what opens the output can be reasoning: later markers are text. With `begins_inside` the prompt has opened it
@@ -25,7 +25,7 @@ class ThinkSplit:
         self.is_over = False  # everything from here on is answer
         self._is_trimming = False  # white space after the closing marker
 
-    def push(self, text: str, out: Collected) -> str:
+    def push(self, text: str, out: DeltaBuilder) -> str:
         if self.is_over and not self._is_trimming:
             return text
         text, self._held = self._held + text, ""
@@ -38,7 +38,7 @@ class ThinkSplit:
             self._is_trimming = not text
         return text if self.is_over else ""
 
-    def finish(self, out: Collected) -> str:
+    def finish(self, out: DeltaBuilder) -> str:
         """What was held back."""
         held, self._held = self._held, ""
         if not self.is_inside:
@@ -66,7 +66,7 @@ class ThinkSplit:
             return text
         return shown
 
-    def _reason(self, text: str, out: Collected) -> str:
+    def _reason(self, text: str, out: DeltaBuilder) -> str:
         """Gives reasoning out up to the closing marker, and the text after it back."""
         reasoning, marker, rest = text.partition(END_THINK)
         if not marker:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import ModelCard
+from dynamo_trtllm.messages import ModelDeploymentCard
 from dynamo_trtllm.tokenization.base import Renderer
 from dynamo_trtllm.tokenization.formats import PARSERS
 
 
-def renderer_for(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
+def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
     """The renderer of this card, made of its files (name -> content). Takes up to a second: not on an event loop.
 
     Raises ConfigError for a renderer or a parser that does not exist and for a file that is missing or broken.

@@ -12,7 +12,7 @@ from enum import Enum, auto
 from typing import Final
 
 from dynamo_trtllm.tokenization.base import TOOL_NAME
-from dynamo_trtllm.tokenization.delta_builder import Collected
+from dynamo_trtllm.tokenization.delta_builder import DeltaBuilder
 
 _ARGUMENTS: Final = frozenset(("arguments", "parameters"))
 _KEYS: Final = _ARGUMENTS | {"name", "id", "type"}
@@ -40,7 +40,7 @@ class _At(Enum):
 _INSIDE: Final = frozenset((_At.STRING, _At.NESTED, _At.SCALAR))
 
 
-class CallObject:
+class StreamingJsonCall:
     """`{"name": …, "arguments" or "parameters": …}`, keys in any order, given out as call `index` once it is certain:
     at its name, or with `needs_arguments` when the key of the arguments was read too."""
 
@@ -72,7 +72,7 @@ class CallObject:
         """What was read and not given out: for a broken or cut-off object, what is left to show."""
         return "".join(self._unseen)
 
-    def feed(self, text: str, out: Collected) -> str:
+    def feed(self, text: str, out: DeltaBuilder) -> str:
         """Reads up to the end of the object or the first fault; the rest comes back."""
         at = 0
         while at < len(text) and self._at not in (_At.DONE, _At.BROKEN):
@@ -99,7 +99,7 @@ class CallObject:
         elif text:
             self._unseen.clear()
 
-    def _give(self, out: Collected) -> None:
+    def _give(self, out: DeltaBuilder) -> None:
         if not self.begun and self._is_certain():
             self.begun = True
             self._unseen.clear()

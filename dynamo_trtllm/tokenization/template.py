@@ -13,20 +13,26 @@ import tokenizers
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, OutputParser
-from dynamo_trtllm.tokenization.chat_output_parser import SplitParser
+from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
 from dynamo_trtllm.tokenization.chat_template import ChatTemplates
-from dynamo_trtllm.tokenization.reasoning_parser import END_THINK, THINK, ThinkSplit
-from dynamo_trtllm.tokenization.text import BytesTextParser, WholeTexts, WindowTextParser
-from dynamo_trtllm.tokenization.tool_call_parser import END_TOOL_CALL, TOOL_CALL, CallReader, HermesCalls, JsonCalls
+from dynamo_trtllm.tokenization.reasoning_parser import END_THINK, THINK, ReasoningParser
+from dynamo_trtllm.tokenization.text import BytesTextParser, TokenTextCache, WindowTextParser
+from dynamo_trtllm.tokenization.tool_call_parser import (
+    END_TOOL_CALL,
+    TOOL_CALL,
+    HermesToolCallParser,
+    JsonToolCallParser,
+    ToolCallParser,
+)
 
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
 MAX_ARGUMENT_VALUES: Final = 100_000  # of all tool calls of a conversation: each is an object in memory
-_CALL_READERS: Final[Mapping[str, Callable[[], CallReader] | None]] = {
+_CALL_READERS: Final[Mapping[str, Callable[[], ToolCallParser] | None]] = {
     "none": None,
-    "hermes": HermesCalls,
-    "json": JsonCalls,
+    "hermes": HermesToolCallParser,
+    "json": JsonToolCallParser,
 }
 _CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
 _MARKERS: Final = {  # shown to the parser that looks for them even where they are special tokens
@@ -67,8 +73,8 @@ class ChatTemplateRenderer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         markers = _MARKERS[reasoning_parser] + _MARKERS[tool_call_parser]
         self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
-        self._whole = WholeTexts(functools.partial(self._token_bytes, self._hidden))
-        self._whole_in_chat = WholeTexts(functools.partial(self._token_bytes, self._hidden_in_chat))
+        self._whole = TokenTextCache(functools.partial(self._token_bytes, self._hidden))
+        self._whole_in_chat = TokenTextCache(functools.partial(self._token_bytes, self._hidden_in_chat))
         decoder = _json_object(self._source, TOKENIZER).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
 
@@ -102,10 +108,10 @@ class ChatTemplateRenderer:
     def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
         thinking = None
         if self._reasoning_parser != "none":
-            thinking = ThinkSplit(begins_inside=self._reasoning_parser == "deepseek_r1")
+            thinking = ReasoningParser(begins_inside=self._reasoning_parser == "deepseek_r1")
         make_calls = _CALL_READERS[self._tool_call_parser]
         calls = make_calls() if make_calls is not None else None
-        return SplitParser(self._text_parser(self._hidden_in_chat), thinking=thinking, calls=calls, forced=forced)
+        return ChatOutputParser(self._text_parser(self._hidden_in_chat), thinking=thinking, calls=calls, forced=forced)
 
     def call_header(self, name: str | None) -> TokenIds | None:
         """A named call can be forced where the format of calls is known and the answer comes first."""

@@ -21,7 +21,7 @@ def overlap(text: str, marker: str) -> int:
     return 0
 
 
-class WholeTexts(dict[int, Delta | None]):
+class TokenTextCache(dict[int, Delta | None]):
     """What each token adds that is whole characters by itself; None for any other. Filled as tokens are seen, so it
     grows to the size of the vocabulary: one per model, for all its requests."""
 
@@ -44,7 +44,7 @@ class WholeTexts(dict[int, Delta | None]):
 class BytesTextParser:
     """OutputParser for vocabularies whose tokens are byte strings; all text is content."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], whole: WholeTexts) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], whole: TokenTextCache) -> None:
         self._token_bytes = token_bytes  # no bytes for a token that must not be shown
         self._whole = whole
         self._decoder = Utf8Decoder(errors="replace")

@@ -16,7 +16,7 @@ MAX_BYTES: Final = 16 << 20
 _MIN_CHARS: Final = 256  # shorter texts are encoded as fast as they are looked up and kept
 
 
-class KnownTexts:
+class TokenizationCache:
     """The texts used last. For any thread; the ids it gives must not be changed."""
 
     def __init__(self, encode: Callable[[str], TokenIds], max_bytes: int = MAX_BYTES) -> None:

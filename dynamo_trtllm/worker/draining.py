@@ -10,7 +10,7 @@ import logging
 
 from dynamo_trtllm.engines.base import Engine, HasStats
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.request_plane.base import Serving
+from dynamo_trtllm.request_plane.base import ServerHandle
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _SAY_EVERY_S = 3.0
 _SOON_S = 0.1  # what is done by then is not worth a line
 
 
-async def drain(engine: Engine, serving: Serving, timeout_s: float) -> None:
+async def drain(engine: Engine, serving: ServerHandle, timeout_s: float) -> None:
     """Returns after `timeout_s` in any case, with a warning that tells what was left."""
     await serving.stop_accepting()
     finishing = asyncio.create_task(_finish(engine, serving), name="worker-drain")
@@ -45,12 +45,12 @@ async def drain(engine: Engine, serving: Serving, timeout_s: float) -> None:
         await asyncio.gather(finishing, return_exceptions=True)
 
 
-async def _finish(engine: Engine, serving: Serving) -> None:
+async def _finish(engine: Engine, serving: ServerHandle) -> None:
     await serving.finished()  # also those that the engine has not seen yet
     await engine.drain()
 
 
-def _left(engine: Engine, serving: Serving) -> str:
+def _left(engine: Engine, serving: ServerHandle) -> str:
     requests = f"requests: {serving.running}"
     if not isinstance(engine, HasStats):
         return requests

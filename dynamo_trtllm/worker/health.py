@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.http_server.connection import ConnectionLimits, HttpServer
-from dynamo_trtllm.network.listening import BACKLOG, listening, warn_if_exposed
+from dynamo_trtllm.network.listening import BACKLOG, listen, warn_if_exposed
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class HealthServer:
     async def __aenter__(self) -> HealthServer:
         if self._port is None:
             return self
-        self._sock = listening(self._host, self._port, setting="system")
+        self._sock = listen(self._host, self._port, setting="system")
         self._server = HttpServer(self._app, LIMITS, backlog=BACKLOG, shutdown_s=1)
         # `serve` would take the process's signals, which are the worker's
         self._task = self._tasks.start(self._server._serve([self._sock]), "worker-health")

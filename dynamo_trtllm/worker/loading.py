@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from contextlib import aclosing
 
-from dynamo_trtllm.discovery.base import Discovery, Synced, Up
+from dynamo_trtllm.discovery.base import Added, Discovery, Synced
 from dynamo_trtllm.engines.base import Engine, EngineInfo, Finding, HasPreflight, HasProgress
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance, Role
@@ -34,7 +34,7 @@ async def live_peers(discovery: Discovery, namespace: str, *, model: str, role: 
         async for event in events:
             if isinstance(event, Synced):
                 break
-            if isinstance(event, Up):
+            if isinstance(event, Added):
                 found.append(event.instance)
     return [peer for peer in found if peer.card.name == model and peer.role is _OTHER.get(role)]
 
@@ -45,21 +45,21 @@ async def preflight(engine: Engine, peers: Sequence[Instance]) -> None:
         return
     findings = await asyncio.to_thread(engine.preflight, peers)
     for finding in findings:
-        _log.log(_LEVELS[finding.severity], "preflight: %s: %s", finding.severity, told(finding))
+        _log.log(_LEVELS[finding.severity], "preflight: %s: %s", finding.severity, format_finding(finding))
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more, on the log)" if len(errors) > 1 else ""
-        raise ConfigError(f"preflight: {told(errors[0])}{more}", field=errors[0].field)
+        raise ConfigError(f"preflight: {format_finding(errors[0])}{more}", field=errors[0].field)
 
 
-def told(finding: Finding) -> str:
+def format_finding(finding: Finding) -> str:
     """A finding in one line."""
     against = f" against {finding.other}" if finding.other else ""
     return f"{finding.field} {finding.value}{against}: {finding.why}; {finding.cure} [{finding.rule}]"
 
 
-async def start(engine: Engine, health: Health) -> EngineInfo:
-    """`engine.start`, with what it is doing in `health` and on the log. Raises as it does."""
+async def start_engine(engine: Engine, health: Health) -> EngineInfo:
+    """`engine.start_engine`, with what it is doing in `health` and on the log. Raises as it does."""
     if not isinstance(engine, HasProgress):
         return await engine.start()
     starting = asyncio.create_task(engine.start(), name="engine-start")

@@ -15,16 +15,16 @@ from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, Mod
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
-    FilePiece,
-    FileRequest,
+    FileChunk,
     GenerateRequest,
+    GetFile,
     Instance,
     Phase,
-    Release,
-    Reserve,
+    ReleaseKv,
+    ReleaseSlot,
+    ReserveSlot,
     Restart,
     Role,
-    Unreserve,
 )
 from dynamo_trtllm.observability.logging import request_id
 from dynamo_trtllm.observability.metrics import WorkerMetrics
@@ -126,16 +126,16 @@ class WorkerService:
 
     async def control(self, verb: Control) -> bytes:
         match verb:
-            case Release(ticket_id, outcome):
+            case ReleaseKv(ticket_id, outcome):
                 if isinstance(self._engine, HasTickets):
                     self._engine.release(ticket_id, outcome)
                 return b""
-            case FileRequest(sha256, offset):
+            case GetFile(sha256, offset):
                 return codec.encode(self._piece(sha256, offset))
-            case Reserve(reservation_id, expires_at):
+            case ReserveSlot(reservation_id, expires_at):
                 self._reserve(reservation_id, expires_at)
                 return b""
-            case Unreserve(reservation_id):
+            case ReleaseSlot(reservation_id):
                 self._admission.unreserve(reservation_id)
                 return b""
             case Restart(reason):
@@ -148,7 +148,7 @@ class WorkerService:
             raise InvalidRequest(f"a {self._role} worker keeps no decode slots")
         self._admission.reserve(reservation_id, expires_at)
 
-    def _piece(self, sha256: str, offset: int) -> FilePiece:
+    def _piece(self, sha256: str, offset: int) -> FileChunk:
         path = self._files.get(sha256)
         if offset < 0:
             raise InvalidRequest(f"offset {offset} is negative", field="offset")
@@ -156,4 +156,4 @@ class WorkerService:
             raise InvalidRequest(f"this worker has no file {sha256}", field="sha256")
         with path.open("rb") as file:
             file.seek(offset)
-            return FilePiece(data=file.read(PIECE_BYTES), total_bytes=path.stat().st_size)
+            return FileChunk(data=file.read(PIECE_BYTES), total_bytes=path.stat().st_size)

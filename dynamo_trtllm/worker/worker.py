@@ -29,11 +29,11 @@ from dynamo_trtllm.engines.base import Engine, EngineInfo, HasStats
 from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.prerequisites import check
 from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
-from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelCard, Role, SamplingDefaults
+from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, Role, SamplingDefaults
 from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
 from dynamo_trtllm.network.listening import allow_files
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.base import Serving
+from dynamo_trtllm.request_plane.base import ServerHandle
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import card, loading
@@ -62,13 +62,13 @@ def endpoint_of(config: WorkerConfig) -> keys.EndpointId:
     return keys.EndpointId(config.namespace, components[config.disaggregation_mode], "generate")
 
 
-class _Parts(NamedTuple):
+class _RunningWorker(NamedTuple):
     """What a started worker is made of; the exit stack of `serve` closes it."""
 
     plane: NatsPlane
     engine: Engine
     service: WorkerService
-    serving: Serving
+    serving: ServerHandle
     registration: Registration
 
 
@@ -179,7 +179,7 @@ class Worker:
                 raise
             await self._drain(parts)
 
-    async def _unless_stopped(self, start: Coroutine[Any, Any, _Parts]) -> _Parts | None:
+    async def _unless_stopped(self, start: Coroutine[Any, Any, _RunningWorker]) -> _RunningWorker | None:
         """None when `stop` comes first; the start has then ended too. Raises what ended a background task meanwhile."""
         starting = asyncio.create_task(start, name="worker-start")
         stopping = asyncio.create_task(self._stop.wait(), name="worker-stop")
@@ -195,7 +195,7 @@ class Worker:
                 task.cancel()
             await asyncio.gather(starting, stopping, failing, return_exceptions=True)
 
-    async def _start(self, stack: AsyncExitStack) -> _Parts:
+    async def _start(self, stack: AsyncExitStack) -> _RunningWorker:
         model = self._config.model_path
         self._config = config = await asyncio.to_thread(_resolved, self._config)
         self._sampling_defaults = await asyncio.to_thread(card.sampling_defaults, config, model)
@@ -225,7 +225,7 @@ class Worker:
             discovery, endpoint_of(self._config).namespace, model=self._model_name(), role=config.disaggregation_mode
         )
         await loading.preflight(engine, peers)
-        info = await loading.start(engine, self._health)
+        info = await loading.start_engine(engine, self._health)
         instance, files = self._describe(info)
         admission = Admission(_limits(config, info), time.time)
         service = WorkerService(engine, instance, admission, files=files, metrics=self._metrics)
@@ -234,7 +234,7 @@ class Worker:
         registration = await discovery.register(instance)
         stack.push_async_callback(registration.aclose)
         self._health.phase = "serving"
-        return _Parts(plane, engine, service, serving, registration)
+        return _RunningWorker(plane, engine, service, serving, registration)
 
     def _describe(self, info: EngineInfo) -> tuple[Instance, dict[str, Path]]:
         """The record to register, and the files it names by their hash."""
@@ -242,7 +242,7 @@ class Worker:
         role = config.disaggregation_mode
         endpoint = endpoint_of(self._config)
         digests = {name: digest(path) for name, path in info.files.items()}
-        made = ModelCard(
+        made = ModelDeploymentCard(
             name=self._model_name(),
             context_length=info.context_length,
             vocab_size=info.vocab_size,
@@ -275,7 +275,7 @@ class Worker:
     def _model_name(self) -> str:
         return self._config.served_model_name or Path(self._config.model_path).name
 
-    async def _until_stopped(self, parts: _Parts) -> None:
+    async def _until_stopped(self, parts: _RunningWorker) -> None:
         """Return when asked to stop. Raise EngineFailed when the engine failed or a restart was requested, Disconnected
         when the request plane is gone for good, and the failure of a background task."""
         while not self._stop.is_set():
@@ -294,7 +294,7 @@ class Worker:
             except TimeoutError:
                 continue
 
-    async def _drain(self, parts: _Parts) -> None:
+    async def _drain(self, parts: _RunningWorker) -> None:
         self._health.phase = "draining"
         await parts.registration.aclose()
         await drain(parts.engine, parts.serving, self._config.drain_timeout_s)

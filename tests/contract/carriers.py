@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.base import Carrier
-from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.kv_transfer.base import TransferBackend
+from dynamo_trtllm.kv_transfer.create import create_backend
 from tests.waiting import SOON_S
 
 KINDS = ("loopback", "tcp", "nixl")
@@ -20,7 +20,7 @@ KINDS = ("loopback", "tcp", "nixl")
 class Side:
     """A started carrier and what it was told."""
 
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: TransferBackend) -> None:
         self.carrier = carrier
         self.fetched: list[str] = []
         self.threads: list[int] = []
@@ -48,7 +48,7 @@ async def starting(kind: str) -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def start() -> Side:
-            side = Side(select_carrier(kind))
+            side = Side(create_backend(kind))
             await side.carrier.start(side.hear)
             stack.push_async_callback(side.carrier.aclose)
             return side

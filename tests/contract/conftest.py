@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.request_plane.base import Plane
-from dynamo_trtllm.request_plane.client import LinkPlane
+from dynamo_trtllm.request_plane.client import TransportPlane
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.request_plane.server import LinkServing
+from dynamo_trtllm.request_plane.server import EndpointServer
 from tests.contract.plane_bench import LIMITS, Bench, Network
 from tests.standin import hurry, playing
 from tests.tiny_models import save_tiny_gpt_oss, save_tiny_llama
@@ -63,16 +63,16 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     """Asked for before the planes begin to listen."""
     network = Network()
-    take_at_caller, take_at_worker = LinkPlane._take, LinkServing._take
+    take_at_caller, take_at_worker = TransportPlane._take, EndpointServer._take
 
-    def at_caller(plane: LinkPlane, data: bytes, reply: str) -> None:
+    def at_caller(plane: TransportPlane, data: bytes, reply: str) -> None:
         for each in network.to_caller(data):
             take_at_caller(plane, each, reply)
 
-    def at_worker(serving: LinkServing, data: bytes, reply: str) -> None:
+    def at_worker(serving: EndpointServer, data: bytes, reply: str) -> None:
         for each in network.to_worker(data):
             take_at_worker(serving, each, reply)
 
-    monkeypatch.setattr(LinkPlane, "_take", at_caller)
-    monkeypatch.setattr(LinkServing, "_take", at_worker)
+    monkeypatch.setattr(TransportPlane, "_take", at_caller)
+    monkeypatch.setattr(EndpointServer, "_take", at_worker)
     return network

@@ -7,8 +7,8 @@ import json
 import random
 import sys
 
-from dynamo_trtllm.kv_transfer.base import Piece
-from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.kv_transfer.memory import address_of
 
 
@@ -16,10 +16,10 @@ def content(seed: str, num_bytes: int) -> bytearray:
     return bytearray(random.Random(seed).randbytes(num_bytes))
 
 
-def split(buffer: bytearray, sizes: list[int]) -> list[Piece]:
+def split(buffer: bytearray, sizes: list[int]) -> list[MemoryRegion]:
     start, pieces = address_of(buffer), []
     for size in sizes:
-        pieces.append(Piece(start, size))
+        pieces.append(MemoryRegion(start, size))
         start += size
     return pieces
 
@@ -30,7 +30,7 @@ def say(**answer: object) -> None:
 
 
 async def main(name: str) -> None:
-    carrier = select_carrier(name)
+    carrier = create_backend(name)
     await carrier.start(lambda ticket_id: say(fetched=ticket_id))
     held: dict[str, bytearray] = {}
     say(ready=True)

@@ -11,15 +11,15 @@ import pytest
 
 from dynamo_trtllm.errors import (
     DynamoError,
-    TicketExpired,
+    TransferExpired,
 )
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
     FinishReason,
     GenerateRequest,
-    LegStats,
-    Release,
+    PhaseTimings,
+    ReleaseKv,
     Sampling,
     token_ids,
 )
@@ -55,8 +55,8 @@ class ScriptedService:
 
     async def control(self, verb: Control) -> bytes:
         self.verbs.append(verb)
-        if isinstance(verb, Release):
-            raise TicketExpired("too late", field="ticket_id")
+        if isinstance(verb, ReleaseKv):
+            raise TransferExpired("too late", field="ticket_id")
         if verb.sha256 == "boom":
             raise RuntimeError("boom")
         return b"x" * (2_000_000 if verb.sha256 == "huge" else 1000)
@@ -85,7 +85,7 @@ async def count_up(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([n]))
         await asyncio.sleep(0)
     last = token_ids([request.sampling.max_tokens - 1])
-    yield Chunk(token_ids=last, finish_reason=FinishReason.LENGTH, stats=LegStats(queue_s=0.5))
+    yield Chunk(token_ids=last, finish_reason=FinishReason.LENGTH, stats=PhaseTimings(queue_s=0.5))
 
 
 async def one_then_wait(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

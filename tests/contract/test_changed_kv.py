@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import Piece
-from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.kv_transfer.memory import view
 from dynamo_trtllm.messages import Role, token_ids
 from tests.engines import check_nothing_left, make, prompt_of, started, stats, tokens, two_legs
@@ -20,7 +20,7 @@ from tests.engines import check_nothing_left, make, prompt_of, started, stats, t
 _PROMPTS = 35
 
 
-class ChangingCarrier(LoopbackCarrier):
+class ChangingCarrier(LoopbackBackend):
     """Changes one bit of a share of its offers, and withdraws some others."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class ChangingCarrier(LoopbackCarrier):
         self.share = 0.0  # of each of the two
         self.faults: Counter[str] = Counter()
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         made = await super().offer(ticket_id, pieces, ready=ready)
         drawn = self._random.random()
         if drawn < self.share:

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.discovery.base import Discovery, Down, Event, Rejected, Synced, Up
+from dynamo_trtllm.discovery.base import Added, Discovery, Event, Rejected, Removed, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease
 from dynamo_trtllm.discovery.keys import EndpointId, endpoint_of, instance_key, subject
-from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
+from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Instance
 from tests.instances import make_instance
@@ -53,7 +53,7 @@ class World:
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     namespace = f"n{secrets.token_hex(4)}"
     joined: list[Discovery] = []
-    store = MemoryStore()
+    store = FakeEtcd()
     address = request.getfixturevalue("etcd_server") if request.param == "etcd" else ""
 
     def join() -> Discovery:
@@ -100,9 +100,9 @@ async def test_register_when_watched_then_synced_up_down(world: World) -> None:
     async with aclosing(world.join().watch(world.namespace)) as events:
         assert await take(events, 1) == [Synced()]
         registration = await world.join().register(instance)
-        assert await take(events, 1) == [Up(instance)]
+        assert await take(events, 1) == [Added(instance)]
         await registration.aclose()
-        assert await take(events, 1) == [Down(1)]
+        assert await take(events, 1) == [Removed(1)]
         await check_quiet(events)
 
 
@@ -113,7 +113,7 @@ async def test_watch_when_instances_are_there_then_up_before_synced(world: World
     async with aclosing(world.join().watch(world.namespace)) as events:
         told = await take(events, 3)
         assert told[2] == Synced()
-        assert [event.instance for event in told[:2] if isinstance(event, Up)] == instances
+        assert [event.instance for event in told[:2] if isinstance(event, Added)] == instances
         await check_quiet(events)
 
 
@@ -126,7 +126,7 @@ async def test_watch_when_two_watch_then_both_are_told(world: World) -> None:
         assert await take(first, 1) == await take(second, 1) == [Synced()]
         instance = make_instance(1, namespace=world.namespace)
         await discovery.register(instance)
-        assert await take(first, 1) == await take(second, 1) == [Up(instance)]
+        assert await take(first, 1) == await take(second, 1) == [Added(instance)]
 
 
 async def test_register_when_200_at_once_then_all_are_told(world: World) -> None:
@@ -137,10 +137,10 @@ async def test_register_when_200_at_once_then_all_are_told(world: World) -> None
             for number in range(200):
                 group.create_task(discovery.register(make_instance(number, namespace=world.namespace)))
         told = await take(events, 200)
-        assert {event.instance.id for event in told if isinstance(event, Up)} == set(range(200))
+        assert {event.instance.id for event in told if isinstance(event, Added)} == set(range(200))
         await discovery.aclose()
         told = await take(events, 200)
-        assert {event.instance_id for event in told if isinstance(event, Down)} == set(range(200))
+        assert {event.instance_id for event in told if isinstance(event, Removed)} == set(range(200))
 
 
 async def test_watch_when_other_namespace_changes_then_quiet(world: World) -> None:
@@ -150,7 +150,7 @@ async def test_watch_when_other_namespace_changes_then_quiet(world: World) -> No
         await discovery.register(make_instance(1, namespace=world.namespace + "x"))
         own = make_instance(2, namespace=world.namespace)
         await discovery.register(own)
-        assert await take(events, 1) == [Up(own)]
+        assert await take(events, 1) == [Added(own)]
 
 
 async def test_register_when_record_changes_then_up_again(world: World) -> None:
@@ -161,7 +161,7 @@ async def test_register_when_record_changes_then_up_again(world: World) -> None:
         await take(events, 1)
         await discovery.register(first)
         await discovery.register(second)
-        assert await take(events, 2) == [Up(first), Up(second)]
+        assert await take(events, 2) == [Added(first), Added(second)]
 
 
 async def test_register_when_owner_is_killed_then_down_after_the_lease(world: World) -> None:
@@ -169,7 +169,7 @@ async def test_register_when_owner_is_killed_then_down_after_the_lease(world: Wo
     async with aclosing(world.join().watch(world.namespace)) as events:
         await take(events, 1)
         await world.lose(instance)
-        assert await take(events, 2) == [Up(instance), Down(77)]
+        assert await take(events, 2) == [Added(instance), Removed(77)]
 
 
 async def test_registration_when_kept_longer_than_its_lease_then_stays(world: World) -> None:
@@ -190,7 +190,7 @@ async def test_aclose_when_called_twice_then_down_once(world: World) -> None:
         await registration.aclose()
         await discovery.aclose()
         await discovery.aclose()
-        assert isinstance((await take(events, 2))[1], Down)
+        assert isinstance((await take(events, 2))[1], Removed)
         await check_quiet(events)
 
 
@@ -250,7 +250,7 @@ async def test_watch_when_a_record_lies_under_anothers_key_then_rejected_until_i
     async with aclosing(world.join().watch(world.namespace)) as events:
         there = await take(events, 3)
         reason = "id is aaaa in the key and 1 in the record"
-        assert there == [Up(real), Rejected(ghost_key, reason), Synced()]
+        assert there == [Added(real), Rejected(ghost_key, reason), Synced()]
         await world.write(ghost_key, None)
         assert await take_rejected(events, ghost_key) is None
         await check_quiet(events)  # the real one stays up
@@ -278,11 +278,11 @@ async def test_watch_when_an_id_comes_under_a_second_key_then_that_is_up_only_af
         await take(events, 1)
         registration = await world.join().register(first)
         await world.join().register(second)
-        assert await take(events, 1) == [Up(first)]
+        assert await take(events, 1) == [Added(first)]
         reason = await take_rejected(events, key_of(second))
         assert reason == f"instance id 1 is already registered under the key {key_of(first)}"
         await registration.aclose()
-        assert await take(events, 3) == [Down(1), Rejected(key_of(second), None), Up(second)]
+        assert await take(events, 3) == [Removed(1), Rejected(key_of(second), None), Added(second)]
 
 
 async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -> None:
@@ -292,7 +292,7 @@ async def test_watch_when_a_rejected_record_is_put_right_then_up(world: World) -
         await world.write(key_of(instance), b"garbage")
         assert await take_rejected(events, key_of(instance)) is not None
         await world.write(key_of(instance), codec.encode(instance))
-        assert await take(events, 2) == [Rejected(key_of(instance), None), Up(instance)]
+        assert await take(events, 2) == [Rejected(key_of(instance), None), Added(instance)]
 
 
 async def test_register_when_watchers_would_reject_the_record_then_config_error(world: World) -> None:

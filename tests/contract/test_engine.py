@@ -15,14 +15,14 @@ from dynamo_trtllm.engines.base import Pushes
 from dynamo_trtllm.errors import (
     ContextTooLong,
     EngineFailed,
-    HandoffError,
+    KvTransferError,
     Overloaded,
-    TicketExpired,
-    TicketMismatch,
+    TransferExpired,
     TransferFailed,
+    TransferMismatch,
 )
-from dynamo_trtllm.kv_transfer.base import Piece
-from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.kv_transfer.memory import view
 from dynamo_trtllm.messages import (
     Chunk,
@@ -193,7 +193,7 @@ async def test_ticket_when_it_expires_then_blocks_are_freed_and_decode_is_refuse
     async with started(prefill, decode):
         ticket = await ticket_from(prefill, prompt_of(100))
         await check_nothing_left(prefill)
-        with pytest.raises(TicketExpired):
+        with pytest.raises(TransferExpired):
             await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket))
         await check_nothing_left(decode)
 
@@ -202,7 +202,7 @@ async def test_decode_when_layout_differs_then_refused_by_name(open_engine: Open
     prefill, decode = open_engine(Role.PREFILL), open_engine(Role.DECODE, kv_block_size=16)
     async with started(prefill, decode):
         ticket = await ticket_from(prefill, prompt_of(100))
-        with pytest.raises(TicketMismatch) as caught:
+        with pytest.raises(TransferMismatch) as caught:
             await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket))
         assert caught.value.field == "layout.block_tokens"
         release(prefill, ticket)
@@ -218,17 +218,17 @@ async def test_decode_when_offer_is_gone_then_handoff_error_and_nothing_left(kin
         ticket = await ticket_from(prefill, prompt_of(100))
         release(prefill, ticket)
         await prefill.drain()
-        with pytest.raises(HandoffError):
+        with pytest.raises(KvTransferError):
             await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket))
         await check_nothing_left(decode)
 
 
-class Overwriting(LoopbackCarrier):
+class Overwriting(LoopbackBackend):
     """Changes a bit of the first KV that it offers."""
 
     is_done = False
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece], **named: Any) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], **named: Any) -> bytes:
         offer = await super().offer(ticket_id, pieces, **named)
         checksum = self._offers[ticket_id].checksum
         assert checksum is not None

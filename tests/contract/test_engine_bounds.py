@@ -14,9 +14,9 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffTimeout
-from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
-from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
+from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import Phase, Role
 from tests.engines import ask, check_nothing_left, check_stats, collect, make, prompt_of, release, started, ticket_from
 from tests.standin import hurry, playing
@@ -25,23 +25,23 @@ from tests.waiting import SOON_S
 PROMPT = prompt_of(100)  # 4 blocks of 32
 
 
-class Stuck(LoopbackCarrier):
+class Stuck(LoopbackBackend):
     """Nothing ever comes."""
 
     async def fetch(
         self,
         ticket_id: str,
         offer: bytes,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnPiece | None = None,
+        on_piece: OnRegion | None = None,
     ) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.Event().wait()
         except TimeoutError as exc:
-            raise HandoffTimeout("it waited in vain") from exc
+            raise TransferTimeout("it waited in vain") from exc
 
 
 @pytest.fixture(params=["mock", "torch", pytest.param("trtllm", id="trtllm stand-in")])
@@ -79,7 +79,7 @@ async def test_tickets_when_held_then_the_blocks_that_they_hold_are_told(any_kin
 @pytest.mark.parametrize("kind", ["mock", "torch"])
 @pytest.mark.parametrize(
     ("seconds", "handoff_timeout_s", "error", "said"),
-    [(30.0, 0.2, HandoffTimeout, "--handoff-timeout-s 0.2 passed"), (0.2, 30.0, DeadlineExceeded, "deadline passed")],
+    [(30.0, 0.2, TransferTimeout, "--handoff-timeout-s 0.2 passed"), (0.2, 30.0, DeadlineExceeded, "deadline passed")],
 )
 async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_nothing_is_left(
     kind: str, gpt_oss: Path, seconds: float, handoff_timeout_s: float, error: type[DynamoError], said: str

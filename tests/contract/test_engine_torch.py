@@ -14,9 +14,9 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import (
     ConfigError,
     EngineFailed,
-    EngineRefused,
+    RequestRejected,
 )
-from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import (
     FinishReason,
     Phase,
@@ -90,7 +90,7 @@ async def test_two_legs_at_every_boundary_then_equal_to_one_process(
 
 
 async def test_two_legs_when_cancelled_while_fetching_then_nothing_left(gpt_oss: Path) -> None:
-    class Stuck(LoopbackCarrier):
+    class Stuck(LoopbackBackend):
         async def fetch(self, *args: Any, **kwargs: Any) -> None:
             reached.set()
             await asyncio.Event().wait()
@@ -163,7 +163,7 @@ async def test_generate_when_request_is_wrong_then_refused(gpt_oss: Path) -> Non
     engine = make("torch", gpt_oss, Role.AGGREGATED)
     async with started(engine):
         for prompt in (token_ids(), token_ids([2048])):
-            with pytest.raises(EngineRefused):
+            with pytest.raises(RequestRejected):
                 await answer(engine, prompt)
 
 

@@ -17,7 +17,7 @@ import torch
 from dynamo_trtllm.engines.torch import scheduler
 from dynamo_trtllm.engines.torch.engine import TorchEngine
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.sampler import Row, choose
+from dynamo_trtllm.engines.torch.sampler import SamplingMetadata, sample
 from dynamo_trtllm.errors import DynamoError, EngineFailed, NonFinite, NonFiniteKv
 from dynamo_trtllm.messages import Phase, Role, token_ids
 from tests.engines import ask, check_nothing_left, collect, make, prompt_of, started, ticket_from, tokens, two_legs
@@ -40,18 +40,18 @@ def prompt(length: int, seed: int = 1) -> array[int]:
     return token_ids(token % 500 + 5 for token in prompt_of(length, seed))
 
 
-def spoil_outputs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor, Row], None]) -> None:
+def spoil_outputs(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[torch.Tensor, SamplingMetadata], None]) -> None:
     """Call `spoil` with the model's output for each row of each step."""
 
-    def spoiled(logits: torch.Tensor, rows: Sequence[Row], finite: torch.Tensor) -> Any:
+    def spoiled(logits: torch.Tensor, rows: Sequence[SamplingMetadata], finite: torch.Tensor) -> Any:
         for made, row in zip(logits, rows, strict=True):
             spoil(made, row)
-        return choose(logits, rows, finite)
+        return sample(logits, rows, finite)
 
-    monkeypatch.setattr(scheduler, "choose", spoiled)
+    monkeypatch.setattr(scheduler, "sample", spoiled)
 
 
-def nothing_finite(made: torch.Tensor, row: Row) -> None:
+def nothing_finite(made: torch.Tensor, row: SamplingMetadata) -> None:
     made.fill_(torch.nan)
 
 
@@ -68,7 +68,7 @@ async def test_output_when_one_request_of_a_batch_has_none_that_is_finite_then_o
 ) -> None:
     victim = 77
 
-    def spoil(made: torch.Tensor, row: Row) -> None:
+    def spoil(made: torch.Tensor, row: SamplingMetadata) -> None:
         if row.seed == victim and row.index == 3:
             made[7 if bad is not None else slice(None)] = -torch.inf if bad is None else bad
 
@@ -164,7 +164,7 @@ class Poison:
         self._random = random.Random(5)
         self.put: Counter[str] = Counter()
         for engine in (prefill, decode):
-            step = scheduler.Batcher._step.__get__(engine._batcher)
+            step = scheduler.Scheduler._step.__get__(engine._batcher)
             monkeypatch.setattr(engine._batcher, "_step", lambda step=step, engine=engine: self._before(engine, step))
         assert prefill._memory is not None
         assert prefill._memory.staging is not None
@@ -189,7 +189,7 @@ class Poison:
             row[self._random.randrange(len(row))] = self._random.choice(BAD)
             self.put["non_finite_kv"] += 1
 
-    def _in_output(self, made: torch.Tensor, row: Row) -> None:
+    def _in_output(self, made: torch.Tensor, row: SamplingMetadata) -> None:
         if self._random.random() < 0.01:
             made[self._random.randrange(len(made))] = self._random.choice(BAD[:2])
             self.put["non_finite"] += 1

@@ -20,12 +20,12 @@ from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineFailed,
-    EngineRefused,
-    HandoffTimeout,
-    TicketMismatch,
+    RequestRejected,
     TransferFailed,
+    TransferMismatch,
+    TransferTimeout,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, Guided, GuidedAlternative, Phase, Role
+from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, Phase, Role, StructuredOutput
 from tests.engines import (
     answer,
     ask,
@@ -49,9 +49,9 @@ HARMONY_STOPS = (200002, 200012)
 PROMPT = prompt_of(70)
 # Those that change what an answer is made of, or take an answer away; every other is survived without a trace.
 FAILING = {
-    "refused_at_call": EngineRefused,
-    "request_fails": EngineRefused,
-    "step_fails": EngineRefused,
+    "refused_at_call": RequestRejected,
+    "request_fails": RequestRejected,
+    "step_fails": RequestRejected,
     "finishes_timeout": DeadlineExceeded,
     "never_answers": DeadlineExceeded,
 }
@@ -200,14 +200,14 @@ async def test_cache_salt_when_the_release_lacks_it_then_refused_by_name(gpt_oss
                 if version == "1.1.0":
                     assert len(tokens(await collect(engine, request))) == 8
                     continue
-                with pytest.raises(EngineRefused) as caught:
+                with pytest.raises(RequestRejected) as caught:
                     await collect(engine, request)
                 assert caught.value.field == "cache_salt"
 
 
 async def test_guided_when_no_backend_is_set_then_refused_by_name(engines: Engines) -> None:
-    guided = Guided(alternatives=(GuidedAlternative(json_schema="{}"),))
-    with pytest.raises(EngineRefused) as caught:
+    guided = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
+    with pytest.raises(RequestRejected) as caught:
         await answer(engines.whole, PROMPT, guided=guided)
     assert caught.value.field == "guided"
 
@@ -246,7 +246,7 @@ async def test_ticket_when_decode_is_of_another_release_then_refused_by_name(
             with playing(ours):
                 decode = make("trtllm", gpt_oss, Role.DECODE)
                 async with started(decode):
-                    with pytest.raises(TicketMismatch) as caught:
+                    with pytest.raises(TransferMismatch) as caught:
                         await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
                     await check_nothing_left(decode)
             assert caught.value.field == "release"
@@ -294,12 +294,12 @@ async def test_step_when_it_fails_then_all_requests_of_the_rank_fail_and_the_nex
         results = await asyncio.gather(
             *(answer(engines.whole, prompt_of(40, n), max_tokens=200) for n in range(4)), return_exceptions=True
         )
-    assert {type(result) for result in results} == {EngineRefused}
+    assert {type(result) for result in results} == {RequestRejected}
     assert len(await answer(engines.whole, PROMPT)) == 8
     await check_nothing_left(engines.whole)
 
 
-@pytest.mark.parametrize(("trap", "error"), [("transfer_fails", TransferFailed), ("finishes_timeout", HandoffTimeout)])
+@pytest.mark.parametrize(("trap", "error"), [("transfer_fails", TransferFailed), ("finishes_timeout", TransferTimeout)])
 async def test_decode_when_the_kv_does_not_come_then_a_handoff_error(
     trap: str, error: type[DynamoError], engines: Engines
 ) -> None:
@@ -317,14 +317,17 @@ async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_ticket(gpt_o
     prefill, decode = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4), make("trtllm", gpt_oss, Role.DECODE)
     async with started(prefill, decode):
         ticket = await ticket_from(prefill, PROMPT)
-        with package.standin.traps.turned("transfer_hangs"), pytest.raises(HandoffTimeout):
+        with package.standin.traps.turned("transfer_hangs"), pytest.raises(TransferTimeout):
             await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
         await check_nothing_left(decode)
         await check_nothing_left(prefill)
 
 
 async def test_prefill_when_nothing_is_handed_over_then_refused_with_the_cure(engines: Engines) -> None:
-    with engines.turned("no_context_params"), pytest.raises(EngineRefused, match=r"cache_transceiver_config\.backend"):
+    with (
+        engines.turned("no_context_params"),
+        pytest.raises(RequestRejected, match=r"cache_transceiver_config\.backend"),
+    ):
         await collect(engines.prefill, ask(PROMPT, phase=Phase.PREFILL))
     await check_nothing_left(engines.prefill)
 
@@ -334,7 +337,7 @@ async def test_prefill_when_the_scheduler_overlaps_then_the_vendors_words_reach_
 ) -> None:
     engine = make("trtllm", gpt_oss, Role.PREFILL, disable_overlap_scheduler=False)
     async with started(engine):
-        with package.standin.traps.turned("context_refuses_overlap"), pytest.raises(EngineRefused, match="overlap"):
+        with package.standin.traps.turned("context_refuses_overlap"), pytest.raises(RequestRejected, match="overlap"):
             await collect(engine, ask(PROMPT, phase=Phase.PREFILL))
 
 

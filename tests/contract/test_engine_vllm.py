@@ -25,12 +25,12 @@ from dynamo_trtllm.errors import (
     ConfigError,
     DeadlineExceeded,
     EngineFailed,
-    EngineRefused,
-    HandoffTimeout,
-    TicketMismatch,
+    RequestRejected,
     TransferFailed,
+    TransferMismatch,
+    TransferTimeout,
 )
-from dynamo_trtllm.messages import Chunk, FinishReason, Guided, GuidedAlternative, Phase, ReleaseOutcome, Role
+from dynamo_trtllm.messages import Chunk, FinishReason, OutputFormat, Phase, ReleaseOutcome, Role, StructuredOutput
 from tests.contract.vllm_real import SPOILED, failed_reads
 from tests.engines import (
     answer,
@@ -52,7 +52,7 @@ from tests.standin import playing_vllm
 
 PROMPT = prompt_of(70)
 FULL = prompt_of(64)  # fills its last KV block
-FORM = Guided(alternatives=(GuidedAlternative(json_schema='{"type": "object"}'),))
+FORM = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "object"}'),))
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ async def test_decode_when_kv_does_not_come_then_timeout_of_the_handoff_and_noth
             ticket = await ticket_from(prefill, PROMPT)
             core_of(decode).stuck = True
             began = time.monotonic()
-            with pytest.raises(HandoffTimeout, match="its ticket expired"):
+            with pytest.raises(TransferTimeout, match="its ticket expired"):
                 await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
             assert time.monotonic() - began < 10
             await check_nothing_left(decode)
@@ -295,7 +295,7 @@ async def test_decode_when_the_ticket_is_not_for_it_then_refused_by_field(
 ) -> None:
     ticket = await ticket_from(engines.prefill, PROMPT)
     changed = msgspec.structs.replace(ticket, **change)
-    with pytest.raises(TicketMismatch) as caught:
+    with pytest.raises(TransferMismatch) as caught:
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=changed))
     assert caught.value.field == field
     release(engines.prefill, ticket)
@@ -333,7 +333,7 @@ async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(f
     with playing_vllm():
         engine = make("vllm", folder, Role.AGGREGATED)
         async with started(engine):
-            with pytest.raises(EngineRefused) as caught:
+            with pytest.raises(RequestRejected) as caught:
                 await answer(engine, PROMPT, guided=FORM)
             assert caught.value.field == "guided"
             assert stats(engine).running == 0

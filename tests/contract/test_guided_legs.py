@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.torch import grammar
-from dynamo_trtllm.errors import EngineRefused
-from dynamo_trtllm.messages import FinishReason, Guided, GuidedAlternative, Phase, Role, token_ids
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import FinishReason, OutputFormat, Phase, Role, StructuredOutput, token_ids
 from tests.engines import answer, ask, check_nothing_left, collect, make, prompt_of, started, tokens, two_legs
 from tests.small_tokenizer import CONTROL, spell, write_tokenizer
 
@@ -39,9 +39,9 @@ def folder(gpt_oss: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def form(after: tuple[int, ...] = (), literal: str = "") -> Guided:
-    alternative = GuidedAlternative(json_schema=json.dumps(SCHEMA), literal=literal)
-    return Guided(alternatives=(alternative,), after_ids=token_ids(after))
+def form(after: tuple[int, ...] = (), literal: str = "") -> StructuredOutput:
+    alternative = OutputFormat(json_schema=json.dumps(SCHEMA), literal=literal)
+    return StructuredOutput(alternatives=(alternative,), after_ids=token_ids(after))
 
 
 def check_schema(text: str) -> None:
@@ -107,11 +107,11 @@ async def test_penalty_when_run_over_two_legs_then_the_first_token_counts_at_dec
 
 async def test_guided_when_the_schema_is_bad_then_refused_before_anything_is_computed(folder: Path) -> None:
     prefill = make("torch", folder, Role.PREFILL)
-    bad = Guided(alternatives=(GuidedAlternative(json_schema='{"type": "objekt"}'),))
+    bad = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "objekt"}'),))
     async with started(prefill):
-        with pytest.raises(EngineRefused, match="Invalid type: objekt"):
+        with pytest.raises(RequestRejected, match="Invalid type: objekt"):
             await collect(prefill, ask(prompt_of(9), phase=Phase.PREFILL, guided=bad))
-        with pytest.raises(EngineRefused, match="min_tokens must be 0"):
+        with pytest.raises(RequestRejected, match="min_tokens must be 0"):
             await collect(prefill, ask(prompt_of(9), phase=Phase.PREFILL, guided=form(), min_tokens=1))
         await check_nothing_left(prefill)
 
@@ -122,7 +122,7 @@ async def test_guided_when_llguidance_or_a_tokenizer_is_missing_then_the_engine_
     engine = make("torch", gpt_oss, Role.AGGREGATED)
     try:
         assert "guided" in (await engine.start()).refuses
-        with pytest.raises(EngineRefused, match="llguidance"):
+        with pytest.raises(RequestRejected, match="llguidance"):
             await answer(engine, prompt_of(9), guided=form())
     finally:
         await engine.aclose()

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import HandoffError, HandoffTimeout, TransferFailed
-from dynamo_trtllm.kv_transfer.base import Piece
-from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.errors import KvTransferError, TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.create import create_backend
 from tests.contract.carriers import KINDS, Side, Start, count_registrations, starting
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
@@ -123,7 +123,7 @@ async def test_offer_when_ticket_is_offered_already_then_transfer_failed(sides: 
 async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_ticket_is_free(sides: Start) -> None:
     holder = await sides()
     with pytest.raises(TransferFailed, match="tape"):
-        await holder.carrier.offer("t", [Piece(4096, 10, "tape:0")])
+        await holder.carrier.offer("t", [MemoryRegion(4096, 10, "tape:0")])
     source = content("a", 10)
     await holder.carrier.offer("t", split(source, [10]))
 
@@ -150,7 +150,7 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kind: str) -> None:
     tasks, threads = len(asyncio.all_tasks()), own_threads()
-    carrier = select_carrier(kind)
+    carrier = create_backend(kind)
     await carrier.start(lambda ticket_id: None)
     source, target = content("a", 100), bytearray(100)
     offer = await carrier.offer("t", split(source, [100]))
@@ -271,7 +271,7 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
         if cancel:
             await asyncio.sleep(0.3)
             fetch.cancel()
-        with pytest.raises(asyncio.CancelledError if cancel else HandoffTimeout):
+        with pytest.raises(asyncio.CancelledError if cancel else TransferTimeout):
             await fetch
         assert time.monotonic() - began < SOON_S
         target[:] = b"\x55" * size
@@ -297,7 +297,7 @@ async def test_fetch_when_holder_was_killed_then_fails_in_time(kind: str, sides:
             await reader.carrier.fetch("t", offer, split(target, [5000]), timeout_s=10)
         holder.signal(signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(HandoffError) as caught:
+    with pytest.raises(KvTransferError) as caught:
         await reader.carrier.fetch("t", offer, split(target, [5000]), timeout_s=2)
-    assert isinstance(caught.value, TransferFailed | HandoffTimeout)
+    assert isinstance(caught.value, TransferFailed | TransferTimeout)
     assert time.monotonic() - began < SOON_S

@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks.chaos.relay import ChangingRelay
 from benchmarks.chaos.rogue import flipped
-from dynamo_trtllm.errors import HandoffError, TransferFailed
-from dynamo_trtllm.kv_transfer.base import Carrier, Piece
+from dynamo_trtllm.errors import KvTransferError, TransferFailed
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, ChecksumMode
-from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.kv_transfer.create import create_backend
 from tests.contract.carriers import KINDS
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
@@ -32,15 +32,15 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 class Start(Protocol):
-    async def __call__(self, mode: ChecksumMode = "auto") -> Carrier: ...
+    async def __call__(self, mode: ChecksumMode = "auto") -> TransferBackend: ...
 
 
 @pytest.fixture
 async def start(kind: str) -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
-        async def started(mode: ChecksumMode = "auto") -> Carrier:
-            carrier = select_carrier(kind, kv_checksums=mode)
+        async def started(mode: ChecksumMode = "auto") -> TransferBackend:
+            carrier = create_backend(kind, kv_checksums=mode)
             await carrier.start(lambda ticket_id: None)
             stack.push_async_callback(carrier.aclose)
             return carrier
@@ -77,7 +77,7 @@ async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdraw
     holder, reader = await start(), await start()
     begun, gate, hash_block = threading.Event(), threading.Event(), holder.checksums.hash
 
-    def late(block: Piece) -> int:
+    def late(block: MemoryRegion) -> int:
         begun.set()
         assert gate.wait(SOON_S)
         return hash_block(block)
@@ -146,7 +146,7 @@ async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: S
         offer = msgspec.msgpack.encode(facts | {"port": int(relay.address.rpartition(":")[2])})
         try:
             await reader.fetch("t", offer, split(target, sizes), timeout_s=SOON_S)
-        except HandoffError:
+        except KvTransferError:
             assert relay.change is not None
             failed += 1
         else:
@@ -163,7 +163,7 @@ async def test_fetch_when_its_holder_can_not_compute_the_checksum_then_transfer_
 ) -> None:
     holder, reader = await start(), await start()
 
-    def broken(block: Piece) -> int:
+    def broken(block: MemoryRegion) -> int:
         raise RuntimeError("the GPU is gone")
 
     monkeypatch.setattr(holder.checksums, "hash", broken)

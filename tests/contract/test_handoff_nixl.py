@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
-from dynamo_trtllm.kv_transfer.nixl import NixlCarrier, poller, remote_agents
+from dynamo_trtllm.errors import TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.nixl import NixlBackend, poller, remote_agents
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
 
@@ -23,8 +23,8 @@ async def fetched() -> list[str]:
 
 
 @pytest.fixture
-async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlCarrier, NixlCarrier]]:
-    holder, reader = NixlCarrier(), NixlCarrier()
+async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlBackend, NixlBackend]]:
+    holder, reader = NixlBackend(), NixlBackend()
     await holder.start(fetched.append)
     await reader.start(fetched.append)
     yield holder, reader
@@ -33,7 +33,7 @@ async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlCarrier, NixlCarri
 
 
 async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_still_arrive(
-    pair: tuple[NixlCarrier, NixlCarrier], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[NixlBackend, NixlBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_agents, "PEER_LOADS", 3)
     holder, reader = pair
@@ -50,7 +50,7 @@ async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_st
 
 
 async def test_offer_when_guards_run_out_then_transfer_failed_until_one_is_withdrawn(
-    pair: tuple[NixlCarrier, NixlCarrier],
+    pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, _ = pair
     del holder._guards.free[1:]
@@ -63,7 +63,7 @@ async def test_offer_when_guards_run_out_then_transfer_failed_until_one_is_withd
 
 
 async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
-    pair: tuple[NixlCarrier, NixlCarrier],
+    pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, _ = pair
     slots = len(holder._guards.free)
@@ -83,7 +83,7 @@ async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
 
 @pytest.mark.parametrize("in_region", [True, False])
 async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(in_region: bool) -> None:
-    holder = NixlCarrier()
+    holder = NixlBackend()
     await holder.start(lambda ticket_id: None)
     source = content("a", SIZE)
     (piece,) = split(source, [SIZE])
@@ -102,7 +102,7 @@ async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(
 
 
 async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_without_reading(
-    pair: tuple[NixlCarrier, NixlCarrier],
+    pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, reader = pair
     source, target = content("a", SIZE), bytearray(SIZE)
@@ -125,7 +125,7 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
     assert time.monotonic() - began < SOON_S  # it had nothing to wait for
     await asyncio.sleep(0.1)
     freed.set()
-    with pytest.raises(HandoffTimeout, match="too many others"):
+    with pytest.raises(TransferTimeout, match="too many others"):
         await late
     assert target == bytes(SIZE)
     assert len(reader._guards.free) == slots
@@ -133,7 +133,7 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
 
 
 async def test_listen_when_no_offers_are_out_then_no_processor_time_is_used(
-    pair: tuple[NixlCarrier, NixlCarrier],
+    pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, _ = pair
     source = content("a", 10)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.errors import TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from tests.contract.carriers import KINDS, Start, count_registrations, starting
 from tests.contract.handoff_holder import content, split
 
@@ -73,7 +73,7 @@ async def test_fetch_when_the_rest_never_becomes_ready_then_handoff_timeout(side
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
     offer = await holder.carrier.offer("t", split(source, [2500, 2500]), ready=1)
-    with pytest.raises(HandoffTimeout):
+    with pytest.raises(TransferTimeout):
         await reader.carrier.fetch("t", offer, split(target, [2500, 2500]), timeout_s=0.2)
     holder.carrier.advance("t", 2)
     await reader.carrier.fetch("t", offer, split(target, [2500, 2500]), timeout_s=10)
@@ -107,6 +107,6 @@ async def test_register_when_memory_can_not_be_moved_then_transfer_failed(sides:
     holder = await sides()
     for device in ("tape:0", "cuda:99"):
         with pytest.raises(TransferFailed, match=device.partition(":")[0]):
-            await holder.carrier.register(Piece(4096, 10, device))
+            await holder.carrier.register(MemoryRegion(4096, 10, device))
     source = content("a", 10)
     await holder.carrier.offer("t", split(source, [10]))

@@ -11,10 +11,10 @@ from contextlib import AsyncExitStack, suppress
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import ConfigError, EngineFailed, HandoffTimeout, TransferFailed
+from dynamo_trtllm.errors import ConfigError, EngineFailed, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer import tcp
-from dynamo_trtllm.kv_transfer.base import Piece
-from dynamo_trtllm.kv_transfer.tcp import _ASK, _CHECKED, _REPLY, TcpCarrier
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.tcp import _CHECKED, _REPLY, _REQUEST, TcpBackend
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
 
@@ -25,8 +25,8 @@ async def fetched() -> list[str]:
 
 
 @pytest.fixture
-async def holder(fetched: list[str]) -> AsyncIterator[TcpCarrier]:
-    carrier = TcpCarrier("127.0.0.1")
+async def holder(fetched: list[str]) -> AsyncIterator[TcpBackend]:
+    carrier = TcpBackend("127.0.0.1")
     await carrier.start(fetched.append)
     yield carrier
     await carrier.aclose()
@@ -39,10 +39,10 @@ async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, async
     return reader, writer
 
 
-async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpCarrier, fetched: list[str]) -> None:
+async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpBackend, fetched: list[str]) -> None:
     source = content("a", 1000)
     offer = await holder.offer("t", split(source, [1000]))
-    reader, writer = await ask(offer, _ASK.pack(_CHECKED, bytes(32), 1) + b"t")
+    reader, writer = await ask(offer, _REQUEST.pack(_CHECKED, bytes(32), 1) + b"t")
     async with asyncio.timeout(SOON_S):
         assert await reader.read() == _REPLY.pack(_CHECKED, False, 0)
     writer.close()
@@ -51,7 +51,7 @@ async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpC
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\nHost: holder.example\r\n\r\n", b""], ids=["http", "silence"])
 async def test_serve_when_a_stranger_calls_then_offers_stay_good(
-    holder: TcpCarrier, fetched: list[str], noise: bytes
+    holder: TcpBackend, fetched: list[str], noise: bytes
 ) -> None:
     source, target = content("a", 1000), bytearray(1000)
     offer = await holder.offer("t", split(source, [1000]))
@@ -62,12 +62,12 @@ async def test_serve_when_a_stranger_calls_then_offers_stay_good(
 
 
 async def test_withdraw_when_a_reader_stopped_reading_then_its_connection_ends(
-    holder: TcpCarrier, fetched: list[str]
+    holder: TcpBackend, fetched: list[str]
 ) -> None:
     source = content("a", 32 << 20)  # more than the sockets' buffers hold
     offer = await holder.offer("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
-    reader, writer = await ask(offer, _ASK.pack(_CHECKED, token, 1) + b"t")
+    reader, writer = await ask(offer, _REQUEST.pack(_CHECKED, token, 1) + b"t")
     async with asyncio.timeout(SOON_S):
         assert await reader.readexactly(_REPLY.size) == _REPLY.pack(_CHECKED, True, len(source))
         await holder.withdraw("t")
@@ -77,9 +77,9 @@ async def test_withdraw_when_a_reader_stopped_reading_then_its_connection_ends(
     assert fetched == []
 
 
-async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: TcpCarrier) -> None:
+async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: TcpBackend) -> None:
     async def short(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readexactly(_ASK.size + 1)
+        await reader.readexactly(_REQUEST.size + 1)
         writer.write(_REPLY.pack(_CHECKED, True, 1000) + bytes(400))
         writer.close()
         await writer.wait_closed()
@@ -98,10 +98,10 @@ async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: T
     ids=["magic", "size"],
 )
 async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
-    holder: TcpCarrier, reply: bytes, message: str
+    holder: TcpBackend, reply: bytes, message: str
 ) -> None:
     async def wrong(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readexactly(_ASK.size + 1)
+        await reader.readexactly(_REQUEST.size + 1)
         writer.write(reply + b"x" * 1000)
         writer.close()
 
@@ -114,15 +114,15 @@ async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
     assert target == bytes(1000)
 
 
-async def test_fetch_when_on_a_gpu_then_names_the_device(holder: TcpCarrier) -> None:
+async def test_fetch_when_on_a_gpu_then_names_the_device(holder: TcpBackend) -> None:
     with pytest.raises(TransferFailed, match="cuda:0"):
-        await holder.offer("t", [Piece(4096, 10, "cuda:0")])
+        await holder.offer("t", [MemoryRegion(4096, 10, "cuda:0")])
 
 
-async def test_fetch_when_time_is_short_then_handoff_timeout(holder: TcpCarrier, fetched: list[str]) -> None:
+async def test_fetch_when_time_is_short_then_handoff_timeout(holder: TcpBackend, fetched: list[str]) -> None:
     source, target = content("a", 1000), bytearray(1000)
     offer = await holder.offer("t", split(source, [1000]))
-    with pytest.raises(HandoffTimeout, match="within 0 s"):
+    with pytest.raises(TransferTimeout, match="within 0 s"):
         await holder.fetch("t", offer, split(target, [1000]), timeout_s=0)
 
 
@@ -138,7 +138,7 @@ async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from
     bound: tuple[str, str], advertised: tuple[str, str], fetched: list[str]
 ) -> None:
     async with AsyncExitStack() as stack:
-        one, two = (TcpCarrier(*hosts) for hosts in zip(bound, advertised, strict=True))
+        one, two = (TcpBackend(*hosts) for hosts in zip(bound, advertised, strict=True))
         for number, (holder, reader) in enumerate([(one, two), (two, one)]):
             await holder.start(fetched.append)
             stack.push_async_callback(holder.aclose)
@@ -155,10 +155,10 @@ async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from
 
 async def test_start_when_the_address_is_not_of_this_host_then_config_error_names_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"192\.0\.2\.1.*--kv-transfer-bind-host"):
-        await TcpCarrier("192.0.2.1").start(lambda _: None)
+        await TcpBackend("192.0.2.1").start(lambda _: None)
 
 
-async def test_check_when_the_listener_is_of_no_use_then_engine_failed(holder: TcpCarrier) -> None:
+async def test_check_when_the_listener_is_of_no_use_then_engine_failed(holder: TcpBackend) -> None:
     holder.check()
     assert holder._listener is not None
     holder._listener.shutdown(socket.SHUT_RDWR)
@@ -172,7 +172,7 @@ async def test_check_when_the_listener_is_of_no_use_then_engine_failed(holder: T
 
 @pytest.mark.parametrize("files", [16, 1 << 20])
 async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_comes(
-    holder: TcpCarrier, files: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    holder: TcpBackend, files: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
     if files > 16:
@@ -192,13 +192,13 @@ async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_
 
 
 async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once_and_later_succeeds(
-    holder: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+    holder: TcpBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 2)
     source, target = content("a", 32 << 20), bytearray(32 << 20)  # more than the sockets' buffers hold
     offer = await holder.offer("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
-    readers = [await ask(offer, _ASK.pack(_CHECKED, token, 1) + b"t") for _ in range(2)]
+    readers = [await ask(offer, _REQUEST.pack(_CHECKED, token, 1) + b"t") for _ in range(2)]
     async with asyncio.timeout(SOON_S):
         for reader, _ in readers:
             await reader.readexactly(_REPLY.size)

@@ -14,16 +14,16 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.frontend.pair_probe import Canaries, CanaryOptions
-from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
-from dynamo_trtllm.kv_transfer.base import Carrier, Piece
-from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.frontend.pair_probe import PairProbeOptions, PairProbes
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
+from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.kv_transfer.memory import view as bytes_of
-from dynamo_trtllm.kv_transfer.tcp import TcpCarrier
-from dynamo_trtllm.messages import GenerateRequest, ModelCard, Role, token_ids
+from dynamo_trtllm.kv_transfer.tcp import TcpBackend
+from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook, PairState
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
@@ -56,22 +56,24 @@ class Damage:
     """Changes what KV transfer backends of this process have read, before anything is told of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.started: list[Carrier] = []
-        self.damaged: Carrier | None = None
+        self.started: list[TransferBackend] = []
+        self.damaged: TransferBackend | None = None
         self.way: Way | None = None
-        for kind in (LoopbackCarrier, TcpCarrier):
+        for kind in (LoopbackBackend, TcpBackend):
             monkeypatch.setattr(kind, "start", self._noting(kind.start))
             monkeypatch.setattr(kind, "fetch", self._damaging(kind.fetch))
 
     def _noting(self, start: Any) -> Any:
-        async def noting(carrier: Carrier, *args: Any) -> None:
+        async def noting(carrier: TransferBackend, *args: Any) -> None:
             self.started.append(carrier)
             await start(carrier, *args)
 
         return noting
 
     def _damaging(self, fetch: Any) -> Any:
-        async def damaging(carrier: Carrier, ticket_id: str, offer: bytes, pieces: list[Piece], **how: Any) -> None:
+        async def damaging(
+            carrier: TransferBackend, ticket_id: str, offer: bytes, pieces: list[MemoryRegion], **how: Any
+        ) -> None:
             on_piece = how.pop("on_piece", None)
 
             def changed(index: int) -> None:
@@ -97,7 +99,7 @@ class Deployment:
 
     async def add(self, number: int, role: Role, engine: Engine, **card: Any) -> None:
         info = await engine.start()
-        made = ModelCard(
+        made = ModelDeploymentCard(
             name="tiny",
             context_length=info.context_length,
             vocab_size=info.vocab_size,
@@ -131,10 +133,10 @@ class Deployment:
         self.codes[code] += 1
 
     @asynccontextmanager
-    async def frontend(self) -> AsyncIterator[tuple[PairBook, Pipeline]]:
-        book = PairBook(BreakerLimits(open_s=0.5))
+    async def frontend(self) -> AsyncIterator[tuple[PairBreakers, Pipeline]]:
+        book = PairBreakers(BreakerLimits(open_s=0.5))
         pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_canaries=True), book)
-        canaries = Canaries(self.view, pipeline, book, CanaryOptions(interval_s=60.0, timeout_s=SOON_S))
+        canaries = PairProbes(self.view, pipeline, book, PairProbeOptions(interval_s=60.0, timeout_s=SOON_S))
         task = asyncio.create_task(canaries.run(self.plane, self))
         try:
             yield book, pipeline
@@ -173,7 +175,7 @@ async def deployment(kind: str, llama: Path, monkeypatch: pytest.MonkeyPatch) ->
         yield deployment
 
 
-async def tokens_of(pipeline: Pipeline, request: GenerateRequest, trace: Trace) -> list[int]:
+async def tokens_of(pipeline: Pipeline, request: GenerateRequest, trace: RouteTrace) -> list[int]:
     async with aclosing(pipeline.generate(request, trace)) as chunks:
         return [token async for chunk in chunks for token in chunk.token_ids]
 
@@ -193,7 +195,7 @@ async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works
         deployment.codes.clear()
         async with deployment.frontend() as (book, pipeline):
             for _ in range(2):
-                trace = Trace()
+                trace = RouteTrace()
                 answer = await tokens_of(pipeline, request, trace)
                 right = right or answer
                 assert answer == right

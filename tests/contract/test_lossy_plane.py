@@ -23,14 +23,14 @@ from dynamo_trtllm.codec import decode, encode
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
 from dynamo_trtllm.messages import GenerateRequest, Instance, Role, Sampling, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics
-from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
 from dynamo_trtllm.request_plane.frames import PING, Batch, Frame
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.request_plane.server import LinkServing
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook
+from dynamo_trtllm.request_plane.server import EndpointServer
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
@@ -91,21 +91,21 @@ class LossyNetwork:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
     network = LossyNetwork()
-    at_caller, at_worker = LinkPlane._take, LinkServing._take
+    at_caller, at_worker = TransportPlane._take, EndpointServer._take
 
-    def take_at_caller(plane: LinkPlane, data: bytes, reply: str) -> None:
+    def take_at_caller(plane: TransportPlane, data: bytes, reply: str) -> None:
         if data != PING:
             batch = decode(data, Batch)
             data = encode(Batch(network.frames(batch.frames), batch.report))
         for message in network.messages(plane, data, reply):
             at_caller(plane, *message)
 
-    def take_at_worker(serving: LinkServing, data: bytes, reply: str) -> None:
+    def take_at_worker(serving: EndpointServer, data: bytes, reply: str) -> None:
         for message in network.messages(serving, data, reply):
             at_worker(serving, *message)
 
-    monkeypatch.setattr(LinkPlane, "_take", take_at_caller)
-    monkeypatch.setattr(LinkServing, "_take", take_at_worker)
+    monkeypatch.setattr(TransportPlane, "_take", take_at_caller)
+    monkeypatch.setattr(EndpointServer, "_take", take_at_worker)
     return network
 
 
@@ -149,7 +149,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         await plane.serve(instance.subject, service)
         view.add(instance)
     options = PipelineOptions(hold_s=2.0, has_canaries=False)
-    pipeline = Pipeline(view, plane, options, PairBook(BreakerLimits(open_s=0.05, max_open_s=0.2)))
+    pipeline = Pipeline(view, plane, options, PairBreakers(BreakerLimits(open_s=0.05, max_open_s=0.2)))
     yield Cluster(pipeline=pipeline, plane=plane, engines=engines)
     await pipeline.aclose()
     await plane.aclose()
@@ -168,7 +168,7 @@ def make_request(number: int) -> GenerateRequest:
 
 
 async def answer(pipeline: Pipeline, number: int) -> list[int]:
-    async with aclosing(pipeline.generate(make_request(number), Trace())) as chunks:
+    async with aclosing(pipeline.generate(make_request(number), RouteTrace())) as chunks:
         return [token async for chunk in chunks for token in chunk.token_ids]
 
 

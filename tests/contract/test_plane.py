@@ -13,21 +13,21 @@ import pytest
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     Draining,
-    EngineRefused,
     InternalError,
     Overloaded,
     PayloadTooLarge,
+    RequestRejected,
     StreamIncomplete,
-    TicketExpired,
+    TransferExpired,
     Unreachable,
 )
 from dynamo_trtllm.messages import (
     Chunk,
-    FileRequest,
     FinishReason,
     GenerateRequest,
-    LegStats,
-    Release,
+    GetFile,
+    PhaseTimings,
+    ReleaseKv,
     ReleaseOutcome,
     token_ids,
 )
@@ -51,7 +51,7 @@ async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: Ben
     chunks = await collect(bench.caller, make_request(max_tokens=50))
     assert [t for chunk in chunks for t in chunk.token_ids] == list(range(50))
     assert [chunk.finish_reason for chunk in chunks] == [None] * 49 + [FinishReason.LENGTH]
-    assert chunks[-1].stats == LegStats(queue_s=0.5)
+    assert chunks[-1].stats == PhaseTimings(queue_s=0.5)
 
 
 async def test_generate_when_request_is_large_then_it_arrives_whole(bench: Bench) -> None:
@@ -99,7 +99,7 @@ async def test_generate_when_worker_fails_then_same_class_after_the_chunks(bench
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         for n in range(after):
             yield Chunk(token_ids=token_ids([n]))
-        raise EngineRefused("no such thing", field="sampling.top_k")
+        raise RequestRejected("no such thing", field="sampling.top_k")
 
     await bench.worker.serve(SUBJECT, ScriptedService(script))
     got: list[Chunk] = []
@@ -109,7 +109,7 @@ async def test_generate_when_worker_fails_then_same_class_after_the_chunks(bench
             async for chunk in chunks:
                 got.append(chunk)  # noqa: PERF401
 
-    error = await check_fails(read(), EngineRefused)
+    error = await check_fails(read(), RequestRejected)
     assert (error.message, error.field) == ("no such thing", "sampling.top_k")
     assert len(got) == after
 
@@ -203,7 +203,7 @@ async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(b
     await asyncio.wait_for(service.started.wait(), SOON_S)
     await serving.stop_accepting()
     await check_fails(collect(bench.caller, make_request()), Draining)
-    assert len(await bench.caller.control(SUBJECT, FileRequest("a"))) == 1000
+    assert len(await bench.caller.control(SUBJECT, GetFile("a"))) == 1000
     go.set()
     assert len(await running) == 2
 
@@ -223,13 +223,13 @@ async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: 
 async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench: Bench) -> None:
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
-    assert await bench.caller.control(SUBJECT, FileRequest("abc", 5)) == b"x" * 1000
-    error = await check_fails(bench.caller.control(SUBJECT, Release("t", ReleaseOutcome.REDEEMED)), TicketExpired)
+    assert await bench.caller.control(SUBJECT, GetFile("abc", 5)) == b"x" * 1000
+    error = await check_fails(bench.caller.control(SUBJECT, ReleaseKv("t", ReleaseOutcome.REDEEMED)), TransferExpired)
     assert error.field == "ticket_id"
-    assert service.verbs == [FileRequest("abc", 5), Release("t", ReleaseOutcome.REDEEMED)]
-    await check_fails(bench.caller.control(SUBJECT, FileRequest("boom")), InternalError)
-    await check_fails(bench.caller.control(SUBJECT, FileRequest("huge")), PayloadTooLarge)
-    await check_fails(bench.caller.control("ns_x.generate-1", FileRequest("abc")), Unreachable)
+    assert service.verbs == [GetFile("abc", 5), ReleaseKv("t", ReleaseOutcome.REDEEMED)]
+    await check_fails(bench.caller.control(SUBJECT, GetFile("boom")), InternalError)
+    await check_fails(bench.caller.control(SUBJECT, GetFile("huge")), PayloadTooLarge)
+    await check_fails(bench.caller.control("ns_x.generate-1", GetFile("abc")), Unreachable)
 
 
 async def test_slow_reader_when_it_falls_behind_then_only_its_stream_ends(bench: Bench) -> None:

@@ -12,16 +12,16 @@ import pytest
 
 from dynamo_trtllm.codec import encode
 from dynamo_trtllm.errors import (
-    TicketExpired,
+    TransferExpired,
 )
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
-    Release,
+    ReleaseKv,
     ReleaseOutcome,
 )
-from dynamo_trtllm.request_plane.frames import PING, Envelope, Open
+from dynamo_trtllm.request_plane.frames import PING, ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
 from tests.contract.plane_bench import (
     SUBJECT,
@@ -50,7 +50,7 @@ async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refu
     taking = asyncio.create_task(collect(bench.caller, make_request()))
     with pytest.raises(asyncio.CancelledError):
         await taking
-    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
+    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.REFUSED)])
 
 
 async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(bench: Bench) -> None:
@@ -60,8 +60,8 @@ async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(b
         assert (await anext(chunks)).ticket is not None
     await asyncio.sleep(0.7)  # two pings: the caller is there
     assert service.verbs == []
-    with pytest.raises(TicketExpired):
-        await bench.caller.control(SUBJECT, Release("t1", ReleaseOutcome.REDEEMED))
+    with pytest.raises(TransferExpired):
+        await bench.caller.control(SUBJECT, ReleaseKv("t1", ReleaseOutcome.REDEEMED))
     assert len(service.verbs) == 1
 
 
@@ -100,7 +100,7 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
     async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
         await anext(chunks)
         link = bench.caller._link  # type: ignore[attr-defined]
-        nobody = encode(Envelope(Open(1, "no subject", make_request(name="x"), 60.0)))
+        nobody = encode(ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0)))
         for data in (PING, b"garbage", nobody):
             link.post(SUBJECT, data)
             link.post(control_subject(SUBJECT), data)
@@ -126,7 +126,7 @@ async def test_request_when_clocks_of_two_machines_differ_then_it_has_the_time_t
     caller = bench.caller
     await caller._listen()  # type: ignore[attr-defined]
     request = msgspec.structs.replace(make_request(), deadline=time.time() + ahead_s + 60)  # by the caller's clock
-    opening = Open(7, caller._inbox_subject, request, 60.0)  # type: ignore[attr-defined]
-    caller._link.post(SUBJECT, encode(Envelope(opening)))  # type: ignore[attr-defined]
+    opening = OpenStream(7, caller._inbox_subject, request, 60.0)  # type: ignore[attr-defined]
+    caller._link.post(SUBJECT, encode(ClientMessage(opening)))  # type: ignore[attr-defined]
     await until(lambda: bool(seen))
     assert seen[0] == pytest.approx(60, abs=SOON_S)

@@ -17,9 +17,19 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     Unreachable,
 )
-from dynamo_trtllm.messages import Chunk, FileRequest, FinishReason, GenerateRequest, token_ids
-from dynamo_trtllm.request_plane.frames import PING, Answer, Batch, Cancel, Envelope, Frame, Open, Ping, StreamReport
-from dynamo_trtllm.request_plane.server import LinkServing
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, token_ids
+from dynamo_trtllm.request_plane.frames import (
+    PING,
+    Ack,
+    Batch,
+    CancelStream,
+    ClientMessage,
+    Frame,
+    OpenStream,
+    Ping,
+    StreamReport,
+)
+from dynamo_trtllm.request_plane.server import EndpointServer
 from tests.contract.plane_bench import (
     LIMITS,
     SUBJECT,
@@ -114,7 +124,7 @@ async def test_stream_when_all_messages_are_lost_for_a_while_then_it_ends_once_t
 async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network, bench: Bench) -> None:
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
-    assert isinstance(serving, LinkServing)
+    assert isinstance(serving, EndpointServer)
     async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         serving._caller_lost(bench.caller._inbox_subject, StreamIncomplete("no answer"))  # type: ignore[attr-defined]
@@ -129,7 +139,7 @@ async def test_cancel_when_it_is_lost_then_the_worker_ends_the_stream_all_the_sa
     lost: list[bytes] = []
 
     def lose_the_first(data: bytes) -> list[bytes]:
-        if not lost and data != PING and isinstance(decode(data, Envelope).body, Cancel):
+        if not lost and data != PING and isinstance(decode(data, ClientMessage).body, CancelStream):
             lost.append(data)
             return []
         return [data]
@@ -166,7 +176,7 @@ async def test_opening_when_it_is_repeated_after_its_end_then_it_does_not_run_ag
     openings: list[bytes] = []
 
     def keep(data: bytes) -> list[bytes]:
-        if data != PING and isinstance(decode(data, Envelope).body, Open):
+        if data != PING and isinstance(decode(data, ClientMessage).body, OpenStream):
             openings.append(data)
         return [data]
 
@@ -233,9 +243,9 @@ async def test_opening_when_its_inbox_is_longer_than_any_then_it_is_refused_and_
     """NATS ends the connection of a client that publishes to a subject of more than 4 KiB."""
     service = ScriptedService(three_steps)
     await bench.worker.serve(SUBJECT, service)
-    opening = encode(Envelope(Open(1, "x" * 5000, make_request(), 60.0)))
+    opening = encode(ClientMessage(OpenStream(1, "x" * 5000, make_request(), 60.0)))
     reply = await bench.caller._link.ask(SUBJECT, opening, timeout_s=SOON_S)  # type: ignore[attr-defined]
-    failure = decode(reply, Answer).failure
+    failure = decode(reply, Ack).failure
     assert failure is not None
     assert failure.code == BadFrame.code
     assert not service.started.is_set()
@@ -266,7 +276,9 @@ async def test_worker_when_pings_are_not_answered_and_its_frames_arrive_then_str
             await asyncio.sleep(LIMITS.ping_interval_s / 10)
         yield Chunk(finish_reason=FinishReason.STOP)
 
-    network.to_worker = lambda data: [] if data != PING and isinstance(decode(data, Envelope).body, Ping) else [data]
+    network.to_worker = lambda data: (
+        [] if data != PING and isinstance(decode(data, ClientMessage).body, Ping) else [data]
+    )
     await bench.worker.serve(SUBJECT, ScriptedService(steadily))
     chunks = await asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), 3 * SOON_S)
     assert sum(len(chunk.token_ids) for chunk in chunks) == 40
@@ -284,8 +296,8 @@ async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is
         for subject in ("x" * 5000, "not a subject", "ns_x.generate-7"):
             link.post(inbox, encode(Batch([], StreamReport(subject, 1, [(n, 1) for n in range(5000)]))))
         link.post("y" * 5000, b"")
-        await check_fails(bench.caller.control("y" * 5000, FileRequest("a")), Unreachable)
-        assert len(await bench.caller.control(SUBJECT, FileRequest("a"))) == 1000  # the connections live
+        await check_fails(bench.caller.control("y" * 5000, GetFile("a")), Unreachable)
+        assert len(await bench.caller.control(SUBJECT, GetFile("a"))) == 1000  # the connections live
 
 
 async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_cleanup_is_not_cut(

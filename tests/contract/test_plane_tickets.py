@@ -9,9 +9,9 @@ import pytest
 
 from dynamo_trtllm.codec import decode
 from dynamo_trtllm.errors import StreamIncomplete
-from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Release, ReleaseOutcome
-from dynamo_trtllm.request_plane.frames import PING, Batch, Cancel, Envelope
-from dynamo_trtllm.request_plane.server import LinkServing
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseKv, ReleaseOutcome
+from dynamo_trtllm.request_plane.frames import PING, Batch, CancelStream, ClientMessage
+from dynamo_trtllm.request_plane.server import EndpointServer
 from tests.contract.plane_bench import (
     LIMITS,
     SUBJECT,
@@ -36,7 +36,7 @@ async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(n
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
     await check_fails(asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete)
-    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
+    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.REFUSED)])
 
 
 async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_ticket_stays_valid(
@@ -76,7 +76,7 @@ async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_work
     lost: list[bytes] = []
 
     def lose_cancels(data: bytes) -> list[bytes]:
-        if len(lost) < 2 and data != PING and isinstance(decode(data, Envelope).body, Cancel):
+        if len(lost) < 2 and data != PING and isinstance(decode(data, ClientMessage).body, CancelStream):
             lost.append(data)
             return []
         return [data]
@@ -92,8 +92,8 @@ async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_work
     asking = asyncio.create_task(collect(bench.caller, make_request(seconds=60)))
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await until(lambda: service.verbs == [Release("t1", ReleaseOutcome.REFUSED)])
-    assert isinstance(serving, LinkServing)
+    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.REFUSED)])
+    assert isinstance(serving, EndpointServer)
     await until(lambda: not serving._callers._streams)
     assert len(lost) == 2
 
@@ -104,6 +104,6 @@ async def test_ticket_when_it_expires_then_its_caller_is_asked_no_more(network: 
 
     serving = await bench.worker.serve(SUBJECT, ScriptedService(brief))
     await collect(bench.caller, make_request())
-    assert isinstance(serving, LinkServing)
+    assert isinstance(serving, EndpointServer)
     assert serving._callers._streams
     await until(lambda: not serving._callers._streams and not len(serving._handed))

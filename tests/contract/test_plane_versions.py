@@ -21,9 +21,9 @@ from dynamo_trtllm.messages import (
     token_ids,
     wire_mismatch,
 )
-from dynamo_trtllm.request_plane.frames import PING, Answer, Batch, Failure, Frame, Open
+from dynamo_trtllm.request_plane.frames import PING, Ack, Batch, ErrorPayload, Frame, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
-from dynamo_trtllm.request_plane.transport import Link, Listening, Receive
+from dynamo_trtllm.request_plane.transport import Receive, Subscription, Transport
 from tests.contract.plane_bench import (
     LIMITS,
     SUBJECT,
@@ -42,7 +42,7 @@ from tests.waiting import SOON_S
 LONG_S = 3 * LIMITS.ping_interval_s  # a peer that is not understood is given up by then
 
 
-def link_of(plane: Any) -> Link:
+def link_of(plane: Any) -> Transport:
     return plane._link  # type: ignore[no-any-return]
 
 
@@ -51,7 +51,7 @@ def plain(value: Any) -> list[Any]:
     return msgspec.msgpack.decode(encode(value))  # type: ignore[no-any-return]
 
 
-async def listen(link: Link, take: Receive) -> Listening:
+async def listen(link: Transport, take: Receive) -> Subscription:
     """Listen as a worker. Returns when all callers' messages arrive."""
 
     def take_or_answer(data: bytes, reply: str) -> None:
@@ -68,7 +68,7 @@ async def listen(link: Link, take: Receive) -> Listening:
 class Caller:
     """A caller of another version: sends what it likes, notes what arrives, and answers as it is told to."""
 
-    def __init__(self, link: Link, answers: Callable[[bytes], bool]) -> None:
+    def __init__(self, link: Transport, answers: Callable[[bytes], bool]) -> None:
         self.link = link
         self.inbox = link.new_inbox()
         self.answers = answers
@@ -83,12 +83,12 @@ class Caller:
             self.link.post(reply, PING)
 
     def opening(self, wire: int | None, more: tuple[Any, ...] = ()) -> bytes:
-        body = plain(Open(1, self.inbox, make_request(seconds=60), 60.0))
+        body = plain(OpenStream(1, self.inbox, make_request(seconds=60), 60.0))
         assert body[0] == "open"
         return msgspec.msgpack.encode([[*body[:5], *([] if wire is None else [wire]), *more]])
 
-    async def ask(self, data: bytes) -> Answer:
-        return decode(await self.link.ask(SUBJECT, data, timeout_s=SOON_S), Answer)
+    async def ask(self, data: bytes) -> Ack:
+        return decode(await self.link.ask(SUBJECT, data, timeout_s=SOON_S), Ack)
 
     def frames(self) -> list[Frame]:
         return [frame for data in self.arrived if data != PING for frame in decode(data, Batch).frames]
@@ -116,10 +116,10 @@ async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: 
         body = msgspec.msgpack.decode(data)[0]
         if body[0] == "open":
             inboxes.append(body[2])
-            link.post(reply, encode(Answer()))
+            link.post(reply, encode(Ack()))
             link.post(body[2], msgspec.msgpack.encode([[plain(Frame(body[1], 0, Chunk(token_ids=token_ids([7]))))]]))
         elif body[0] == "ping":
-            link.post(reply, encode(Answer(Failure(BadFrame.code, "not an Envelope"))))
+            link.post(reply, encode(Ack(ErrorPayload(BadFrame.code, "not an Envelope"))))
 
     listening = await listen(link, take)
     async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
@@ -160,7 +160,7 @@ async def test_worker_when_a_message_of_a_later_version_is_unknown_then_it_says_
     for unknown in ([["migrate", 1, "inbox"]], [{"type": "migrate", "to": 7}], {"new": "form"}):
         link = link_of(bench.caller)
         reply = await link.ask(subject, msgspec.msgpack.encode(unknown), timeout_s=SOON_S)
-        failure = decode(reply, Answer).failure
+        failure = decode(reply, Ack).failure
         assert failure is not None
         assert failure.code == BadFrame.code
     assert len(await collect(bench.caller, make_request())) == 5

@@ -15,7 +15,7 @@ import pytest
 from dynamo_trtllm.errors import Disconnected, PayloadTooLarge, Unreachable
 from dynamo_trtllm.launch.servers import _nats_binary
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_of
-from dynamo_trtllm.request_plane.store import MemoryStore, Store, StoreLimits
+from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store, StoreLimits
 from dynamo_trtllm.subprocesses.spawn import spawn
 from tests.servers import TestServer
 from tests.waiting import SOON_S
@@ -49,7 +49,7 @@ async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Opened]:
 
     async def open_store(wanted: StoreLimits) -> Store:
         if request.param == "memory":
-            stores.append(MemoryStore(wanted))
+            stores.append(MemoryResponseStore(wanted))
         else:
             address = request.getfixturevalue("nats_server")
             stores.append(await JetStreamStore.connect(address, f"n{secrets.token_hex(4)}", wanted))
@@ -117,7 +117,7 @@ async def test_many_at_once_then_each_has_its_own(opened: Opened) -> None:
 
 @pytest.mark.parametrize("full", [limits(max_entries=10), limits(max_bytes=100)], ids=["entries", "bytes"])
 async def test_memory_when_one_owner_fills_it_then_those_with_less_lose_nothing(full: StoreLimits) -> None:
-    store = MemoryStore(full)
+    store = MemoryResponseStore(full)
     for number in range(3):
         await store.put(f"quiet_{number}", bytes(10), "quiet")
     for number in range(50):
@@ -129,7 +129,7 @@ async def test_memory_when_one_owner_fills_it_then_those_with_less_lose_nothing(
 
 async def test_memory_then_its_bytes_are_counted() -> None:
     now = [0.0]
-    store = MemoryStore(limits(max_entries=2, ttl_s=10.0), clock=lambda: now[0])
+    store = MemoryResponseStore(limits(max_entries=2, ttl_s=10.0), clock=lambda: now[0])
     await store.put("a", b"123")
     await store.put("a", b"12345")
     assert store.used_bytes == 5

@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.api_manifests import Presence, Release, release_for
+from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, release_for
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
 from dynamo_trtllm.errors import EngineError
-from dynamo_trtllm.messages import Guided, GuidedAlternative, Role
+from dynamo_trtllm.messages import OutputFormat, Role, StructuredOutput
 from tests.engines import answer, ask, check_stats, collect, make, prompt_of, started, stats, two_legs
 from tests.not_read import RESULTS
 from tests.recording import Uses, recorded
@@ -33,14 +33,14 @@ SAMPLINGS = [
     {"min_tokens": 2, "stop_token_ids": (7,), "ignore_eos": True},
     {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1},
     {"logit_bias": ((9, 1000.0),), "stop_token_ids": (9,)},
-    {"guided": Guided(alternatives=(GuidedAlternative(json_schema="{}"),))},
-    {"guided": Guided(alternatives=(GuidedAlternative(json_schema='{"type":"object"}'),))},
-    {"guided": Guided(alternatives=(GuidedAlternative(json_schema="{}", literal="x"),))},
+    {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))},
+    {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema='{"type":"object"}'),))},
+    {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}", literal="x"),))},
 ]
 PLAIN_ARGS = {"guided_decoding_backend": "xgrammar"}
 
 
-def sampler_args(release: Release) -> dict[str, object]:
+def sampler_args(release: ApiManifest) -> dict[str, object]:
     """The sampler that takes penalties, where the release has a choice."""
     has = release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT
     return PLAIN_ARGS | ({"sampler_type": "TRTLLMSampler"} if has else {})
@@ -84,13 +84,13 @@ def is_public(name: str) -> bool:
     return not name.startswith("_")
 
 
-def absent(found: Iterable[tuple[str, str]], release: Release) -> list[str]:
+def absent(found: Iterable[tuple[str, str]], release: ApiManifest) -> list[str]:
     """Names that the release is known not to have. Manifests are of public names."""
     named = [(owner, name) for owner, name in found if is_public(name)]
     return [f"{owner}.{name}" for owner, name in named if release.presence(owner, name) is Presence.ABSENT]
 
 
-def without(release: Release, owner: str, name: str) -> Release:
+def without(release: ApiManifest, owner: str, name: str) -> ApiManifest:
     """The release as if the name had been renamed in it."""
     fields = {key: field for key, field in release.owners.get(owner, {}).items() if key != name}
     owners = {key: value for key, value in release.owners.items() if key != f"{owner}.{name}"}

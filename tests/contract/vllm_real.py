@@ -19,7 +19,7 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.engines.vllm import transfer_params as wire
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.messages import HandoffTicket, Phase, ReleaseOutcome, Role, token_ids
+from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
 from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.engines import answer, ask, check_nothing_left, collect, release, ticket_from, tokens
 from tests.tiny_models import save_tiny_llama
@@ -37,7 +37,7 @@ class Pair(NamedTuple):
 SPOILED = ("dead port", "blocks out of range")
 
 
-def spoiled(ticket: HandoffTicket, how: str, peer: str) -> HandoffTicket:
+def spoiled(ticket: KvTransferParams, how: str, peer: str) -> KvTransferParams:
     """A ticket whose KV can't be read. `peer`: of a dead port, the engine that is said to listen there."""
     params = wire.unpack(ticket).params
     if how == "dead port":

@@ -13,12 +13,12 @@ from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.base import Engine, HasStats
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.frontend.base import Alone
+from dynamo_trtllm.frontend.base import SingleProcess
 from dynamo_trtllm.frontend.main import serve
-from dynamo_trtllm.frontend.model_registry import Models
-from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
+from dynamo_trtllm.frontend.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
-from dynamo_trtllm.network.listening import listening
+from dynamo_trtllm.network.listening import listen
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.router.view import ClusterView
@@ -55,7 +55,7 @@ class Side:
         self, chosen: WorkerConfig, plane: NatsPlane, discovery: EtcdDiscovery, options: PipelineOptions
     ) -> None:
         self.view = ClusterView()
-        self.models = Models(self.view, discovery, plane, chosen.namespace)
+        self.models = ModelRegistry(self.view, discovery, plane, chosen.namespace)
         self.pipeline = Pipeline(self.view, plane, options)
         self.plane = plane
 
@@ -65,7 +65,7 @@ class Side:
                 await asyncio.sleep(0.01)
 
     async def ask(self, max_tokens: int) -> list[Chunk]:
-        async with aclosing(self.pipeline.generate(request(max_tokens=max_tokens), Trace())) as chunks:
+        async with aclosing(self.pipeline.generate(request(max_tokens=max_tokens), RouteTrace())) as chunks:
             return [chunk async for chunk in chunks]
 
 
@@ -142,5 +142,5 @@ async def until(condition: Callable[[], bool], within_s: float, told: Callable[[
 def start_frontend(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[None], str]:
     """A frontend and its address."""
     chosen = FrontendConfig(etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0)
-    sock = listening("127.0.0.1", 0)
-    return asyncio.create_task(serve(chosen, sock, Alone())), f"http://127.0.0.1:{sock.getsockname()[1]}"
+    sock = listen("127.0.0.1", 0)
+    return asyncio.create_task(serve(chosen, sock, SingleProcess())), f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.errors import DeadlineExceeded, HandoffTimeout, Overloaded, TicketMismatch
-from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.messages import Chunk, GenerateRequest, HandoffTicket, Phase, Release, ReleaseOutcome, Role
-from dynamo_trtllm.request_plane.server import LinkServing
+from dynamo_trtllm.errors import DeadlineExceeded, Overloaded, TransferMismatch, TransferTimeout
+from dynamo_trtllm.frontend.pipeline import RouteTrace
+from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, Phase, ReleaseKv, ReleaseOutcome, Role
+from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker.admission import Admission
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, request, until
@@ -29,11 +29,11 @@ class Scene:
         self.side = side
         self.living = living
 
-    async def run(self, asked: GenerateRequest, trace: Trace | None = None) -> list[Chunk]:
-        async with aclosing(self.side.pipeline.generate(asked, trace or Trace())) as chunks:
+    async def run(self, asked: GenerateRequest, trace: RouteTrace | None = None) -> list[Chunk]:
+        async with aclosing(self.side.pipeline.generate(asked, trace or RouteTrace())) as chunks:
             return [chunk async for chunk in chunks]
 
-    def serving(self, role: Role) -> LinkServing:
+    def serving(self, role: Role) -> EndpointServer:
         (found,) = [s for plane in self.living.planes for s in plane._servings if s._service._role is role]  # type: ignore[attr-defined]
         return found
 
@@ -44,7 +44,7 @@ class Scene:
     def subject(self, role: Role) -> str:
         return next(instance.subject for instance in self.side.view.instances() if instance.role is role)
 
-    async def ticket(self) -> HandoffTicket:
+    async def ticket(self) -> KvTransferParams:
         """Of a prefill leg whose decode leg never comes."""
         leg = request(max_tokens=8, phase=Phase.PREFILL)
         async with aclosing(self.side.plane.generate(self.subject(Role.PREFILL), leg)) as stream:
@@ -52,9 +52,9 @@ class Scene:
         assert last.ticket is not None
         return last.ticket
 
-    async def release(self, ticket: HandoffTicket) -> None:
+    async def release(self, ticket: KvTransferParams) -> None:
         await self.side.plane.control(
-            self.subject(Role.PREFILL), Release(ticket.ticket_id, ReleaseOutcome.REFUSED), timeout_s=SOON_S
+            self.subject(Role.PREFILL), ReleaseKv(ticket.ticket_id, ReleaseOutcome.REFUSED), timeout_s=SOON_S
         )
 
     async def until_nothing_is_left(self) -> None:
@@ -155,7 +155,9 @@ async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
 
 async def test_strategies_when_the_roles_differ_then_refused_by_name(servers: tuple[str, str], living: Living) -> None:
     async with scene(servers, living, prefill=FIRST) as made:
-        with pytest.raises(TicketMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"):
+        with pytest.raises(
+            TransferMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"
+        ):
             await made.run(request(max_tokens=5))
 
 
@@ -178,7 +180,7 @@ async def test_worker_when_it_is_full_then_the_pipeline_asks_another(servers: tu
     async with scene(servers, living, **one) as made:
         living.start(living.workers[1]._config)
         await made.side.until_instances(3)
-        traces = [Trace() for _ in range(3)]
+        traces = [RouteTrace() for _ in range(3)]
         running = [asyncio.create_task(made.run(request(max_tokens=200), trace)) for trace in traces[:2]]
         await until(lambda: all(trace.decode_instance is not None for trace in traces[:2]), SOON_S)
         with pytest.raises(Overloaded):
@@ -203,11 +205,11 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
                 async with asyncio.timeout(timeout_s):
                     await asyncio.Event().wait()
             except TimeoutError as exc:
-                raise HandoffTimeout("the carrier waited in vain") from exc
+                raise TransferTimeout("the carrier waited in vain") from exc
 
         living.engine_of(Role.DECODE)._carrier.fetch = hang  # type: ignore[method-assign]
-        begun, trace = time.monotonic(), Trace()
-        with pytest.raises(HandoffTimeout, match=r"did not come before --handoff-timeout-s 0\.3 passed"):
+        begun, trace = time.monotonic(), RouteTrace()
+        with pytest.raises(TransferTimeout, match=r"did not come before --handoff-timeout-s 0\.3 passed"):
             await made.run(request(max_tokens=20), trace)
         assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill leg was done over once
 

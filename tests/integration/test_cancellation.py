@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffError
-from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, KvTransferError
+from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
 from dynamo_trtllm.request_plane.frames import Batch
 from tests.engines import tokens
@@ -50,7 +50,7 @@ class Scene:
         carrier.fetch = slow_fetch  # type: ignore[method-assign]
 
     async def run(self, asked: GenerateRequest) -> list[Chunk]:
-        async with aclosing(self.side.pipeline.generate(asked, Trace())) as chunks:
+        async with aclosing(self.side.pipeline.generate(asked, RouteTrace())) as chunks:
             return [chunk async for chunk in chunks]
 
     def left(self) -> dict[str, object]:
@@ -124,7 +124,7 @@ async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
             with pytest.raises(asyncio.CancelledError):
                 await running
         else:
-            with pytest.raises((DeadlineExceeded, HandoffError)):
+            with pytest.raises((DeadlineExceeded, KvTransferError)):
                 await asyncio.wait_for(running, SOON_S)
         if first is not None:
             await until(lambda: made.prefill.stats().waiting == 0, SOON_S)

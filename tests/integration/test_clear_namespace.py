@@ -14,11 +14,11 @@ import pytest
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.cli import clear_namespace
-from dynamo_trtllm.discovery.base import Up
+from dynamo_trtllm.discovery.base import Added
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease, key_text
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
-from dynamo_trtllm.request_plane.jetstream import JetStreamStore, kept_responses
+from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_info
 from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.instances import make_instance
 from tests.waiting import SOON_S
@@ -88,7 +88,7 @@ async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_o
     assert last == "removed"
     assert await deployment.keys() == []
     assert await longer.keys() == [other]
-    assert await kept_responses(deployment.nats, deployment.namespace) is None
+    assert await bucket_info(deployment.nats, deployment.namespace) is None
 
 
 async def test_clear_when_a_key_is_no_utf8_then_it_is_shown_escaped_and_goes(
@@ -122,7 +122,7 @@ async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_
             aclosing(watch),
         ):  # it does run, and its next renewal finds the lease gone
             async for event in watch:
-                if isinstance(event, Up):
+                if isinstance(event, Added):
                     break
         assert await deployment.keys() == [live]
     finally:
@@ -163,7 +163,7 @@ async def test_clear_when_nobody_can_answer_then_status_2_and_nothing_goes(
 async def test_clear_when_nats_is_not_there_then_status_1_and_nothing_goes(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(clear_namespace, "kept_responses", partial(kept_responses, connect_timeout_s=0.2))
+    monkeypatch.setattr(clear_namespace, "bucket_info", partial(bucket_info, connect_timeout_s=0.2))
     await deployment.leave(6)
     assert await deployment.run("--yes", nats="nats://127.0.0.1:1") == 1
     assert "can't be used (TimeoutError); check --nats-server and that NATS runs" in capsys.readouterr().err

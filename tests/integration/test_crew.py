@@ -16,8 +16,8 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend import process_group as crew_module
-from dynamo_trtllm.frontend.control_pipe import Served, _Message
-from dynamo_trtllm.frontend.process_group import Crew
+from dynamo_trtllm.frontend.control_pipe import Ready, _Message
+from dynamo_trtllm.frontend.process_group import ProcessGroup
 from tests.waiting import SOON_S
 
 # A member in few words: it says that it serves, as `Channel` spells it, and does as it is told.
@@ -26,25 +26,25 @@ FAILS, STAYS, SLEEPS = "sys.exit(3)", "signal.pause()", "time.sleep(60)"
 
 
 @pytest.fixture
-def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ProcessGroup]]:
     """Makes one whose processes do what is listed, the first to be started first; the last goes on and on."""
     before = psutil.Process().children()  # servers of the session
 
-    def make(*programs: str, workers: int = 2) -> Crew:
+    def make(*programs: str, workers: int = 2) -> ProcessGroup:
         turns = itertools.chain(programs, itertools.repeat(programs[-1]))
-        monkeypatch.setattr(crew_module, "member_argv", lambda *_: [sys.executable, "-c", next(turns), served()])
-        return Crew(FrontendConfig(workers=workers), 0, process_environment())
+        monkeypatch.setattr(crew_module, "process_argv", lambda *_: [sys.executable, "-c", next(turns), served()])
+        return ProcessGroup(FrontendConfig(workers=workers), 0, process_environment())
 
     yield make
     assert psutil.Process().children() == before
 
 
 def served() -> str:
-    data = codec.encode(_Message(Served()))
+    data = codec.encode(_Message(Ready()))
     return (len(data).to_bytes(4, "little") + data).hex()
 
 
-async def until_serving(crew: Crew, count: int) -> None:
+async def until_serving(crew: ProcessGroup, count: int) -> None:
     while len(crew._served) < count:  # noqa: ASYNC110  # it tells nobody
         await asyncio.sleep(0.01)
 

@@ -17,7 +17,7 @@ from etcd3aio.kv import KVService
 
 from benchmarks.chaos.relay import Relay
 from dynamo_trtllm import codec
-from dynamo_trtllm.discovery.base import Down, Event, Rejected, Synced, Up
+from dynamo_trtllm.discovery.base import Added, Event, Rejected, Removed, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import EtcdStore
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
@@ -109,12 +109,12 @@ async def test_watch_when_etcd_restarts_then_goes_on_with_no_false_down(own_etcd
     server = own_etcd()
     async with joined(server, ttl_s=3) as worker, joined(server) as frontend, following(frontend) as follower:
         await worker.register(ONE)
-        await follower.until(Up(ONE))
+        await follower.until(Added(ONE))
         server.restart()
         await worker.register(TWO)
-        await follower.until(Up(TWO))
+        await follower.until(Added(TWO))
         await asyncio.sleep(3.5)  # another life of the lease
-        assert follower.told == [Synced(), Up(ONE), Up(TWO)]
+        assert follower.told == [Synced(), Added(ONE), Added(TWO)]
         assert len(await etcd_keys(server)) == 2
 
 
@@ -126,18 +126,18 @@ async def test_registration_when_etcd_is_away_longer_than_the_lease_then_same_ke
     caplog.set_level(logging.INFO)
     async with joined(server, ttl_s=4) as worker, joined(server) as frontend, following(frontend) as follower:
         registration = await worker.register(ONE)
-        await follower.until(Up(ONE))
+        await follower.until(Added(ONE))
         await stop(server)
         await asyncio.sleep(4.3)
-        assert follower.told == [Synced(), Up(ONE)]
+        assert follower.told == [Synced(), Added(ONE)]
         server.start()
         async with asyncio.timeout(SOON_S):
             while not re.search(r"registration \S+ is renewed", caplog.text):  # noqa: ASYNC110  # a log tells nobody
                 await asyncio.sleep(0.02)
         assert [key for key, _ in await etcd_keys(server)] == [instance_key(endpoint_of(ONE), 1)]
-        assert Down(1) not in follower.told
+        assert Removed(1) not in follower.told
         await registration.aclose()
-        await follower.until(Down(1))
+        await follower.until(Removed(1))
         assert await etcd_keys(server) == []
 
 
@@ -146,14 +146,14 @@ async def test_registration_when_etcd_lost_its_data_then_registered_again(own_et
     async with joined(server, ttl_s=3) as worker, joined(server, ttl_s=4) as frontend, following(frontend) as follower:
         await worker.register(ONE)
         gone = await worker.register(TWO)
-        await follower.until(Up(ONE), Up(TWO))
+        await follower.until(Added(ONE), Added(TWO))
         await stop(server)
         await gone.aclose()  # while the store is away: no error
         server.lose_data()
         server.start()
         await worker.register(THREE)
-        await follower.until(Down(2), Up(THREE))
-        assert Down(1) not in follower.told  # it had the time to come back
+        await follower.until(Removed(2), Added(THREE))
+        assert Removed(1) not in follower.told  # it had the time to come back
         assert [key for key, _ in await etcd_keys(server)] == [instance_key(endpoint_of(i), i.id) for i in (ONE, THREE)]
 
 
@@ -175,11 +175,11 @@ async def test_watch_when_etcd_lost_its_data_and_was_written_past_it_then_only_w
         while await revision(server) <= known:
             await put_without_lease(server, THREE)
         await relay.mend()
-        await follower.until(Up(THREE))
-        assert follower.told == [Up(ONE), Up(TWO), Synced(), Up(THREE)]
+        await follower.until(Added(THREE))
+        assert follower.told == [Added(ONE), Added(TWO), Synced(), Added(THREE)]
         await worker.register(ONE)
-        await follower.until(Down(2))
-        assert follower.told == [Up(ONE), Up(TWO), Synced(), Up(THREE), Down(2)]
+        await follower.until(Removed(2))
+        assert follower.told == [Added(ONE), Added(TWO), Synced(), Added(THREE), Removed(2)]
     await frontend.aclose()
     await relay.cut()
 
@@ -197,8 +197,14 @@ async def test_watch_when_compacted_while_cut_off_then_exactly_the_difference(ow
             await worker.register(THREE)
             await compact(server)
             await relay.mend()
-            await follower.until(Down(1), Up(THREE))
-            assert follower.told == [Up(ONE), Up(TWO), Synced(), Up(THREE), Down(1)]  # who is new does not wait
+            await follower.until(Removed(1), Added(THREE))
+            assert follower.told == [
+                Added(ONE),
+                Added(TWO),
+                Synced(),
+                Added(THREE),
+                Removed(1),
+            ]  # who is new does not wait
         await frontend.aclose()
     await relay.cut()
 
@@ -239,16 +245,16 @@ async def test_watch_when_etcd_is_frozen_then_nothing_is_taken_down(own_etcd: Ma
     server = own_etcd()
     async with joined(server) as worker, joined(server) as frontend, following(frontend) as follower:
         await worker.register(ONE)
-        await follower.until(Up(ONE))
+        await follower.until(Added(ONE))
         server.pause()
         await asyncio.sleep(2.5)
-        assert follower.told == [Synced(), Up(ONE)]
+        assert follower.told == [Synced(), Added(ONE)]
         server.resume()
         await worker.register(TWO)
-        await follower.until(Up(TWO))
+        await follower.until(Added(TWO))
         # Whatever the thawed etcd did with the old lease, the last word on ONE is that it is there.
         async with asyncio.timeout(2 * SOON_S):
-            while len(await etcd_keys(server)) < 2 or follower.last(Up(ONE), Down(1)) != Up(ONE):  # noqa: ASYNC110
+            while len(await etcd_keys(server)) < 2 or follower.last(Added(ONE), Removed(1)) != Added(ONE):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
 
@@ -257,7 +263,7 @@ async def test_register_when_one_of_two_endpoints_is_dead_then_the_other_serves(
     discovery = EtcdDiscovery(f"127.0.0.1:1,{server.address.replace('127.0.0.1', 'localhost')}")
     async with following(discovery) as follower:
         await discovery.register(ONE)
-        await follower.until(Up(ONE))
+        await follower.until(Added(ONE))
     await discovery.aclose()
 
 
@@ -309,11 +315,11 @@ async def test_register_when_cancelled_once_its_record_is_there_then_it_is_down_
     monkeypatch.setattr(EtcdStore, "put", put_and_stay)
     async with joined(server, ttl_s=60) as worker, joined(server) as frontend, following(frontend) as follower:
         registering = asyncio.create_task(worker.register(ONE))
-        await follower.until(Up(ONE))
+        await follower.until(Added(ONE))
         registering.cancel()
         await asyncio.wait([registering])
         await worker.aclose()
-        await follower.until(Down(1))
+        await follower.until(Removed(1))
         assert await etcd_keys(server) == []
 
 
@@ -324,16 +330,16 @@ async def test_registration_when_the_lease_is_long_and_etcd_lost_its_data_then_i
     server = own_etcd()
     async with joined(server, ttl_s=60) as worker, joined(server, ttl_s=6) as frontend, following(frontend) as follower:
         await worker.register(ONE)
-        await follower.until(Up(ONE))
+        await follower.until(Added(ONE))
         await stop(server)
         server.lose_data()
         server.start()
         await worker.register(TWO)
-        await follower.until(Up(TWO))
+        await follower.until(Added(TWO))
         async with asyncio.timeout(10):
             while len(await etcd_keys(server)) < 2:  # noqa: ASYNC110  # another process
                 await asyncio.sleep(0.05)
-        assert Down(1) not in follower.told
+        assert Removed(1) not in follower.told
 
 
 async def test_watch_when_a_worker_registers_another_record_then_that_is_up_under_the_same_key(
@@ -343,9 +349,9 @@ async def test_watch_when_a_worker_registers_another_record_then_that_is_up_unde
     changed = msgspec.structs.replace(ONE, version="2.0")
     async with joined(server, ttl_s=30) as worker, joined(server) as frontend, following(frontend) as follower:
         await worker.register(ONE)
-        await follower.until(Up(ONE))
+        await follower.until(Added(ONE))
         await worker.register(changed)
-        await follower.until(Up(changed))
+        await follower.until(Added(changed))
         assert len(await etcd_keys(server)) == 1
 
 
@@ -376,9 +382,9 @@ async def test_watch_when_keys_are_no_utf8_then_they_are_rejected_until_deleted_
             assert follower.told == [rejections[0], Synced()]
             await kv.put(late, codec.encode(ONE), timeout=SOON_S)
             await discovery.register(ONE)
-            await follower.until(rejections[1], Up(ONE))
+            await follower.until(rejections[1], Added(ONE))
             assert set((await discovery._store.leases(namespace_prefix("dynamo"))).values()) > {None}
             for key in (early, late):
                 await kv.delete(key, timeout=SOON_S)
             await follower.until(*(Rejected(each.key, None) for each in rejections))
-            assert Down(1) not in follower.told
+            assert Removed(1) not in follower.told

@@ -10,8 +10,8 @@ from contextlib import aclosing
 import msgspec
 import pytest
 
-from dynamo_trtllm.frontend.pipeline import PipelineOptions, Trace
-from dynamo_trtllm.messages import HandoffTicket, Phase, Role
+from dynamo_trtllm.frontend.pipeline import PipelineOptions, RouteTrace
+from dynamo_trtllm.messages import KvTransferParams, Phase, Role
 from tests.engines import tokens
 from tests.integration.living import Living, Side, config, frontend_side, pairs, request, until
 from tests.servers import TestServer
@@ -20,7 +20,7 @@ from tests.waiting import SOON_S
 STEP = {"step_s": 0.01}
 
 
-async def ticket_of(side: Side, living: Living) -> HandoffTicket:
+async def ticket_of(side: Side, living: Living) -> KvTransferParams:
     """Of the one prefill worker, for `request(max_tokens=8)`."""
     (prefill, *_) = [i for i in side.view.instances() if i.role is Role.PREFILL]
     async with aclosing(side.plane.generate(prefill.subject, request(max_tokens=8, phase=Phase.PREFILL))) as stream:
@@ -75,9 +75,9 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tic
         living.start(chosen.model_copy(update={"disaggregation_mode": Role.DECODE}))
     async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
         await side.until_instances(3)
-        traces = [Trace() for _ in range(4)]  # two for each decode worker
+        traces = [RouteTrace() for _ in range(4)]  # two for each decode worker
 
-        async def run(trace: Trace) -> int:
+        async def run(trace: RouteTrace) -> int:
             async with aclosing(side.pipeline.generate(request(max_tokens=8), trace)) as chunks:
                 return len(tokens([chunk async for chunk in chunks]))
 

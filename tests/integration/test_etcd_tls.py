@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dynamo_trtllm.discovery.base import Synced, Up
+from dynamo_trtllm.discovery.base import Added, Synced
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.discovery.etcd_store import TlsFiles
 from dynamo_trtllm.errors import Unreachable
@@ -58,11 +58,11 @@ async def test_instance_when_registered_with_a_certificate_then_others_see_it(ad
     try:
         await worker.register(instance)
         async with aclosing(frontend.watch(instance.namespace)) as events:
-            assert await anext(events) == Up(instance)
+            assert await anext(events) == Added(instance)
             assert await anext(events) == Synced()
             another = make_instance(2)
             await worker.register(another)
-            assert await anext(events) == Up(another)
+            assert await anext(events) == Added(another)
     finally:
         await worker.aclose()
         await frontend.aclose()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import handoff, result
-from dynamo_trtllm.engines.torch.transfer_buffer import Staging
+from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
 
 pytestmark = pytest.mark.timeout(120)  # two processes import torch
 
@@ -46,9 +46,9 @@ def test_bench_when_run_on_cpu_then_a_result_holds_every_measurement(
 
 
 def test_bench_when_copies_go_wrong_then_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    scatter = Staging.scatter
+    scatter = TransferBuffer.scatter
     monkeypatch.setattr(
-        Staging, "scatter", lambda self, parcel, rows, index: scatter(self, parcel, rows.flip(0), index)
+        TransferBuffer, "scatter", lambda self, parcel, rows, index: scatter(self, parcel, rows.flip(0), index)
     )
     with pytest.raises(AssertionError, match="other bytes arrived"):
         handoff.run("cpu")

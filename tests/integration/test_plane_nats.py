@@ -21,7 +21,7 @@ from dynamo_trtllm.errors import Disconnected, PlaneError, StreamIncomplete, Unr
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, token_ids
 from dynamo_trtllm.request_plane import nats as nats_plane
 from dynamo_trtllm.request_plane.client import PlaneLimits
-from dynamo_trtllm.request_plane.nats import NatsLink, NatsPlane
+from dynamo_trtllm.request_plane.nats import NatsPlane, NatsTransport
 from tests.integration.plane_peer import make_request
 from tests.servers import TestServer
 from tests.waiting import SOON_S
@@ -282,7 +282,7 @@ async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_conn
         writer.close()
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        link = NatsLink(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        link = NatsTransport(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}")
         connecting = asyncio.create_task(link.connect(5))
         loop, close = asyncio.get_running_loop(), link._client._close
 

@@ -13,7 +13,7 @@ from etcd3aio.kv import KVService
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
-from dynamo_trtllm.messages import Instance, ModelCard, Role
+from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 from tests.instances import make_instance
 from tests.integration.living import Living, config, pairs, start_frontend
 from tests.waiting import SOON_S
@@ -69,7 +69,7 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
     prefix = namespace_prefix(chosen.namespace)
     intruder = Intruder(etcd_server, chosen.namespace)
     await intruder.put(prefix.encode() + b"\xff\xfe", b"")
-    card = ModelCard(name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony")
+    card = ModelDeploymentCard(name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony")
     odd = msgspec.structs.replace(make_instance(0xC, namespace=chosen.namespace), card=card)
     await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), codec.encode(odd))
     pairs(chosen, living)

@@ -15,12 +15,12 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.discovery import keys
-from dynamo_trtllm.discovery.base import Down, Up
+from dynamo_trtllm.discovery.base import Added, Removed
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.engines.mock.steps import Steps
+from dynamo_trtllm.engines.mock.steps import MockScheduler
 from dynamo_trtllm.errors import EngineFailed, InternalError, Unreachable
-from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import FinishReason, Phase, Role
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import Worker
@@ -38,10 +38,10 @@ async def test_serve_when_stopped_then_it_appeared_and_left(etcd_server: str, na
         async with aclosing(discovery.watch(chosen.namespace)) as events:
             seen = []
             async for event in events:
-                if isinstance(event, Up):
+                if isinstance(event, Added):
                     seen.append(event.instance.id)
                     worker.stop()
-                if isinstance(event, Down):
+                if isinstance(event, Removed):
                     break
         await serving
     await discovery.aclose()
@@ -106,15 +106,15 @@ async def test_pipeline_when_prefill_and_decode_serve_then_tokens_equal_one_aggr
 async def test_stop_when_a_request_runs_then_it_deregisters_first_and_the_request_finishes(
     etcd_server: str, nats_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, step = asyncio.Event(), Steps._step
+    go, step = asyncio.Event(), MockScheduler._step
     go.set()
-    monkeypatch.setattr(Steps, "_step", lambda steps: step(steps) if go.is_set() else None)
+    monkeypatch.setattr(MockScheduler, "_step", lambda steps: step(steps) if go.is_set() else None)
     chosen = config(etcd_server, nats_server, drain_timeout_s=30.0, override_engine_args={"step_s": 0.02})
     worker = Worker(chosen)
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(worker.serve())
         await side.until_instances(1)
-        async with aclosing(side.pipeline.generate(request(max_tokens=60), Trace())) as stream:
+        async with aclosing(side.pipeline.generate(request(max_tokens=60), RouteTrace())) as stream:
             chunks = [await anext(stream)]
             go.clear()  # the request does not end by itself
             worker.stop()
@@ -187,13 +187,13 @@ async def test_serve_when_the_engine_dies_then_it_deregisters_and_raises_engine_
 ) -> None:
     chosen = config(etcd_server, nats_server)
 
-    def die(_: Steps) -> None:
+    def die(_: MockScheduler) -> None:
         raise RuntimeError("a broken step")
 
     async with asyncio.timeout(3 * SOON_S), frontend_side(chosen) as side:
         serving = asyncio.create_task(Worker(chosen).serve())
         await side.until_instances(1)
-        monkeypatch.setattr(Steps, "_step", die)
+        monkeypatch.setattr(MockScheduler, "_step", die)
         with pytest.raises(EngineFailed):
             await side.ask(8)
         with pytest.raises(EngineFailed):

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.discovery.base import Up
+from dynamo_trtllm.discovery.base import Added
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.messages import ModelCard
+from dynamo_trtllm.messages import ModelDeploymentCard
 from dynamo_trtllm.worker import Worker
 from tests.waiting import SOON_S
 
@@ -25,14 +25,14 @@ def config(etcd: str, nats: str, **flags: Any) -> WorkerConfig:
     )
 
 
-async def registered_card(chosen: WorkerConfig) -> ModelCard:
+async def registered_card(chosen: WorkerConfig) -> ModelDeploymentCard:
     worker, discovery = Worker(chosen), EtcdDiscovery(chosen.etcd_endpoints)
     try:
         async with asyncio.timeout(3 * SOON_S), asyncio.TaskGroup() as group:
             group.create_task(worker.serve())
             async with aclosing(discovery.watch(chosen.namespace)) as events:
                 async for event in events:
-                    if isinstance(event, Up):
+                    if isinstance(event, Added):
                         worker.stop()
                         return event.instance.card
     finally:

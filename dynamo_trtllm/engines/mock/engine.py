@@ -23,21 +23,21 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.engines.mock.steps import Sequence, Steps
-from dynamo_trtllm.errors import EngineFailed, EngineRefused, TicketMismatch
+from dynamo_trtllm.engines.mock.steps import MockScheduler, MockSequence
+from dynamo_trtllm.errors import EngineFailed, RequestRejected, TransferMismatch
 from dynamo_trtllm.kv_transfer import params
-from dynamo_trtllm.kv_transfer.base import Carrier, Piece
-from dynamo_trtllm.kv_transfer.create import select_carrier
-from dynamo_trtllm.kv_transfer.deadlines import Destination, Within, fetch
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
+from dynamo_trtllm.kv_transfer.create import create_backend
+from dynamo_trtllm.kv_transfer.deadlines import Destination, FetchLimits, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
-    HandoffTicket,
     KvLayout,
-    LegStats,
+    KvTransferParams,
     Limits,
     Phase,
+    PhaseTimings,
     ReleaseOutcome,
     token_ids,
 )
@@ -55,7 +55,7 @@ _REFUSES = (
 )
 
 
-class _Held(NamedTuple):
+class _MockTransfer(NamedTuple):
     blocks: int
     kv: array[int]  # kept alive for the carrier
     expiry: asyncio.TimerHandle
@@ -64,19 +64,19 @@ class _Held(NamedTuple):
 class MockEngine:
     """`Engine` with `Pushes`, `HasTickets` and `HasStats`."""
 
-    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: Carrier | None = None) -> None:
+    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._model = config.served_model_name or Path(config.model_path).name
         self._instance_id = instance_id
-        self._carrier = carrier or select_carrier(args.carrier, config, kv_checksums=args.kv_checksums)
+        self._carrier = carrier or create_backend(args.carrier, config, kv_checksums=args.kv_checksums)
         self._ticket_ttl_s = config.ticket_ttl_s
         self._handoff_timeout_s = config.handoff_timeout_s
         self._layout = KvLayout(
             dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
         )
-        self._steps = Steps(args)
+        self._steps = MockScheduler(args)
         self._streams = 0
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _MockTransfer] = {}
         self._num_tickets = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -109,7 +109,7 @@ class MockEngine:
         self._streams += 1
         self._idle.clear()
         prompt = request.token_ids[: len(request.token_ids) - request.resumed_tokens]
-        sequence = Sequence(request, self._blocks(request), zlib.crc32(prompt) & _MAX_SEED, len(request.token_ids))
+        sequence = MockSequence(request, self._blocks(request), zlib.crc32(prompt) & _MAX_SEED, len(request.token_ids))
         try:
             self._steps.add(sequence)  # before anything leaves: what is refused is refused before the first token
             if request.ticket is not None:
@@ -136,29 +136,29 @@ class MockEngine:
     def _prompt_blocks(self, prompt_tokens: int) -> int:
         return -(-prompt_tokens // self._args.kv_block_size)
 
-    async def _redeem(self, sequence: Sequence, ticket: HandoffTicket) -> Chunk:
+    async def _redeem(self, sequence: MockSequence, ticket: KvTransferParams) -> Chunk:
         """Fetches the seed and replays the first tokens."""
         params.check(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
-            raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
+            raise RequestRejected(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
         kv_bytes = self._prompt_blocks(len(sequence.request.token_ids)) * _KV_WORDS * array("I").itemsize
         if ticket.kv_bytes != kv_bytes:  # before so much memory is taken
-            raise TicketMismatch(
+            raise TransferMismatch(
                 f"ticket {ticket.ticket_id}: kv_bytes is {ticket.kv_bytes} at prefill and {kv_bytes} at decode",
                 field="kv_bytes",
             )
         kv = array("I", bytes(kv_bytes))
-        piece = Piece(kv.buffer_info()[0], ticket.kv_bytes)
-        within = Within(sequence.request.deadline, self._handoff_timeout_s)
+        piece = MemoryRegion(kv.buffer_info()[0], ticket.kv_bytes)
+        within = FetchLimits(sequence.request.deadline, self._handoff_timeout_s)
         await fetch(self._carrier, ticket, ticket.opaque, Destination([piece]), within)
         sequence.seed = _seed_of(kv)
         sequence.prefill_left = 0
         sequence.produced = len(ticket.first_token_ids)
         return Chunk(token_ids=ticket.first_token_ids)
 
-    async def _last(self, sequence: Sequence, token: int) -> Chunk:
+    async def _last(self, sequence: MockSequence, token: int) -> Chunk:
         request = sequence.request
-        stats = LegStats(
+        stats = PhaseTimings(
             queue_s=max(0.0, (sequence.started or sequence.born) - sequence.born),
             kv_bytes=request.ticket.kv_bytes if request.ticket else 0,
             transport=self._carrier.name if request.ticket else "",
@@ -168,7 +168,7 @@ class MockEngine:
             return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
         return Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=stats)
 
-    async def _hand_out(self, sequence: Sequence, first: int) -> HandoffTicket:
+    async def _hand_out(self, sequence: MockSequence, first: int) -> KvTransferParams:
         prompt = len(sequence.request.token_ids)
         blocks = self._prompt_blocks(prompt)
         kv = _kv_of(sequence.seed, blocks)
@@ -178,14 +178,14 @@ class MockEngine:
         loop = asyncio.get_running_loop()
         expires_at = time.time() + self._ticket_ttl_s
         expiry = loop.call_later(self._ticket_ttl_s, self.release, ticket_id, ReleaseOutcome.REFUSED)
-        self._held[ticket_id] = _Held(blocks, kv, expiry)
+        self._held[ticket_id] = _MockTransfer(blocks, kv, expiry)
         self._steps.keep(sequence, blocks)
         try:
-            opaque = await self._carrier.offer(ticket_id, [Piece(kv.buffer_info()[0], kv_bytes)])
+            opaque = await self._carrier.offer(ticket_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
         except BaseException:  # cancelled too: the carrier may have begun to offer this memory
             self.release(ticket_id, ReleaseOutcome.REFUSED)
             raise
-        return HandoffTicket(
+        return KvTransferParams(
             version=params.TICKET_VERSION,
             ticket_id=ticket_id,
             engine="mock",
@@ -209,7 +209,7 @@ class MockEngine:
         self._withdrawals.add(task)
         task.add_done_callback(self._withdrawn)
 
-    async def _withdraw(self, ticket_id: str, held: _Held) -> None:
+    async def _withdraw(self, ticket_id: str, held: _MockTransfer) -> None:
         """`held` keeps the memory until the carrier is done with it."""
         await self._carrier.withdraw(ticket_id)
         self._steps.give_back(held.blocks)

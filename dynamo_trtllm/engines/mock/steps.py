@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 from dynamo_trtllm.engines.base import EngineStats, Push
 from dynamo_trtllm.engines.mock.args import MockArgs
-from dynamo_trtllm.errors import ContextTooLong, EngineFailed, EngineRefused, Overloaded
+from dynamo_trtllm.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, GenerateRequest, token_ids
 
 _OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|>, so that a harmony frontend shows the rest
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class MockSequence:
     """One request in the simulated batch. It receives one id per step."""
 
     request: GenerateRequest
@@ -69,34 +69,34 @@ class Sequence:
         return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
 
 
-class Steps:
+class MockScheduler:
     """Owns the waiting queue, the batch and the block count. All calls are made on the event loop."""
 
     def __init__(self, args: MockArgs) -> None:
         self._args = args
-        self._waiting: deque[Sequence] = deque()
-        self._running: dict[Sequence, None] = {}
+        self._waiting: deque[MockSequence] = deque()
+        self._running: dict[MockSequence, None] = {}
         self._free_blocks = args.kv_cache_blocks
         self._work = asyncio.Event()
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: MockSequence) -> None:
         """Raises ContextTooLong, EngineRefused for what never fits, Overloaded when the queue is full."""
         total = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
         if total > self._args.max_seq_len:
             raise ContextTooLong(f"{total} tokens do not fit the context of {self._args.max_seq_len}")
         if sequence.blocks > self._args.kv_cache_blocks:
-            raise EngineRefused(f"{sequence.blocks} KV blocks are needed and {self._args.kv_cache_blocks} exist")
+            raise RequestRejected(f"{sequence.blocks} KV blocks are needed and {self._args.kv_cache_blocks} exist")
         if len(self._waiting) >= self._args.max_queue:
             raise Overloaded(f"{len(self._waiting)} requests wait already")
         self._waiting.append(sequence)
         self._work.set()
 
-    def want(self, sequence: Sequence, num_tokens: int) -> None:
+    def want(self, sequence: MockSequence, num_tokens: int) -> None:
         """From the next step on a sequence gets a token per step, this many."""
         sequence.wanted = num_tokens
         self._work.set()
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: MockSequence) -> None:
         """Takes a sequence out wherever it is; its blocks are free again."""
         if sequence.started is not None:
             self._running.pop(sequence, None)
@@ -104,7 +104,7 @@ class Steps:
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def keep(self, sequence: Sequence, blocks: int) -> None:
+    def keep(self, sequence: MockSequence, blocks: int) -> None:
         """Leaves blocks of a running sequence to a ticket, until they are given back."""
         sequence.blocks -= blocks
 

@@ -19,7 +19,7 @@ MAX_SCORE_ELEMENTS = {"cpu": 2 << 20, "cuda": 32 << 20}
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SequenceSlice:
     """One sequence's part of a step: `count` new tokens from position `start` on, whose KV lies in `blocks`."""
 
     blocks: Tensor  # block numbers of the sequence, in order
@@ -42,13 +42,13 @@ class _View(NamedTuple):
 
 
 @dataclass(slots=True)
-class Step:
+class ForwardBatch:
     """The plan of one forward pass: first all spans of one token (decode), then the prompt chunks."""
 
     keys: Tensor  # [layers, blocks, block_tokens, kv_heads, head_dim]
     values: Tensor
-    decodes: list[Span]
-    chunks: list[Span]
+    decodes: list[SequenceSlice]
+    chunks: list[SequenceSlice]
     slots: Tensor = field(init=False)  # where each row's KV goes: block * block_tokens + offset
     positions: Tensor = field(init=False)
     entered: list[Tensor] = field(init=False)  # numbers of the blocks to scrub first: masked KV must be finite too
@@ -103,7 +103,7 @@ def paged_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """What a transformers attention layer calls; query is [1, heads, rows, head_dim]."""
-    step: Step = kwargs["step"]
+    step: ForwardBatch = kwargs["step"]
     window: int | None = kwargs.get("sliding_window")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = step.keys[layer], step.values[layer]
@@ -125,7 +125,9 @@ def paged_attention(
     return torch.cat(out).view(1, query.shape[2], query.shape[1], -1), None
 
 
-def _chunk(attend: _Attend, rows: Tensor, pool: tuple[Tensor, Tensor], span: Span, window: int | None) -> list[Tensor]:
+def _chunk(
+    attend: _Attend, rows: Tensor, pool: tuple[Tensor, Tensor], span: SequenceSlice, window: int | None
+) -> list[Tensor]:
     """Attention of one prompt chunk, in pieces of bounded memory; each is [rows, heads * head_dim]."""
     block, out = pool[0].shape[1], []
     most = MAX_SCORE_ELEMENTS[rows.device.type]

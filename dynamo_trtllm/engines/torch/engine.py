@@ -20,14 +20,14 @@ from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import torch_args
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.kv_connector import Desk
-from dynamo_trtllm.engines.torch.logits_processor import shaping_for
-from dynamo_trtllm.engines.torch.scheduler import Batcher, BatchLimits, Memory
-from dynamo_trtllm.engines.torch.sequence import Delivery, Event, Gathered, Job, Reserved, Retired
-from dynamo_trtllm.engines.torch.transfer_buffer import Staging
-from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, EngineRefused, NonFinite
-from dynamo_trtllm.kv_transfer.base import Carrier
-from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.engines.torch.kv_connector import KvConnector
+from dynamo_trtllm.engines.torch.logits_processor import logits_processor_for
+from dynamo_trtllm.engines.torch.scheduler import BatchLimits, KvMemory, Scheduler
+from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Event, Freed, PrefillDone, TorchSequence
+from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
+from dynamo_trtllm.errors import ContextTooLong, DynamoError, EngineFailed, EngineNotReady, NonFinite, RequestRejected
+from dynamo_trtllm.kv_transfer.base import TransferBackend
+from dynamo_trtllm.kv_transfer.create import create_backend
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
@@ -49,27 +49,27 @@ _MASK_64 = (1 << 64) - 1
 class TorchEngine:
     """`Engine` with `HasTickets` and `HasStats`. `config.model_path` is a folder; the engine owns its carrier."""
 
-    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: Carrier | None = None) -> None:
+    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: TransferBackend | None = None) -> None:
         self._args = args = torch_args(config)
         self._model_path = config.model_path
         self._model_name = config.served_model_name or Path(config.model_path).name
         if carrier is None and config.disaggregation_mode is not Role.AGGREGATED:
             name = None if args.carrier == "auto" else args.carrier
-            carrier = select_carrier(name, config, kv_checksums=args.kv_checksums)
+            carrier = create_backend(name, config, kv_checksums=args.kv_checksums)
         self._handoff_timeout_s = config.handoff_timeout_s
-        self._desk: Desk | None = None
+        self._desk: KvConnector | None = None
         if carrier is not None:
-            self._desk = Desk(
+            self._desk = KvConnector(
                 carrier,
                 holder=instance_id,
                 model=self._model_name,
                 ttl_s=config.ticket_ttl_s,
                 retire=self._retire,
             )
-        self._jobs: set[Job] = set()  # until the batcher says that their blocks are free
-        self._batcher: Batcher | None = None
-        self._memory: Memory | None = None
-        self._guides: grammar.Guides | None = None
+        self._jobs: set[TorchSequence] = set()  # until the batcher says that their blocks are free
+        self._batcher: Scheduler | None = None
+        self._memory: KvMemory | None = None
+        self._guides: grammar.GrammarCompiler | None = None
         self._info: EngineInfo | None = None
         self._ended: EngineFailed | None = None
         self._idle = asyncio.Event()
@@ -116,16 +116,16 @@ class TorchEngine:
             num_threads=sizing.num_threads(model, args),
         )
         if model.tokenizer is not None and grammar.is_available():
-            self._guides = grammar.Guides(
+            self._guides = grammar.GrammarCompiler(
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
             )
         pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
         staging = None
         if hands_over:
-            staging = Staging(pool, sizing.staging_bytes(model, args, layout, num_blocks, context_length))
-        self._memory = Memory(pool, staging)
+            staging = TransferBuffer(pool, sizing.staging_bytes(model, args, layout, num_blocks, context_length))
+        self._memory = KvMemory(pool, staging)
         loop = asyncio.get_running_loop()
-        self._batcher = Batcher(
+        self._batcher = Scheduler(
             model.module,
             self._memory,
             limits,
@@ -167,7 +167,7 @@ class TorchEngine:
         if self._desk is not None:
             self._desk.check()
 
-    def _ready(self) -> tuple[Batcher, EngineInfo]:
+    def _ready(self) -> tuple[Scheduler, EngineInfo]:
         if self._ended is not None:
             raise EngineFailed(self._ended.message)
         if self._batcher is None or self._info is None:
@@ -212,15 +212,15 @@ class TorchEngine:
         self._idle.clear()
         handed_out = False
         try:
-            job.shaping = shaping_for(request, await self._guide(request.sampling, job))
+            job.shaping = logits_processor_for(request, await self._guide(request.sampling, job))
             batcher.post(partial(batcher.submit, job))
             while True:
                 event = await inbox.get()
-                if isinstance(event, Gathered) and self._desk is not None:
+                if isinstance(event, PrefillDone) and self._desk is not None:
                     handed_out = True  # from here on the desk retires the job
                     yield await self._desk.hand_out(job, event, info.layout)
                     return
-                if isinstance(event, Reserved):
+                if isinstance(event, BlocksReserved):
                     await self._fetch(request, event)
                     batcher.post(partial(batcher.install, job))
                 elif isinstance(event, Chunk):
@@ -234,29 +234,29 @@ class TorchEngine:
             if not handed_out:
                 self._retire(job)
 
-    async def _fetch(self, request: GenerateRequest, reserved: Reserved) -> None:
+    async def _fetch(self, request: GenerateRequest, reserved: BlocksReserved) -> None:
         """Returns when the copies of all pieces into the pool are queued; nothing is queued for this job after that."""
         if self._desk is None or self._memory is None or self._memory.staging is None:
             raise RuntimeError(f"request {request.request_id} has KV to fetch and no room for it")
         scatter = partial(self._memory.staging.scatter, reserved.parcel, reserved.rows)
         await self._desk.fetch(request, reserved.parcel, self._handoff_timeout_s, on_piece=scatter)
 
-    def _job(self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]) -> Job:
+    def _job(self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]) -> TorchSequence:
         """Raises EngineRefused, ContextTooLong or a HandoffError for what can't be served here."""
         prompt_tokens = len(request.token_ids)
         if prompt_tokens == 0:
-            raise EngineRefused("the prompt is empty", field="token_ids")
+            raise RequestRejected("the prompt is empty", field="token_ids")
         if prompt_tokens >= info.context_length:
             raise ContextTooLong(
                 f"a prompt of {prompt_tokens} tokens leaves no room in the context of {info.context_length}; shorten it"
             )
         if max(request.token_ids) >= info.vocab_size:
-            raise EngineRefused(
+            raise RequestRejected(
                 f"token id {max(request.token_ids)} is not in the vocabulary of {info.vocab_size}", field="token_ids"
             )
         if request.phase is not Phase.WHOLE and self._desk is None:
-            raise EngineRefused(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
-        job = Job(
+            raise RequestRejected(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
+        job = TorchSequence(
             request=request,
             max_new_tokens=min(request.sampling.max_tokens, info.context_length - prompt_tokens),
             stop_ids=_stop_ids(request.sampling, info),
@@ -269,17 +269,17 @@ class TorchEngine:
             job.seed, job.piece_bytes = self._desk.redeem(request, info.layout, kv_bytes=kv_bytes)
         return job
 
-    async def _guide(self, sampling: Sampling, job: Job) -> grammar.Guide | None:
+    async def _guide(self, sampling: Sampling, job: TorchSequence) -> grammar.GrammarMatcher | None:
         """Raises EngineRefused for a form that can't be followed, before anything is computed for the request."""
         if sampling.guided is None:
             return None
         if self._guides is None:
-            raise EngineRefused("guided decoding needs the package llguidance and a tokenizer.json", field="guided")
+            raise RequestRejected("guided decoding needs the package llguidance and a tokenizer.json", field="guided")
         if sampling.min_tokens:
-            raise EngineRefused("guided output ends by its form: min_tokens must be 0", field="min_tokens")
+            raise RequestRejected("guided output ends by its form: min_tokens must be 0", field="min_tokens")
         return await asyncio.to_thread(self._guides.compile, sampling.guided, job.stop_ids)
 
-    def _retire(self, job: Job) -> None:
+    def _retire(self, job: TorchSequence) -> None:
         if self._batcher is not None and self._ended is None:
             self._batcher.post(partial(self._batcher.retire, job))
 
@@ -301,7 +301,7 @@ class TorchEngine:
 
     def _receive(self, delivery: Delivery) -> None:
         for job, event in delivery:
-            if isinstance(event, Retired):
+            if isinstance(event, Freed):
                 self._jobs.discard(job)
             else:
                 job.inbox(event)

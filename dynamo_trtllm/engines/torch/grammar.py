@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.errors import EngineRefused
-from dynamo_trtllm.messages import Guided, GuidedAlternative
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -38,7 +38,7 @@ def is_available() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-class Guide:
+class GrammarMatcher:
     """The state of one request. Not thread-safe; `failure` is set once the grammar can't be followed any more."""
 
     def __init__(self, matcher: LLMatcher, after_ids: tuple[int, ...], stop_ids: tuple[int, ...], size: int) -> None:
@@ -82,7 +82,7 @@ class Guide:
         return allowed
 
 
-class Guides:
+class GrammarCompiler:
     """Makes guides for one model. `compile` from any thread."""
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -93,21 +93,21 @@ class Guides:
         self._tokenizer: LLTokenizer | None = None
         self._specials: dict[str, int] = {}
 
-    def compile(self, guided: Guided, stop_ids: tuple[int, ...]) -> Guide:
+    def compile(self, guided: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
         """Blocking. Raises EngineRefused for a schema that can't be followed, with the reason."""
         import llguidance
 
         tokenizer = self._ready()
         if not stop_ids:
-            raise EngineRefused("guided output ends with a stop token, and this request has none", field="ignore_eos")
+            raise RequestRejected("guided output ends with a stop token, and this request has none", field="ignore_eos")
         try:
             grammar = _grammar(guided.alternatives, self._specials)
         except (ValueError, TypeError) as exc:
-            raise EngineRefused(f"the JSON schema is not one: {exc}", field="guided") from exc
+            raise RequestRejected(f"the JSON schema is not one: {exc}", field="guided") from exc
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise EngineRefused(f"the JSON schema can't be followed: {_reason(matcher)}", field="guided")
-        return Guide(matcher, tuple(guided.after_ids), stop_ids, self._vocab_size)
+            raise RequestRejected(f"the JSON schema can't be followed: {_reason(matcher)}", field="guided")
+        return GrammarMatcher(matcher, tuple(guided.after_ids), stop_ids, self._vocab_size)
 
     def _ready(self) -> LLTokenizer:
         with self._building:
@@ -124,7 +124,7 @@ def _reason(matcher: LLMatcher) -> str:
     return " ".join(said.split()).rpartition("failed to compile JSON schema: ")[2]
 
 
-def _grammar(alternatives: tuple[GuidedAlternative, ...], specials: Mapping[str, int]) -> str:
+def _grammar(alternatives: tuple[OutputFormat, ...], specials: Mapping[str, int]) -> str:
     """Lark, as llguidance reads it: each alternative is its literal and then JSON."""
     numbers = range(len(alternatives))
     lines = ["start: " + " | ".join(f"form{n}" for n in numbers)]
@@ -192,7 +192,7 @@ def _tokenizer(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> tuple[L
         if tokens is None:
             return llguidance.LLTokenizer(str(path), n_vocab=size, eos_token=list(eos_token_ids)), specials
     except (OSError, ValueError) as exc:  # msgspec's and llguidance's errors are ValueErrors
-        raise EngineRefused(f"guided decoding needs a tokenizer, and {path} can't be read: {exc}") from exc
+        raise RequestRejected(f"guided decoding needs a tokenizer, and {path} can't be read: {exc}") from exc
     vocabulary = _Vocabulary(tokens, sorted(specials.values()), eos_token_ids[0])
     wrapper = llguidance.TokenizerWrapper(vocabulary)
     vocabulary.tokenizer = tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.torch.sequence import Gathered, Job
-from dynamo_trtllm.engines.torch.transfer_buffer import PIECE_BYTES, Parcel, Staging
-from dynamo_trtllm.errors import BadFrame, DynamoError, EngineRefused, TicketMismatch, TransferFailed
+from dynamo_trtllm.engines.torch.sequence import PrefillDone, TorchSequence
+from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
+from dynamo_trtllm.errors import BadFrame, DynamoError, RequestRejected, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer import params
-from dynamo_trtllm.kv_transfer.base import Carrier, Piece
-from dynamo_trtllm.kv_transfer.deadlines import Destination, Within, fetch
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
+from dynamo_trtllm.kv_transfer.deadlines import Destination, FetchLimits, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
     GenerateRequest,
-    HandoffTicket,
     KvLayout,
+    KvTransferParams,
     token_ids,
 )
 
@@ -37,41 +37,47 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class _Opaque(msgspec.Struct, frozen=True):
+class _TorchState(msgspec.Struct, frozen=True):
     offer: bytes
     seed: int  # of the request's randomness, unsigned 64 bits
     piece_bytes: int  # pieces have the most whole rows that fit into this, and at least one
 
 
-class _Held(NamedTuple):
-    job: Job
+class _ExportedKv(NamedTuple):
+    job: TorchSequence
     expiry: asyncio.TimerHandle
 
 
-class Terms(NamedTuple):
+class TransferTerms(NamedTuple):
     """Of a ticket."""
 
     seed: int
     piece_bytes: int
 
 
-class Desk:
+class KvConnector:
     """`retire` is called for each ticket's job once its memory is no longer offered."""
 
     def __init__(
-        self, carrier: Carrier, *, holder: int, model: str, ttl_s: float, retire: Callable[[Job], None]
+        self,
+        carrier: TransferBackend,
+        *,
+        holder: int,
+        model: str,
+        ttl_s: float,
+        retire: Callable[[TorchSequence], None],
     ) -> None:
         self._carrier = carrier
         self._holder = holder
         self._model = model
         self._ttl_s = ttl_s
         self._retire = retire
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _ExportedKv] = {}
         self._withdrawals: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._copying = ThreadPoolExecutor(1, "torch-copied")
 
-    async def start(self, staging: Staging) -> None:
+    async def start(self, staging: TransferBuffer) -> None:
         """Raises ConfigError or TransferFailed when the carrier can't move KV of this device at all."""
         self._carrier.checksums.device_checksum = staging.checksum
         await self._carrier.start(self.let_go)
@@ -85,12 +91,12 @@ class Desk:
             await self._carrier.register(_piece(staging.region))
         _log.info("KV moves over %s, through %d MiB of staging memory", self._carrier.name, staging.num_bytes >> 20)
 
-    async def hand_out(self, job: Job, gathered: Gathered, layout: KvLayout) -> Chunk:
+    async def hand_out(self, job: TorchSequence, gathered: PrefillDone, layout: KvLayout) -> Chunk:
         """The terminal chunk with the ticket. Whatever happens from the call on, the job is retired in the end."""
         ticket_id = f"{self._holder:x}-{next(self._numbers)}"
         expires_at = time.time() + self._ttl_s
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        self._held[ticket_id] = _Held(job, expiry)
+        self._held[ticket_id] = _ExportedKv(job, expiry)
         pieces = [_piece(piece) for piece in gathered.parcel.pieces]
         kv_bytes = sum(piece.num_bytes for piece in pieces)
         try:
@@ -100,7 +106,7 @@ class Desk:
             raise
         self._follow(ticket_id, gathered.copied)
         device = "cuda" if gathered.copied else "cpu"
-        ticket = HandoffTicket(
+        ticket = KvTransferParams(
             version=params.TICKET_VERSION,
             ticket_id=ticket_id,
             engine="torch",
@@ -113,7 +119,7 @@ class Desk:
             first_logprobs=gathered.first.logprobs,
             transport=self._carrier.name,
             kv_bytes=kv_bytes,
-            opaque=codec.encode(_Opaque(offer, job.seed, PIECE_BYTES[device])),
+            opaque=codec.encode(_TorchState(offer, job.seed, REGION_BYTES[device])),
         )
         stats = gathered.first.stats
         if stats is not None:
@@ -132,7 +138,7 @@ class Desk:
 
             self._copying.submit(follow).add_done_callback(_complain)
 
-    def redeem(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> Terms:
+    def redeem(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TransferTerms:
         """What a ticket that fits says about the request. Raises TicketMismatch, TicketExpired or EngineRefused."""
         ticket = _ticket(request)
         params.check(ticket, engine="torch", model=self._model, layout=layout, now=time.time())
@@ -140,23 +146,25 @@ class Desk:
         for name, ours in here.items():
             if getattr(ticket, name) != ours:
                 theirs = getattr(ticket, name)
-                raise TicketMismatch(
+                raise TransferMismatch(
                     f"ticket {ticket.ticket_id}: {name} is {theirs} at prefill and {ours} at decode", field=name
                 )
         if not ticket.first_token_ids:
-            raise TicketMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
+            raise TransferMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
         opaque = _opaque(ticket)
-        if not 0 < opaque.piece_bytes <= max(PIECE_BYTES.values()):
-            raise TicketMismatch(f"ticket {ticket.ticket_id} has pieces of {opaque.piece_bytes} bytes", field="opaque")
-        return Terms(opaque.seed, opaque.piece_bytes)
+        if not 0 < opaque.piece_bytes <= max(REGION_BYTES.values()):
+            raise TransferMismatch(
+                f"ticket {ticket.ticket_id} has pieces of {opaque.piece_bytes} bytes", field="opaque"
+            )
+        return TransferTerms(opaque.seed, opaque.piece_bytes)
 
     async def fetch(
-        self, request: GenerateRequest, parcel: Parcel, timeout_s: float, *, on_piece: Callable[[int], None]
+        self, request: GenerateRequest, parcel: Allocation, timeout_s: float, *, on_piece: Callable[[int], None]
     ) -> None:
-        """Reads the ticket's KV into the parcel, see `Carrier.fetch`. Raises a HandoffError or DeadlineExceeded."""
+        """Read the KV into the allocation, see `TransferBackend.fetch`. Raises KvTransferError or DeadlineExceeded."""
         ticket = _ticket(request)
         to = Destination([_piece(piece) for piece in parcel.pieces], on_piece)
-        await fetch(self._carrier, ticket, _opaque(ticket).offer, to, Within(request.deadline, timeout_s))
+        await fetch(self._carrier, ticket, _opaque(ticket).offer, to, FetchLimits(request.deadline, timeout_s))
 
     def let_go(self, ticket_id: str) -> None:
         """Ends a ticket; unknown ones are no error."""
@@ -172,7 +180,7 @@ class Desk:
         _log.warning("ticket %s expired after %.0f s: nobody fetched its KV, which is freed", ticket_id, self._ttl_s)
         self.let_go(ticket_id)
 
-    async def _withdraw(self, ticket_id: str, held: _Held) -> None:
+    async def _withdraw(self, ticket_id: str, held: _ExportedKv) -> None:
         try:
             await self._carrier.withdraw(ticket_id)
         except DynamoError as exc:
@@ -203,18 +211,18 @@ def _complain(copying: Future[None]) -> None:
         _log.error("a copy of KV failed on the GPU: %s", exc)
 
 
-def _ticket(request: GenerateRequest) -> HandoffTicket:
+def _ticket(request: GenerateRequest) -> KvTransferParams:
     if request.ticket is None:
-        raise EngineRefused("a decode leg needs a ticket", field="ticket")
+        raise RequestRejected("a decode leg needs a ticket", field="ticket")
     return request.ticket
 
 
-def _opaque(ticket: HandoffTicket) -> _Opaque:
+def _opaque(ticket: KvTransferParams) -> _TorchState:
     try:
-        return codec.decode(ticket.opaque, _Opaque)
+        return codec.decode(ticket.opaque, _TorchState)
     except BadFrame as exc:
-        raise TicketMismatch(f"ticket {ticket.ticket_id} is not one of this engine's", field="opaque") from exc
+        raise TransferMismatch(f"ticket {ticket.ticket_id} is not one of this engine's", field="opaque") from exc
 
 
-def _piece(memory: torch.Tensor) -> Piece:
-    return Piece(memory.data_ptr(), memory.nbytes, str(memory.device))
+def _piece(memory: torch.Tensor) -> MemoryRegion:
+    return MemoryRegion(memory.data_ptr(), memory.nbytes, str(memory.device))

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch.grammar import Guide
+from dynamo_trtllm.engines.torch.grammar import GrammarMatcher
 from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds
 
 
-class Shaping:
+class LogitsProcessor:
     """Lives on the batcher's thread, which tells it each token of the answer once."""
 
-    def __init__(self, sampling: Sampling, prompt: TokenIds, guide: Guide | None) -> None:
+    def __init__(self, sampling: Sampling, prompt: TokenIds, guide: GrammarMatcher | None) -> None:
         self._sampling = sampling
         self._guide = guide
         self._counts: Counter[int] = Counter()  # of the answer's tokens, as far as a penalty needs them
@@ -58,13 +58,13 @@ class Shaping:
             self._guide.apply(logits)
 
 
-def shaping_for(request: GenerateRequest, guide: Guide | None) -> Shaping | None:
+def logits_processor_for(request: GenerateRequest, guide: GrammarMatcher | None) -> LogitsProcessor | None:
     """None for a request whose logits stay as they are: it costs nothing."""
     sampling = request.sampling
     penalized = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
     if not (penalized or sampling.logit_bias or guide is not None):
         return None
-    shaping = Shaping(sampling, request.token_ids, guide)
+    shaping = LogitsProcessor(sampling, request.token_ids, guide)
     for token_id in request.token_ids[len(request.token_ids) - request.resumed_tokens :]:
         shaping.note(token_id)
     return shaping

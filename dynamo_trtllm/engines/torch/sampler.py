@@ -13,25 +13,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch.logits_processor import Shaping
+from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor
 from dynamo_trtllm.messages import Sampling, TokenLogprob
 
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SamplingMetadata:
     """What the choice for one sequence depends on besides its logits."""
 
     sampling: Sampling
     seed: int
     index: int  # tokens of the answer that this request has made already
     stop_ids: tuple[int, ...]
-    shaping: Shaping | None = None
+    shaping: LogitsProcessor | None = None
     resumed: int = 0  # tokens of the answer that another worker made; they count as drawn
 
 
-class Choice(NamedTuple):
+class SampledToken(NamedTuple):
     token_id: int
     logprob: TokenLogprob | None
 
@@ -48,7 +48,7 @@ def _mix(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def choose(logits: Tensor, rows: Sequence[Row], finite: Tensor | None = None) -> list[Choice | None]:
+def sample(logits: Tensor, rows: Sequence[SamplingMetadata], finite: Tensor | None = None) -> list[SampledToken | None]:
     """Choose one token per row of `logits` [rows, vocabulary]. Log-probabilities are those of the raw logits.
 
     The choice is None for a row whose raw logits have NaN, +inf or no finite number, or that `finite` [rows] rules out.
@@ -71,10 +71,10 @@ def choose(logits: Tensor, rows: Sequence[Row], finite: Tensor | None = None) ->
         picked[drawn] = _draw(logits[drawn], [rows[n] for n in drawn])
     ids = torch.where(finite, picked, -1).tolist()
     logprobs = _logprobs(raw, ids, rows)
-    return [None if token < 0 else Choice(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
+    return [None if token < 0 else SampledToken(token, logprob) for token, logprob in zip(ids, logprobs, strict=True)]
 
 
-def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def _draw(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
     device = logits.device
     logits = logits / torch.tensor([row.sampling.temperature for row in rows], device=device)[:, None]
     if any(row.sampling.min_p > 0 for row in rows):
@@ -99,7 +99,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     return (found if order is None else order.gather(1, found)).squeeze(1)
 
 
-def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[Row]) -> list[TokenLogprob | None]:
+def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[SamplingMetadata]) -> list[TokenLogprob | None]:
     wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None and ids[n] >= 0]
     found: list[TokenLogprob | None] = [None] * len(rows)
     if wanted:

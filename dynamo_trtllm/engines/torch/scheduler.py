@@ -20,12 +20,19 @@ import torch
 from torch import Tensor
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.torch.attention import Span, Step
+from dynamo_trtllm.engines.torch.attention import ForwardBatch, SequenceSlice
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.sampler import Choice, Row, choose
-from dynamo_trtllm.engines.torch.sequence import Delivery, Gathered, Job, Reserved, Retired, leg_stats
-from dynamo_trtllm.engines.torch.transfer_buffer import PIECE_BYTES, Parcel, Staging
-from dynamo_trtllm.errors import EngineFailed, EngineRefused, NonFinite, NonFiniteKv, Overloaded
+from dynamo_trtllm.engines.torch.sampler import SampledToken, SamplingMetadata, sample
+from dynamo_trtllm.engines.torch.sequence import (
+    BlocksReserved,
+    Delivery,
+    Freed,
+    PrefillDone,
+    TorchSequence,
+    phase_timings,
+)
+from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation, TransferBuffer
+from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 
 _log = logging.getLogger(__name__)
@@ -42,18 +49,18 @@ class BatchLimits:
     num_threads: int | None
 
 
-class Memory(NamedTuple):
+class KvMemory(NamedTuple):
     pool: KvPool
-    staging: Staging | None  # None: an engine that hands nothing over
+    staging: TransferBuffer | None  # None: an engine that hands nothing over
 
 
-class Batcher:
+class Scheduler:
     """`post` and `stats` from any thread; everything else on its own."""
 
     def __init__(
         self,
         module: Any,
-        memory: Memory,
+        memory: KvMemory,
         limits: BatchLimits,
         *,
         deliver: Callable[[Delivery], None],
@@ -66,12 +73,12 @@ class Batcher:
         self._deliver = deliver
         self._on_end = on_end
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[Job] = deque()
-        self._reserved: set[Job] = set()  # decode jobs whose KV is on its way
-        self._prefilling: list[Job] = []
-        self._decoding: list[Job] = []
-        self._unstaged: deque[tuple[Job, Chunk]] = deque()  # prefilled, without room to be handed off from
-        self._held: set[Job] = set()  # handed off, blocks counted
+        self._waiting: deque[TorchSequence] = deque()
+        self._reserved: set[TorchSequence] = set()  # decode jobs whose KV is on its way
+        self._prefilling: list[TorchSequence] = []
+        self._decoding: list[TorchSequence] = []
+        self._unstaged: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, without room to be handed off from
+        self._held: set[TorchSequence] = set()  # handed off, blocks counted
         self._events: Delivery = []
         self._non_finite: dict[str, float] = {}  # when each request with NaN or infinity ended
         self._stopping = False
@@ -99,13 +106,13 @@ class Batcher:
 
     # --- messages: run on the thread -------------------------------------------------------------------
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: TorchSequence) -> None:
         if len(self._waiting) >= self._limits.max_queue:
             self._events.append((job, Overloaded(f"{len(self._waiting)} requests wait already; try again later")))
         else:
             self._waiting.append(job)
 
-    def install(self, job: Job) -> None:
+    def install(self, job: TorchSequence) -> None:
         """A reserved job's KV has been fetched, and its copies into the pool are queued: the job goes on."""
         ticket = job.request.ticket
         if job not in self._reserved or job.blocks is None or ticket is None:
@@ -131,16 +138,16 @@ class Batcher:
         if job.made < job.max_new_tokens:
             self._decoding.append(job)
         else:  # the decode leg was given less room than the prefill leg
-            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=leg_stats(job))
+            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=phase_timings(job))
             self._drop(job)
         self._events.append((job, first))
 
-    def retire(self, job: Job) -> None:
+    def retire(self, job: TorchSequence) -> None:
         """Ends a job wherever it is, frees its blocks and says so; no error when it has ended already."""
         self._drop(job)
-        self._events.append((job, Retired()))
+        self._events.append((job, Freed()))
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: TorchSequence) -> None:
         if job in self._reserved and job.blocks is not None:  # its KV has arrived in part at most
             self._pool.scrub(job.blocks[: self._pool.blocks_for(job.prompt_tokens)])
         for group in (self._reserved, self._held):
@@ -154,7 +161,7 @@ class Batcher:
             self._pool.free(job.blocks)
             job.blocks = None
 
-    def _unload(self, job: Job) -> None:
+    def _unload(self, job: TorchSequence) -> None:
         if job.parcel is not None and self._staging is not None:
             self._staging.give_back(job.parcel)
             job.parcel = None
@@ -234,27 +241,27 @@ class Batcher:
             job.admitted_at = time.monotonic()
             if job.parcel is not None:
                 self._reserved.add(job)
-                self._events.append((job, Reserved(job.parcel, self._pool.rows(job.blocks, job.prompt_tokens))))
+                self._events.append((job, BlocksReserved(job.parcel, self._pool.rows(job.blocks, job.prompt_tokens))))
             else:
                 self._prefilling.append(job)
 
     def _running(self) -> int:
         return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._unstaged)
 
-    def _room(self, job: Job, piece_bytes: int) -> Parcel | None:
+    def _room(self, job: TorchSequence, piece_bytes: int) -> Allocation | None:
         return self._staging.take(job.prompt_tokens, piece_bytes) if self._staging is not None else None
 
     def _hand_off(self) -> None:
         """In order, while there is room: each prompt's KV is copied to where the carrier reads it."""
         while self._unstaged and self._staging is not None:
             job, first = self._unstaged[0]
-            job.parcel = self._room(job, PIECE_BYTES[self._pool.device.type])
+            job.parcel = self._room(job, REGION_BYTES[self._pool.device.type])
             if job.parcel is None:
                 return
             self._unstaged.popleft()
             self._held.add(job)
             copied = self._staging.gather(job.parcel, self._pool.rows(_blocks(job), job.prompt_tokens))
-            self._events.append((job, Gathered(job.parcel, copied, first)))
+            self._events.append((job, PrefillDone(job.parcel, copied, first)))
 
     def _step(self) -> None:
         decoding = self._decoding[: self._limits.max_num_tokens]
@@ -262,11 +269,11 @@ class Batcher:
         ids = [job.pending for job in decoding]
         for job, count in chunks:
             ids += job.request.token_ids[job.prefilled : job.prefilled + count]
-        step = Step(
+        step = ForwardBatch(
             self._pool.keys,
             self._pool.values,
-            [Span(_blocks(job), job.prefilled, 1) for job in decoding],
-            [Span(_blocks(job), job.prefilled, count) for job, count in chunks],
+            [SequenceSlice(_blocks(job), job.prefilled, 1) for job in decoding],
+            [SequenceSlice(_blocks(job), job.prefilled, count) for job, count in chunks],
         )
         if step.entered:
             self._pool.scrub(torch.cat(step.entered))
@@ -283,9 +290,11 @@ class Batcher:
         finite = self._finite(step, decoding, chunks)
         sampled = [*decoding, *finished]
         if sampled:
-            self._take(decoding, finished, choose(logits, [_row(job) for job in sampled], finite))
+            self._take(decoding, finished, sample(logits, [_row(job) for job in sampled], finite))
 
-    def _finite(self, step: Step, decoding: list[Job], chunks: list[tuple[Job, int]]) -> Tensor:
+    def _finite(
+        self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
+    ) -> Tensor:
         """Return, on the device, whether the keys of each job that gets a token in this step are finite."""
         written = self._pool.finite_keys(step.slots)
         found = [written[: len(decoding)]]
@@ -298,7 +307,7 @@ class Batcher:
                 found.append(job.finite)
         return torch.cat(found)
 
-    def _plan_chunks(self, budget: int) -> list[tuple[Job, int]]:
+    def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
         planned = []
         for job in self._prefilling:
             count = min(budget, self._limits.prefill_chunk_tokens, job.prompt_tokens - job.prefilled)
@@ -308,7 +317,7 @@ class Batcher:
             budget -= count
         return planned
 
-    def _forward(self, ids: list[int], step: Step, rows: list[int]) -> Tensor:
+    def _forward(self, ids: list[int], step: ForwardBatch, rows: list[int]) -> Tensor:
         """Logits of the given rows only; a chunk in the middle of a prompt needs none."""
         device = step.keys.device
         output = self._module(
@@ -321,7 +330,9 @@ class Batcher:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _take(self, decoding: list[Job], finished: list[Job], choices: list[Choice | None]) -> None:
+    def _take(
+        self, decoding: list[TorchSequence], finished: list[TorchSequence], choices: list[SampledToken | None]
+    ) -> None:
         now = time.monotonic()
         for job, choice in zip(decoding, choices, strict=False):
             job.stepped_at = job.stepped_at or now
@@ -336,7 +347,7 @@ class Batcher:
                 f"the model's output was NaN or infinite in {len(self._non_finite)} requests within {_NON_FINITE_S:g} s"
             )
 
-    def _end_non_finite(self, job: Job) -> None:
+    def _end_non_finite(self, job: TorchSequence) -> None:
         _log.error("the model's output for request %s is NaN or infinite; ending the request", job.request.request_id)
         self._pool.scrub(_blocks(job)[: self._pool.blocks_for(job.prefilled)])
         self._drop(job)
@@ -346,7 +357,7 @@ class Batcher:
         recent = {name: at for name, at in self._non_finite.items() if now - at < _NON_FINITE_S}
         self._non_finite = recent | {job.request.request_id: now}
 
-    def _emit(self, job: Job, choice: Choice | None) -> None:
+    def _emit(self, job: TorchSequence, choice: SampledToken | None) -> None:
         if choice is None:
             self._end_non_finite(job)
             return
@@ -355,7 +366,7 @@ class Batcher:
         if job.shaping is not None:
             job.shaping.note(choice.token_id)
             if job.shaping.failure is not None:
-                self._events.append((job, EngineRefused(f"guided decoding failed: {job.shaping.failure}")))
+                self._events.append((job, RequestRejected(f"guided decoding failed: {job.shaping.failure}")))
                 self._drop(job)
                 return
         ids = token_ids([choice.token_id])
@@ -366,21 +377,21 @@ class Batcher:
             reason = FinishReason.LENGTH if job.made >= job.max_new_tokens else None
         if reason is None and job.request.phase is Phase.PREFILL:
             self._decoding.remove(job)
-            self._unstaged.append((job, Chunk(token_ids=ids, logprobs=logprobs, stats=leg_stats(job))))
+            self._unstaged.append((job, Chunk(token_ids=ids, logprobs=logprobs, stats=phase_timings(job))))
             self._hand_off()
             return
-        stats = leg_stats(job) if reason is not None else None
+        stats = phase_timings(job) if reason is not None else None
         self._events.append((job, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
         if reason is not None:
             self._drop(job)
 
 
-def _row(job: Job) -> Row:
+def _row(job: TorchSequence) -> SamplingMetadata:
     request = job.request
-    return Row(request.sampling, job.seed, job.made, job.stop_ids, job.shaping, request.resumed_tokens)
+    return SamplingMetadata(request.sampling, job.seed, job.made, job.stop_ids, job.shaping, request.resumed_tokens)
 
 
-def _blocks(job: Job) -> Tensor:
+def _blocks(job: TorchSequence) -> Tensor:
     if job.blocks is None:
         raise RuntimeError(f"request {job.request.request_id} runs without KV blocks")
     return job.blocks

@@ -11,48 +11,48 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch.logits_processor import Shaping
-from dynamo_trtllm.engines.torch.transfer_buffer import Parcel
+from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor
+from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import Chunk, GenerateRequest, LegStats, Phase
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings
 
 
-class Reserved(NamedTuple):
+class BlocksReserved(NamedTuple):
     """A decode job has its blocks and room for what is fetched, whose pieces go to these rows of the pool."""
 
-    parcel: Parcel
+    parcel: Allocation
     rows: Tensor
 
 
-class Gathered(NamedTuple):
+class PrefillDone(NamedTuple):
     """A prefill job is done and must be handed off; its blocks stay counted until the job is dropped."""
 
-    parcel: Parcel
+    parcel: Allocation
     copied: list[torch.cuda.Event]  # on a GPU: when each piece may be read
     first: Chunk
 
 
-class Retired(NamedTuple):
+class Freed(NamedTuple):
     """The job's blocks are free: nothing of it is left here."""
 
 
-Event: TypeAlias = Chunk | DynamoError | Reserved | Gathered
-Delivery: TypeAlias = list[tuple["Job", Event | Retired]]
+Event: TypeAlias = Chunk | DynamoError | BlocksReserved | PrefillDone
+Delivery: TypeAlias = list[tuple["TorchSequence", Event | Freed]]
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class TorchSequence:
     """One request. Its fields below `inbox` belong to the batcher's thread."""
 
     request: GenerateRequest
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     inbox: Callable[[Event], None]  # called on the event loop
-    shaping: Shaping | None = None
+    shaping: LogitsProcessor | None = None
     seed: int = field(default_factory=lambda: random.getrandbits(64))
     piece_bytes: int = 0  # decode: as the prefill side cut its KV
     blocks: Tensor | None = None
-    parcel: Parcel | None = None  # its KV on its way
+    parcel: Allocation | None = None  # its KV on its way
     prefilled: int = 0  # tokens whose KV is in the pool
     finite: Tensor | None = None  # prefill: whether the keys of those tokens are finite, on the device
     pending: int = -1  # the newest token, whose KV is not in the pool yet
@@ -72,12 +72,12 @@ class Job:
         return self.prompt_tokens + (0 if self.request.phase is Phase.PREFILL else self.max_new_tokens - 1)
 
 
-def leg_stats(job: Job) -> LegStats:
+def phase_timings(job: TorchSequence) -> PhaseTimings:
     queue_s = job.admitted_at - job.submitted_at
     if job.request.phase is not Phase.DECODE:
-        return LegStats(queue_s=queue_s, prefill_s=job.ready_at - job.admitted_at)
+        return PhaseTimings(queue_s=queue_s, prefill_s=job.ready_at - job.admitted_at)
     ticket = job.request.ticket
-    return LegStats(
+    return PhaseTimings(
         queue_s=queue_s,
         handoff_s=job.ready_at - job.admitted_at,
         decode_wait_s=max(0.0, job.stepped_at - job.ready_at),

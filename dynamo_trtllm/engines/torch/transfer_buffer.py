@@ -19,13 +19,13 @@ from torch import Tensor
 
 from dynamo_trtllm.engines.torch import checksum
 from dynamo_trtllm.engines.torch.kv import KvPool, zeros
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 
-PIECE_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
+REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
 _ALIGNED_BYTES = 4096
 
 
-class Parcel(NamedTuple):
+class Allocation(NamedTuple):
     """A prompt's place in the region, cut into pieces of whole rows."""
 
     begin: int  # bytes from the start of the region
@@ -38,7 +38,7 @@ class Range(NamedTuple):
     end: int
 
 
-class Staging:
+class TransferBuffer:
     """Taken from and given back on one thread; copies may be queued from any."""
 
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
@@ -57,7 +57,7 @@ class Staging:
         torch.cuda.empty_cache()
         self.region = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
         self._bounce = torch.empty(
-            max(PIECE_BYTES["cuda"], self._pool.row_bytes), dtype=torch.uint8, device=self._pool.device
+            max(REGION_BYTES["cuda"], self._pool.row_bytes), dtype=torch.uint8, device=self._pool.device
         )
 
     @property
@@ -69,7 +69,7 @@ class Staging:
 
     # --- places ----------------------------------------------------------------------------------------
 
-    def take(self, tokens: int, piece_bytes: int) -> Parcel | None:
+    def take(self, tokens: int, piece_bytes: int) -> Allocation | None:
         """Room for the KV of that many tokens, or None while there is none."""
         wanted = self._pool.moved_bytes(tokens)
         aligned = -(-wanted // _ALIGNED_BYTES) * _ALIGNED_BYTES
@@ -79,11 +79,11 @@ class Staging:
                 return None
             self._reap(wait=True)
         row = self._pool.row_bytes
-        return Parcel(
+        return Allocation(
             begin, aligned, torch.split(self.region[begin : begin + wanted], max(1, piece_bytes // row) * row)
         )
 
-    def give_back(self, parcel: Parcel) -> None:
+    def give_back(self, parcel: Allocation) -> None:
         """The room can be taken again once the copies that were queued so far are done."""
         freed = Range(parcel.begin, parcel.begin + parcel.num_bytes)
         if (event := self.mark()) is None:
@@ -120,7 +120,7 @@ class Staging:
 
     # --- copies ----------------------------------------------------------------------------------------
 
-    def gather(self, parcel: Parcel, rows: Tensor) -> list[torch.cuda.Event]:
+    def gather(self, parcel: Allocation, rows: Tensor) -> list[torch.cuda.Event]:
         """Queues copies of these rows of the pool; the events, on a GPU, of the pieces in order."""
         events, begin = [], 0
         for piece in parcel.pieces:
@@ -140,7 +140,7 @@ class Staging:
             torch.index_select(self._pool.all_rows, 0, rows, out=self._as_rows(passing))
             piece.copy_(passing, non_blocking=True)
 
-    def scatter(self, parcel: Parcel, rows: Tensor, index: int) -> None:
+    def scatter(self, parcel: Allocation, rows: Tensor, index: int) -> None:
         """Queues the copy of one piece into its share of these rows of the pool."""
         piece = parcel.pieces[index]
         begin = index * (len(parcel.pieces[0]) // self._pool.row_bytes)  # only the last may be smaller
@@ -153,7 +153,7 @@ class Staging:
             passing.copy_(piece, non_blocking=True)
             self._pool.all_rows.index_copy_(0, some, self._as_rows(passing))
 
-    def checksum(self, piece: Piece) -> int:
+    def checksum(self, piece: MemoryRegion) -> int:
         """Return the checksum of a piece whose copies are done. Call it on any thread; it blocks."""
         begin = piece.address - self.region.data_ptr()
         memory = self.region[begin : begin + piece.num_bytes]

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.layers import Layer, Layered
+from dynamo_trtllm.config.layers import Source, Sourced
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, file_layer, flag_layers, override_layer
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
 from dynamo_trtllm.engines.trtllm import kernels, schema
-from dynamo_trtllm.engines.trtllm.api_manifests import Presence, Release
+from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.deprecated_args import translate
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile
 from dynamo_trtllm.errors import ConfigError
@@ -52,10 +52,10 @@ _EITHER = {
 class TrtllmArgs:
     """The merged and checked arguments of one worker."""
 
-    release: Release
+    release: ApiManifest
     profile: KernelProfile  # to be applied before TensorRT-LLM is imported
     values: Mapping[str, Any]  # nested, for `LLM(model, backend="pytorch", **values)`
-    leaves: Mapping[str, Layered]  # what was set, by dotted key, with the place that won
+    leaves: Mapping[str, Sourced]  # what was set, by dotted key, with the place that won
     notes: tuple[str, ...]  # lines to log: contradictions, old spellings, what could not be checked
 
     def get(self, key: str) -> Any:
@@ -79,7 +79,7 @@ class TrtllmArgs:
         return field.default if inside and field is not None else schema.default(self.release, key)
 
 
-def trtllm_args(config: WorkerConfig, release: Release, gpus: Sequence[Gpu] | None = None) -> TrtllmArgs:
+def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] | None = None) -> TrtllmArgs:
     """Raises ConfigError naming the flag, file or key at fault. `gpus`: without them the driver is asked."""
     profile = kernels.choose(config.kernels_profile, visible_gpus() if gpus is None else gpus)
     notes: list[str] = []
@@ -91,8 +91,8 @@ def trtllm_args(config: WorkerConfig, release: Release, gpus: Sequence[Gpu] | No
     unread = [found for layer in given for found in schema.check(layer.values, release, layer.source)]
     wanted = layers.merge(
         [
-            Layer(profile.engine_args, profile.source),
-            Layer(profile.mxfp4_args if _is_mxfp4(config.model_path) else {}, profile.source),
+            Source(profile.engine_args, profile.source),
+            Source(profile.mxfp4_args if _is_mxfp4(config.model_path) else {}, profile.source),
         ]
     )
     merged = layers.merge([_own(given, release), _advice(wanted.leaves, given, release, notes), *given])
@@ -107,11 +107,11 @@ def trtllm_args(config: WorkerConfig, release: Release, gpus: Sequence[Gpu] | No
     )
 
 
-def described(config: WorkerConfig, release: Release) -> Described:
+def described(config: WorkerConfig, release: ApiManifest) -> Described:
     """The arguments with the places they come from, defaults included. Raises ConfigError."""
     args = trtllm_args(config, release)
     keys = [key for key in schema.every_key(release, args.values) if key not in _OURS]
-    every = {key: Layered(args.get(key), f"default ({release.name})") for key in keys}
+    every = {key: Sourced(args.get(key), f"default ({release.name})") for key in keys}
     whole = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # of a part not read
     every = {key: leaf for key, leaf in every.items() if key not in whole} | dict(args.leaves)
     order = {key: i for i, key in enumerate(release.fields(schema.ROOT))}
@@ -119,25 +119,25 @@ def described(config: WorkerConfig, release: Release) -> Described:
     return Described(f"TensorRT-LLM {release.title}, {args.profile.source}", args.leaves, ordered, args.notes)
 
 
-def _own(given: Sequence[Layer], release: Release) -> Layer:
+def _own(given: Sequence[Source], release: ApiManifest) -> Source:
     """What the adapter wants unless somebody says otherwise."""
     values: dict[str, Any] = {"enable_iter_perf_stats": True}  # KV use on /metrics; an engine that stands still
     samplers = ("enable_trtllm_sampler", "enable_mixed_sampler")
     is_chosen = any(layer.values.get(name) for layer in given for name in samplers)
     if release.presence(schema.ROOT, samplers[0]) is Presence.PRESENT and not is_chosen:
         values[samplers[0]] = True  # 1.0 decodes greedily without
-    return Layer(values, _ADAPTER)
+    return Source(values, _ADAPTER)
 
 
-def _without_postprocessing(leaves: dict[str, Layered], notes: list[str]) -> None:
+def _without_postprocessing(leaves: dict[str, Sourced], notes: list[str]) -> None:
     """Those workers replace the results whose tokens and hand-off parameters the adapter reads."""
     leaf = leaves.get("num_postprocess_workers")
     if leaf is not None and leaf.value:
         notes.append(f"num_postprocess_workers {leaf.value} of {leaf.source} is set to 0: nothing is detokenized here")
-        leaves["num_postprocess_workers"] = Layered(0, _ADAPTER)
+        leaves["num_postprocess_workers"] = Sourced(0, _ADAPTER)
 
 
-def _translated(layer: Layer, notes: list[str]) -> Layer:
+def _translated(layer: Source, notes: list[str]) -> Source:
     values, said = translate(layer.values, layer.source)
     notes += said
     for key, cure in _OURS.items():
@@ -157,10 +157,10 @@ def _is_mxfp4(model_path: str) -> bool:
         return True
 
 
-def _advice(wanted: Mapping[str, Layered], given: Sequence[Layer], release: Release, notes: list[str]) -> Layer:
+def _advice(wanted: Mapping[str, Sourced], given: Sequence[Source], release: ApiManifest, notes: list[str]) -> Source:
     """A profile's arguments, without those that the release can't take or that somebody decided another way."""
     decided = layers.merge(given).leaves
-    kept: dict[str, Layered] = {}
+    kept: dict[str, Sourced] = {}
     source = next((leaf.source for leaf in wanted.values()), "")
     for key, leaf in wanted.items():
         if schema.find(release, key).presence is Presence.ABSENT and schema.is_known(key):
@@ -176,9 +176,9 @@ def _advice(wanted: Mapping[str, Layered], given: Sequence[Layer], release: Rele
             continue
         if _EITHER.get(key) not in decided:
             kept[key] = leaf
-    return Layer(layers.nested(kept), source, yields=True)
+    return Source(layers.nested(kept), source, yields=True)
 
 
-def _unchecked(found: schema.NotRead, release: Release) -> str:
+def _unchecked(found: schema.Unverified, release: ApiManifest) -> str:
     seen = f" (it is {found.note})" if found.note else ""
     return f"{found.key} is passed on unchecked: not read for TensorRT-LLM {release.title}{seen}"

@@ -1,6 +1,6 @@
 """The one importer of `tensorrt_llm`: binds the names the engine uses and settles what differs between releases, once.
 
-Importing this module does not import the vendor; `load_vendor` does. Nothing is looked up per request.
+Importing this module does not import the vendor; `load_bindings` does. Nothing is looked up per request.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.external import construct
-from dynamo_trtllm.engines.trtllm.api_manifests import Presence, Release, release_for
-from dynamo_trtllm.engines.trtllm.requests import Call
+from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, release_for
+from dynamo_trtllm.engines.trtllm.requests import TrtllmCall
 from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vendor:
+class TrtllmBindings:
     """The bound classes. Any: the package has no types that a machine without it could check."""
 
     version: str
@@ -107,7 +107,7 @@ class Vendor:
         """False once the executor is shut down, by us or by a background error. True may still be wrong."""
         return bool(llm._check_health()) if self.reports_health else True
 
-    def arguments(self, call: Call, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
+    def arguments(self, call: TrtllmCall, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
         """Keywords of `generate_async`, by name only: releases insert parameters in the middle.
 
         Raises EngineRefused for values that the vendor's classes refuse.
@@ -144,7 +144,7 @@ def installed_version() -> str:
         return str(_import(PACKAGE).__version__)
 
 
-def load_vendor() -> Vendor:
+def load_bindings() -> TrtllmBindings:
     """Imports the package: seconds, and the environment must be set before. Raises ConfigError for what it lacks."""
     package = _import(PACKAGE)
     version = str(package.__version__)
@@ -153,7 +153,7 @@ def load_vendor() -> Vendor:
     check_needed(has, version)
     release = release_for(version)
     _note_differences(release, has)
-    return Vendor(
+    return TrtllmBindings(
         version=version,
         capabilities=_capabilities(release, version, has),
         llm=found["LLM"],
@@ -185,7 +185,7 @@ def release_line(version: str) -> str:
     return f"{major}.{minor}" if final else version
 
 
-def _capabilities(release: Release, version: str, has: Mapping[str, frozenset[str]]) -> Capabilities:
+def _capabilities(release: ApiManifest, version: str, has: Mapping[str, frozenset[str]]) -> Capabilities:
     known = {*NEEDED["DisaggregatedParams"], *OPTIONAL["DisaggregatedParams"]}
     return Capabilities(
         release=release.name,
@@ -197,7 +197,7 @@ def _capabilities(release: Release, version: str, has: Mapping[str, frozenset[st
     )
 
 
-def _note_differences(release: Release, has: Mapping[str, frozenset[str]]) -> None:
+def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -> None:
     """Says where the installed package is not what its release was read to be: the package is believed."""
     for owner, names in OPTIONAL.items():
         for name in names:

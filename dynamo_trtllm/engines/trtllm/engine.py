@@ -15,17 +15,17 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.checkpoint import read_checkpoint
-from dynamo_trtllm.engines.external import NO_STATS, LibraryEngine, Times
-from dynamo_trtllm.engines.loading import Loading
-from dynamo_trtllm.engines.pending_transfers import Terms
+from dynamo_trtllm.engines.external import NO_STATS, ExternalEngine, Times
+from dynamo_trtllm.engines.loading import EngineLoader
+from dynamo_trtllm.engines.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
-from dynamo_trtllm.engines.trtllm.bindings import Vendor, installed_version, load_vendor, release_line
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings, installed_version, load_bindings, release_line
 from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.session import Serving
+from dynamo_trtllm.engines.trtllm.session import TrtllmSession
 from dynamo_trtllm.engines.weights import weight_bytes
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.WHOLE}
 
 
-class TrtllmEngine(LibraryEngine[Serving]):
+class TrtllmEngine(ExternalEngine[TrtllmSession]):
     """`Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`. `config.model_path` is a folder."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
@@ -71,7 +71,7 @@ class TrtllmEngine(LibraryEngine[Serving]):
         """See `Engine.start`."""
         for note in self._args.notes:
             _log.info("%s", note)
-        loading = Loading(
+        loading = EngineLoader(
             self._build,
             discard=self._discard,
             gpu_bytes_used=gpu.memory_used_bytes,
@@ -83,10 +83,10 @@ class TrtllmEngine(LibraryEngine[Serving]):
             self._serving.poll_stats()
         return info
 
-    def _build(self) -> tuple[Vendor, Any]:
+    def _build(self) -> tuple[TrtllmBindings, Any]:
         """On a thread. The environment is set before the vendor is imported, which reads it."""
         kernels.apply(self._args.profile)
-        vendor = load_vendor()
+        vendor = load_bindings()
         values = settings.llm_values(self._args, model=str(self._checkpoint.folder))
         try:
             llm = vendor.llm(**values)
@@ -96,12 +96,12 @@ class TrtllmEngine(LibraryEngine[Serving]):
             raise EngineFailed(f"TensorRT-LLM could not be started: {exc}") from exc
         return vendor, llm
 
-    def _serve(self, vendor: Vendor) -> EngineInfo:
-        refused = settings.refuses(self._args, self._release, cache_salt=vendor.capabilities.cache_salt)
+    def _serve(self, vendor: TrtllmBindings) -> EngineInfo:
+        refused = settings.unsupported_features(self._args, self._release, cache_salt=vendor.capabilities.cache_salt)
         rules = settings.rules(self._facts, self._checkpoint, vendor.capabilities, refused)
         transport = f"trtllm/{self._pairing.get('transceiver', '')}".lower()
-        terms = Terms("trtllm", self._holder, self._model, self._layout(), self._pairing, transport)
-        self._serving = Serving(vendor, self._llm, rules, terms, self._times)
+        terms = TransferIdentity("trtllm", self._holder, self._model, self._layout(), self._pairing, transport)
+        self._serving = TrtllmSession(vendor, self._llm, rules, terms, self._times)
         limit = rules.prompt_limits[_OWN_PHASE[rules.role]]
         _log.info(
             "TensorRT-LLM %s (as %s) is loaded: context %d, prompts up to %d (%s)",

@@ -11,12 +11,12 @@ import logging
 import time
 from typing import Any
 
-from dynamo_trtllm.engines.outputs import Step, leg_stats
-from dynamo_trtllm.engines.trtllm.output_cursor import HANDED_OVER, Reader
-from dynamo_trtllm.engines.trtllm.requests import Call
-from dynamo_trtllm.errors import NotMigratable
-from dynamo_trtllm.kv_transfer.deadlines import Bound
-from dynamo_trtllm.messages import GenerateRequest, LegStats, Phase
+from dynamo_trtllm.engines.outputs import EngineOutput, phase_timings
+from dynamo_trtllm.engines.trtllm.output_cursor import HANDED_OVER, TrtllmOutputCursor
+from dynamo_trtllm.engines.trtllm.requests import TrtllmCall
+from dynamo_trtllm.errors import MigrationFailed
+from dynamo_trtllm.kv_transfer.deadlines import Deadline
+from dynamo_trtllm.messages import GenerateRequest, Phase, PhaseTimings
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class VendorError(Exception):
         self.raised = raised
 
 
-class Flight:
+class TrtllmInflightRequest:
     """Used by one task at a time: first the request's, then the one that winds it down."""
 
-    def __init__(self, request: GenerateRequest, call: Call, result: Any, reader: Reader) -> None:
+    def __init__(self, request: GenerateRequest, call: TrtllmCall, result: Any, reader: TrtllmOutputCursor) -> None:
         self.request_id = request.request_id
         self.result = result
         self.fetches_kv = request.phase is Phase.DECODE
@@ -46,7 +46,7 @@ class Flight:
         self.finished = False  # no result will follow
         self.winding_down = False  # nobody reads it but `wind_down`
         self.had_tokens = False
-        self.bound: Bound | None = None  # of the wait for the first result
+        self.bound: Deadline | None = None  # of the wait for the first result
         self.born = time.monotonic()
         self._request = request
         self._started_at = self.born
@@ -76,12 +76,12 @@ class Flight:
         if self._waiter is not None:
             self._waiter.cancel()
 
-    async def step(self) -> Step:
+    async def step(self) -> EngineOutput:
         """The next result. Raises TimeoutError when it is overdue, NotMigratable for a stream that ends with no
         reason, and VendorError for what the vendor raises."""
         await self._advance()
         if self.finished and self.result.outputs[0].finish_reason is None:
-            raise NotMigratable("TensorRT-LLM ended a request with no reason")
+            raise MigrationFailed("TensorRT-LLM ended a request with no reason")
         step = self._reader.read(self.result.outputs[0])
         self.had_tokens = self.had_tokens or bool(step.token_ids)
         return step
@@ -89,8 +89,8 @@ class Flight:
     def age_s(self) -> float:
         return time.monotonic() - self.born
 
-    def stats(self, *, cached_tokens: int) -> LegStats:
-        return leg_stats(self._request, self._started_at - self.born, cached_tokens=cached_tokens)
+    def stats(self, *, cached_tokens: int) -> PhaseTimings:
+        return phase_timings(self._request, self._started_at - self.born, cached_tokens=cached_tokens)
 
     async def _advance(self) -> None:
         task = asyncio.current_task()

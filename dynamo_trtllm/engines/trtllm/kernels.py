@@ -73,7 +73,7 @@ def load(name: str) -> KernelProfile:
     """Reads one profile: a name without a path, or a YAML file. Raises ConfigError."""
     is_name = re.fullmatch(r"[\w-]+", name) is not None
     path = FOLDER / f"{name}.yaml" if is_name else Path(name)
-    found = layers.located(path)
+    found = layers.find_file(path)
     if is_name and not found.exists():
         known = ", ".join((*BY_GPU, FALLBACK))
         raise ConfigError(

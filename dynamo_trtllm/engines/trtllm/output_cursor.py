@@ -10,15 +10,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from dynamo_trtllm.engines.outputs import Step
-from dynamo_trtllm.errors import EngineRefused
+from dynamo_trtllm.engines.outputs import EngineOutput
+from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import TokenLogprob
 
 # After a context-only call both of these mean "go on to decode": the vendor forces its max_tokens to 1.
 HANDED_OVER = frozenset({"length", "not_finished"})
 
 
-class Completion(Protocol):
+class TrtllmCompletion(Protocol):
     """What is read of the vendor's `CompletionOutput`."""
 
     token_ids: Sequence[int]
@@ -27,7 +27,7 @@ class Completion(Protocol):
     stop_reason: int | str | None
 
 
-class Reader:
+class TrtllmOutputCursor:
     """Turns the results of one call into steps. One per call; `read` is called once per result."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Reader:
         self._last: int | None = None
         self._untold = 0  # tokens at the start for which the vendor gives no log-probability
 
-    def read(self, output: Completion) -> Step:
+    def read(self, output: TrtllmCompletion) -> EngineOutput:
         new = list(output.token_ids[self._seen :])
         start = self._seen
         if self._seen == 0 and new and output.logprobs is not None:
@@ -56,7 +56,7 @@ class Reader:
             new += self._cut_off(new[-1] if new else self._last, output.stop_reason)
         self._seen += len(new)
         self._last = new[-1] if new else self._last
-        return Step(token_ids=new, logprobs=self._logprobs(output, start, new), finish=output.finish_reason)
+        return EngineOutput(token_ids=new, logprobs=self._logprobs(output, start, new), finish=output.finish_reason)
 
     def _cut_off(self, last: int | None, stop_reason: int | str | None) -> list[int]:
         """The stop token, where the vendor took it off the end: our streams end with it."""
@@ -66,7 +66,7 @@ class Reader:
             return [stop_reason]
         return [] if self._end_id is None else [self._end_id]
 
-    def _logprobs(self, output: Completion, start: int, new: list[int]) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, output: TrtllmCompletion, start: int, new: list[int]) -> tuple[TokenLogprob, ...]:
         if self._alternatives is None:
             return ()
         told = output.logprobs or ()
@@ -80,7 +80,7 @@ class Reader:
             return token_logprob(token, told[index], self._alternatives or 0)
         if token in self._stop_ids:
             return TokenLogprob(token, -math.inf)  # cut off together with its entry: it is not known
-        raise EngineRefused("TensorRT-LLM gave no log-probability for a token; ask without", field="logprobs")
+        raise RequestRejected("TensorRT-LLM gave no log-probability for a token; ask without", field="logprobs")
 
 
 def token_logprob(token: int, entry: Any, alternatives: int) -> TokenLogprob:
@@ -89,7 +89,7 @@ def token_logprob(token: int, entry: Any, alternatives: int) -> TokenLogprob:
         return TokenLogprob(token, float(entry))
     values = {int(each): _value(told) for each, told in entry.items()}
     if token not in values:
-        raise EngineRefused("TensorRT-LLM gave no log-probability for a token; ask without", field="logprobs")
+        raise RequestRejected("TensorRT-LLM gave no log-probability for a token; ask without", field="logprobs")
     likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
     return TokenLogprob(token, values[token], tuple(likeliest))
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines.request_checks import check, guided_params, is_plain, stop_token_ids
-from dynamo_trtllm.errors import ContextTooLong, EngineRefused
+from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
 _NO_END = -1  # what TensorRT-LLM itself sends for a request that never ends by token
@@ -24,7 +24,7 @@ class PromptLimit(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class TrtllmModelLimits:
     """What model, arguments and release say about every request; made once."""
 
     role: Role
@@ -37,7 +37,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class TrtllmCall:
     """One call of `generate_async`. Made anew for each: the vendor writes into what it is given."""
 
     prompt: list[int]
@@ -51,7 +51,7 @@ class Call:
     hands_over: bool  # a context-only call, whose KV stays for a decode worker
 
 
-def make_call(request: GenerateRequest, rules: Rules) -> Call:
+def build_call(request: GenerateRequest, rules: TrtllmModelLimits) -> TrtllmCall:
     """Raises ContextTooLong, or EngineRefused naming the field."""
     _check(request, rules)
     sampling = request.sampling
@@ -59,7 +59,7 @@ def make_call(request: GenerateRequest, rules: Rules) -> Call:
     stop_ids = stop_token_ids(sampling, rules.end_ids)
     # A request for one token is whole after the prompt: nothing may be left waiting for a decode worker.
     hands_over = request.phase is Phase.PREFILL and max_tokens > 1
-    return Call(
+    return TrtllmCall(
         prompt=list(request.token_ids),
         streaming=request.phase is not Phase.PREFILL,
         max_tokens=max_tokens,
@@ -72,7 +72,7 @@ def make_call(request: GenerateRequest, rules: Rules) -> Call:
     )
 
 
-def _check(request: GenerateRequest, rules: Rules) -> None:
+def _check(request: GenerateRequest, rules: TrtllmModelLimits) -> None:
     check(request, role=rules.role, vocab_size=rules.vocab_size, refuses=rules.refuses, library="TensorRT-LLM")
     tokens, limit = len(request.token_ids), rules.prompt_limits[request.phase]
     if tokens > limit.tokens:
@@ -80,13 +80,15 @@ def _check(request: GenerateRequest, rules: Rules) -> None:
             f"a prompt of {tokens} tokens is longer than this worker takes, {limit.tokens} ({limit.why}); shorten it"
         )
     if request.sampling.guided is not None and not is_plain(request.sampling.guided) and not rules.structural_tags:
-        raise EngineRefused(
+        raise RequestRejected(
             "a form for part of the answer needs guided_decoding_backend: xgrammar and TensorRT-LLM 1.2 or newer",
             field="guided",
         )
 
 
-def _sampling(sampling: Sampling, rules: Rules, stop_ids: frozenset[int], max_tokens: int) -> dict[str, Any]:
+def _sampling(
+    sampling: Sampling, rules: TrtllmModelLimits, stop_ids: frozenset[int], max_tokens: int
+) -> dict[str, Any]:
     # With an end id the vendor leaves these values as they are; without one it would ask its tokenizer, add the
     # checkpoint's stop tokens in some releases, and change the object.
     end_id = rules.end_ids[0] if rules.end_ids else _NO_END

@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from dynamo_trtllm.config.wording import nearest
-from dynamo_trtllm.engines.trtllm.api_manifests import Field, Presence, Release, in_development, releases
+from dynamo_trtllm.config.wording import suggest
+from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, ManifestField, Presence, in_development, releases
 from dynamo_trtllm.errors import ConfigError
 
 ROOT = "TorchLlmArgs"
@@ -48,10 +48,10 @@ class Found(NamedTuple):
     """What a release says of one key."""
 
     presence: Presence
-    field: Field | None = None  # None for a key of a free mapping too
+    field: ManifestField | None = None  # None for a key of a free mapping too
 
 
-class NotRead(NamedTuple):
+class Unverified(NamedTuple):
     """A key that nobody could check."""
 
     release: str
@@ -59,10 +59,10 @@ class NotRead(NamedTuple):
     note: str
 
 
-def find(release: Release, key: str) -> Found:
+def find(release: ApiManifest, key: str) -> Found:
     """Whether the release has the argument."""
     owners: tuple[str, ...] = (ROOT,)
-    field: Field | None = None
+    field: ManifestField | None = None
     for part in key.split("."):
         if not owners:
             return Found(Presence.PRESENT)  # inside a mapping with keys of its own
@@ -74,7 +74,7 @@ def find(release: Release, key: str) -> Found:
     return Found(Presence.PRESENT, field)
 
 
-def check(values: Mapping[str, Any], release: Release, where: str) -> list[NotRead]:
+def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[Unverified]:
     """The keys that could not be checked. Raises ConfigError, beginning with `where`, for the first bad one."""
     return list(_check(values, release, where, ""))
 
@@ -95,7 +95,7 @@ def check_together(get: Mapping[str, Any]) -> None:
                 raise ConfigError(f"{key} is {get[key]}: must be 0 or more with enable_balance", field=key)
 
 
-def default(release: Release, key: str) -> Any:
+def default(release: ApiManifest, key: str) -> Any:
     """The release's default; None where it has none, was not read, or the part that holds the key is off."""
     parent, _, _ = key.rpartition(".")
     while parent:
@@ -107,7 +107,7 @@ def default(release: Release, key: str) -> Any:
     return field.default if field is not None else None
 
 
-def every_key(release: Release, given: Mapping[str, Any]) -> Iterator[str]:
+def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
     """All arguments of a release, as far as read; a part that is off, by default or in `given`, is one key."""
     for name, field in release.fields(ROOT).items():
         is_on = isinstance(given[name], Mapping) if name in given else field.is_built
@@ -120,14 +120,14 @@ def is_known(key: str) -> bool:
     return bool(_where_else(key))
 
 
-def _check(values: Mapping[str, Any], release: Release, where: str, prefix: str) -> Iterator[NotRead]:
+def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: str) -> Iterator[Unverified]:
     for name, value in values.items():
         key = f"{prefix}{name}"
         presence, field = find(release, key)
         if presence is Presence.ABSENT:
             _refuse(key, release, where)
         if presence is Presence.NOT_READ:
-            yield NotRead(release.name, key, _where_else(key))
+            yield Unverified(release.name, key, _where_else(key))
             continue
         if field is None:
             continue
@@ -136,7 +136,7 @@ def _check(values: Mapping[str, Any], release: Release, where: str, prefix: str)
             yield from _check(value, release, where, f"{key}.")
 
 
-def _refuse(key: str, release: Release, where: str) -> NoReturn:
+def _refuse(key: str, release: ApiManifest, where: str) -> NoReturn:
     having = [other.name for other in releases() if find(other, key).presence is Presence.PRESENT]
     if having:
         cure = f"it is in {', '.join(having)}: install one of these, or leave it out"
@@ -146,7 +146,7 @@ def _refuse(key: str, release: Release, where: str) -> NoReturn:
     field = find(release, parent).field if parent else None
     owners = _owners(release, field.type) if field is not None else (ROOT,)
     names = [known for owner in owners for known in release.fields(owner)]
-    guess = nearest(name, names)
+    guess = suggest(name, names)
     inside = f"{parent}." if parent else ""
     listed = (
         f"known: {', '.join(sorted(names))}" if len(names) <= _MOST_LISTED else "--print-config lists the known ones"
@@ -166,7 +166,7 @@ def _where_else(key: str) -> str:
     return "in a development commit" if seen else ""
 
 
-def _check_value(key: str, value: Any, field: Field, release: Release, where: str) -> None:
+def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifest, where: str) -> None:
     if not _fits(_tree(field.type), value, release):
         raise ConfigError(f"{where}: {key} is {value!r}: expected {_expected(field, release)}", field=key)
     low, high = _RANGES.get(key, (None, None))
@@ -183,13 +183,13 @@ def _tree(type_text: str) -> ast.expr:
     return ast.parse(type_text, mode="eval").body
 
 
-def _owners(release: Release, type_text: str) -> tuple[str, ...]:
+def _owners(release: ApiManifest, type_text: str) -> tuple[str, ...]:
     """The configuration classes that a value of this type may be; those that were read, if any was."""
     named = tuple(re.findall(r"\b[A-Z]\w*Config\b", type_text))
     return tuple(name for name in named if release.fields(name)) or named
 
 
-def _fits(tree: ast.expr, value: Any, release: Release) -> bool:
+def _fits(tree: ast.expr, value: Any, release: ApiManifest) -> bool:
     if isinstance(tree, ast.Constant):
         return value is tree.value
     if isinstance(tree, ast.Name):
@@ -211,7 +211,7 @@ def _fits(tree: ast.expr, value: Any, release: Release) -> bool:
             return isinstance(value, Mapping)
 
 
-def _fits_name(name: str, value: Any, release: Release) -> bool:
+def _fits_name(name: str, value: Any, release: ApiManifest) -> bool:
     number = isinstance(value, int) and not isinstance(value, bool)
     match name:
         case "int":
@@ -231,7 +231,7 @@ def _fits_name(name: str, value: Any, release: Release) -> bool:
     return not members or folded in ([m.casefold() for m in members] if name == "LoadFormat" else members)
 
 
-def _expected(field: Field, release: Release) -> str:
+def _expected(field: ManifestField, release: ApiManifest) -> str:
     null = " or null" if field.type.startswith("Optional") else ""
     members = [*field.allowed, *(m for name in re.findall(r"\w+", field.type) for m in release.values(name))]
     if members and "Config" not in field.type:

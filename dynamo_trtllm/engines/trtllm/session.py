@@ -13,45 +13,49 @@ from typing import Any
 
 from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.external import Times, engine_stats
-from dynamo_trtllm.engines.outputs import Step, chunk_of, handoff_chunk
-from dynamo_trtllm.engines.pending_transfers import Terms, ticket_of
+from dynamo_trtllm.engines.outputs import EngineOutput, chunk_of, transfer_chunk
+from dynamo_trtllm.engines.pending_transfers import TransferIdentity, ticket_of
 from dynamo_trtllm.engines.trtllm import transfer_params as wire
-from dynamo_trtllm.engines.trtllm.bindings import Vendor
-from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS, Flight, VendorError
-from dynamo_trtllm.engines.trtllm.output_cursor import HANDED_OVER, Reader
-from dynamo_trtllm.engines.trtllm.requests import Call, Rules, make_call
+from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
+from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS, TrtllmInflightRequest, VendorError
+from dynamo_trtllm.engines.trtllm.output_cursor import HANDED_OVER, TrtllmOutputCursor
+from dynamo_trtllm.engines.trtllm.requests import TrtllmCall, TrtllmModelLimits, build_call
 from dynamo_trtllm.engines.trtllm.stats import StatsPoller
-from dynamo_trtllm.engines.trtllm.transfers import Desk
+from dynamo_trtllm.engines.trtllm.transfers import TrtllmTransfers
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineFailed,
-    EngineRefused,
-    HandoffTimeout,
-    NotMigratable,
+    MigrationFailed,
+    RequestRejected,
     TransferFailed,
+    TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.deadlines import Within, bound, late
-from dynamo_trtllm.messages import Chunk, GenerateRequest, LegStats, Phase, ReleaseOutcome
+from dynamo_trtllm.kv_transfer.deadlines import FetchLimits, first_deadline, timeout_error
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
 
 _log = logging.getLogger(__name__)
 
 _STALL_S = 300.0  # no result and no iteration for so long, with requests under way: the executor stands still
 
 
-class Serving:
+class TrtllmSession:
     """One per built LLM, which stays the engine's to shut down."""
 
-    def __init__(self, vendor: Vendor, llm: Any, rules: Rules, terms: Terms, times: Times) -> None:
+    def __init__(
+        self, vendor: TrtllmBindings, llm: Any, rules: TrtllmModelLimits, terms: TransferIdentity, times: Times
+    ) -> None:
         self._vendor = vendor
         self._llm = llm
         self._rules = rules
         self._times = times
-        self._desk = Desk(terms, vendor.capabilities, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._desk = TrtllmTransfers(terms, vendor.capabilities, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self._polled = StatsPoller(llm.get_stats)
         self._stall_s = max(_STALL_S, 2 * times.ticket_ttl_s)
         self._failed: EngineFailed | None = None
-        self._flights: set[Flight] = set()  # until the vendor has answered, or its time to answer is over
+        self._flights: set[TrtllmInflightRequest] = (
+            set()
+        )  # until the vendor has answered, or its time to answer is over
         self._winding_down: set[asyncio.Task[None]] = set()
         self._last_result_at = time.monotonic()
         self._idle = asyncio.Event()
@@ -103,7 +107,7 @@ class Serving:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """See `Engine.generate`. Closed early, the call is aborted and read to its end in the background."""
-        call = make_call(request, self._rules)
+        call = build_call(request, self._rules)
         disagg = self._disagg(request, call)
         flight = self._submit(request, call, disagg)
         try:
@@ -121,19 +125,23 @@ class Serving:
         finally:
             self._land(flight)
 
-    def _disagg(self, request: GenerateRequest, call: Call) -> dict[str, Any] | None:
+    def _disagg(self, request: GenerateRequest, call: TrtllmCall) -> dict[str, Any] | None:
         if call.hands_over:
             return self._desk.context_params()
         if request.phase is Phase.DECODE:
             ticket = ticket_of(request)
             if call.max_tokens <= len(ticket.first_token_ids):
-                raise EngineRefused(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
+                raise RequestRejected(
+                    f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode"
+                )
             return self._desk.redeem(request, self._vendor.logprob)
         return None
 
-    def _submit(self, request: GenerateRequest, call: Call, disagg: dict[str, Any] | None) -> Flight:
+    def _submit(
+        self, request: GenerateRequest, call: TrtllmCall, disagg: dict[str, Any] | None
+    ) -> TrtllmInflightRequest:
         first = ticket_of(request).first_logprobs if request.phase is Phase.DECODE else ()
-        reader = Reader(
+        reader = TrtllmOutputCursor(
             stop_ids=call.stop_ids,
             end_id=call.sampling["end_id"],
             logprobs=request.sampling.logprobs,
@@ -144,43 +152,47 @@ class Serving:
             result = self._llm.generate_async(**arguments)
         except (self._vendor.request_error, *VENDOR_ERRORS) as exc:
             raise self._translated(exc) from exc
-        flight = Flight(request, call, result, reader)
+        flight = TrtllmInflightRequest(request, call, result, reader)
         if request.ticket is None:
             flight.due_in(request.deadline - time.time())
         else:  # the vendor does not tell its queue from the move
-            flight.bound = bound(request.ticket, Within(request.deadline, self._times.handoff_timeout_s), time.time())
+            flight.bound = first_deadline(
+                request.ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time()
+            )
             flight.due_in(flight.bound.left_s)
         self._flights.add(flight)
         self._note_idle()
         return flight
 
-    async def _context_only(self, request: GenerateRequest, call: Call, flight: Flight) -> Chunk:
+    async def _context_only(self, request: GenerateRequest, call: TrtllmCall, flight: TrtllmInflightRequest) -> Chunk:
         """The terminal chunk of a prefill leg. A first token that ends the answer leaves no KV behind."""
         step = await self._step(request, flight)
         if step.finish not in HANDED_OVER:
             return self._chunk(request, flight, step)
         if step.token_ids and step.token_ids[-1] in call.stop_ids:
             flight.abort()  # the vendor thinks that a decode worker will come
-            return self._chunk(request, flight, Step(token_ids=step.token_ids, logprobs=step.logprobs, finish="stop"))
+            return self._chunk(
+                request, flight, EngineOutput(token_ids=step.token_ids, logprobs=step.logprobs, finish="stop")
+            )
         try:
             params = self._handed_over(flight)
             ticket = self._desk.hand_out(request, params, step.logprobs, flight.abort)
         except DynamoError:
             flight.abort()
             raise
-        return handoff_chunk(ticket, self._stats_of(flight))
+        return transfer_chunk(ticket, self._stats_of(flight))
 
-    def _handed_over(self, flight: Flight) -> dict[str, Any]:
+    def _handed_over(self, flight: TrtllmInflightRequest) -> dict[str, Any]:
         params = flight.result.outputs[0].disaggregated_params
         if params is None:
-            raise EngineRefused(
+            raise RequestRejected(
                 "TensorRT-LLM answered a context-only call with nothing to hand over; "
                 "set cache_transceiver_config.backend",
                 field="cache_transceiver_config.backend",
             )
         return {name: getattr(params, name) for name in wire.carried(self._vendor.capabilities.disagg_fields)}
 
-    async def _step(self, request: GenerateRequest, flight: Flight) -> Step:
+    async def _step(self, request: GenerateRequest, flight: TrtllmInflightRequest) -> EngineOutput:
         """The next result, or the error that ends the request. The deadlines are kept here: the vendor has none."""
         if self._failed is not None:
             raise EngineFailed(self._failed.message)
@@ -196,34 +208,34 @@ class Serving:
             flight.due_in(request.deadline - time.time())
         return step
 
-    def _late(self, request: GenerateRequest, flight: Flight) -> DynamoError:
+    def _late(self, request: GenerateRequest, flight: TrtllmInflightRequest) -> DynamoError:
         if self._failed is not None:
             return EngineFailed(self._failed.message)
         if flight.bound is not None and not flight.started:
-            return late(ticket_of(request), flight.bound)
+            return timeout_error(ticket_of(request), flight.bound)
         return DeadlineExceeded(f"the deadline passed after {flight.age_s():.1f} s in the engine")
 
-    def _translated(self, exc: Exception, flight: Flight | None = None) -> DynamoError:
+    def _translated(self, exc: Exception, flight: TrtllmInflightRequest | None = None) -> DynamoError:
         """Whether an error of the vendor's is one request's, or the engine's end."""
         if not self._healthy():
             return self.fail(f"TensorRT-LLM's executor has shut down: {exc}")
         if isinstance(exc, (self._vendor.request_error, ValueError, TypeError, AssertionError)):
             if flight is not None and flight.fetches_kv and not flight.started:
                 return TransferFailed(f"TensorRT-LLM could not take the prompt's KV over: {exc}")
-            return EngineRefused(f"TensorRT-LLM refused the request: {exc}")
+            return RequestRejected(f"TensorRT-LLM refused the request: {exc}")
         return self.fail(f"TensorRT-LLM failed: {type(exc).__name__}: {exc}")
 
-    def _chunk(self, request: GenerateRequest, flight: Flight, step: Step) -> Chunk:
+    def _chunk(self, request: GenerateRequest, flight: TrtllmInflightRequest, step: EngineOutput) -> Chunk:
         """Raises for an end that is no answer."""
         if step.is_broken:
             raise _broken(request, flight, step)
         return chunk_of(step, self._stats_of(flight))
 
-    def _stats_of(self, flight: Flight) -> LegStats:
+    def _stats_of(self, flight: TrtllmInflightRequest) -> PhaseTimings:
         tells = self._vendor.capabilities.cached_tokens
         return flight.stats(cached_tokens=int(flight.result.cached_tokens or 0) if tells else 0)
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: TrtllmInflightRequest) -> None:
         """The request is over. Its call, if it is not, is wound down by a task of the engine's."""
         if flight.finished or self._failed is not None:
             self._forget(flight)
@@ -234,7 +246,7 @@ class Serving:
         task.add_done_callback(self._winding_down.discard)
         task.add_done_callback(lambda _: self._forget(flight))
 
-    def _forget(self, flight: Flight) -> None:
+    def _forget(self, flight: TrtllmInflightRequest) -> None:
         self._flights.discard(flight)
         flight.close()
         self._note_idle()
@@ -259,11 +271,11 @@ class Serving:
         return engine_stats(counts, calls, self._desk)
 
 
-def _broken(request: GenerateRequest, flight: Flight, step: Step) -> DynamoError:
+def _broken(request: GenerateRequest, flight: TrtllmInflightRequest, step: EngineOutput) -> DynamoError:
     """The vendor ended a request that nobody here ended."""
     if flight.fetches_kv and not flight.had_tokens:
-        error = HandoffTimeout if step.finish == "timeout" else TransferFailed
+        error = TransferTimeout if step.finish == "timeout" else TransferFailed
         return error(f"TensorRT-LLM gave up taking the prompt's KV over ({step.finish})")
     if step.finish == "timeout":
         return DeadlineExceeded("TensorRT-LLM timed the request out")
-    return NotMigratable(f"TensorRT-LLM ended request {request.request_id} with {step.finish!r}")
+    return MigrationFailed(f"TensorRT-LLM ended request {request.request_id} with {step.finish!r}")

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.request_checks import HARMONY_STOP_IDS
-from dynamo_trtllm.engines.trtllm.api_manifests import Presence, Release
+from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
 from dynamo_trtllm.engines.trtllm.preflight import facts as preflight
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, TIMEOUT, RoleFacts
-from dynamo_trtllm.engines.trtllm.requests import PromptLimit, Rules
+from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Limits, Phase
 
@@ -25,7 +25,7 @@ _ATTENTION = "TRTLLM"  # the default back end of attention, and the one whose KV
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-class Arguments(preflight.Arguments, Protocol):
+class LlmArguments(preflight.RoleArguments, Protocol):
     """The merged arguments, and the keywords they make."""
 
     @property
@@ -34,16 +34,16 @@ class Arguments(preflight.Arguments, Protocol):
         ...
 
 
-def llm_values(args: Arguments, *, model: str) -> dict[str, Any]:
+def llm_values(args: LlmArguments, *, model: str) -> dict[str, Any]:
     """The keywords of `LLM`."""
     return {**args.values, "model": model, "backend": "pytorch"}
 
 
-def has_statistics(args: Arguments) -> bool:
+def has_statistics(args: LlmArguments) -> bool:
     return bool(args.values.get("enable_iter_perf_stats"))
 
 
-def refuses(args: Arguments, release: Release, *, cache_salt: bool) -> tuple[str, ...]:
+def unsupported_features(args: LlmArguments, release: ApiManifest, *, cache_salt: bool) -> tuple[str, ...]:
     """Fields of Sampling, and "cache_salt", that this release can't honour with these arguments."""
     found = [] if cache_salt else ["cache_salt"]
     if not args.get("guided_decoding_backend"):
@@ -118,9 +118,11 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     return min(found)
 
 
-def rules(facts: RoleFacts, checkpoint: Checkpoint, capabilities: Capabilities, refused: tuple[str, ...]) -> Rules:
+def rules(
+    facts: RoleFacts, checkpoint: Checkpoint, capabilities: Capabilities, refused: tuple[str, ...]
+) -> TrtllmModelLimits:
     xgrammar = facts.args.get("guided_decoding_backend") == "xgrammar"
-    return Rules(
+    return TrtllmModelLimits(
         role=facts.role,
         context_length=context_length(facts),
         prompt_limits={phase: prompt_limit(facts, phase) for phase in Phase},

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.pending_transfers import Opaque, opened
-from dynamo_trtllm.errors import EngineRefused, TicketMismatch
-from dynamo_trtllm.messages import HandoffTicket
+from dynamo_trtllm.engines.pending_transfers import EngineState, decode_state
+from dynamo_trtllm.errors import RequestRejected, TransferMismatch
+from dynamo_trtllm.messages import KvTransferParams
 
 OPAQUE_VERSION = 1
 
@@ -32,7 +32,7 @@ _NEEDED = ("first_gen_tokens", "ctx_request_id", "opaque_state")
 _LOGPROB_KEYS = {"logprob", "rank"}
 
 
-class _Opaque(Opaque, frozen=True, kw_only=True):
+class _TrtllmState(EngineState, frozen=True, kw_only=True):
     params: dict[str, Any]
 
 
@@ -45,30 +45,30 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
     """Raises EngineRefused when something a decode engine can't do without is missing, or can't travel."""
     missing = [name for name in _NEEDED if not params.get(name) and params.get(name) != 0]
     if missing:
-        raise EngineRefused(
+        raise RequestRejected(
             f"TensorRT-LLM's context-only answer has no {', '.join(missing)}; set cache_transceiver_config.backend",
             field="cache_transceiver_config.backend",
         )
     plain = {name: _plain(name, value) for name, value in params.items() if value is not None}
-    return codec.encode(_Opaque(version=OPAQUE_VERSION, release=release, params=plain))
+    return codec.encode(_TrtllmState(version=OPAQUE_VERSION, release=release, params=plain))
 
 
-def unpack(ticket: HandoffTicket, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
+def unpack(ticket: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
     """Arguments of DisaggregatedParams. `logprob` makes the vendor's log-probability objects, where it has them.
 
     Raises TicketMismatch naming the field.
     """
-    opaque = opened(ticket, _Opaque, OPAQUE_VERSION)
+    opaque = decode_state(ticket, _TrtllmState, OPAQUE_VERSION)
     unknown = sorted(set(opaque.params) - set(known))
     if unknown:
-        raise TicketMismatch(
+        raise TransferMismatch(
             f"ticket {ticket.ticket_id}: DisaggregatedParams of the decode worker's TensorRT-LLM lacks {unknown[0]}, "
             f"which prefill's {opaque.release} sent; run one release on both",
             field=unknown[0],
         )
     missing = [name for name in _NEEDED if name not in opaque.params]
     if missing:
-        raise TicketMismatch(f"ticket {ticket.ticket_id} has no {missing[0]}", field=missing[0])
+        raise TransferMismatch(f"ticket {ticket.ticket_id} has no {missing[0]}", field=missing[0])
     return {name: _rebuilt(value, logprob) for name, value in opaque.params.items()}
 
 
@@ -82,7 +82,7 @@ def _plain(name: str, value: Any) -> Any:
         return {key: _plain(name, each) for key, each in value.items()}
     if hasattr(value, "logprob"):
         return {"logprob": float(value.logprob), "rank": value.rank}
-    raise EngineRefused(f"DisaggregatedParams.{name} holds a {type(value).__name__}, which can't travel", field=name)
+    raise RequestRejected(f"DisaggregatedParams.{name} holds a {type(value).__name__}, which can't travel", field=name)
 
 
 def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:

@@ -10,20 +10,20 @@ import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamo_trtllm.engines.pending_transfers import HeldTickets, Left, Terms
+from dynamo_trtllm.engines.pending_transfers import PendingTransfers, PrefillResult, TransferIdentity
 from dynamo_trtllm.engines.trtllm import transfer_params as wire
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
-from dynamo_trtllm.messages import GenerateRequest, HandoffTicket, TokenLogprob
+from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogprob
 
 _COUNTER_BITS = 20
 _GLOBAL = 1 << 62  # keeps our ids apart from those that an engine counts itself
 
 
-class Desk(HeldTickets):
+class TrtllmTransfers(PendingTransfers):
     """`capabilities`: of the installed release."""
 
     def __init__(
-        self, terms: Terms, capabilities: Capabilities, *, ttl_s: float, on_change: Callable[[], None]
+        self, terms: TransferIdentity, capabilities: Capabilities, *, ttl_s: float, on_change: Callable[[], None]
     ) -> None:
         super().__init__(terms, ttl_s=ttl_s, on_change=on_change)
         self._capabilities = capabilities
@@ -47,10 +47,10 @@ class Desk(HeldTickets):
         params: Mapping[str, Any],
         logprobs: tuple[TokenLogprob, ...],
         give_up: Callable[[], None],
-    ) -> HandoffTicket:
+    ) -> KvTransferParams:
         """A ticket over what a context-only call left. `give_up`: asks the engine to drop it, when nobody came."""
         opaque = wire.pack(params, release=self._capabilities.release)
-        return self.write(request, Left(params["first_gen_tokens"][:1], logprobs, opaque, give_up))
+        return self.write(request, PrefillResult(params["first_gen_tokens"][:1], logprobs, opaque, give_up))
 
     def redeem(self, request: GenerateRequest, logprob: Callable[..., Any] | None) -> dict[str, Any]:
         """Arguments of the generation-only call's DisaggregatedParams. Raises TicketMismatch or TicketExpired."""

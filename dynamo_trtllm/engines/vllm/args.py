@@ -12,7 +12,7 @@ from typing import Any
 
 from dynamo_trtllm.config import layers
 from dynamo_trtllm.config.base import DEFAULT_SOURCE
-from dynamo_trtllm.config.layers import Layer, Layered
+from dynamo_trtllm.config.layers import Source, Sourced
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.arguments import Described, file_layer, flag_layers, override_layer
 from dynamo_trtllm.engines.vllm import manifest
@@ -101,7 +101,7 @@ class VllmArgs:
     """The merged and checked arguments of one worker."""
 
     values: Mapping[str, Any]  # nested, for `AsyncEngineArgs(model=..., **values)`
-    leaves: Mapping[str, Layered]  # what was set, by dotted key, with the place that won
+    leaves: Mapping[str, Sourced]  # what was set, by dotted key, with the place that won
     notes: tuple[str, ...]  # lines to log
 
     def get(self, key: str) -> Any:
@@ -138,14 +138,14 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
 def described(config: WorkerConfig) -> Described:
     """The arguments with the places they come from, defaults included. Raises ConfigError."""
     args = vllm_args(config)
-    every: dict[str, Layered] = {}
+    every: dict[str, Sourced] = {}
     for name, field in manifest.classes()[manifest.ROOT].items():
         set_here = {key: leaf for key, leaf in args.leaves.items() if key == name or key.startswith(f"{name}.")}
-        every |= set_here or {name: Layered(field.default, f"default (vLLM {manifest.VERSION})")}
+        every |= set_here or {name: Sourced(field.default, f"default (vLLM {manifest.VERSION})")}
     return Described(f"vLLM {manifest.VERSION}", args.leaves, every, args.notes)
 
 
-def _own(config: WorkerConfig) -> Layer:
+def _own(config: WorkerConfig) -> Source:
     """What the adapter wants; of these only what is not in _OURS may be said otherwise."""
     values: dict[str, Any] = {"enable_prefix_caching": True, "worker_extension_cls": EXTENSION}
     if config.disaggregation_mode is not Role.AGGREGATED:
@@ -156,10 +156,10 @@ def _own(config: WorkerConfig) -> Layer:
             "kv_load_failure_policy": "fail",
             "kv_connector_extra_config": {"kv_lease_duration": math.ceil(config.ticket_ttl_s) + _LEASE_SPARE_S},
         }
-    return Layer(values, _ADAPTER)
+    return Source(values, _ADAPTER)
 
 
-def _check(layer: Layer) -> None:
+def _check(layer: Source) -> None:
     leaves = layers.merge([layer]).leaves
     for key in leaves:
         root = key.partition(".")[0]
@@ -186,7 +186,7 @@ def _check(layer: Layer) -> None:
             raise ConfigError(f"{layer.source}: {key} is {value!r}: expected {span}", field=key)
 
 
-def _experts(config: WorkerConfig, leaves: Mapping[str, Layered]) -> Layered | None:
+def _experts(config: WorkerConfig, leaves: Mapping[str, Sourced]) -> Sourced | None:
     """vLLM spreads experts over all ranks or over none."""
     wanted = config.expert_parallel_size
     if wanted is None:
@@ -207,7 +207,7 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, Layered]) -> Layered | N
             f"{source} is {wanted}, and enable_expert_parallel of {set_here.source} is {set_here.value}; give one",
             field="expert_parallel_size",
         )
-    return Layered(wanted > 1, source)
+    return Sourced(wanted > 1, source)
 
 
 _RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")

@@ -1,6 +1,6 @@
 """The one importer of `vllm`: binds the names the engine uses, builds the engine, hands its statistics on.
 
-Importing this module does not import the vendor; `load_vendor` does, and so reads the environment.
+Importing this module does not import the vendor; `load_bindings` does, and so reads the environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.external import construct
 from dynamo_trtllm.engines.vllm import explain_oom, manifest
-from dynamo_trtllm.engines.vllm.requests import Call
+from dynamo_trtllm.engines.vllm.requests import VllmCall
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vendor:
+class VllmBindings:
     """The bound classes. Any: the package has no types that a machine without it could check."""
 
     version: str
@@ -63,7 +63,7 @@ class Vendor:
             )
         except VENDOR_ERRORS as exc:
             # vLLM says it in another process, which logs it and dies: here it is "initialization failed"
-            lack = explain_oom.lack(values, before, gpu.memory_free_bytes())
+            lack = explain_oom.explain_oom(values, before, gpu.memory_free_bytes())
             if lack is not None:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc
@@ -73,7 +73,7 @@ class Vendor:
         if llm.output_handler is not None:
             llm.output_handler.cancel()
 
-    def arguments(self, call: Call) -> dict[str, Any]:
+    def arguments(self, call: VllmCall) -> dict[str, Any]:
         """Return the keywords of `generate`. Raises EngineRefused for values that vLLM's classes reject."""
         sampling = dict(call.sampling)
         if call.guided is not None:
@@ -156,10 +156,10 @@ def _version() -> str:
     return str(_import(PACKAGE).__version__)
 
 
-def load_vendor() -> Vendor:
+def load_bindings() -> VllmBindings:
     """Imports the package: many seconds, and the environment must be set before. Raises ConfigError."""
     logger_base = _find("vllm.v1.metrics.loggers", "PrometheusStatLogger")
-    return Vendor(
+    return VllmBindings(
         version=str(_import(PACKAGE).__version__).partition("+")[0],
         config=_import("vllm.config"),
         engine_args=_find("vllm.engine.arg_utils", "AsyncEngineArgs"),
@@ -178,7 +178,7 @@ def nixl_connector() -> Any:
     return _find("vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector", "NixlPullConnector")
 
 
-def forgetful_managers() -> list[Any]:
+def windowed_cache_managers() -> list[Any]:
     """The classes that hold the KV blocks of layers which see only what is near: by a sliding window, or by chunks."""
     module = "vllm.v1.core.single_type_kv_cache_manager"
     return [_find(module, name) for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager")]

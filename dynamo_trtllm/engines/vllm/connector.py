@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.vllm import bindings, side_channel
-from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, tokens_to_read
+from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, num_remote_tokens
 
 _log = logging.getLogger(__name__)
 _Base: Any = bindings.nixl_connector()
@@ -80,7 +80,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typ
         params = request.kv_transfer_params or {}
         if not (between_steps and params.get("do_remote_prefill")):
             return count, between_steps
-        wanted = tokens_to_read(
+        wanted = num_remote_tokens(
             num_computed_tokens + count, params.get("remote_num_tokens") or 0, self.connector_scheduler.block_size
         )
         # Nothing to read would be another path of vLLM's: then the last block is read as vLLM has it, and written over.
@@ -128,6 +128,6 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
     return late | meta.request_ids if isinstance(meta, FailedReads) else late
 
 
-for each in bindings.forgetful_managers():
+for each in bindings.windowed_cache_managers():
     _keep_what_the_last_token_sees(each)
 _end_failed_reads(_parts.scheduler)

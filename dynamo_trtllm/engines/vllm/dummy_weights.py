@@ -60,7 +60,7 @@ def _packed(name: str, shape: Sequence[int]) -> Bytes | None:
     return Bytes(exponent, exponent)
 
 
-def make_up(model: Any) -> int:
+def fill_dummy(model: Any) -> int:
     """Overwrites the weights of a torch module in place; how many."""
     import torch
 
@@ -92,6 +92,6 @@ def install() -> None:
     class MadeUpLoader(dummy):  # type: ignore[misc]  # of a vendor that is not typed here
         def load_weights(self, model: Any, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            make_up(model)
+            fill_dummy(model)
 
     loaders.register_model_loader("dummy")(MadeUpLoader)

@@ -16,13 +16,13 @@ from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
 from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint
-from dynamo_trtllm.engines.external import NO_STATS, LibraryEngine, Times
-from dynamo_trtllm.engines.loading import Loading
-from dynamo_trtllm.engines.pending_transfers import Terms
+from dynamo_trtllm.engines.external import NO_STATS, ExternalEngine, Times
+from dynamo_trtllm.engines.loading import EngineLoader
+from dynamo_trtllm.engines.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.vllm import preflight, settings, side_channel
 from dynamo_trtllm.engines.vllm.args import vllm_args
-from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, Vendor, installed_version, load_vendor
-from dynamo_trtllm.engines.vllm.session import Serving
+from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, VllmBindings, installed_version, load_bindings
+from dynamo_trtllm.engines.vllm.session import VllmSession
 from dynamo_trtllm.engines.vllm.stats import StepStats
 from dynamo_trtllm.engines.weights import weight_bytes
 from dynamo_trtllm.messages import Instance, Role
@@ -39,7 +39,7 @@ _ENVIRONMENT = {
 }
 
 
-class VllmEngine(LibraryEngine[Serving]):
+class VllmEngine(ExternalEngine[VllmSession]):
     """`Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`. `config.model_path` is a folder."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
@@ -55,7 +55,7 @@ class VllmEngine(LibraryEngine[Serving]):
         self._times = Times(config.ticket_ttl_s, config.handoff_timeout_s)
         self._has_tokenizer = (self._checkpoint.folder / TOKENIZER).is_file()
         gpus = gpu.visible_gpus()
-        self._facts = preflight.Facts(
+        self._facts = preflight.VllmFacts(
             role=self._role,
             args=self._args,
             model=self._checkpoint,
@@ -74,7 +74,7 @@ class VllmEngine(LibraryEngine[Serving]):
         """See `Engine.start`."""
         for note in self._args.notes:
             _log.info("%s", note)
-        loading = Loading(
+        loading = EngineLoader(
             self._build,
             discard=self._discard,
             gpu_bytes_used=gpu.memory_used_bytes,
@@ -85,7 +85,7 @@ class VllmEngine(LibraryEngine[Serving]):
         await self._canary(self._model)
         return info
 
-    def _build(self) -> tuple[Vendor, Any]:
+    def _build(self) -> tuple[VllmBindings, Any]:
         """On a thread. The environment is set before the vendor is imported, which reads it."""
         for name, value in _ENVIRONMENT.items():
             environ.export(name, value, wanted_by=_WANTED_BY)
@@ -94,18 +94,18 @@ class VllmEngine(LibraryEngine[Serving]):
             ranks = self._args.count("data_parallel_size")
             channel = side_channel.choose(self._kv_transfer_host, ranks, process_environment())
             _log.info("NixlConnector listens for handshakes at %s port %d", channel.host, channel.port)
-        vendor = load_vendor()
+        vendor = load_bindings()
         values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)
         return vendor, vendor.build(values, self._steps.record)
 
-    def _serve(self, vendor: Vendor) -> EngineInfo:
+    def _serve(self, vendor: VllmBindings) -> EngineInfo:
         config = self._llm.vllm_config
         self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
         layout = settings.layout(self._checkpoint, config)
         rules = settings.rules(self._role, self._checkpoint, config, has_tokenizer=self._has_tokenizer)
         pairing = settings.pairing(self._role, self._checkpoint, config, self._release)
-        terms = Terms("vllm", self._holder, self._model, layout, pairing, transport="vllm/nixl")
-        self._serving = Serving(vendor, self._llm, rules, terms, self._times)
+        terms = TransferIdentity("vllm", self._holder, self._model, layout, pairing, transport="vllm/nixl")
+        self._serving = VllmSession(vendor, self._llm, rules, terms, self._times)
         _log.info(
             "vLLM %s is loaded: context %d, %d KV blocks of %d tokens",
             vendor.version,

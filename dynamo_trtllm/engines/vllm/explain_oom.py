@@ -15,7 +15,7 @@ _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"
 FreeAndAll = Sequence[tuple[int, int]]  # bytes of each visible GPU
 
 
-def lack(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll) -> str | None:
+def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll) -> str | None:
     """`values`: engine arguments; `before` and `after` the start that failed. None when each GPU of the engine had room
     at one of the two times: then it failed for something else."""
     share = values.get(_SHARE, _default(_SHARE))

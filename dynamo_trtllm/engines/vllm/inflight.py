@@ -6,12 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from dynamo_trtllm.engines.outputs import leg_stats
+from dynamo_trtllm.engines.outputs import phase_timings
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.messages import GenerateRequest, LegStats
+from dynamo_trtllm.messages import GenerateRequest, PhaseTimings
 
 
-class Flight:
+class VllmInflightRequest:
     """`end` asks the engine to abort the call; its stream then ends, and the reason is here."""
 
     def __init__(self, request: GenerateRequest, call_id: str, end: Callable[[str], None]) -> None:
@@ -46,5 +46,5 @@ class Flight:
     def age_s(self) -> float:
         return time.monotonic() - self._born
 
-    def stats(self, *, cached_tokens: int) -> LegStats:
-        return leg_stats(self._request, self._started_at - self._born, cached_tokens=cached_tokens)
+    def stats(self, *, cached_tokens: int) -> PhaseTimings:
+        return phase_timings(self._request, self._started_at - self._born, cached_tokens=cached_tokens)

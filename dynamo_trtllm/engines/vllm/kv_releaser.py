@@ -17,7 +17,7 @@ _GRACE_S = 1.0
 Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> per worker, those that it had
 
 
-class Reclaimer:
+class KvReleaser:
     """`release` calls the workers."""
 
     def __init__(self, release: Release) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any, NamedTuple, NoReturn
 
-from dynamo_trtllm.config.wording import nearest
+from dynamo_trtllm.config.wording import suggest
 from dynamo_trtllm.errors import ConfigError
 
 VERSION = "0.24.0"
@@ -28,7 +28,7 @@ _WORDS = {
 }
 
 
-class Field(NamedTuple):
+class VllmArgument(NamedTuple):
     """One argument. An empty `allowed` does not limit it; `config` names the class whose fields a mapping has."""
 
     kinds: tuple[str, ...]
@@ -38,13 +38,13 @@ class Field(NamedTuple):
 
 
 @functools.cache
-def classes() -> Mapping[str, Mapping[str, Field]]:
+def classes() -> Mapping[str, Mapping[str, VllmArgument]]:
     """Class name -> argument -> what it may be."""
     text = (resources.files(__package__) / "releases" / f"{VERSION}.json").read_text(encoding="utf-8")
     found = json.loads(text)["classes"]
     return {
         owner: {
-            name: Field(
+            name: VllmArgument(
                 tuple(entry["kinds"]),
                 tuple(entry.get("allowed", ())),
                 entry.get("config", ""),
@@ -56,7 +56,7 @@ def classes() -> Mapping[str, Mapping[str, Field]]:
     }
 
 
-def find(key: str) -> Field | None:
+def find(key: str) -> VllmArgument | None:
     """The argument with this dotted key; None: there is none, or it is inside a mapping with keys of its own."""
     owner, found = ROOT, None
     for part in key.split("."):
@@ -76,7 +76,7 @@ def check(values: Mapping[str, Any], where: str) -> None:
             raise ConfigError(f"{where}: {key} is {value!r}: expected {_expected(field)}", field=key)
 
 
-def _walk(values: Mapping[str, Any], owner: str, prefix: str) -> Iterator[tuple[str, Any, Field | None]]:
+def _walk(values: Mapping[str, Any], owner: str, prefix: str) -> Iterator[tuple[str, Any, VllmArgument | None]]:
     fields = classes()[owner]
     for name, value in values.items():
         field = fields.get(name)
@@ -89,13 +89,13 @@ def _refuse(key: str, where: str) -> NoReturn:
     parent, _, name = key.rpartition(".")
     above = find(parent) if parent else None
     names = classes()[above.config if above is not None else ROOT]
-    guess = nearest(name, names)
+    guess = suggest(name, names)
     inside = f"{parent}." if parent else ""
     hint = f"did you mean {inside + guess!r}?" if guess else f"see the arguments of vLLM {VERSION}"
     raise ConfigError(f"{where}: unknown key {key!r}; {hint}", field=key)
 
 
-def _fits(value: Any, field: Field) -> bool:
+def _fits(value: Any, field: VllmArgument) -> bool:
     if isinstance(value, str) and field.allowed:
         return value.lower() in field.allowed or "any" in field.kinds
     return "any" in field.kinds or any(_is(value, kind) for kind in field.kinds)
@@ -119,7 +119,7 @@ def _is(value: Any, kind: str) -> bool:
             return isinstance(value, Mapping)
 
 
-def _expected(field: Field) -> str:
+def _expected(field: VllmArgument) -> str:
     if field.allowed:
         others = [_WORDS[kind] for kind in field.kinds if kind != "str"]
         return " or ".join([f"one of {', '.join(field.allowed)}", *others])

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from dynamo_trtllm.engines.outputs import Step
-from dynamo_trtllm.errors import EngineRefused
+from dynamo_trtllm.engines.outputs import EngineOutput
+from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import TokenLogprob
 
 
-class Completion(Protocol):
+class VllmCompletion(Protocol):
     """What is read of the vendor's `CompletionOutput`."""
 
     token_ids: Sequence[int]
@@ -21,7 +21,7 @@ class Completion(Protocol):
     finish_reason: str | None
 
 
-class Reader:
+class VllmOutputCursor:
     """Turns the outputs of one call into steps. One per call; `read` is called once per output."""
 
     def __init__(
@@ -34,14 +34,14 @@ class Reader:
         self._first_logprobs = first_logprobs
         self.seen = 0
 
-    def read(self, output: Completion) -> Step:
+    def read(self, output: VllmCompletion) -> EngineOutput:
         tokens = [int(token) for token in output.token_ids]
         logprobs = self._logprobs(tokens, output.logprobs or ())
         if self.seen == 0 and (tokens or output.finish_reason is not None):
             tokens = [*self._first, *tokens]
             logprobs = self._with_first(tokens, logprobs)
         self.seen += len(tokens)
-        return Step(token_ids=tokens, logprobs=logprobs, finish=output.finish_reason)
+        return EngineOutput(token_ids=tokens, logprobs=logprobs, finish=output.finish_reason)
 
     def _with_first(self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """The prefill engine's for the first token, unless this engine has made another one of it."""
@@ -54,7 +54,7 @@ class Reader:
         if self._alternatives is None:
             return ()
         if len(told) < len(tokens):
-            raise EngineRefused("vLLM gave no log-probability for a token; ask without", field="logprobs")
+            raise RequestRejected("vLLM gave no log-probability for a token; ask without", field="logprobs")
         return tuple(token_logprob(token, told[n], self._alternatives) for n, token in enumerate(tokens))
 
 

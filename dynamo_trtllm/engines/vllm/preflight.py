@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dynamo_trtllm.engines.base import Finding
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.rules import Clash, RoleRule, judged
+from dynamo_trtllm.engines.rules import RoleRule, Violation, evaluate
 from dynamo_trtllm.engines.vllm.args import VllmArgs
 from dynamo_trtllm.messages import Instance, Role
 
@@ -17,7 +17,7 @@ _BLACKWELL_KERNELS = ("flashinfer_trtllm", "flashinfer_cutedsl")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class VllmFacts:
     """One worker, as far as it is known before it loads."""
 
     role: Role
@@ -40,69 +40,69 @@ class Facts:
         return f"{self.args.get(key)} (default)" if leaf is None else f"{leaf.value} ({leaf.source})"
 
 
-def findings(facts: Facts, peers: Sequence[Instance]) -> list[Finding]:
+def findings(facts: VllmFacts, peers: Sequence[Instance]) -> list[Finding]:
     """`peers`: live instances of the same model in the other role."""
-    return [*judged(RULES, facts), *(found for peer in peers for found in _pair(facts, peer))]
+    return [*evaluate(RULES, facts), *(found for peer in peers for found in _pair(facts, peer))]
 
 
 # --- one worker ----------------------------------------------------------------------------------------
 
 
-def _ranks_fit_gpus(facts: Facts) -> Clash | None:
+def _ranks_fit_gpus(facts: VllmFacts) -> Violation | None:
     if facts.gpu is None or facts.ranks <= facts.num_gpus:
         return None
-    return Clash(other=f"{facts.num_gpus} visible GPUs for {facts.ranks} ranks")
+    return Violation(other=f"{facts.num_gpus} visible GPUs for {facts.ranks} ranks")
 
 
-def _heads_divide(facts: Facts) -> Clash | None:
+def _heads_divide(facts: VllmFacts) -> Violation | None:
     heads = facts.model.num_attention_heads
-    return Clash(other=f"the model's {heads} attention heads") if heads % facts.tensor_parallel else None
+    return Violation(other=f"the model's {heads} attention heads") if heads % facts.tensor_parallel else None
 
 
-def _context_fits(facts: Facts) -> Clash | None:
+def _context_fits(facts: VllmFacts) -> Violation | None:
     wanted, known = facts.args.get("max_model_len"), facts.model.context_length
     if not isinstance(wanted, int) or not known or wanted <= known:
         return None
-    return Clash(other=f"the model's context of {known}", cure=f"give --max-seq-len {known} or less")
+    return Violation(other=f"the model's context of {known}", cure=f"give --max-seq-len {known} or less")
 
 
-def _prompts_fit_steps(facts: Facts) -> Clash | None:
+def _prompts_fit_steps(facts: VllmFacts) -> Violation | None:
     tokens, context = facts.args.get("max_num_batched_tokens"), facts.args.get("max_model_len")
     if facts.args.get("enable_chunked_prefill") is not False:
         return None
     if not isinstance(tokens, int) or not isinstance(context, int) or tokens >= context:
         return None
-    return Clash(other=f"max_model_len {facts.shown('max_model_len')}")
+    return Violation(other=f"max_model_len {facts.shown('max_model_len')}")
 
 
-def _pipeline_has_no_handoff(facts: Facts) -> Clash | None:
+def _pipeline_has_no_handoff(facts: VllmFacts) -> Violation | None:
     hands_over = facts.role is not Role.AGGREGATED
-    return Clash() if hands_over and facts.args.count("pipeline_parallel_size") > 1 else None
+    return Violation() if hands_over and facts.args.count("pipeline_parallel_size") > 1 else None
 
 
-def _mxfp4_on_hopper(facts: Facts) -> Clash | None:
+def _mxfp4_on_hopper(facts: VllmFacts) -> Violation | None:
     backend = facts.args.get("moe_backend")
     if facts.model.quantization != "mxfp4" or facts.gpu is None or facts.gpu.sm != _HOPPER:
         return None
-    return Clash(other=facts.gpu.name) if str(backend).startswith(_BLACKWELL_KERNELS) else None
+    return Violation(other=facts.gpu.name) if str(backend).startswith(_BLACKWELL_KERNELS) else None
 
 
-def _quarter_precision(facts: Facts) -> Clash | None:
+def _quarter_precision(facts: VllmFacts) -> Violation | None:
     if facts.model.quantization != "mxfp4" or facts.args.get("dtype") in (None, "auto", "bfloat16"):
         return None
-    return Clash(other="MXFP4 weights")
+    return Violation(other="MXFP4 weights")
 
 
-def _prefix_caching_off(facts: Facts) -> Clash | None:
-    return Clash() if facts.args.get("enable_prefix_caching") is False else None
+def _prefix_caching_off(facts: VllmFacts) -> Violation | None:
+    return Violation() if facts.args.get("enable_prefix_caching") is False else None
 
 
-def _dummy_weights(facts: Facts) -> Clash | None:
-    return Clash() if facts.args.get("load_format") == "dummy" else None
+def _dummy_weights(facts: VllmFacts) -> Violation | None:
+    return Violation() if facts.args.get("load_format") == "dummy" else None
 
 
 # A rule's name is public: docs/vllm.md and alerts use it.
-RULES: Sequence[RoleRule[Facts]] = (
+RULES: Sequence[RoleRule[VllmFacts]] = (
     RoleRule(
         name="vllm-too-few-gpus",
         severity="error",
@@ -181,7 +181,7 @@ RULES: Sequence[RoleRule[Facts]] = (
 # --- against a live peer -------------------------------------------------------------------------------
 
 
-def _pair(facts: Facts, peer: Instance) -> Iterator[Finding]:
+def _pair(facts: VllmFacts, peer: Instance) -> Iterator[Finding]:
     other = f"{peer.role} worker {peer.id:x}"
     theirs, ours = peer.layout.tensor_parallel_size, facts.tensor_parallel
     if peer.engine != "vllm":

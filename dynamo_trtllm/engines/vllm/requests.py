@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.request_checks import check, guided_params, stop_token_ids
-from dynamo_trtllm.errors import ContextTooLong, EngineRefused
+from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
 EXPIRES_AT = "dynamo_expires_at"  # in the kv_transfer_params of a decode call: seconds since the epoch
@@ -27,7 +27,7 @@ _TO_DECODE: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class VllmModelLimits:
     """What model and arguments say about every request; made once."""
 
     role: Role
@@ -39,7 +39,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Redeemed:
+class FetchedKv:
     """What a ticket brings to its decode leg."""
 
     first_token: int
@@ -48,7 +48,7 @@ class Redeemed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class VllmCall:
     """One call of `generate`."""
 
     prompt: list[int]
@@ -61,7 +61,7 @@ class Call:
     first: tuple[int, ...] = ()  # a token to emit before the engine's own
 
 
-def make_call(request: GenerateRequest, rules: Rules, redeemed: Redeemed | None = None) -> Call:
+def build_call(request: GenerateRequest, rules: VllmModelLimits, redeemed: FetchedKv | None = None) -> VllmCall:
     """Raises ContextTooLong, or EngineRefused naming the field. `redeemed`: of a decode leg's ticket."""
     _check(request, rules)
     sampling = request.sampling
@@ -75,14 +75,16 @@ def make_call(request: GenerateRequest, rules: Rules, redeemed: Redeemed | None 
     min_tokens = sampling.min_tokens
     if hands_over:
         transfer = _TO_DECODE
-        if seed is None and sampling.temperature > 0 and samples_again(request):
+        if seed is None and sampling.temperature > 0 and resamples_first_token(request):
             seed = secrets.randbits(_SEED_BITS)
         max_tokens = 1
     elif redeemed is not None:
         transfer, seed = redeemed.kv_transfer_params, redeemed.seed if seed is None else seed
         if max_tokens <= 1:
-            raise EngineRefused("the ticket holds all tokens asked for; nothing is left to decode", field="max_tokens")
-        if not samples_again(request):
+            raise RequestRejected(
+                "the ticket holds all tokens asked for; nothing is left to decode", field="max_tokens"
+            )
+        if not resamples_first_token(request):
             prompt.append(redeemed.first_token)
             first = (redeemed.first_token,)
             max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
@@ -90,7 +92,7 @@ def make_call(request: GenerateRequest, rules: Rules, redeemed: Redeemed | None 
     values = _sampling(sampling, stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
     if transfer is not None:
         values["extra_args"] = {"kv_transfer_params": dict(transfer)}
-    return Call(
+    return VllmCall(
         prompt=prompt,
         sampling=values,
         guided=None if sampling.guided is None else guided_params(sampling.guided),
@@ -102,7 +104,7 @@ def make_call(request: GenerateRequest, rules: Rules, redeemed: Redeemed | None 
     )
 
 
-def samples_again(request: GenerateRequest) -> bool:
+def resamples_first_token(request: GenerateRequest) -> bool:
     """Whether the decode engine makes the first token once more instead of finding it in its prompt.
 
     In its prompt it costs no step, and goes wherever sampling does not care which side of the prompt's end a token is
@@ -114,7 +116,7 @@ def samples_again(request: GenerateRequest) -> bool:
     return counted or seeded or sampling.guided is not None
 
 
-def tokens_to_read(prompt_tokens: int, held_tokens: int, block_tokens: int) -> int:
+def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -> int:
     """Of a decode engine's prompt: how many tokens' KV to take over from the prefill engine, which holds `held_tokens`.
 
     All but the last token, which is computed: that one may lie in a block of its own, which nobody holds. But as many
@@ -126,7 +128,7 @@ def tokens_to_read(prompt_tokens: int, held_tokens: int, block_tokens: int) -> i
     return min(prompt_tokens, held_tokens)
 
 
-def _check(request: GenerateRequest, rules: Rules) -> None:
+def _check(request: GenerateRequest, rules: VllmModelLimits) -> None:
     check(request, role=rules.role, vocab_size=rules.vocab_size, refuses=rules.refuses, library="vLLM")
     tokens = len(request.token_ids)
     if tokens >= rules.context_length:
@@ -136,7 +138,7 @@ def _check(request: GenerateRequest, rules: Rules) -> None:
         )
     wanted = request.sampling.logprobs
     if wanted is not None and -1 < rules.max_logprobs < wanted:
-        raise EngineRefused(
+        raise RequestRejected(
             f"logprobs {wanted} is more than max_logprobs {rules.max_logprobs} of this worker", field="logprobs"
         )
 

@@ -16,24 +16,24 @@ from typing import Any
 
 from dynamo_trtllm.engines.base import EngineStats
 from dynamo_trtllm.engines.external import Counts, Times, engine_stats
-from dynamo_trtllm.engines.outputs import Step, chunk_of, handoff_chunk
-from dynamo_trtllm.engines.pending_transfers import Terms
-from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, Vendor
-from dynamo_trtllm.engines.vllm.inflight import Flight
-from dynamo_trtllm.engines.vllm.kv_releaser import Reclaimer
-from dynamo_trtllm.engines.vllm.output_cursor import Reader
-from dynamo_trtllm.engines.vllm.requests import Call, Rules, make_call
-from dynamo_trtllm.engines.vllm.transfers import Desk
+from dynamo_trtllm.engines.outputs import EngineOutput, chunk_of, transfer_chunk
+from dynamo_trtllm.engines.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, VllmBindings
+from dynamo_trtllm.engines.vllm.inflight import VllmInflightRequest
+from dynamo_trtllm.engines.vllm.kv_releaser import KvReleaser
+from dynamo_trtllm.engines.vllm.output_cursor import VllmOutputCursor
+from dynamo_trtllm.engines.vllm.requests import VllmCall, VllmModelLimits, build_call
+from dynamo_trtllm.engines.vllm.transfers import VllmTransfers
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
     EngineFailed,
-    EngineRefused,
-    NotMigratable,
+    MigrationFailed,
+    RequestRejected,
     TransferFailed,
 )
-from dynamo_trtllm.kv_transfer.deadlines import Within, bound, late
-from dynamo_trtllm.messages import Chunk, GenerateRequest, LegStats, Phase, ReleaseOutcome
+from dynamo_trtllm.kv_transfer.deadlines import FetchLimits, first_deadline, timeout_error
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -44,18 +44,20 @@ _RELEASE_S = 10.0
 _ABORT_S = 5.0
 
 
-class Serving:
+class VllmSession:
     """One per built AsyncLLM, which stays the engine's to shut down."""
 
-    def __init__(self, vendor: Vendor, llm: Any, rules: Rules, terms: Terms, times: Times) -> None:
+    def __init__(
+        self, vendor: VllmBindings, llm: Any, rules: VllmModelLimits, terms: TransferIdentity, times: Times
+    ) -> None:
         self._vendor = vendor
         self._llm = llm
         self._rules = rules
         self._times = times
-        self._desk = Desk(terms, vendor.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
-        self._reclaimer = Reclaimer(self._release_kv)
+        self._desk = VllmTransfers(terms, vendor.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._reclaimer = KvReleaser(self._release_kv)
         self._failed: EngineFailed | None = None
-        self._flights: set[Flight] = set()
+        self._flights: set[VllmInflightRequest] = set()
         self._aborts: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._idle = asyncio.Event()
@@ -103,9 +105,9 @@ class Serving:
         """See `Engine.generate`. Closed early, the call is aborted."""
         self.check()
         redeemed = self._desk.redeem(request) if request.phase is Phase.DECODE else None
-        call = make_call(request, self._rules, redeemed)
+        call = build_call(request, self._rules, redeemed)
         flight = self._flight(request)
-        reader = Reader(
+        reader = VllmOutputCursor(
             alternatives=request.sampling.logprobs,
             first=call.first,
             first_logprobs=() if request.ticket is None else request.ticket.first_logprobs,
@@ -132,32 +134,32 @@ class Serving:
                 self._reclaimer.post(flight.call_id)
             self._land(flight)
 
-    def _flight(self, request: GenerateRequest) -> Flight:
-        flight = Flight(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
+    def _flight(self, request: GenerateRequest) -> VllmInflightRequest:
+        flight = VllmInflightRequest(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
         ticket = request.ticket
         if request.phase is Phase.DECODE and ticket is not None:  # vLLM does not tell its queue from the move
-            limit = bound(ticket, Within(request.deadline, self._times.handoff_timeout_s), time.time())
-            flight.due_in(limit.left_s, lambda: late(ticket, limit))
+            limit = first_deadline(ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time())
+            flight.due_in(limit.left_s, lambda: timeout_error(ticket, limit))
         else:
             self._due_at_deadline(request, flight)
         self._flights.add(flight)
         self._note_idle()
         return flight
 
-    def _due_at_deadline(self, request: GenerateRequest, flight: Flight) -> None:
+    def _due_at_deadline(self, request: GenerateRequest, flight: VllmInflightRequest) -> None:
         flight.due_in(
             request.deadline - time.time(),
             lambda: DeadlineExceeded(f"the deadline passed after {flight.age_s():.1f} s in the engine"),
         )
 
-    def _note_started(self, request: GenerateRequest, flight: Flight) -> None:
+    def _note_started(self, request: GenerateRequest, flight: VllmInflightRequest) -> None:
         if flight.started or flight.reason is not None:
             return
         flight.start()
         if request.phase is Phase.DECODE:
             self._due_at_deadline(request, flight)
 
-    async def _outputs(self, call: Call, flight: Flight) -> AsyncGenerator[Any, None]:
+    async def _outputs(self, call: VllmCall, flight: VllmInflightRequest) -> AsyncGenerator[Any, None]:
         """The vendor's outputs, its errors translated. Ends early when the flight was given up."""
         stream = self._llm.generate(**self._vendor.arguments(call), request_id=flight.call_id)
         try:
@@ -175,34 +177,36 @@ class Serving:
         finally:
             await self._close(stream, flight)
 
-    async def _close(self, stream: AsyncGenerator[Any, None], flight: Flight) -> None:
+    async def _close(self, stream: AsyncGenerator[Any, None], flight: VllmInflightRequest) -> None:
         """Close vLLM's stream, which aborts a call that still runs. A dead engine fails the other streams, too."""
         try:
             await stream.aclose()
         except (self._vendor.dead, self._vendor.broken, *VENDOR_ERRORS) as exc:
             _log.debug("end of %s: %s", flight.call_id, self._translated(flight, exc).message)
 
-    def _translated(self, flight: Flight, exc: Exception) -> DynamoError:
+    def _translated(self, flight: VllmInflightRequest, exc: Exception) -> DynamoError:
         if isinstance(exc, self._vendor.dead):
             return self.fail(f"vLLM's engine has died: {exc}")
         return self._broken(flight, exc.__cause__ or exc if isinstance(exc, self._vendor.broken) else exc)
 
-    def _broken(self, flight: Flight, exc: BaseException) -> DynamoError:
+    def _broken(self, flight: VllmInflightRequest, exc: BaseException) -> DynamoError:
         """Whether an error of the vendor's is one request's, or the engine's end."""
         if self._failed is not None:
             return EngineFailed(self._failed.message)
         if self._llm.errored:
             return self.fail(f"vLLM's engine has died: {exc}")
         if not flight.started and isinstance(exc, (ValueError, TypeError, AssertionError, LookupError)):
-            return EngineRefused(f"vLLM refused the request: {exc}")
-        return NotMigratable(f"vLLM ended request {flight.call_id} with {type(exc).__name__}: {exc}")
+            return RequestRejected(f"vLLM refused the request: {exc}")
+        return MigrationFailed(f"vLLM ended request {flight.call_id} with {type(exc).__name__}: {exc}")
 
-    def _unfinished(self, request: GenerateRequest, flight: Flight) -> DynamoError:
+    def _unfinished(self, request: GenerateRequest, flight: VllmInflightRequest) -> DynamoError:
         if flight.reason is not None:
             return flight.reason()
-        return NotMigratable(f"vLLM ended request {request.request_id} with no reason")
+        return MigrationFailed(f"vLLM ended request {request.request_id} with no reason")
 
-    def _hand_out(self, request: GenerateRequest, call: Call, flight: Flight, output: Any, step: Step) -> Chunk:
+    def _hand_out(
+        self, request: GenerateRequest, call: VllmCall, flight: VllmInflightRequest, output: Any, step: EngineOutput
+    ) -> Chunk:
         """The terminal chunk of a prefill leg."""
         expires_at = time.monotonic() + self._times.ticket_ttl_s
         ticket = self._desk.hand_out(
@@ -212,7 +216,7 @@ class Serving:
             seed=call.seed,
             give_up=lambda: self._give_up(flight.call_id, expires_at),
         )
-        return handoff_chunk(ticket, _stats(flight, output))
+        return transfer_chunk(ticket, _stats(flight, output))
 
     def _give_up(self, call_id: str, expires_at: float) -> None:
         if time.monotonic() < expires_at:
@@ -220,12 +224,12 @@ class Serving:
         else:
             self._reclaimer.post_later(call_id)
 
-    def _chunk(self, request: GenerateRequest, flight: Flight, output: Any, step: Step) -> Chunk:
+    def _chunk(self, request: GenerateRequest, flight: VllmInflightRequest, output: Any, step: EngineOutput) -> Chunk:
         """Raises for an end that is no answer."""
         if step.is_broken:
             if request.phase is Phase.DECODE and step.finish == "error":
                 raise TransferFailed("vLLM could not take the prompt's KV over; see its log for NixlConnector")
-            raise NotMigratable(f"vLLM ended request {request.request_id} with {step.finish!r}")
+            raise MigrationFailed(f"vLLM ended request {request.request_id} with {step.finish!r}")
         return chunk_of(step, _stats(flight, output))
 
     def _abort(self, call_id: str) -> None:
@@ -244,7 +248,7 @@ class Serving:
         found: Iterable[Iterable[str]] = await self._llm.collective_rpc(_RELEASE, timeout=_RELEASE_S, args=(call_ids,))
         return found
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: VllmInflightRequest) -> None:
         self._flights.discard(flight)
         flight.close()
         self._note_idle()
@@ -266,5 +270,5 @@ class Serving:
         return engine_stats(counts, len(self._flights), self._desk)
 
 
-def _stats(flight: Flight, output: Any) -> LegStats:
+def _stats(flight: VllmInflightRequest, output: Any) -> PhaseTimings:
     return flight.stats(cached_tokens=int(output.num_cached_tokens or 0))

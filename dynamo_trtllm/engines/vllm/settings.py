@@ -12,7 +12,7 @@ from typing import Any
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.request_checks import HARMONY_STOP_IDS
 from dynamo_trtllm.engines.vllm.args import VllmArgs
-from dynamo_trtllm.engines.vllm.requests import Rules
+from dynamo_trtllm.engines.vllm.requests import VllmModelLimits
 from dynamo_trtllm.engines.vllm.side_channel import SideChannel, extra_config
 from dynamo_trtllm.messages import KvLayout, Limits, Role
 
@@ -57,11 +57,11 @@ def pairing(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> di
     }
 
 
-def rules(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: bool) -> Rules:
+def rules(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: bool) -> VllmModelLimits:
     refused = () if has_tokenizer else ("guided",)
     if refused:
         _log.info("requests with a form for the answer are refused: %s has no tokenizer.json", checkpoint.folder)
-    return Rules(
+    return VllmModelLimits(
         role=role,
         context_length=int(config.model_config.max_model_len),
         vocab_size=checkpoint.vocab_size,

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.pending_transfers import Opaque, opened
-from dynamo_trtllm.errors import EngineRefused
-from dynamo_trtllm.messages import HandoffTicket
+from dynamo_trtllm.engines.pending_transfers import EngineState, decode_state
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import KvTransferParams
 
 OPAQUE_VERSION = 1
 
@@ -32,7 +32,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_num_tokens: int = 0
 
 
-class _Opaque(Opaque, frozen=True, kw_only=True):
+class _VllmState(EngineState, frozen=True, kw_only=True):
     params: TransferParams
     seed: int | None = None  # of a request that had none, where both legs make the first token
 
@@ -40,16 +40,16 @@ class _Opaque(Opaque, frozen=True, kw_only=True):
 def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) -> bytes:
     """Raises EngineRefused when the connector answered nothing, or what can't travel."""
     if not params or not params.get("remote_block_ids"):
-        raise EngineRefused(
+        raise RequestRejected(
             "vLLM's connector left nothing to hand over; see its log for NixlConnector", field="kv_transfer_config"
         )
     try:
         typed = msgspec.convert(params, TransferParams, strict=False)
     except msgspec.ValidationError as exc:
-        raise EngineRefused(
+        raise RequestRejected(
             f"vLLM {release} answers kv_transfer_params of another form: {exc}", field="kv_transfer_config"
         ) from exc
-    return codec.encode(_Opaque(version=OPAQUE_VERSION, release=release, params=typed, seed=seed))
+    return codec.encode(_VllmState(version=OPAQUE_VERSION, release=release, params=typed, seed=seed))
 
 
 class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
 
 
-def unpack(ticket: HandoffTicket) -> Unpacked:
+def unpack(ticket: KvTransferParams) -> Unpacked:
     """Raises TicketMismatch naming the field."""
-    opaque = opened(ticket, _Opaque, OPAQUE_VERSION)
+    opaque = decode_state(ticket, _VllmState, OPAQUE_VERSION)
     return Unpacked(params=msgspec.structs.asdict(opaque.params), seed=opaque.seed)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dynamo_trtllm.engines.outputs import Step
-from dynamo_trtllm.engines.pending_transfers import HeldTickets, Left, Terms
+from dynamo_trtllm.engines.outputs import EngineOutput
+from dynamo_trtllm.engines.pending_transfers import PendingTransfers, PrefillResult, TransferIdentity
 from dynamo_trtllm.engines.vllm import transfer_params as wire
-from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, Redeemed
-from dynamo_trtllm.messages import GenerateRequest, HandoffTicket
+from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, FetchedKv
+from dynamo_trtllm.messages import GenerateRequest, KvTransferParams
 
 
-class Desk(HeldTickets):
+class VllmTransfers(PendingTransfers):
     """`release`: vLLM's, for people."""
 
-    def __init__(self, terms: Terms, release: str, *, ttl_s: float, on_change: Callable[[], None]) -> None:
+    def __init__(self, terms: TransferIdentity, release: str, *, ttl_s: float, on_change: Callable[[], None]) -> None:
         super().__init__(terms, ttl_s=ttl_s, on_change=on_change)
         self._release = release
 
@@ -23,18 +23,18 @@ class Desk(HeldTickets):
         self,
         request: GenerateRequest,
         params: Mapping[str, Any] | None,
-        step: Step,
+        step: EngineOutput,
         *,
         seed: int | None,
         give_up: Callable[[], None],
-    ) -> HandoffTicket:
+    ) -> KvTransferParams:
         """A ticket over what a prefill call left. `give_up`: asks the engine to drop it, when nobody came."""
         opaque = wire.pack(params, release=self._release, seed=seed if request.sampling.seed is None else None)
-        return self.write(request, Left(step.token_ids[:1], step.logprobs[:1], opaque, give_up))
+        return self.write(request, PrefillResult(step.token_ids[:1], step.logprobs[:1], opaque, give_up))
 
-    def redeem(self, request: GenerateRequest) -> Redeemed:
+    def redeem(self, request: GenerateRequest) -> FetchedKv:
         """Raises TicketMismatch or TicketExpired."""
         ticket = self.accept(request)
         found = wire.unpack(ticket)
         params = found.params | {EXPIRES_AT: ticket.expires_at}
-        return Redeemed(first_token=ticket.first_token_ids[0], seed=found.seed, kv_transfer_params=params)
+        return FetchedKv(first_token=ticket.first_token_ids[0], seed=found.seed, kv_transfer_params=params)

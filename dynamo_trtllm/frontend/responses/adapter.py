@@ -11,30 +11,32 @@ from dynamo_trtllm.api.response_items import InputItem, ItemReference
 from dynamo_trtllm.api.responses import ResponseRequest
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.admission import in_thread
-from dynamo_trtllm.frontend.api_adapter import Events, Fold, Job
+from dynamo_trtllm.frontend.api_adapter import Aggregator, PreparedRequest, SseEncoder
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.preprocess import Identity, Plan
+from dynamo_trtllm.frontend.preprocess import GenerationPlan, RequestContext
 from dynamo_trtllm.frontend.responses.items import Item, characters, normalized
 from dynamo_trtllm.frontend.responses.plan import prepare_turn
-from dynamo_trtllm.frontend.responses.response_builder import Answer, ResponseEvents, ResponseFold
-from dynamo_trtllm.frontend.responses.response_store import References, Shelf
+from dynamo_trtllm.frontend.responses.response_builder import ResponseAggregator, ResponseBuilder, ResponseSseEncoder
+from dynamo_trtllm.frontend.responses.response_store import References, ResponseStore
 
 THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so as not to delay other streams
 
 
-class Responses:
+class ResponsesAdapter:
     """`making` has the answers under way, by id; an answer leaves it with the exchange that makes it."""
 
     endpoint = "responses"
     body = ResponseRequest
     prompt = frozenset({"input"})
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: ResponseStore) -> None:
         self._shelf = shelf
         self.id_prefix = shelf.id_prefix
-        self.making: WeakValueDictionary[str, Answer] = WeakValueDictionary()
+        self.making: WeakValueDictionary[str, ResponseBuilder] = WeakValueDictionary()
 
-    async def plan(self, body: ResponseRequest, served: ServedModel, identity: Identity, *, off_loop: bool) -> Plan:
+    async def plan(
+        self, body: ResponseRequest, served: ServedModel, identity: RequestContext, *, off_loop: bool
+    ) -> GenerationPlan:
         """Raises ResponseNotFound when the request refers to a response that is not stored, InvalidRequest when the
         conversation is too long to be stored."""
         items: list[Item] = []
@@ -58,20 +60,20 @@ class Responses:
             return await in_thread(prepare_turn, body, items, served, identity)
         return prepare_turn(body, items, served, identity)
 
-    def events(self, job: Job[ResponseRequest]) -> ResponseEvents:
-        return ResponseEvents(self._answer(job))
+    def events(self, job: PreparedRequest[ResponseRequest]) -> ResponseSseEncoder:
+        return ResponseSseEncoder(self._answer(job))
 
-    def fold(self, job: Job[ResponseRequest]) -> ResponseFold:
-        return ResponseFold(self._answer(job))
+    def fold(self, job: PreparedRequest[ResponseRequest]) -> ResponseAggregator:
+        return ResponseAggregator(self._answer(job))
 
-    async def finished(self, job: Job[ResponseRequest], answer: Events | Fold) -> None:
-        assert isinstance(answer, ResponseEvents | ResponseFold)
+    async def finished(self, job: PreparedRequest[ResponseRequest], answer: SseEncoder | Aggregator) -> None:
+        assert isinstance(answer, ResponseSseEncoder | ResponseAggregator)
         made = answer.answer
         if made.packed is not None:
             await self._shelf.keep(made.id, made.packed, made.client)
 
-    def _answer(self, job: Job[ResponseRequest]) -> Answer:
-        answer = self.making[job.heading.id] = Answer(job, self._shelf.max_bytes)
+    def _answer(self, job: PreparedRequest[ResponseRequest]) -> ResponseBuilder:
+        answer = self.making[job.heading.id] = ResponseBuilder(job, self._shelf.max_bytes)
         return answer
 
 

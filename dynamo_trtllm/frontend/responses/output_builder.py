@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import orjson
 
 from dynamo_trtllm.frontend.aggregators import chat_logprobs, tool_call_id
-from dynamo_trtllm.frontend.detokenizer import Piece
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.responses.ids import output_id
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
@@ -22,10 +22,10 @@ Event: TypeAlias = dict[str, Any]
 Item: TypeAlias = dict[str, Any]
 
 
-class Growth(NamedTuple):
+class TextDelta(NamedTuple):
     """The event that text was added to the open item, and nothing else."""
 
-    around: Around
+    around: EventTemplate
     text: str
 
     @property
@@ -33,20 +33,20 @@ class Growth(NamedTuple):
         return self.around.event | {"delta": self.text}
 
 
-class Around:
+class EventTemplate:
     """What all growths of one item have in common: the event without its text, and how its bytes begin."""
 
     def __init__(self, event: Event) -> None:
         self.event = event
-        self.spelled = spelled_head(event) + orjson.dumps(event)[:-1] + b',"delta":'
+        self.spelled = formatted_head(event) + orjson.dumps(event)[:-1] + b',"delta":'
 
 
-def spelled_head(event: Event) -> bytes:
+def formatted_head(event: Event) -> bytes:
     kind: str = event["type"]
     return b"event: " + kind.encode() + b"\ndata: "
 
 
-Told: TypeAlias = Event | Growth
+Told: TypeAlias = Event | TextDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class _TextItem:
         self._index = index
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        self._around = Around(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
+        self._around = EventTemplate(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
 
     def item(self, status: str) -> Item:
         return {"id": self._id, **self.kind.head, "status": status, "content": [self._part("".join(self._texts))]}
@@ -97,7 +97,7 @@ class _TextItem:
 
     def text(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
         self._texts.append(text)
-        growth = Growth(self._around, text)
+        growth = TextDelta(self._around, text)
         if not logprobs:
             return growth
         self._logprobs.extend(logprobs)
@@ -128,7 +128,7 @@ class _CallItem:
         self._name = name
         self._call_id = tool_call_id()
         self._arguments: list[str] = []
-        self._around = Around(_event("function_call_arguments.delta", index, item_id=self._id))
+        self._around = EventTemplate(_event("function_call_arguments.delta", index, item_id=self._id))
 
     def item(self, status: str) -> Item:
         head = {"id": self._id, "type": "function_call", "status": status, "call_id": self._call_id}
@@ -137,9 +137,9 @@ class _CallItem:
     def opening(self) -> Iterator[Event]:
         yield _event("output_item.added", self._index, item=self.item("in_progress"))
 
-    def arguments(self, text: str) -> Growth:
+    def arguments(self, text: str) -> TextDelta:
         self._arguments.append(text)
-        return Growth(self._around, text)
+        return TextDelta(self._around, text)
 
     def closing(self, status: str) -> Iterator[Event]:
         arguments = "".join(self._arguments)
@@ -147,7 +147,7 @@ class _CallItem:
         yield _event("output_item.done", self._index, item=self.item(status))
 
 
-class Transcript:
+class OutputBuilder:
     """The output of one response as it grows. At most one item is open, the last one."""
 
     def __init__(self, response_id: str, renderer: Renderer) -> None:
@@ -157,7 +157,7 @@ class Transcript:
         self._open: _TextItem | _CallItem | None = None
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
 
-    def push(self, piece: Piece) -> list[Told]:
+    def push(self, piece: ChoiceDelta) -> list[Told]:
         events: list[Told] = []
         if piece.reasoning:
             events += self._text(_REASONING, piece.reasoning)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dynamo_trtllm.api.responses import AllowedTools, NamedTool, ResponseRequest
+from dynamo_trtllm.api.responses import NamedTool, ResponseRequest, ResponsesAllowedTools
 from dynamo_trtllm.frontend.conversation import sampling_of
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.options import CallMode, Options, ToolChoice
-from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_conversation
+from dynamo_trtllm.frontend.options import GenerationOptions, ToolChoice, ToolChoiceMode
+from dynamo_trtllm.frontend.preprocess import GenerationPlan, RequestContext, prepare_conversation
 from dynamo_trtllm.frontend.responses.items import Item, messages_of
-from dynamo_trtllm.messages import Conversation, Message, ModelCard, Tool
+from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool
 
 _NAMES = {
     "messages": "input",
@@ -22,16 +22,18 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnPlan(Plan):
+class ResponsePlan(GenerationPlan):
     """A plan that knows the items it was made of."""
 
     items: tuple[Item, ...]  # of the turns before, then those of the request
 
 
-def prepare_turn(body: ResponseRequest, items: Sequence[Item], served: ServedModel, identity: Identity) -> TurnPlan:
+def prepare_turn(
+    body: ResponseRequest, items: Sequence[Item], served: ServedModel, identity: RequestContext
+) -> ResponsePlan:
     """Raises as `prepare_chat`, in the words of this API."""
     plan = prepare_conversation(_conversation(body, items), _options(body, served.card), served, identity)
-    return TurnPlan(choices=plan.choices, items=tuple(items))
+    return ResponsePlan(choices=plan.choices, items=tuple(items))
 
 
 def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
@@ -46,8 +48,8 @@ def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
     )
 
 
-def _options(body: ResponseRequest, card: ModelCard) -> Options:
-    return Options(
+def _options(body: ResponseRequest, card: ModelDeploymentCard) -> GenerationOptions:
+    return GenerationOptions(
         sampling=sampling_of(body, card, body.output_tokens, body.logprobs),
         stop=tuple(body.stop),
         tool_choice=_tool_choice(body),
@@ -63,8 +65,8 @@ def _options(body: ResponseRequest, card: ModelCard) -> Options:
 def _tool_choice(body: ResponseRequest) -> ToolChoice:
     match body.tool_choice:
         case NamedTool(name=name):
-            return ToolChoice(mode=CallMode.NAMED, name=name)
-        case AllowedTools(mode=mode, tools=tools):
-            return ToolChoice(mode=CallMode(mode), allowed=tuple(tool.name for tool in tools))
+            return ToolChoice(mode=ToolChoiceMode.NAMED, name=name)
+        case ResponsesAllowedTools(mode=mode, tools=tools):
+            return ToolChoice(mode=ToolChoiceMode(mode), allowed=tuple(tool.name for tool in tools))
         case str(mode):
-            return ToolChoice(mode=CallMode(mode))
+            return ToolChoice(mode=ToolChoiceMode(mode))

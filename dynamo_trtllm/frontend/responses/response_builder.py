@@ -8,25 +8,25 @@ from typing import Any
 import orjson
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.api.responses import AllowedTools, JsonSchemaFormat, NamedTool, ResponseRequest
+from dynamo_trtllm.api.responses import JsonSchemaFormat, NamedTool, ResponseRequest, ResponsesAllowedTools
 from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, RequestError
-from dynamo_trtllm.frontend.api_adapter import Job, Stats
-from dynamo_trtllm.frontend.detokenizer import Piece, Usage
+from dynamo_trtllm.frontend.api_adapter import PreparedRequest, Stats
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.responses.items import Item, named
-from dynamo_trtllm.frontend.responses.output_builder import Growth, Told, Transcript, spelled_head
-from dynamo_trtllm.frontend.responses.plan import TurnPlan
-from dynamo_trtllm.frontend.responses.response_store import Kept
+from dynamo_trtllm.frontend.responses.output_builder import OutputBuilder, TextDelta, Told, formatted_head
+from dynamo_trtllm.frontend.responses.plan import ResponsePlan
+from dynamo_trtllm.frontend.responses.response_store import StoredResponse
 
 
-class Answer:
+class ResponseBuilder:
     """The state that streamed and whole answers share."""
 
-    def __init__(self, job: Job[ResponseRequest], max_kept_bytes: int) -> None:
-        assert isinstance(job.plan, TurnPlan)
+    def __init__(self, job: PreparedRequest[ResponseRequest], max_kept_bytes: int) -> None:
+        assert isinstance(job.plan, ResponsePlan)
         self.id = job.heading.id
         self.client = job.heading.client
         self.stored = job.body.store
-        self.transcript = Transcript(self.id, job.renderer)
+        self.transcript = OutputBuilder(self.id, job.renderer)
         self._items = job.plan.items
         self._base = _echo(job)
         self._finish = ""
@@ -34,7 +34,7 @@ class Answer:
         self.final: dict[str, Any] | None = None  # what was answered, once it is complete
         self.packed: bytes | None = None  # the response as it is stored; None: it is not stored
 
-    def push(self, piece: Piece) -> list[Told]:
+    def push(self, piece: ChoiceDelta) -> list[Told]:
         self._finish = piece.finish or self._finish
         return self.transcript.push(piece)
 
@@ -70,7 +70,7 @@ class Answer:
         """Return the response as it is stored. None: it is not to be stored, or is too large (`store: false`)."""
         if not self.stored:
             return None
-        packed = codec.encode(Kept(response=response, items=self.input_items()))
+        packed = codec.encode(StoredResponse(response=response, items=self.input_items()))
         if len(packed) <= self._max_kept_bytes:
             return packed
         response["store"] = False
@@ -80,10 +80,10 @@ class Answer:
         return named(self._items, self.id)
 
 
-class ResponseEvents:
+class ResponseSseEncoder:
     """The events of a streamed response, numbered."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ResponseBuilder) -> None:
         self.answer = answer
         self._next = 0
 
@@ -92,7 +92,7 @@ class ResponseEvents:
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._spelled({"type": kind, "response": response}) for kind in kinds)
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: ChoiceDelta) -> bytes:
         return b"".join(map(self._spelled, self.answer.push(piece)))
 
     def closing(self, usage: Usage, stats: Stats | None) -> bytes:
@@ -115,19 +115,19 @@ class ResponseEvents:
     def _spelled(self, told: Told) -> bytes:
         number = self._next
         self._next += 1
-        if isinstance(told, Growth):
+        if isinstance(told, TextDelta):
             return told.around.spelled + orjson.dumps(told.text) + b',"sequence_number":%d}\n\n' % number
         told["sequence_number"] = number
-        return spelled_head(told) + orjson.dumps(told) + b"\n\n"
+        return formatted_head(told) + orjson.dumps(told) + b"\n\n"
 
 
-class ResponseFold:
+class ResponseAggregator:
     """A whole response, of the same events, which nobody sees."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: ResponseBuilder) -> None:
         self.answer = answer
 
-    def push(self, piece: Piece) -> None:
+    def push(self, piece: ChoiceDelta) -> None:
         self.answer.push(piece)
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _error_code(error: DynamoError) -> str:
     return "invalid_prompt" if isinstance(error, RequestError) else "server_error"
 
 
-def _echo(job: Job[ResponseRequest]) -> dict[str, Any]:
+def _echo(job: PreparedRequest[ResponseRequest]) -> dict[str, Any]:
     """The response without status, output and usage: what was asked."""
     body, heading, sampling = job.body, job.heading, job.plan.choices[0].request.sampling
     return {
@@ -199,4 +199,4 @@ def _format(body: ResponseRequest) -> dict[str, Any]:
 
 def _tool_choice(body: ResponseRequest) -> str | dict[str, Any]:
     choice = body.tool_choice
-    return choice.model_dump() if isinstance(choice, NamedTool | AllowedTools) else choice
+    return choice.model_dump() if isinstance(choice, NamedTool | ResponsesAllowedTools) else choice

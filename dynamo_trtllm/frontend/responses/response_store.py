@@ -37,7 +37,7 @@ def store_limits(config: FrontendConfig) -> StoreLimits:
     )
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     """One response with what it answers."""
 
     response: dict[str, Any]  # as it was answered
@@ -49,7 +49,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
         return [*self.items, *self.response["output"]]
 
 
-class Shelf:
+class ResponseStore:
     """Names and finds responses. `shared`: other frontends find them too. `max_bytes`: the most of a stored one."""
 
     def __init__(
@@ -96,9 +96,9 @@ class Shelf:
                 data = await self._store.get(response_id)
         return data
 
-    async def find(self, response_id: str, field: str | None = None) -> Kept:
+    async def find(self, response_id: str, field: str | None = None) -> StoredResponse:
         """Raises ResponseNotFound, with `field` for the request's field that names it; Disconnected, Unreachable."""
-        return codec.decode(await self.read(response_id, field), Kept)
+        return codec.decode(await self.read(response_id, field), StoredResponse)
 
     async def drop(self, response_id: str) -> None:
         """Raises as `find`."""
@@ -211,13 +211,13 @@ class References:
     """The stored responses that one request refers to. Each is read once, however many references it has. Their total
     size is limited: a reference is short, but its response may be long."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: ResponseStore) -> None:
         self._shelf = shelf
         self._read: dict[str, _Conversation] = {}  # by the response's id
         self._bytes_left = MAX_REFERRED_BYTES
 
     async def conversation(self, response_id: str, field: str) -> list[dict[str, Any]]:
-        """Return all items up to this response. Raises as `Shelf.find`, and InvalidRequest beyond the limit."""
+        """Return all items up to this response. Raises as `ResponseStore.find`, and InvalidRequest beyond the limit."""
         return (await self._conversation(response_id, field)).items
 
     async def item(self, item_id: str, field: str) -> dict[str, Any]:
@@ -240,5 +240,5 @@ class References:
                     "themselves",
                     field=field,
                 )
-            self._read[response_id] = _Conversation(codec.decode(data, Kept).conversation)
+            self._read[response_id] = _Conversation(codec.decode(data, StoredResponse).conversation)
         return self._read[response_id]

@@ -12,11 +12,11 @@ from starlette.routing import Route
 
 from dynamo_trtllm.api.responses import LOGPROBS
 from dynamo_trtllm.errors import DynamoError, InvalidRequest, ResponseNotFound, UnsupportedParameter
-from dynamo_trtllm.frontend.admission import Running
-from dynamo_trtllm.frontend.responses.adapter import Responses
-from dynamo_trtllm.frontend.responses.response_builder import Answer
-from dynamo_trtllm.frontend.responses.response_store import Shelf
-from dynamo_trtllm.http_server.errors import answer
+from dynamo_trtllm.frontend.admission import InFlight
+from dynamo_trtllm.frontend.responses.adapter import ResponsesAdapter
+from dynamo_trtllm.frontend.responses.response_builder import ResponseBuilder
+from dynamo_trtllm.frontend.responses.response_store import ResponseStore
+from dynamo_trtllm.http_server.errors import to_response
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -24,9 +24,9 @@ DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
 
 
-def response_routes(responses: Responses, shelf: Shelf, running: Running) -> list[Route]:
+def response_routes(responses: ResponsesAdapter, shelf: ResponseStore, running: InFlight) -> list[Route]:
     """All below `/v1/responses/`."""
-    made = MadeResponses(responses, shelf, running)
+    made = ResponseRoutes(responses, shelf, running)
     path = "/v1/responses/{id}"
     return [
         Route(path, _told(made.retrieve), methods=["GET"]),
@@ -43,7 +43,7 @@ def _told(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(request)
         except DynamoError as error:
-            told = answer(error)
+            told = to_response(error)
             return _json(told.body, told.status, told.headers)
 
     return answered
@@ -53,10 +53,10 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return Response(orjson.dumps(value), status_code=status, headers=headers, media_type="application/json")
 
 
-class MadeResponses:
+class ResponseRoutes:
     """One method per endpoint. What runs is known to the frontend that makes it, what is kept to all that share."""
 
-    def __init__(self, responses: Responses, shelf: Shelf, running: Running) -> None:
+    def __init__(self, responses: ResponsesAdapter, shelf: ResponseStore, running: InFlight) -> None:
         self._responses = responses
         self._shelf = shelf
         self._running = running
@@ -98,7 +98,7 @@ class MadeResponses:
             await self._shelf.keep(making.id, packed, making.client)
         return _json(response)
 
-    def _made_now(self, request: Request) -> Answer | None:
+    def _made_now(self, request: Request) -> ResponseBuilder | None:
         response_id = _id(request)
         return self._responses.making.get(response_id) if response_id in self._running else None
 

@@ -4,6 +4,6 @@
 after deregistration), so every offer has a guard, see `guards`.
 """
 
-from dynamo_trtllm.kv_transfer.nixl.backend import NixlCarrier
+from dynamo_trtllm.kv_transfer.nixl.backend import NixlBackend
 
-__all__ = ["NixlCarrier"]
+__all__ = ["NixlBackend"]

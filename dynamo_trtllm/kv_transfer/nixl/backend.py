@@ -15,13 +15,13 @@ from typing import Any
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, EngineFailed, TransferFailed
-from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
 from dynamo_trtllm.kv_transfer.memory import require_sizes
-from dynamo_trtllm.kv_transfer.nixl.bindings import Offer, Region, Vendor, kind_of, spot_of, use_devices
-from dynamo_trtllm.kv_transfer.nixl.fetch import Ask, Reader
-from dynamo_trtllm.kv_transfer.nixl.poller import Mover
-from dynamo_trtllm.kv_transfer.nixl.validity import Guards
+from dynamo_trtllm.kv_transfer.nixl.bindings import NixlBindings, NixlOffer, Region, descriptor_of, kind_of, use_devices
+from dynamo_trtllm.kv_transfer.nixl.fetch import FetchDriver, FetchRequest
+from dynamo_trtllm.kv_transfer.nixl.poller import TransferPoller
+from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
 
 _log = logging.getLogger(__name__)
 
@@ -30,25 +30,25 @@ _LINGER_S = 2.0  # goes on looking after the last offer: over some transports it
 
 
 @dataclass(slots=True, kw_only=True)
-class _Held:
+class _NixlPublished:
     slot: int
     in_region: bool  # nothing was registered for it or will be
     registered: Any | None = None  # of this offer alone
     checksum: OfferChecksum | None = None
 
 
-class NixlCarrier:
+class NixlBackend:
     """A Carrier over NIXL. CPU and CUDA memory; the pieces of one side of one transfer are all of the same kind."""
 
     name = "nixl/ucx"
 
     def __init__(self, checksums: Checksums | None = None) -> None:
         self.checksums = checksums or Checksums()
-        self._vendor = Vendor()
+        self._vendor = NixlBindings()
         self._agent_name = f"dynamo-{uuid.uuid4().hex}"
-        self._guards = Guards()
-        self._reader = Reader(self._vendor, self._guards, self.checksums)
-        self._offers: dict[str, _Held] = {}
+        self._guards = ValiditySlots()
+        self._reader = FetchDriver(self._vendor, self._guards, self.checksums)
+        self._offers: dict[str, _NixlPublished] = {}
         self._wake = threading.Condition()
         self._closing = False
         self._ending: asyncio.Task[None] | None = None
@@ -57,7 +57,7 @@ class NixlCarrier:
         """Raises ConfigError when NIXL can't start its UCX back end."""
         self._loop = asyncio.get_running_loop()
         self._on_fetched = on_fetched
-        self._fetching = Mover("nixl-fetch")
+        self._fetching = TransferPoller("nixl-fetch")
         self._registering = ThreadPoolExecutor(1, "nixl-register")
         opening = self._registering.submit(self._vendor.open, self._agent_name, self._guards)
         self._connection, self._guard_connection = await asyncio.wrap_future(opening)
@@ -76,18 +76,18 @@ class NixlCarrier:
         if self._vendor.agent is None or self._closing:
             raise TransferFailed(f"carrier nixl is not running; start it before it {wanted}")
 
-    async def register(self, region: Piece) -> None:
+    async def register(self, region: MemoryRegion) -> None:
         self._require_running("registers memory")
         await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._register, region)))
 
-    def _register(self, region: Piece) -> None:
+    def _register(self, region: MemoryRegion) -> None:
         """Thread of registrations."""
         with self._vendor.translated(f"can't register {region.num_bytes >> 20} MiB of {region.device}"):
             self._vendor.regions.append(Region(region, *self._vendor.register([region])))
 
     # --- the holder's side ---------------------------------------------------------------------------------
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         self._require_running("offers")
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
@@ -95,7 +95,7 @@ class NixlCarrier:
         nonce = self._guards.arm(slot, len(pieces) if ready is None else ready)
         live = [piece for piece in pieces if piece.num_bytes]
         in_region = self._vendor.region_of(live) is not None
-        self._offers[ticket_id] = _Held(slot=slot, in_region=in_region)
+        self._offers[ticket_id] = _NixlPublished(slot=slot, in_region=in_region)
         if in_region:
             offer = self._describe(ticket_id, slot, nonce, pieces)
         else:
@@ -105,7 +105,9 @@ class NixlCarrier:
             self._wake.notify()
         return offer
 
-    async def _describe_elsewhere(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[Piece]) -> bytes:
+    async def _describe_elsewhere(
+        self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[MemoryRegion]
+    ) -> bytes:
         describing = self._registering.submit(self._describe, ticket_id, slot, nonce, pieces)
         try:
             return await asyncio.shield(asyncio.wrap_future(describing))
@@ -114,7 +116,7 @@ class NixlCarrier:
                 self._registering.submit(self._discard, ticket_id)  # after the registration: it has one thread
             raise
 
-    def _begin_checksum(self, ticket_id: str, pieces: Sequence[Piece]) -> None:
+    def _begin_checksum(self, ticket_id: str, pieces: Sequence[MemoryRegion]) -> None:
         held = self._offers.get(ticket_id)
         if held is not None and self.checksums.method(pieces):
             held.checksum = OfferChecksum(self.checksums, tuple(pieces), partial(self._set_checksum, held.slot))
@@ -127,7 +129,7 @@ class NixlCarrier:
         else:
             self._guards.set_checksum(slot, checksum)
 
-    def _describe(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[Piece]) -> bytes:
+    def _describe(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[MemoryRegion]) -> bytes:
         """All of an offer, or nothing. On the thread of registrations unless it lies in a region."""
         try:
             with self._vendor.translated("can't register the memory of an offer"):
@@ -136,13 +138,13 @@ class NixlCarrier:
             self._discard(ticket_id)
             raise
         return codec.encode(
-            Offer(
+            NixlOffer(
                 agent=self._agent_name,
                 connection=self._connection,
                 guards=self._guard_connection,
                 memory=memory,
                 kind=kind,
-                spots=[spot_of(piece) for piece in pieces],
+                spots=[descriptor_of(piece) for piece in pieces],
                 guard=self._guards.spot(slot),
                 nonce=nonce,
                 ready=self._guards.look(slot).ready,
@@ -150,7 +152,7 @@ class NixlCarrier:
             )
         )
 
-    def _registered(self, ticket_id: str, slot: int, pieces: Sequence[Piece]) -> bytes:
+    def _registered(self, ticket_id: str, slot: int, pieces: Sequence[MemoryRegion]) -> bytes:
         """What readers must know to read these, which are registered now unless they lie in a region."""
         live = [piece for piece in pieces if piece.num_bytes]
         if not live:
@@ -228,22 +230,22 @@ class NixlCarrier:
         self,
         ticket_id: str,
         offer: bytes,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnPiece | None = None,
+        on_piece: OnRegion | None = None,
     ) -> None:
         """See `Carrier.fetch`. A cancelled fetch returns when its read has ended, at the latest after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         try:
-            facts = codec.decode(offer, Offer)
+            facts = codec.decode(offer, NixlOffer)
         except BadFrame as exc:
             raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         self._require_running("fetches")
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
         slot = self._guards.take()
-        ask = Ask(ticket_id, facts, tuple(pieces), slot, deadline, on_piece, is_checked)
+        ask = FetchRequest(ticket_id, facts, tuple(pieces), slot, deadline, on_piece, is_checked)
         # What a GPU copies takes no time of this thread's; meeting a holder does, and so do copies by the CPU.
         step_now = facts.kind == "VRAM" and self._reader.peers.knows(facts)
         try:

@@ -10,17 +10,17 @@ import msgspec
 
 from dynamo_trtllm.config.environ import export
 from dynamo_trtllm.errors import ConfigError, TransferFailed, install_hint
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.nixl import cuda
-from dynamo_trtllm.kv_transfer.nixl.validity import Guards
+from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
 
 _VARIABLES = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "FATAL"}
 _BACKENDS = ["UCX"]
 
-Spot: TypeAlias = tuple[int, int, int]  # address, bytes, device
+Descriptor: TypeAlias = tuple[int, int, int]  # address, bytes, device
 
 
-class Offer(msgspec.Struct, frozen=True, kw_only=True):
+class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader must know of an offer. The first three and a registered region's memory are always the same."""
 
     agent: str
@@ -28,8 +28,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     guards: bytes  # how to reach the agent of its guards, and their page
     memory: bytes  # what a reader must know about the registration; empty when there are no bytes
     kind: str  # of memory, in NIXL's words
-    spots: list[Spot]  # of the pieces
-    guard: Spot
+    spots: list[Descriptor]  # of the pieces
+    guard: Descriptor
     nonce: bytes  # what the guard holds while the offer stands
     ready: int  # pieces that held their data when it was made
     checksum: str = ""  # its method, see `checksums`; "": the guard has none
@@ -42,16 +42,16 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 class Region(NamedTuple):
     """Registered memory."""
 
-    piece: Piece
+    piece: MemoryRegion
     handle: Any
     memory: bytes  # for readers
 
-    def holds(self, piece: Piece) -> bool:
+    def holds(self, piece: MemoryRegion) -> bool:
         begin, end = self.piece.address, self.piece.address + self.piece.num_bytes
         return piece.device == self.piece.device and begin <= piece.address and piece.address + piece.num_bytes <= end
 
 
-class Vendor:
+class NixlBindings:
     """NIXL in this process. Raises ConfigError where it is not installed.
 
     Two agents: NIXL calls a transfer done when all that was posted to the same agent's peer before it is done (1.5.1
@@ -72,7 +72,7 @@ class Vendor:
         self.guard_agent: Any = None  # moves guards and words
         self.regions: list[Region] = []  # registered once, until the end
 
-    def open(self, name: str, guards: Guards) -> tuple[bytes, bytes]:
+    def open(self, name: str, guards: ValiditySlots) -> tuple[bytes, bytes]:
         """Makes the agents; how others reach them. Raises ConfigError when their UCX back end does not start."""
         # Its progress thread spins on a whole core for as long as the agent lives (seen with 1.5.1): the carrier's
         # listener and the readers' polling make progress instead.
@@ -98,10 +98,10 @@ class Vendor:
         for agent in (self.agent, self.guard_agent):
             agent.get_new_notifs()  # there are none, but this makes progress
 
-    def register(self, pieces: Sequence[Piece]) -> tuple[Any, bytes]:
+    def register(self, pieces: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
         """A registration of pieces of one kind, and what readers must know of it."""
         use_devices(pieces)
-        spots = [(*spot, "") for spot in map(spot_of, pieces)]
+        spots = [(*spot, "") for spot in map(descriptor_of, pieces)]
         handle = self.agent.register_memory(spots, kind_of(pieces))
         try:
             return handle, self.agent.get_partial_agent_metadata(handle, False, _BACKENDS)
@@ -109,11 +109,11 @@ class Vendor:
             self.agent.deregister_memory(handle)
             raise
 
-    def region_of(self, pieces: Sequence[Piece]) -> Region | None:
+    def region_of(self, pieces: Sequence[MemoryRegion]) -> Region | None:
         """The region that holds all of them."""
         return next((region for region in self.regions if all(map(region.holds, pieces))), None)
 
-    def descriptors(self, spot: Spot, kind: str) -> Any:
+    def descriptors(self, spot: Descriptor, kind: str) -> Any:
         return self.agent.get_xfer_descs([spot], kind)
 
     @contextlib.contextmanager
@@ -129,11 +129,11 @@ def guard_agent_of(agent: str) -> str:
     return f"{agent}-guards"
 
 
-def spot_of(piece: Piece) -> Spot:
+def descriptor_of(piece: MemoryRegion) -> Descriptor:
     return piece.address, piece.num_bytes, _device(piece)
 
 
-def kind_of(pieces: Sequence[Piece]) -> str:
+def kind_of(pieces: Sequence[MemoryRegion]) -> str:
     """Raises TransferFailed for memory that NIXL can't move, or for several kinds in one transfer."""
     kinds = {piece.device.partition(":")[0] for piece in pieces}
     if not kinds <= {"cpu", "cuda"} or len(kinds) > 1:
@@ -141,13 +141,13 @@ def kind_of(pieces: Sequence[Piece]) -> str:
     return "VRAM" if kinds == {"cuda"} else "DRAM"
 
 
-def use_devices(pieces: Sequence[Piece]) -> None:
+def use_devices(pieces: Sequence[MemoryRegion]) -> None:
     """The calling thread is about to hand these to NIXL."""
     for device in {_device(piece) for piece in pieces if piece.device.startswith("cuda")}:
         cuda.use(device)
 
 
-def _device(piece: Piece) -> int:
+def _device(piece: MemoryRegion) -> int:
     return int(piece.device.partition(":")[2] or 0)
 
 

@@ -14,58 +14,66 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dynamo_trtllm.errors import HandoffTimeout, TransferFailed
-from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
+from dynamo_trtllm.errors import TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, combined, hashes_of
-from dynamo_trtllm.kv_transfer.nixl.bindings import Offer, Spot, Vendor, guard_agent_of, kind_of, spot_of, use_devices
-from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, Steps
-from dynamo_trtllm.kv_transfer.nixl.remote_agents import Peer, Peers
-from dynamo_trtllm.kv_transfer.nixl.validity import Guard, Guards, place_of_word, with_checksum
+from dynamo_trtllm.kv_transfer.nixl.bindings import (
+    Descriptor,
+    NixlBindings,
+    NixlOffer,
+    descriptor_of,
+    guard_agent_of,
+    kind_of,
+    use_devices,
+)
+from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, PollSteps
+from dynamo_trtllm.kv_transfer.nixl.remote_agents import RemoteAgent, RemoteAgents
+from dynamo_trtllm.kv_transfer.nixl.validity import Validity, ValiditySlots, ack_address, with_checksum
 
 _IN_FLIGHT = 4  # reads of one fetch: hides what posting the next one costs
 
 
-class Ask(NamedTuple):
+class FetchRequest(NamedTuple):
     """What to fetch and until when (monotonic); `slot` of the own guards takes what the holder's guard says."""
 
     ticket_id: str
-    offer: Offer
-    pieces: Sequence[Piece]
+    offer: NixlOffer
+    pieces: Sequence[MemoryRegion]
     slot: int
     deadline: float
-    on_piece: OnPiece | None
+    on_piece: OnRegion | None
     is_checked: bool
 
 
-class _Way(NamedTuple):
+class _AgentRef(NamedTuple):
     agent: Any
     peer: str  # by its name to that agent
 
 
-class _Flight(NamedTuple):
+class _XferHandle(NamedTuple):
     agent: Any
     handle: Any
 
 
-class Reader:
+class FetchDriver:
     """Fetches of one carrier; steps of all of them are taken on one thread."""
 
-    def __init__(self, vendor: Vendor, guards: Guards, checksums: Checksums) -> None:
+    def __init__(self, vendor: NixlBindings, guards: ValiditySlots, checksums: Checksums) -> None:
         self._vendor = vendor
         self._guards = guards
         self._checksums = checksums
-        self.peers = Peers(vendor)
+        self.peers = RemoteAgents(vendor)
 
-    def read(self, ask: Ask) -> Steps:
+    def read(self, ask: FetchRequest) -> PollSteps:
         """Must be taken to its end. See `Carrier.fetch`."""
         if time.monotonic() >= ask.deadline:
-            raise HandoffTimeout(f"ticket {ask.ticket_id}: too many others were fetched to begin with it in time")
+            raise TransferTimeout(f"ticket {ask.ticket_id}: too many others were fetched to begin with it in time")
         with (
             self._vendor.translated(f"ticket {ask.ticket_id}: reading from its holder failed"),
             self.peers.met(ask.offer) as peer,
             self._registered([piece for piece in ask.pieces if piece.num_bytes]),
         ):
-            run = _Run(self._vendor, self.peers, peer, ask, self._guards, self._checksums)
+            run = _FetchState(self._vendor, self.peers, peer, ask, self._guards, self._checksums)
             try:
                 yield from run.data()
                 yield from run.guard()
@@ -73,7 +81,7 @@ class Reader:
                 yield from run.end_hashing()
 
     @contextlib.contextmanager
-    def _registered(self, pieces: Sequence[Piece]) -> Iterator[None]:
+    def _registered(self, pieces: Sequence[MemoryRegion]) -> Iterator[None]:
         """For the time of a fetch, unless they lie in a region that is registered for good."""
         use_devices(pieces)
         if not pieces or self._vendor.region_of(pieces) is not None:
@@ -87,14 +95,14 @@ class Reader:
 
 
 @dataclass(slots=True)
-class _Run:
+class _FetchState:
     """The state of one fetch."""
 
-    vendor: Vendor
-    peers: Peers
-    peer: Peer
-    ask: Ask
-    guards: Guards
+    vendor: NixlBindings
+    peers: RemoteAgents
+    peer: RemoteAgent
+    ask: FetchRequest
+    guards: ValiditySlots
     checksums: Checksums
     ready: int = field(init=False)  # pieces
     _moved_at: float = field(default_factory=time.monotonic)
@@ -103,10 +111,10 @@ class _Run:
     def __post_init__(self) -> None:
         self.ready = self.ask.offer.ready
 
-    def data(self) -> Steps:
+    def data(self) -> PollSteps:
         """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
         begun, total = 0, len(self.ask.pieces)
-        flying: deque[tuple[int, _Flight | None]] = deque()  # by piece; None: a piece without bytes
+        flying: deque[tuple[int, _XferHandle | None]] = deque()  # by piece; None: a piece without bytes
         try:
             while begun < total or flying:
                 while begun < self.ready and len(flying) < _IN_FLIGHT:
@@ -121,30 +129,30 @@ class _Run:
             if flying:
                 yield from self._abort([flight for _, flight in flying if flight is not None])
 
-    def _begin(self, index: int) -> _Flight | None:
+    def _begin(self, index: int) -> _XferHandle | None:
         piece, offer = self.ask.pieces[index], self.ask.offer
         if not piece.num_bytes:
             return None
         use_devices([piece])
-        ours = self.vendor.descriptors(spot_of(piece), kind_of([piece]))
+        ours = self.vendor.descriptors(descriptor_of(piece), kind_of([piece]))
         theirs = self.vendor.descriptors(offer.spots[index], offer.kind)
-        return self._post(_Way(self.vendor.agent, self.peer.name), "READ", ours, theirs)
+        return self._post(_AgentRef(self.vendor.agent, self.peer.name), "READ", ours, theirs)
 
-    def _post_word(self, verb: str, ours: Spot, theirs: Spot) -> _Flight:
+    def _post_word(self, verb: str, ours: Descriptor, theirs: Descriptor) -> _XferHandle:
         """Of or for the holder's guard."""
-        way = _Way(self.vendor.guard_agent, guard_agent_of(self.peer.name))
+        way = _AgentRef(self.vendor.guard_agent, guard_agent_of(self.peer.name))
         return self._post(way, verb, self.vendor.descriptors(ours, "DRAM"), self.vendor.descriptors(theirs, "DRAM"))
 
-    def _post(self, way: _Way, verb: str, ours: Any, theirs: Any) -> _Flight:
+    def _post(self, way: _AgentRef, verb: str, ours: Any, theirs: Any) -> _XferHandle:
         handle = way.agent.initialize_xfer(verb, ours, theirs, way.peer)
         try:
             self._require_alive(way.agent.transfer(handle))
         except BaseException:
             way.agent.release_xfer_handle(handle)
             raise
-        return _Flight(way.agent, handle)
+        return _XferHandle(way.agent, handle)
 
-    def _is_done(self, flight: _Flight | None) -> bool:
+    def _is_done(self, flight: _XferHandle | None) -> bool:
         return flight is None or self._require_alive(flight.agent.check_xfer_state(flight.handle))
 
     def _require_alive(self, state: str) -> bool:
@@ -153,7 +161,7 @@ class _Run:
             raise TransferFailed(f"NIXL ended a read from {self.peer.name} with state {state}")
         return state == "DONE"
 
-    def _land(self, index: int, flight: _Flight | None) -> None:
+    def _land(self, index: int, flight: _XferHandle | None) -> None:
         if flight is not None:
             flight.agent.release_xfer_handle(flight.handle)
         self._moved_at = time.monotonic()
@@ -169,7 +177,7 @@ class _Run:
             self._moved_at = time.monotonic()
         return self.ready > before
 
-    def guard(self) -> Steps:
+    def guard(self) -> PollSteps:
         """Notify the holder that its offer was read.
 
         Raises TransferFailed when the offer was withdrawn or its checksum differs: the data is invalid.
@@ -182,7 +190,7 @@ class _Run:
             held = yield from self._look()
         if ours is not None and ours != held.checksum:
             raise self.checksums.mismatch(self.ask.ticket_id)
-        word, place = self.guards.word(self.ask.slot), place_of_word(self.ask.offer.guard)
+        word, place = self.guards.word(self.ask.slot), ack_address(self.ask.offer.guard)
         yield from self._finish(self._post_word("WRITE", word, place))
 
     def _checksum(self) -> Generator[float, None, int | None]:
@@ -196,13 +204,13 @@ class _Run:
             checksum = combined(checksum, hashes_of(jobs))
         return checksum
 
-    def end_hashing(self) -> Steps:
+    def end_hashing(self) -> PollSteps:
         """Return when no thread reads the pieces any more."""
         jobs = [job for jobs in self._hashing for job in jobs if not job.cancel()]
         while not all(job.done() for job in jobs):
             yield LONGEST_SLEEP_S
 
-    def _look(self) -> Generator[float, None, Guard]:
+    def _look(self) -> Generator[float, None, Validity]:
         """Read the holder's guard. Raises TransferFailed when the offer was withdrawn."""
         offer, slot = self.ask.offer, self.ask.slot
         ours, theirs = self.guards.spot(slot), offer.guard
@@ -214,7 +222,7 @@ class _Run:
             raise TransferFailed(f"ticket {self.ask.ticket_id}: its holder no longer offers it")
         return held
 
-    def _finish(self, flight: _Flight) -> Steps:
+    def _finish(self, flight: _XferHandle) -> PollSteps:
         done = False
         try:
             while not (done := self._is_done(flight)):
@@ -228,10 +236,10 @@ class _Run:
     def _waited_s(self) -> float:
         now = time.monotonic()
         if now >= self.ask.deadline:
-            raise HandoffTimeout(f"holder {self.peer.name} did not answer in time")
+            raise TransferTimeout(f"holder {self.peer.name} did not answer in time")
         return now - self._moved_at
 
-    def _abort(self, flights: list[_Flight]) -> Steps:
+    def _abort(self, flights: list[_XferHandle]) -> PollSteps:
         """Ends reads that did not finish: closing the connection is the only abort that UCX guarantees."""
         self.peers.disconnect(self.peer)
         for flight in flights:

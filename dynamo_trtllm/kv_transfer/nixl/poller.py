@@ -20,12 +20,12 @@ _SPIN_S = 0.0005  # without progress for this long (128 MiB take 0.35 ms over NV
 _SLEEP_SHARE = 1 / 16
 LONGEST_SLEEP_S = 0.001
 
-Steps: TypeAlias = Iterator[float]
+PollSteps: TypeAlias = Iterator[float]
 
 
 @dataclass(slots=True, eq=False)
-class _Fetch:
-    steps: Steps
+class _PolledFetch:
+    steps: PollSteps
     result: Future[None] = field(default_factory=Future)
     has_begun: bool = False
     waited_s: float = 0.0  # said by its last step
@@ -48,26 +48,26 @@ class _Fetch:
         return False
 
 
-class Mover:
+class TransferPoller:
     """Fetches begin in the order in which they come."""
 
     def __init__(self, name: str) -> None:
-        self._coming: SimpleQueue[_Fetch | None] = SimpleQueue()
-        self._waiting: deque[_Fetch] = deque()
-        self._moving: list[_Fetch] = []
+        self._coming: SimpleQueue[_PolledFetch | None] = SimpleQueue()
+        self._waiting: deque[_PolledFetch] = deque()
+        self._moving: list[_PolledFetch] = []
         self._turn = 0
         self._closing = False
         self._nothing = select.poll()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, steps: Steps, *, step_now: bool = False) -> Future[None]:
+    def submit(self, steps: PollSteps, *, step_now: bool = False) -> Future[None]:
         """Its steps are taken to the end, unless the future is cancelled before the first.
 
         `step_now` takes the first here, where no other fetch waits for its turn: what it begins is under way while the
         thread wakes up.
         """
-        fetch = _Fetch(steps)
+        fetch = _PolledFetch(steps)
         is_first = not self._waiting and self._coming.empty() and len(self._moving) < FETCHES_AT_ONCE
         if not (step_now and is_first and fetch.begin()) or fetch.step():
             self._coming.put(fetch)
@@ -128,7 +128,7 @@ class Mover:
         shortest_s = min(fetch.waited_s for fetch in self._moving)
         return 0 if shortest_s < _SPIN_S else min(shortest_s * _SLEEP_SHARE, LONGEST_SLEEP_S)
 
-    def _oldest_and_next(self) -> list[_Fetch]:
+    def _oldest_and_next(self) -> list[_PolledFetch]:
         if len(self._moving) < 2:
             return self._moving
         self._turn = self._turn % (len(self._moving) - 1) + 1

@@ -26,13 +26,13 @@ _WORD_AT = NONCE_BYTES + COUNT_BYTES
 SLOTS = 4096  # offers and fetches at once
 
 
-class Guard(NamedTuple):
+class Validity(NamedTuple):
     nonce: bytes
     ready: int
     checksum: int  # 0: not there yet
 
 
-class Guards:
+class ValiditySlots:
     """Slots of one process. Taken and freed on any thread: list operations are atomic."""
 
     def __init__(self) -> None:
@@ -84,10 +84,10 @@ class Guards:
         begin = slot * SLOT_BYTES + _WORD_AT
         self._page[begin : begin + WORD_BYTES] = bytes(WORD_BYTES)
 
-    def look(self, slot: int) -> Guard:
+    def look(self, slot: int) -> Validity:
         held = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         ready, checksum = held[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], held[PLAIN_BYTES:]
-        return Guard(held[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
+        return Validity(held[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
 
     def spot(self, slot: int) -> tuple[int, int, int]:
         """Return where a slot is: address, size in bytes without the checksum, device."""
@@ -104,7 +104,7 @@ def with_checksum(guard: tuple[int, int, int]) -> tuple[int, int, int]:
     return address, SLOT_BYTES, device
 
 
-def place_of_word(guard: tuple[int, int, int]) -> tuple[int, int, int]:
+def ack_address(guard: tuple[int, int, int]) -> tuple[int, int, int]:
     """Where in a holder's guard that word belongs."""
     address, _, device = guard
     return address + _WORD_AT, WORD_BYTES, device

@@ -6,13 +6,13 @@ import inspect
 import re
 from typing import Any
 
-from dynamo_trtllm.engines.trtllm.api_manifests import Release
+from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest
 
 _METHODS = ("__init__", "generate_async", "get_stats", "get_stats_async", "shutdown")
 _VALUES = ("SamplingParams", "DisaggregatedParams")
 
 
-def differences(package: Any, release: Release) -> list[str]:
+def differences(package: Any, release: ApiManifest) -> list[str]:
     """One line for each name that only one of the two has, or whose default differs."""
     found: list[str] = []
     for name in _VALUES:
@@ -28,7 +28,7 @@ def differences(package: Any, release: Release) -> list[str]:
     return found
 
 
-def argument_differences(package: Any, release: Release) -> list[str]:
+def argument_differences(package: Any, release: ApiManifest) -> list[str]:
     """Of the LLM's arguments and their nested configurations, as pydantic models of the package."""
     found: list[str] = []
     models = vars(package.llmapi.llm_args)
@@ -56,7 +56,7 @@ def _default(field: Any) -> Any:
     return _UNKNOWN if field.is_required() or field.default_factory is not None else field.default
 
 
-def _names(owner: str, has: dict[str, Any], release: Release) -> list[str]:
+def _names(owner: str, has: dict[str, Any], release: ApiManifest) -> list[str]:
     read = release.fields(owner)
     found = [f"{owner}.{name} is new" for name in has.keys() - read.keys()]
     found += [f"{owner}.{name} is missing" for name in read.keys() - has.keys()]

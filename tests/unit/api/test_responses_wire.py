@@ -15,7 +15,7 @@ from openai.types.responses.response_includable import ResponseIncludable
 
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.api.response_items import FunctionCallItem, FunctionOutputItem, ItemReference, MessageItem
-from dynamo_trtllm.api.responses import LOGPROBS, AllowedTools, NamedTool, ResponseRequest
+from dynamo_trtllm.api.responses import LOGPROBS, NamedTool, ResponseRequest, ResponsesAllowedTools
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
 TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
@@ -145,7 +145,7 @@ def test_tool_choice_then_each_form() -> None:
         tools=[TOOL],
         tool_choice={"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
     ).tool_choice
-    assert isinstance(choice, AllowedTools)
+    assert isinstance(choice, ResponsesAllowedTools)
     assert [tool.name for tool in choice.tools] == ["f"]
 
 

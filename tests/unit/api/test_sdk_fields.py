@@ -15,11 +15,11 @@ from openai.types.shared_params.response_format_json_schema import JSONSchema
 from dynamo_trtllm.api import chat as wire_chat
 from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
-from dynamo_trtllm.api.request_model import Wire, parse
+from dynamo_trtllm.api.request_model import RequestModel, parse
 from dynamo_trtllm.api.sampling import StreamOptions
 from dynamo_trtllm.errors import UnsupportedParameter
 
-PAIRS: list[tuple[Any, type[Wire]]] = [
+PAIRS: list[tuple[Any, type[RequestModel]]] = [
     (chat_create_params.CompletionCreateParamsNonStreaming, ChatRequest),
     (chat_create_params.CompletionCreateParamsStreaming, ChatRequest),
     (completion_create_params.CompletionCreateParamsNonStreaming, CompletionRequest),
@@ -36,14 +36,14 @@ PAIRS: list[tuple[Any, type[Wire]]] = [
     (FunctionDefinition, wire_chat.Function),
     (JSONSchema, wire_chat.JsonSchema),
 ]
-BODIES: dict[type[Wire], dict[str, Any]] = {
+BODIES: dict[type[RequestModel], dict[str, Any]] = {
     ChatRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     CompletionRequest: {"model": "m", "prompt": "hi"},
 }
 
 
 @pytest.mark.parametrize(("sent", "taken"), PAIRS, ids=lambda side: side.__name__)
-def test_sdk_fields_when_walked_then_each_is_listed(sent: Any, taken: type[Wire]) -> None:
+def test_sdk_fields_when_walked_then_each_is_listed(sent: Any, taken: type[RequestModel]) -> None:
     fields = {field.alias or name for name, field in taken.model_fields.items()}
     listed = fields | taken.hints | set(taken.no_ops) | taken.refused
     assert set(typing.get_type_hints(sent)) - listed == set()
@@ -52,7 +52,7 @@ def test_sdk_fields_when_walked_then_each_is_listed(sent: Any, taken: type[Wire]
 
 
 @pytest.mark.parametrize("model", BODIES)
-def test_fields_that_are_not_honoured_when_set_then_refused_by_their_names(model: type[Wire]) -> None:
+def test_fields_that_are_not_honoured_when_set_then_refused_by_their_names(model: type[RequestModel]) -> None:
     for name in sorted(model.refused | set(model.no_ops)):
         with pytest.raises(UnsupportedParameter) as refused:
             parse(model, orjson.dumps(BODIES[model] | {name: "something"}))
@@ -61,7 +61,7 @@ def test_fields_that_are_not_honoured_when_set_then_refused_by_their_names(model
 
 
 @pytest.mark.parametrize("model", BODIES)
-def test_harmless_values_and_hints_and_null_when_sent_then_taken(model: type[Wire]) -> None:
+def test_harmless_values_and_hints_and_null_when_sent_then_taken(model: type[RequestModel]) -> None:
     for name, values in model.no_ops.items():
         for value in values:
             parse(model, orjson.dumps(BODIES[model] | {name: value}))

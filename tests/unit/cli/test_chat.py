@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.cli.chat import HELP, Chat, Notes, main, only_model
+from dynamo_trtllm.cli.chat import HELP, Chat, Notices, main, only_model
 from dynamo_trtllm.cli.chat_http import ChatFailed, error_text, events
-from dynamo_trtllm.cli.chat_turn import Kind, Screen, Shown, Turn
+from dynamo_trtllm.cli.chat_turn import ChatTurn, Kind, Screen, Shown
 from dynamo_trtllm.config.chat import ChatConfig
 from dynamo_trtllm.config.load import is_color_refused, load
 from dynamo_trtllm.errors import ConfigError
@@ -66,7 +66,7 @@ class Talk:
             ChatConfig(model="m", **config),
             server,
             Screen(self.out, has_colors=has_colors),
-            Notes(self.notes, has_colors=has_colors),
+            Notices(self.notes, has_colors=has_colors),
         )
 
 
@@ -189,7 +189,7 @@ def test_show_when_the_model_writes_control_characters_then_the_terminal_does_no
 
 
 def test_report_when_times_are_known_then_first_and_following_tokens_are_apart() -> None:
-    turn = Turn(clock=clock(10.0, 10.25, 10.75))
+    turn = ChatTurn(clock=clock(10.0, 10.25, 10.75))
     for event in (chunk(content="a"), chunk(content="b"), *ENDING):
         list(turn.add(event))
     assert turn.report() == "TTFT 250 ms, 4 tokens, 6.0 tokens/s"
@@ -205,7 +205,7 @@ def test_report_when_times_are_known_then_first_and_following_tokens_are_apart()
     ],
 )
 def test_report_when_little_came_then_it_says_so(script: list[dict[str, Any]], expected: str) -> None:
-    turn = Turn(clock=lambda: 1.0)
+    turn = ChatTurn(clock=lambda: 1.0)
     for event in script:
         list(turn.add(event))
     assert turn.report() == expected

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config import layers
-from dynamo_trtllm.config.layers import Layer, check_keys, merge, nested, read_yaml
+from dynamo_trtllm.config.layers import Source, check_keys, merge, nested, read_yaml
 from dynamo_trtllm.config.wording import table
 from dynamo_trtllm.errors import ConfigError
 
@@ -17,7 +17,7 @@ def bomb(line: str) -> str:
 
 
 def merged(*values: dict[str, Any]) -> layers.Merged:
-    return merge([Layer(value, source) for value, source in zip(values, "abcdef", strict=False)])
+    return merge([Source(value, source) for value, source in zip(values, "abcdef", strict=False)])
 
 
 def result(*values: dict[str, Any]) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def test_merge_when_keys_are_not_text_or_hold_dots_then_the_mapping_is_one_value
 
 def test_merge_when_another_value_is_beaten_then_one_line_names_both_and_their_places():
     layer = [
-        Layer({"max_num_tokens": 16384, "kv": {"dtype": "fp8"}}, "YAML d.yaml"),
-        Layer({"max_num_tokens": 20000, "kv": None}, "flag --max-num-tokens"),
+        Source({"max_num_tokens": 16384, "kv": {"dtype": "fp8"}}, "YAML d.yaml"),
+        Source({"max_num_tokens": 20000, "kv": None}, "flag --max-num-tokens"),
     ]
     assert merge(layer).notes == [
         "--max-num-tokens 20000 beats max_num_tokens 16384 of YAML d.yaml",
@@ -69,14 +69,14 @@ def test_merge_when_the_same_value_is_set_twice_then_nothing_is_said():
 
 
 def test_merge_when_advice_is_beaten_then_nothing_is_said():
-    leaves, notes = merge([Layer({"x": 1}, "advice", yields=True), Layer({"x": 2}, "b")])
+    leaves, notes = merge([Source({"x": 1}, "advice", yields=True), Source({"x": 2}, "b")])
     assert (leaves, notes) == ({"x": (2, "b")}, [])
 
 
 def test_as_yaml_when_read_back_then_the_same_values_with_their_sources_beside_them(tmp_path):
     values = {"n": 1, "text": "a: # b", "none": None, "kv": {"dtype": "fp8", "sizes": [1, 2]}, "empty": {}}
     path = tmp_path / "out.yaml"
-    path.write_text(layers.as_yaml(merge([Layer(values, "YAML x"), Layer({"n": 2}, "flag --n")]).leaves))
+    path.write_text(layers.as_yaml(merge([Source(values, "YAML x"), Source({"n": 2}, "flag --n")]).leaves))
     assert read_yaml(path) == values | {"n": 2}
     lines = path.read_text().splitlines()
     assert "n: 2  # flag --n" in lines
@@ -153,9 +153,9 @@ def test_read_yaml_when_the_file_is_not_text_then_it_is_named(tmp_path):
 def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_found(tmp_path: Path) -> None:
     here = tmp_path / "mine.yaml"
     here.write_text("a: 1\n")
-    assert layers.located(here) == here
-    assert layers.located(Path("config/layers.py")) == Path(layers.__file__)  # any file that is in the package
-    assert layers.located(Path("nowhere.yaml")) == Path("nowhere.yaml")
+    assert layers.find_file(here) == here
+    assert layers.find_file(Path("config/layers.py")) == Path(layers.__file__)  # any file that is in the package
+    assert layers.find_file(Path("nowhere.yaml")) == Path("nowhere.yaml")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_located_when_path_is_here_then_it_is_kept_and_else_the_shipped_one_is_f
 def test_located_when_a_guide_names_the_file_then_ours_is_taken_and_said(typed, ours, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     with caplog.at_level(logging.INFO):
-        found = layers.located(Path(typed))
+        found = layers.find_file(Path(typed))
     assert found.is_file()
     assert found.as_posix().endswith(ours)
     assert [record.getMessage() for record in caplog.records] == [f"{typed} is not here; taken as {ours}"]
@@ -194,9 +194,9 @@ def test_located_when_the_guides_path_is_here_then_it_is_taken_as_it_is(tmp_path
     here = Path("engine_configs/gpt_oss/prefill.yaml")
     here.parent.mkdir(parents=True)
     here.write_text("stream_interval: 1\n")
-    assert layers.located(here) == here
+    assert layers.find_file(here) == here
 
 
 @pytest.mark.parametrize("path", ["/home/me/engine_configs/gpt_oss/prefill.yaml", "configs/prefill.yaml"])
 def test_located_when_a_path_is_of_nobody_then_it_stays(path):
-    assert layers.located(Path(path)) == Path(path)
+    assert layers.find_file(Path(path)) == Path(path)

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo_trtllm.config.substitute import substituted
+from dynamo_trtllm.config.substitute import expand_env
 from dynamo_trtllm.errors import ConfigError
 
 SET = {"A": "x", "EMPTY": "", "PATH_LIKE": "/m: #1"}
@@ -24,12 +24,12 @@ SET = {"A": "x", "EMPTY": "", "PATH_LIKE": "/m: #1"}
     ],
 )
 def test_text_when_it_has_references_then_they_are_replaced_as_in_a_shell(text, wanted):
-    assert substituted(text, SET, "f") == wanted
+    assert expand_env(text, SET, "f") == wanted
 
 
 def test_value_when_nested_then_texts_at_any_depth_and_keys_and_numbers_stay():
     value = {"${A}": [{"k": "${A}"}, 3, None, True]}
-    assert substituted(value, SET, "f") == {"${A}": [{"k": "x"}, 3, None, True]}
+    assert expand_env(value, SET, "f") == {"${A}": [{"k": "x"}, 3, None, True]}
 
 
 @pytest.mark.parametrize(
@@ -43,4 +43,4 @@ def test_value_when_nested_then_texts_at_any_depth_and_keys_and_numbers_stay():
 )
 def test_text_when_a_reference_can_not_be_replaced_then_its_place_is_told(text, said):
     with pytest.raises(ConfigError, match=said):
-        substituted(["x", {"k": [text]}][1], SET, "f")
+        expand_env(["x", {"k": [text]}][1], SET, "f")

@@ -9,17 +9,19 @@ from collections.abc import Callable
 import pytest
 
 from dynamo_trtllm.engines import loading
-from dynamo_trtllm.engines.loading import Loading, on_thread
+from dynamo_trtllm.engines.loading import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.errors import EngineFailed
 from tests.waiting import SOON_S
 
 GIB = 1 << 30
 
 
-def make(build: Callable[[], str], *, used: list[int | None] | None = None) -> tuple[Loading[str], list[str]]:
+def make(build: Callable[[], str], *, used: list[int | None] | None = None) -> tuple[EngineLoader[str], list[str]]:
     readings = iter(used or [None] * 9)
     thrown: list[str] = []
-    return Loading(build, discard=thrown.append, gpu_bytes_used=lambda: next(readings), weight_bytes=10 * GIB), thrown
+    return EngineLoader(
+        build, discard=thrown.append, gpu_bytes_used=lambda: next(readings), weight_bytes=10 * GIB
+    ), thrown
 
 
 async def test_built_when_done_then_the_value_and_nothing_is_discarded() -> None:
@@ -51,7 +53,7 @@ async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_di
         thrown.append(built)
         loop.call_soon_threadsafe(gone.set)
 
-    load = Loading(build, discard=discard, gpu_bytes_used=lambda: None, weight_bytes=0)
+    load = EngineLoader(build, discard=discard, gpu_bytes_used=lambda: None, weight_bytes=0)
     task = asyncio.create_task(load.built())
     await asyncio.sleep(0)
     task.cancel()
@@ -67,7 +69,7 @@ async def test_thread_when_call_never_returns_then_a_deadline_ends_the_wait() ->
     never = threading.Event()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await on_thread(never.wait, name="never")
+            await run_in_daemon_thread(never.wait, name="never")
     never.set()
 
 

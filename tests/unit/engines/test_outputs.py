@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.external import Counts, engine_stats
-from dynamo_trtllm.engines.outputs import Step, chunk_of, handoff_chunk, leg_stats
+from dynamo_trtllm.engines.outputs import EngineOutput, chunk_of, phase_timings, transfer_chunk
 from dynamo_trtllm.messages import (
     FinishReason,
     GenerateRequest,
-    HandoffTicket,
     KvLayout,
-    LegStats,
+    KvTransferParams,
+    PhaseTimings,
     Sampling,
     TokenLogprob,
     token_ids,
 )
 
-STATS = LegStats(prefill_s=0.5, cached_tokens=32)
-TICKET = HandoffTicket(
+STATS = PhaseTimings(prefill_s=0.5, cached_tokens=32)
+TICKET = KvTransferParams(
     version=1,
     ticket_id="t",
     engine="vllm",
@@ -37,8 +37,8 @@ TICKET = HandoffTicket(
 )
 
 
-def step(finish: str | None) -> Step:
-    return Step(token_ids=[5, 6], logprobs=(TokenLogprob(5, -1.0), TokenLogprob(6, -2.0)), finish=finish)
+def step(finish: str | None) -> EngineOutput:
+    return EngineOutput(token_ids=[5, 6], logprobs=(TokenLogprob(5, -1.0), TokenLogprob(6, -2.0)), finish=finish)
 
 
 def request(**fields: Any) -> GenerateRequest:
@@ -64,15 +64,15 @@ def test_step_when_its_end_is_no_answers_then_broken(finish: str) -> None:
 
 
 def test_handoff_when_made_then_the_ticket_and_what_moves() -> None:
-    chunk = handoff_chunk(TICKET, STATS)
+    chunk = transfer_chunk(TICKET, STATS)
     assert (chunk.finish_reason, chunk.ticket, list(chunk.token_ids)) == (FinishReason.HANDOFF, TICKET, [])
-    assert chunk.stats == LegStats(prefill_s=0.5, cached_tokens=32, kv_bytes=4096, transport="a/b")
+    assert chunk.stats == PhaseTimings(prefill_s=0.5, cached_tokens=32, kv_bytes=4096, transport="a/b")
 
 
 def test_times_when_a_ticket_came_then_the_first_answer_tells_of_the_hand_off() -> None:
-    assert leg_stats(request(), 0.5, cached_tokens=32) == STATS
-    told = leg_stats(request(ticket=TICKET), 0.5, cached_tokens=32)
-    assert told == LegStats(handoff_s=0.5, kv_bytes=4096, transport="a/b")
+    assert phase_timings(request(), 0.5, cached_tokens=32) == STATS
+    told = phase_timings(request(ticket=TICKET), 0.5, cached_tokens=32)
+    assert told == PhaseTimings(handoff_s=0.5, kv_bytes=4096, transport="a/b")
 
 
 def test_stats_when_the_library_counts_more_waiting_than_calls_then_no_more_than_those() -> None:

@@ -10,12 +10,18 @@ import msgspec
 import pytest
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.pending_transfers import HeldTickets, Left, Opaque, Terms, opened
-from dynamo_trtllm.errors import EngineRefused, TicketExpired, TicketMismatch
+from dynamo_trtllm.engines.pending_transfers import (
+    EngineState,
+    PendingTransfers,
+    PrefillResult,
+    TransferIdentity,
+    decode_state,
+)
+from dynamo_trtllm.errors import RequestRejected, TransferExpired, TransferMismatch
 from dynamo_trtllm.messages import (
     GenerateRequest,
-    HandoffTicket,
     KvLayout,
+    KvTransferParams,
     Phase,
     ReleaseOutcome,
     Sampling,
@@ -24,14 +30,14 @@ from dynamo_trtllm.messages import (
 )
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8)
-TERMS = Terms("vllm", 5, "m", LAYOUT, {"release": "1"}, transport="a/b")
+TERMS = TransferIdentity("vllm", 5, "m", LAYOUT, {"release": "1"}, transport="a/b")
 
 
-class Form(Opaque, frozen=True, kw_only=True):
+class Form(EngineState, frozen=True, kw_only=True):
     number: int
 
 
-class Book(HeldTickets):
+class Book(PendingTransfers):
     def __init__(self, ttl_s: float = 60.0) -> None:
         self.changes = 0
         self.given_up = asyncio.Event()
@@ -40,11 +46,11 @@ class Book(HeldTickets):
     def _changed(self) -> None:
         self.changes += 1
 
-    def written(self, opaque: bytes = b"") -> HandoffTicket:
-        return self.write(request(), Left([7], (TokenLogprob(7, -0.5),), opaque, self.given_up.set))
+    def written(self, opaque: bytes = b"") -> KvTransferParams:
+        return self.write(request(), PrefillResult([7], (TokenLogprob(7, -0.5),), opaque, self.given_up.set))
 
 
-def request(prompt: int = 40, ticket: HandoffTicket | None = None) -> GenerateRequest:
+def request(prompt: int = 40, ticket: KvTransferParams | None = None) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
@@ -93,7 +99,7 @@ async def test_ticket_when_it_does_not_fit_then_the_difference_is_named(change: 
     book = Book()
     ticket = book.written()
     assert book.accept(request(ticket=ticket)) is ticket
-    with pytest.raises(TicketMismatch) as caught:
+    with pytest.raises(TransferMismatch) as caught:
         book.accept(request(ticket=msgspec.structs.replace(ticket, **change)))
     assert caught.value.field == field
     book.close()
@@ -102,9 +108,9 @@ async def test_ticket_when_it_does_not_fit_then_the_difference_is_named(change: 
 async def test_ticket_when_late_or_not_there_then_said() -> None:
     book = Book()
     late = msgspec.structs.replace(book.written(), expires_at=time.time() - 1)
-    with pytest.raises(TicketExpired):
+    with pytest.raises(TransferExpired):
         book.accept(request(ticket=late))
-    with pytest.raises(EngineRefused, match="needs a ticket"):
+    with pytest.raises(RequestRejected, match="needs a ticket"):
         book.accept(request())
     book.close()
 
@@ -112,10 +118,10 @@ async def test_ticket_when_late_or_not_there_then_said() -> None:
 async def test_opaque_when_of_this_form_and_version_then_its_fields_else_mismatch() -> None:
     book, form = Book(), Form(version=3, release="1.2", number=4)
     ticket = book.written(codec.encode(form))
-    assert opened(ticket, Form, 3) == form
-    with pytest.raises(TicketMismatch, match="3 at prefill and 4 at decode") as caught:
-        opened(ticket, Form, 4)
+    assert decode_state(ticket, Form, 3) == form
+    with pytest.raises(TransferMismatch, match="3 at prefill and 4 at decode") as caught:
+        decode_state(ticket, Form, 4)
     assert caught.value.field == "opaque.version"
-    with pytest.raises(TicketMismatch, match="not one of this engine's"):
-        opened(book.written(codec.encode({"version": 3})), Form, 3)
+    with pytest.raises(TransferMismatch, match="not one of this engine's"):
+        decode_state(book.written(codec.encode({"version": 3})), Form, 3)
     book.close()

@@ -1,4 +1,4 @@
-"""Workers that only give the files of their model, and `Models` that watch for them, all in one process."""
+"""Workers that only give the files of their model, and `ModelRegistry` that watch for them, all in one process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.base import Registration
-from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
+from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.frontend.model_registry import Models
+from dynamo_trtllm.frontend.model_registry import ModelRegistry
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
-    FilePiece,
-    FileRequest,
+    FileChunk,
     GenerateRequest,
-    ModelCard,
+    GetFile,
+    ModelDeploymentCard,
     Role,
 )
 from dynamo_trtllm.observability.metrics import WorkerMetrics
@@ -33,7 +33,7 @@ from dynamo_trtllm.worker.service import WorkerService, digest
 from tests.instances import CARD, make_instance
 from tests.waiting import SOON_S
 
-HARMONY = ModelCard(name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony")
+HARMONY = ModelDeploymentCard(name="oss", context_length=128, vocab_size=32, eos_token_ids=(2,), renderer="harmony")
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 
 
@@ -66,33 +66,33 @@ class Holder:
             NoEngine(), instance, Admission(AdmissionLimits(), time.time), files=files, metrics=WorkerMetrics()
         )
         self.garbled = garbled
-        self.asked: list[FileRequest] = []
+        self.asked: list[GetFile] = []
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         return self._service.generate(request)
 
     async def control(self, verb: Control) -> bytes:
-        assert isinstance(verb, FileRequest)
+        assert isinstance(verb, GetFile)
         self.asked.append(verb)
         reply = await self._service.control(verb)
         if not self.garbled:
             return reply
-        piece = codec.decode(reply, FilePiece)
-        return codec.encode(FilePiece(data=b"?" * len(piece.data), total_bytes=piece.total_bytes))
+        piece = codec.decode(reply, FileChunk)
+        return codec.encode(FileChunk(data=b"?" * len(piece.data), total_bytes=piece.total_bytes))
 
 
 class Frontend:
-    """`Models` that watch discovery in this process and ask workers over a plane in this process."""
+    """`ModelRegistry` that watch discovery in this process and ask workers over a plane in this process."""
 
     def __init__(self) -> None:
         self.plane = InprocPlane()
-        self.store = MemoryStore()
+        self.store = FakeEtcd()
         self.discovery = MemoryDiscovery(self.store)
-        self.models = Models(ClusterView(), self.discovery, self.plane, "dynamo")
+        self.models = ModelRegistry(ClusterView(), self.discovery, self.plane, "dynamo")
         self.watching = asyncio.create_task(self.models.watch())
 
     async def add(
-        self, instance_id: int, card: ModelCard, role: Role = Role.AGGREGATED, service: Service | None = None
+        self, instance_id: int, card: ModelDeploymentCard, role: Role = Role.AGGREGATED, service: Service | None = None
     ) -> Registration:
         instance = msgspec.structs.replace(make_instance(instance_id, role=role), card=card)
         if service is not None:
@@ -108,7 +108,7 @@ class Frontend:
         await self.plane.aclose()
 
 
-def card_of(files: Mapping[str, Path]) -> ModelCard:
+def card_of(files: Mapping[str, Path]) -> ModelDeploymentCard:
     return msgspec.structs.replace(CARD, files={name: digest(path) for name, path in files.items()})
 
 

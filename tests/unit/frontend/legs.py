@@ -11,27 +11,27 @@ from typing import Any
 import msgspec
 
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.frontend.pipeline import Pipeline, RouteTrace
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
     FinishReason,
     GenerateRequest,
     Instance,
-    LegStats,
-    Release,
-    Reserve,
+    PhaseTimings,
+    ReleaseKv,
+    ReleaseSlot,
+    ReserveSlot,
     Role,
     Sampling,
-    Unreserve,
     token_ids,
 )
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance, make_ticket
 
-PREFILL_STATS = LegStats(prefill_s=0.25)
-DECODE_STATS = LegStats(handoff_s=0.5, kv_bytes=7)
+PREFILL_STATS = PhaseTimings(prefill_s=0.25)
+DECODE_STATS = PhaseTimings(handoff_s=0.5, kv_bytes=7)
 
 HANG = "hang"
 Step = Chunk | DynamoError | asyncio.Event | str
@@ -52,10 +52,10 @@ class Scripted:
     def __init__(self, *scripts: Sequence[Step]) -> None:
         self._scripts = iter(scripts)
         self.requests: list[GenerateRequest] = []
-        self.releases: list[Release] = []
+        self.releases: list[ReleaseKv] = []
         self.hanging = asyncio.Event()
         self.closed = asyncio.Event()  # while it hung
-        self.reservations: list[Reserve | Unreserve] = []
+        self.reservations: list[ReserveSlot | ReleaseSlot] = []
         self.asked = asyncio.Event()  # for a slot
         self.stalls: asyncio.Event | None = None  # its answer waits for this
         self.faults: dict[type[Control], DynamoError] = {}  # what a kind of verb is answered with
@@ -76,10 +76,10 @@ class Scripted:
                 raise
 
     async def control(self, verb: Control) -> bytes:
-        if isinstance(verb, Release):
+        if isinstance(verb, ReleaseKv):
             self.releases.append(verb)
         else:
-            assert isinstance(verb, Reserve | Unreserve)
+            assert isinstance(verb, ReserveSlot | ReleaseSlot)
             self.reservations.append(verb)
             self.asked.set()
             if self.stalls is not None:
@@ -113,9 +113,9 @@ class Cluster:
         self.view.add(instance)
         return service
 
-    async def tokens(self, trace: Trace | None = None, **sampling: Any) -> list[int]:
+    async def tokens(self, trace: RouteTrace | None = None, **sampling: Any) -> list[int]:
         """All tokens of a request, whose last chunk alone is terminal."""
-        async with aclosing(self.pipeline.generate(request(**sampling), trace or Trace())) as stream:
+        async with aclosing(self.pipeline.generate(request(**sampling), trace or RouteTrace())) as stream:
             chunks = [chunk async for chunk in stream]
         assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         return [token for chunk in chunks for token in chunk.token_ids]

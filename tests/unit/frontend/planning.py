@@ -14,14 +14,16 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import CompletionRequest
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.preprocess import Identity, Plan, prepare_chat, prepare_text
-from dynamo_trtllm.messages import ModelCard
+from dynamo_trtllm.frontend.preprocess import GenerationPlan, RequestContext, prepare_chat, prepare_text
+from dynamo_trtllm.messages import ModelDeploymentCard
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.template import ChatTemplateRenderer
 from tests.small_tokenizer import CONTROL, write_tokenizer
 
-CARD = ModelCard(name="m", context_length=2000, vocab_size=201088, eos_token_ids=(200002, 200012), renderer="harmony")
-IDENTITY = Identity(request_id="id", deadline=5.0)
+CARD = ModelDeploymentCard(
+    name="m", context_length=2000, vocab_size=201088, eos_token_ids=(200002, 200012), renderer="harmony"
+)
+IDENTITY = RequestContext(request_id="id", deadline=5.0)
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
 TIME: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
@@ -55,12 +57,12 @@ class TemplateModels:
         return ServedModel(card, ChatTemplateRenderer(files, stop_token_ids=stops, tool_call_parser=tool_call_parser))
 
 
-def chat(served: ServedModel, **fields: Any) -> Plan:
+def chat(served: ServedModel, **fields: Any) -> GenerationPlan:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | fields
     return prepare_chat(parse(ChatRequest, orjson.dumps(body)), served, IDENTITY)
 
 
-def text(served: ServedModel, **fields: Any) -> Plan:
+def text(served: ServedModel, **fields: Any) -> GenerationPlan:
     body = {"model": "m", "prompt": "hi"} | fields
     return prepare_text(parse(CompletionRequest, orjson.dumps(body)), served, IDENTITY)
 
@@ -69,5 +71,5 @@ def refusing(served: ServedModel, *fields: str) -> ServedModel:
     return ServedModel(msgspec.structs.replace(served.card, refuses=fields), served.renderer)
 
 
-def prompt(plan: Plan, served: ServedModel) -> str:
+def prompt(plan: GenerationPlan, served: ServedModel) -> str:
     return served.renderer.decode(plan.choices[0].request.token_ids)

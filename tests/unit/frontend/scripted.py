@@ -12,16 +12,16 @@ from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.frontend.readiness import Standing
+from dynamo_trtllm.frontend.pipeline import RouteTrace
+from dynamo_trtllm.frontend.readiness import ReadinessReport
 from dynamo_trtllm.messages import (
     Chunk,
     Conversation,
     FinishReason,
     GenerateRequest,
     Instance,
-    LegStats,
-    ModelCard,
+    ModelDeploymentCard,
+    PhaseTimings,
     TokenIds,
     TokenLogprob,
     token_ids,
@@ -32,7 +32,7 @@ from dynamo_trtllm.tokenization.base import NOTHING_FORCED, Delta, ToolCallDelta
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
 MODEL = "lab/tiny"
-CARD = ModelCard(name=MODEL, context_length=100, vocab_size=0x3000, eos_token_ids=(END,), renderer="harmony")
+CARD = ModelDeploymentCard(name=MODEL, context_length=100, vocab_size=0x3000, eos_token_ids=(END,), renderer="harmony")
 
 
 class Characters:
@@ -122,7 +122,7 @@ class Catalog:
         self.served = {MODEL: ServedModel(CARD, self.renderer)}
         self.up: list[Instance] = []
         self.lacks: str | None = None
-        self.shown: Standing = {"pairs": [], "mismatched": [], "rejected_records": []}
+        self.shown: ReadinessReport = {"pairs": [], "mismatched": [], "rejected_records": []}
 
     def get(self, name: str) -> ServedModel:
         if name not in self.served:
@@ -138,7 +138,7 @@ class Catalog:
     def lacking(self, name: str) -> str | None:
         return self.lacks
 
-    def standing(self) -> Standing:
+    def standing(self) -> ReadinessReport:
         return self.shown
 
 
@@ -154,13 +154,16 @@ class Scripted:
     yielded: int = 0
 
     async def generate(
-        self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
+        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         self.running += 1
         self.begun.set()
         try:
-            trace.prefill_instance, trace.prefill_stats = 0xAB, LegStats(queue_s=0.5, prefill_s=1.0, cached_tokens=2)
+            trace.prefill_instance, trace.prefill_stats = (
+                0xAB,
+                PhaseTimings(queue_s=0.5, prefill_s=1.0, cached_tokens=2),
+            )
             trace.decode_instance = 0xCD
             for step in self.script:
                 if isinstance(step, asyncio.Event):
@@ -169,7 +172,7 @@ class Scripted:
                     raise step
                 else:
                     if step.finish_reason is not None:
-                        trace.decode_stats = LegStats(queue_s=0.25, handoff_s=2.0, kv_bytes=4096, transport="nixl")
+                        trace.decode_stats = PhaseTimings(queue_s=0.25, handoff_s=2.0, kv_bytes=4096, transport="nixl")
                     self.yielded += 1
                     yield step
         finally:

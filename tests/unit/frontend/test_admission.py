@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Overloaded
-from dynamo_trtllm.frontend.admission import SMALL_BODY_BYTES, BodyBudget, Permits, Rate
+from dynamo_trtllm.frontend.admission import SMALL_BODY_BYTES, BodyBudget, ConcurrencyLimiter, DecayingRate
 
 
 class Clock:
@@ -23,7 +23,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def waiting(permits: Permits, count: int = 1, within_s: float = 30.0) -> asyncio.Task[None]:
+async def waiting(permits: ConcurrencyLimiter, count: int = 1, within_s: float = 30.0) -> asyncio.Task[None]:
     task = asyncio.create_task(permits.take(count, within_s))
     await settled()
     return task
@@ -36,14 +36,14 @@ async def left(*tasks: asyncio.Task[None]) -> None:
 
 
 async def test_take_when_there_is_room_then_at_once() -> None:
-    permits = Permits(3)
+    permits = ConcurrencyLimiter(3)
     await permits.take(2, 30.0)
     await permits.take(1, 30.0)
     assert (permits.taken, permits.queued) == (3, 0)
 
 
 async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
-    permits = Permits(1, max_queued=2)
+    permits = ConcurrencyLimiter(1, max_queued=2)
     await permits.take(1, 30.0)
     first, second = await waiting(permits), await waiting(permits)
     assert permits.queued == 2
@@ -56,7 +56,7 @@ async def test_take_when_full_then_turns_come_in_order_of_arrival() -> None:
 
 
 async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_before() -> None:
-    permits = Permits(1, max_queued=1)
+    permits = ConcurrencyLimiter(1, max_queued=1)
     permits.check()
     await permits.take(1, 30.0)
     permits.check()
@@ -70,7 +70,7 @@ async def test_take_when_the_queue_is_full_then_overloaded_and_check_says_so_bef
 
 
 async def test_take_when_several_choices_then_all_at_one_time_and_nobody_passes() -> None:
-    permits = Permits(3, max_queued=9)
+    permits = ConcurrencyLimiter(3, max_queued=9)
     await permits.take(2, 30.0)
     large, small = await waiting(permits, 3), await waiting(permits, 1)
     assert permits.taken == 2
@@ -83,7 +83,7 @@ async def test_take_when_several_choices_then_all_at_one_time_and_nobody_passes(
 
 
 async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the_next_moves_up() -> None:
-    permits = Permits(2, max_queued=9)
+    permits = ConcurrencyLimiter(2, max_queued=9)
     await permits.take(1, 30.0)
     large = await waiting(permits, 2, within_s=0.01)
     small = await waiting(permits, 1)
@@ -94,7 +94,7 @@ async def test_take_when_the_deadline_passes_in_the_queue_then_it_leaves_and_the
 
 
 async def test_take_when_no_time_is_left_then_deadline() -> None:
-    permits = Permits(1, max_queued=1)
+    permits = ConcurrencyLimiter(1, max_queued=1)
     await permits.take(1, 30.0)
     with pytest.raises(DeadlineExceeded):
         await permits.take(1, -1.0)
@@ -102,7 +102,7 @@ async def test_take_when_no_time_is_left_then_deadline() -> None:
 
 
 async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_once() -> None:
-    permits = Permits(1, max_queued=1)
+    permits = ConcurrencyLimiter(1, max_queued=1)
     await permits.take(1, 30.0)
     await left(await waiting(permits))
     assert (permits.taken, permits.queued) == (1, 0)
@@ -111,7 +111,7 @@ async def test_take_when_the_client_leaves_the_queue_then_its_place_is_free_at_o
 
 
 async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goes_to_the_next() -> None:
-    permits = Permits(1, max_queued=2)
+    permits = ConcurrencyLimiter(1, max_queued=2)
     await permits.take(1, 30.0)
     first, second = await waiting(permits), await waiting(permits)
     permits.give_back(1)  # its turn came, and before it could run it is cancelled
@@ -122,7 +122,7 @@ async def test_take_when_the_client_leaves_as_its_turn_comes_then_the_permit_goe
 
 
 async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_permit_goes_to_the_next() -> None:
-    permits = Permits(1, max_queued=2)
+    permits = ConcurrencyLimiter(1, max_queued=2)
     await permits.take(1, 30.0)
     first, second = await waiting(permits), await waiting(permits)
     first.cancel()
@@ -133,21 +133,21 @@ async def test_take_when_the_turn_comes_as_the_client_has_just_left_then_the_per
 
 
 def test_rate_when_steady_then_it_is_what_came_per_second() -> None:
-    rate = Rate(10.0)
+    rate = DecayingRate(10.0)
     for tick in range(200):
         rate.note(tick / 4, 2)
     assert rate.per_s(50.0) == pytest.approx(8.0, rel=0.05)
 
 
 def test_rate_when_young_then_it_is_not_underrated() -> None:
-    rate = Rate(10.0)
+    rate = DecayingRate(10.0)
     for tick in range(8):
         rate.note(tick / 4, 1)
     assert rate.per_s(2.0) == pytest.approx(4.0, rel=0.1)
 
 
 def test_rate_when_nothing_comes_any_more_then_it_falls() -> None:
-    rate = Rate(10.0)
+    rate = DecayingRate(10.0)
     assert rate.per_s(5.0) == 0.0
     rate.note(0.0, 10)
     assert rate.per_s(1.0) > 2 * rate.per_s(20.0) > 0
@@ -160,7 +160,7 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
     per_s: float, queued: int, least: int, most: int
 ) -> None:
     clock = Clock()
-    permits = Permits(1000, max_queued=queued, clock=clock)
+    permits = ConcurrencyLimiter(1000, max_queued=queued, clock=clock)
     await permits.take(1000, 30.0)
     tasks = [await waiting(permits, 1000) for _ in range(queued)]
     for _ in range(400):
@@ -171,12 +171,12 @@ async def test_retry_after_when_the_rate_is_known_then_the_time_of_the_queue(
 
 
 def test_retry_after_when_nothing_has_ended_yet_then_a_second() -> None:
-    assert Permits(1).retry_after_s() == 1
+    assert ConcurrencyLimiter(1).retry_after_s() == 1
 
 
 async def test_retry_after_when_nothing_ran_for_long_then_what_ended_before_does_not_count() -> None:
     now = 0.0
-    permits = Permits(1, clock=lambda: now)
+    permits = ConcurrencyLimiter(1, clock=lambda: now)
     for _ in range(20):
         await permits.take(1, 30.0)
         now += 1.0

@@ -14,10 +14,10 @@ import pytest
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.choices import AHEAD, likeliest, together
-from dynamo_trtllm.frontend.detokenizer import Piece
-from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.frontend.preprocess import Plan
+from dynamo_trtllm.frontend.choices import AHEAD, merge_streams, pick_best_of
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
+from dynamo_trtllm.frontend.pipeline import RouteTrace
+from dynamo_trtllm.frontend.preprocess import GenerationPlan
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.request_plane.base import Sink
 from tests.unit.frontend.scripted import CALL, MODEL, Front, Scripted, chunk, stop
@@ -33,7 +33,9 @@ class Each:
         self.each = [Scripted(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
-    def generate(self, request: GenerateRequest, trace: Trace, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
+    def generate(
+        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
         return self.each[len(self.requests) - 1].generate(request, trace)
 
@@ -292,18 +294,18 @@ async def test_cancel_by_id_then_an_error_ends_the_answer_and_all_choices(monkey
 # --- the parts -----------------------------------------------------------------------------------------
 
 
-async def ticking(index: int, count: int, made: list[int]) -> AsyncGenerator[Piece, None]:
+async def ticking(index: int, count: int, made: list[int]) -> AsyncGenerator[ChoiceDelta, None]:
     try:
         for at in range(count):
             made[index] += 1
-            yield Piece(index=index, content=str(at), finish="stop" if at == count - 1 else None)
+            yield ChoiceDelta(index=index, content=str(at), finish="stop" if at == count - 1 else None)
     finally:
         made[index] = -made[index]
 
 
 async def test_together_when_read_slowly_then_streams_wait_and_closing_closes_them() -> None:
     made = [0, 0]
-    async with aclosing(together([ticking(0, 10_000, made), ticking(1, 10_000, made)])) as stream:
+    async with aclosing(merge_streams([ticking(0, 10_000, made), ticking(1, 10_000, made)])) as stream:
         async for _ in stream:
             for _ in range(100):
                 await asyncio.sleep(0)
@@ -314,16 +316,16 @@ async def test_together_when_read_slowly_then_streams_wait_and_closing_closes_th
 
 async def test_together_when_read_to_the_end_then_every_piece_in_the_order_of_its_stream() -> None:
     streams = [ticking(index, 3 * AHEAD, [0, 0]) for index in (0, 1)]
-    async with aclosing(together(streams)) as stream:
+    async with aclosing(merge_streams(streams)) as stream:
         came = [piece async for piece in stream]
     for index in (0, 1):
         assert [piece.content for piece in came if piece.index == index] == [str(at) for at in range(3 * AHEAD)]
 
 
 def test_likeliest_of_two_prompts_then_each_prompts_best_numbered_in_order() -> None:
-    plan = Plan(choices=(None,) * 4, candidates=2, keep=1)  # type: ignore[arg-type]
-    pieces = [Piece(index=index, content=f"{index}{part}") for part in "ab" for index in range(4)]
-    kept = likeliest(pieces, plan, [-3.0, -1.0, -0.5, -2.0].__getitem__)
+    plan = GenerationPlan(choices=(None,) * 4, candidates=2, keep=1)  # type: ignore[arg-type]
+    pieces = [ChoiceDelta(index=index, content=f"{index}{part}") for part in "ab" for index in range(4)]
+    kept = pick_best_of(pieces, plan, [-3.0, -1.0, -0.5, -2.0].__getitem__)
     assert [(piece.index, piece.content) for piece in kept] == [(0, "1a"), (0, "1b"), (1, "2a"), (1, "2b")]
 
 

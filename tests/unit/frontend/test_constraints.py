@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.messages import Guided, GuidedAlternative
+from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 from tests.unit.frontend.planning import (
     CITY,
     FORMAT,
@@ -31,7 +31,7 @@ def test_tool_choice_named_then_the_calls_header_is_forced_and_told_to_the_parse
     plan = chat(harmony, tools=[WEATHER, TIME], tool_choice=NAMED)
     assert prompt(plan, harmony).endswith(f"<|start|>assistant{HEADER}get_weather{REST}")
     (choice,) = plan.choices
-    assert choice.request.sampling.guided == Guided(alternatives=(GuidedAlternative(json_schema="{}"),))
+    assert choice.request.sampling.guided == StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
     delta = choice.parser.push(harmony.renderer.encode('{"city": "Bern"}'))
     (call,) = delta.tool_calls
     assert (call.name, call.arguments) == ("get_weather", '{"city": "Bern"}')
@@ -102,7 +102,7 @@ def test_strict_tool_when_a_call_is_demanded_then_its_arguments_are_held_to_the_
     (choice,) = chat(harmony, tools=[STRICT], tool_choice=NAMED).choices
     guided = choice.request.sampling.guided
     assert guided is not None
-    assert guided.alternatives == (GuidedAlternative(json_schema=json.dumps(CITY)),)
+    assert guided.alternatives == (OutputFormat(json_schema=json.dumps(CITY)),)
 
 
 def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_begun(harmony: ServedModel) -> None:

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
-from dynamo_trtllm.frontend.control_pipe import Channel
-from dynamo_trtllm.frontend.frontend_process import Member
+from dynamo_trtllm.frontend.control_pipe import ControlPipe
+from dynamo_trtllm.frontend.frontend_process import FrontendProcess
 from dynamo_trtllm.observability.metrics_aggregator import Family, Sample, Snapshot
 
 NUMBERS: Snapshot = (Family("requests", "finished", "counter", (Sample("requests_total", (("model", "m"),), 3.0),)),)
@@ -32,10 +32,10 @@ class End:
 
 
 @asynccontextmanager
-async def pair(one: End, other: End) -> AsyncIterator[tuple[Channel, Channel, list[asyncio.Task[None]]]]:
+async def pair(one: End, other: End) -> AsyncIterator[tuple[ControlPipe, ControlPipe, list[asyncio.Task[None]]]]:
     sockets = socket.socketpair()
     channels = [
-        await Channel.over(sock, end.snapshot, end.is_served.set)
+        await ControlPipe.over(sock, end.snapshot, end.is_served.set)
         for sock, end in zip(sockets, (one, other), strict=True)
     ]
     running = [asyncio.create_task(channel.run()) for channel in channels]
@@ -78,9 +78,9 @@ async def test_say_served_then_the_other_end_knows() -> None:
 
 async def test_member_when_its_parent_says_that_all_serve_then_it_awaits_none_of_them() -> None:
     ours, theirs = socket.socketpair()
-    member = Member(theirs)
+    member = FrontendProcess(theirs)
     await member.join()
-    parent = await Channel.over(ours, End().snapshot)
+    parent = await ControlPipe.over(ours, End().snapshot)
     running = asyncio.create_task(member.run())
     async with asyncio.timeout(10):
         assert member.awaited() == "other processes of this frontend are starting"

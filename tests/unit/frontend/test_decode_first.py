@@ -12,14 +12,14 @@ import pytest
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     Disconnected,
-    EngineRefused,
     Overloaded,
-    TicketMismatch,
+    RequestRejected,
     TransferFailed,
+    TransferMismatch,
     Unreachable,
 )
-from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.messages import Chunk, FinishReason, Phase, Reserve, Role, Unreserve, token_ids
+from dynamo_trtllm.frontend.pipeline import RouteTrace
+from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseSlot, ReserveSlot, Role, token_ids
 from tests.unit.frontend.legs import FINISHED, HANG, Cluster, Scripted, Step, handoff, request
 from tests.waiting import SOON_S
 
@@ -34,18 +34,18 @@ async def pair(cluster: Cluster, prefill: list[Step], *decode: list[Step]) -> tu
 def check_given_back(decode: Scripted) -> None:
     """The last slot that was kept was given back, once."""
     kept, back = decode.reservations[-2:]
-    assert isinstance(kept, Reserve)
-    assert back == Unreserve(kept.reservation_id)
+    assert isinstance(kept, ReserveSlot)
+    assert back == ReleaseSlot(kept.reservation_id)
 
 
 async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its_leg_takes_it(cluster: Cluster) -> None:
     gate = asyncio.Event()
     prefill, decode = await pair(cluster, [gate, handoff("t1")], FINISHED)
-    trace = Trace()
+    trace = RouteTrace()
     asking = asyncio.create_task(cluster.tokens(trace))
     await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
     (kept,) = decode.reservations
-    assert isinstance(kept, Reserve)
+    assert isinstance(kept, ReserveSlot)
     assert time.time() < kept.expires_at <= time.time() + 10  # the request's deadline
     gate.set()
     assert await asking == [10, 11, 12, 13]
@@ -69,26 +69,26 @@ async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_fr
 ) -> None:
     _, decode = await pair(cluster, [handoff("t1")], FINISHED)
     long = msgspec.structs.replace(request(), deadline=time.time() + 3600)
-    async with aclosing(cluster.pipeline.generate(long, Trace())) as stream:
+    async with aclosing(cluster.pipeline.generate(long, RouteTrace())) as stream:
         async for _ in stream:
             pass
     (kept,) = decode.reservations
-    assert isinstance(kept, Reserve)
+    assert isinstance(kept, ReserveSlot)
     assert 50 < kept.expires_at - time.time() <= 60
 
 
 async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it_is_a_retry(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], strategy=FIRST)
     full = await cluster.add(2, Role.DECODE, strategy=FIRST)
-    full.faults[Reserve] = Overloaded("full")
+    full.faults[ReserveSlot] = Overloaded("full")
     other = await cluster.add(3, Role.DECODE, FINISHED, strategy=FIRST)
-    trace = Trace()
+    trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert (trace.decode_instance, trace.retries) == (3, 1)
     assert len(prefill.requests) == 1  # not before there was a slot
     await cluster.pipeline.aclose()
-    assert [type(verb) for verb in full.reservations] == [Reserve]  # nothing was kept, so nothing is given back
-    assert [type(verb) for verb in other.reservations] == [Reserve]
+    assert [type(verb) for verb in full.reservations] == [ReserveSlot]  # nothing was kept, so nothing is given back
+    assert [type(verb) for verb in other.reservations] == [ReserveSlot]
 
 
 async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_nothing_was_prefilled(
@@ -97,7 +97,7 @@ async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_noth
     prefill = await cluster.add(1, Role.PREFILL, strategy=FIRST)
     decodes = [await cluster.add(number, Role.DECODE, strategy=FIRST) for number in (2, 3)]
     for decode in decodes:
-        decode.faults[Reserve] = Overloaded("full")
+        decode.faults[ReserveSlot] = Overloaded("full")
     with pytest.raises(Overloaded):
         await cluster.tokens()
     assert [len(decode.reservations) for decode in decodes] == [1, 1]  # each was asked once
@@ -107,7 +107,7 @@ async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_noth
 async def test_reserve_when_nobody_answers_then_the_slot_is_given_back_and_another_is_asked(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], strategy=FIRST)
     lost = await cluster.add(2, Role.DECODE, strategy=FIRST)
-    lost.faults[Reserve] = Unreachable("the answer was lost")
+    lost.faults[ReserveSlot] = Unreachable("the answer was lost")
     await cluster.add(3, Role.DECODE, FINISHED, strategy=FIRST)
     assert await cluster.tokens() == [10, 11, 12, 13]
     await cluster.pipeline.aclose()
@@ -124,8 +124,8 @@ async def test_slot_when_the_prefill_leg_fails_then_it_is_given_back_before_the_
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert (len(first.requests), len(second.requests)) == (1, 1)
     await cluster.pipeline.aclose()
-    kept = [verb.reservation_id for verb in decode.reservations if isinstance(verb, Reserve)]
-    assert [verb.reservation_id for verb in decode.reservations if isinstance(verb, Unreserve)] == kept[:1]
+    kept = [verb.reservation_id for verb in decode.reservations if isinstance(verb, ReserveSlot)]
+    assert [verb.reservation_id for verb in decode.reservations if isinstance(verb, ReleaseSlot)] == kept[:1]
     assert decode.requests[0].reservation_id == kept[1]
 
 
@@ -162,8 +162,8 @@ async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_give
 
 
 async def test_slot_when_the_decode_leg_is_refused_then_it_is_given_back(cluster: Cluster) -> None:
-    _, decode = await pair(cluster, [handoff("t1")], [EngineRefused("no")])
-    with pytest.raises(EngineRefused):
+    _, decode = await pair(cluster, [handoff("t1")], [RequestRejected("no")])
+    with pytest.raises(RequestRejected):
         await cluster.tokens()
     await cluster.pipeline.aclose()
     check_given_back(decode)
@@ -181,7 +181,7 @@ async def test_slot_when_the_deadline_has_passed_then_deadline_and_nobody_is_ask
     _, decode = await pair(cluster, [handoff("t1")])
     late = msgspec.structs.replace(request(), deadline=time.time() - 1)
     with pytest.raises(DeadlineExceeded):
-        async with aclosing(cluster.pipeline.generate(late, Trace())) as stream:
+        async with aclosing(cluster.pipeline.generate(late, RouteTrace())) as stream:
             await anext(stream)
     assert decode.reservations == []
 
@@ -189,5 +189,5 @@ async def test_slot_when_the_deadline_has_passed_then_deadline_and_nobody_is_ask
 async def test_strategies_when_the_roles_differ_then_refused_by_name(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL, strategy=FIRST)
     await cluster.add(2, Role.DECODE)
-    with pytest.raises(TicketMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"):
+    with pytest.raises(TransferMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"):
         await cluster.tokens()

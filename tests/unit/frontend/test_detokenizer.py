@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.frontend.detokenizer import Output, StopStrings
+from dynamo_trtllm.frontend.detokenizer import Detokenizer, StopStrings
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from tests.unit.frontend.planning import chat
 
@@ -48,5 +48,5 @@ def test_usage_when_the_answer_was_cached_too_where_the_request_went_on_then_onl
     harmony: ServedModel,
 ) -> None:
     (choice,) = chat(harmony).choices
-    usage = Output(choice).usage(cached_tokens=len(choice.request.token_ids) + 7)
+    usage = Detokenizer(choice).usage(cached_tokens=len(choice.request.token_ids) + 7)
     assert usage.cached_tokens == usage.prompt_tokens

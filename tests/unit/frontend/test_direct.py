@@ -12,8 +12,8 @@ import pytest
 
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import Disconnected
-from dynamo_trtllm.frontend.pipeline import Trace
-from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, HeldHead, Turn
+from dynamo_trtllm.frontend.pipeline import RouteTrace
+from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, FlushBatch, HeldHead
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
 from dynamo_trtllm.request_plane.base import Sink
 from tests.unit.frontend.legs import FINISHED, Cluster, request
@@ -36,7 +36,7 @@ class Offering(Scripted):
     """As the pipeline does: a chunk that the sink takes is not yielded."""
 
     async def generate(
-        self, request: GenerateRequest, trace: Trace, sink: Sink | None = None
+        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
         begun = False
         async with aclosing(super().generate(request, trace)) as chunks:
@@ -134,7 +134,7 @@ async def test_pipeline_when_a_sink_takes_chunks_then_a_leg_that_breaks_goes_on_
         return True
 
     got: list[int] = []
-    async with aclosing(cluster.pipeline.generate(request(), Trace(), sink)) as chunks:
+    async with aclosing(cluster.pipeline.generate(request(), RouteTrace(), sink)) as chunks:
         async for each in chunks:
             got.extend(each.token_ids)
             begun.set()
@@ -183,7 +183,7 @@ async def test_head_when_a_body_follows_then_both_leave_at_once_and_the_rest_by_
 async def test_head_when_a_piece_follows_past_asgi_then_it_comes_behind_the_head() -> None:
     cycle = Held()
     cycle.transport.write(b"head ")
-    CycleWriter(cycle, Turn()).write(b"y")  # type: ignore[arg-type]
+    CycleWriter(cycle, FlushBatch()).write(b"y")  # type: ignore[arg-type]
     await asyncio.sleep(0)
     assert b"".join(cycle.out.calls) == b"head 1\r\ny\r\n"
 
@@ -215,7 +215,7 @@ async def test_head_when_the_connection_is_gone_then_nothing_is_written() -> Non
 
 
 async def test_write_when_several_pieces_come_in_a_turn_then_each_answer_is_sent_once() -> None:
-    turn, first, second = Turn(), Sent(), Sent()
+    turn, first, second = FlushBatch(), Sent(), Sent()
     one, two = CycleWriter(first, turn), CycleWriter(second, turn)  # type: ignore[arg-type]
     for writer in (one, two, one):
         writer.write(b"data: x\n\n")
@@ -229,7 +229,7 @@ async def test_write_when_several_pieces_come_in_a_turn_then_each_answer_is_sent
 
 
 async def test_flush_when_the_answer_goes_on_another_way_then_what_was_written_is_sent_before_and_once() -> None:
-    turn, sent = Turn(), Sent()
+    turn, sent = FlushBatch(), Sent()
     writer = CycleWriter(sent, turn)  # type: ignore[arg-type]
     writer.write(b"y")
     writer.flush()
@@ -239,7 +239,7 @@ async def test_flush_when_the_answer_goes_on_another_way_then_what_was_written_i
 
 
 async def test_flush_when_the_connection_closes_then_the_other_answers_are_still_sent() -> None:
-    turn, gone, there = Turn(), Sent(), Sent()
+    turn, gone, there = FlushBatch(), Sent(), Sent()
     for sent in (gone, there):
         CycleWriter(sent, turn).write(b"y")  # type: ignore[arg-type]
     gone.closing = True
@@ -250,7 +250,7 @@ async def test_flush_when_the_connection_closes_then_the_other_answers_are_still
 @pytest.mark.parametrize("state", ["write_paused", "disconnected"])
 def test_is_ready_when_the_client_does_not_read_then_not(state: str) -> None:
     sent = Sent()
-    writer = CycleWriter(sent, Turn())  # type: ignore[arg-type]
+    writer = CycleWriter(sent, FlushBatch())  # type: ignore[arg-type]
     assert writer.is_ready()
     setattr(sent, state, True)
     assert not writer.is_ready()

@@ -271,7 +271,7 @@ async def test_empty_prompt_then_400() -> None:
         (errors.NoInstances("no decode worker"), 503),
         (errors.Overloaded("full"), 429),
         (errors.DeadlineExceeded("late"), 504),
-        (errors.EngineRefused("no"), 400),
+        (errors.RequestRejected("no"), 400),
     ],
 )
 async def test_error_before_the_first_chunk_then_its_own_status(

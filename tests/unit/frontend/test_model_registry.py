@@ -15,7 +15,7 @@ from dynamo_trtllm.discovery.keys import endpoint_of, instance_key
 from dynamo_trtllm.discovery.memory import MemoryDiscovery
 from dynamo_trtllm.errors import EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend import model_registry as models_module
-from dynamo_trtllm.frontend.model_registry import Models
+from dynamo_trtllm.frontend.model_registry import ModelRegistry
 from dynamo_trtllm.messages import (
     Conversation,
     Message,
@@ -71,7 +71,7 @@ async def test_settled_when_workers_were_there_at_the_start_then_their_models_ar
     plane, discovery = InprocPlane(), MemoryDiscovery()
     instance = msgspec.structs.replace(make_instance(1, role=Role.AGGREGATED), card=HARMONY)
     await discovery.register(instance)
-    models = Models(ClusterView(), discovery, plane, "dynamo")
+    models = ModelRegistry(ClusterView(), discovery, plane, "dynamo")
     watching = asyncio.create_task(models.watch())
     await asyncio.wait_for(models.settled(), SOON_S)
     assert models.names() == ["oss"]

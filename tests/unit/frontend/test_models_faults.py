@@ -17,10 +17,10 @@ from dynamo_trtllm.frontend.model_registry import MOST_FILES_BYTES
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
-    FilePiece,
-    FileRequest,
+    FileChunk,
     GenerateRequest,
-    ModelCard,
+    GetFile,
+    ModelDeploymentCard,
     Role,
 )
 from dynamo_trtllm.tokenization.base import Renderer
@@ -30,7 +30,7 @@ from tests.unit.frontend.holders import HARMONY, Frontend, Holder, by_hash, card
 class Sizes:
     """A worker's service that answers each request for a file with what `piece` makes of its offset."""
 
-    def __init__(self, piece: Callable[[int], FilePiece]) -> None:
+    def __init__(self, piece: Callable[[int], FileChunk]) -> None:
         self._piece = piece
         self.offsets: list[int] = []
 
@@ -39,7 +39,7 @@ class Sizes:
         yield Chunk()
 
     async def control(self, verb: Control) -> bytes:
-        assert isinstance(verb, FileRequest)
+        assert isinstance(verb, GetFile)
         self.offsets.append(verb.offset)
         return codec.encode(self._piece(verb.offset))
 
@@ -47,19 +47,19 @@ class Sizes:
 @pytest.mark.parametrize(
     ("piece", "said"),
     [
-        (lambda offset: FilePiece(b"x", -1), "with size -1; allowed are 0 to 268435456 bytes"),
-        (lambda offset: FilePiece(b"x", MOST_FILES_BYTES + 1), "with size 268435457; allowed are 0 to 268435456 bytes"),
-        (lambda offset: FilePiece(b"xx", 10 - offset), "with total size 10, then 8; restart it"),
-        (lambda offset: FilePiece(b"xx", 10 + offset), "with total size 10, then 12; restart it"),
-        (lambda offset: FilePiece(b"xxxx", 10), "with 12 bytes where 10 were announced; restart it"),
-        (lambda offset: FilePiece(b"" if offset else b"xx", 10), "with only 2 of 10 bytes; restart it"),
+        (lambda offset: FileChunk(b"x", -1), "with size -1; allowed are 0 to 268435456 bytes"),
+        (lambda offset: FileChunk(b"x", MOST_FILES_BYTES + 1), "with size 268435457; allowed are 0 to 268435456 bytes"),
+        (lambda offset: FileChunk(b"xx", 10 - offset), "with total size 10, then 8; restart it"),
+        (lambda offset: FileChunk(b"xx", 10 + offset), "with total size 10, then 12; restart it"),
+        (lambda offset: FileChunk(b"xxxx", 10), "with 12 bytes where 10 were announced; restart it"),
+        (lambda offset: FileChunk(b"" if offset else b"xx", 10), "with only 2 of 10 bytes; restart it"),
     ],
     ids=["negative", "too large", "shrinking", "growing", "beyond its end", "short"],
 )
 async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no_further_and_the_next_one_is(
     frontend: Frontend,
     files: dict[str, Path],
-    piece: Callable[[int], FilePiece],
+    piece: Callable[[int], FileChunk],
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -98,7 +98,7 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
     monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
     make, tried = models_module.renderer_for, 0
 
-    def fail(card: ModelCard, files: Mapping[str, bytes]) -> Renderer:
+    def fail(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
         nonlocal tried
         if card.name != "oss":
             return make(card, files)

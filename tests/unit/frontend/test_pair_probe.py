@@ -15,22 +15,22 @@ import pytest
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
 from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS
-from dynamo_trtllm.frontend.pair_probe import Canaries, CanaryOptions
-from dynamo_trtllm.frontend.pipeline import Pipeline, Trace
+from dynamo_trtllm.frontend.pair_probe import PairProbeOptions, PairProbes
+from dynamo_trtllm.frontend.pipeline import Pipeline, RouteTrace
 from dynamo_trtllm.messages import (
     Chunk,
     Control,
     FinishReason,
     GenerateRequest,
-    LegStats,
     Phase,
-    Release,
+    PhaseTimings,
+    ReleaseKv,
     Restart,
     Role,
     token_ids,
 )
 from dynamo_trtllm.request_plane.inproc import InprocPlane
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook, PairState
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import CARD, make_instance, make_ticket
 from tests.unit.frontend.legs import request
@@ -42,7 +42,8 @@ HANDOFF = Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t"))
 
 
 def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
-    return Chunk(token_ids=token_ids([5] * count), finish_reason=FinishReason.LENGTH, stats=LegStats(kv_bytes=kv_bytes))
+    stats = PhaseTimings(kv_bytes=kv_bytes)
+    return Chunk(token_ids=token_ids([5] * count), finish_reason=FinishReason.LENGTH, stats=stats)
 
 
 def right(request: GenerateRequest) -> list[int]:
@@ -98,7 +99,7 @@ class Worker:
         if isinstance(verb, Restart):
             self.restarts.append(verb.reason)
         else:
-            assert isinstance(verb, Release)
+            assert isinstance(verb, ReleaseKv)
         return b""
 
 
@@ -107,10 +108,10 @@ class Bench:
         self, *, timeout_s: float = 5.0, interval_s: float = 60.0, limits: BreakerLimits | None = None
     ) -> None:
         self.plane, self.view = InprocPlane(), ClusterView()
-        self.book = PairBook(limits)
+        self.book = PairBreakers(limits)
         self.pipeline = Pipeline(self.view, self.plane, None, self.book)
-        options = CanaryOptions(interval_s=interval_s, timeout_s=timeout_s)
-        self.canaries = Canaries(self.view, self.pipeline, self.book, options)
+        options = PairProbeOptions(interval_s=interval_s, timeout_s=timeout_s)
+        self.canaries = PairProbes(self.view, self.pipeline, self.book, options)
         self.codes: Counter[str] = Counter()
 
     def canary_finished(self, *, model: str, code: str) -> None:
@@ -265,7 +266,7 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
         await bench.until(lambda: bench.codes["inconclusive"] == 1)
         decode.ending = Unreachable("nobody listens")
         with pytest.raises(Unreachable):
-            async with aclosing(bench.pipeline.generate(request(), Trace())) as chunks:
+            async with aclosing(bench.pipeline.generate(request(), RouteTrace())) as chunks:
                 await anext(chunks)
         assert bench.book.record((1, 2)).state is PairState.FAILING
         decode.ending = answer()

@@ -13,27 +13,27 @@ from dynamo_trtllm.errors import (
     Disconnected,
     Draining,
     DynamoError,
-    EngineRefused,
+    MigrationFailed,
     NoInstances,
     NonFinite,
-    NotMigratable,
     Overloaded,
+    RequestRejected,
     StreamIncomplete,
     TransferFailed,
 )
-from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
-    Guided,
-    GuidedAlternative,
+    OutputFormat,
     Phase,
-    Release,
+    ReleaseKv,
     ReleaseOutcome,
     Role,
+    StructuredOutput,
     token_ids,
 )
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook, PairState
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
 from tests.unit.frontend.legs import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, handoff, request
 from tests.waiting import SOON_S
 
@@ -41,7 +41,7 @@ from tests.waiting import SOON_S
 async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is_filled(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
     decode = await cluster.add(2, Role.DECODE, FINISHED)
-    trace = Trace()
+    trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert [(r.phase, r.ticket) for r in prefill.requests] == [(Phase.PREFILL, None)]
     leg = decode.requests[0]
@@ -49,25 +49,27 @@ async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is
     assert leg.ticket is not None
     assert leg.ticket.ticket_id == "t1"
     assert leg.token_ids == token_ids([1, 2, 3])
-    assert trace == Trace(prefill_instance=1, decode_instance=2, prefill_stats=PREFILL_STATS, decode_stats=DECODE_STATS)
+    assert trace == RouteTrace(
+        prefill_instance=1, decode_instance=2, prefill_stats=PREFILL_STATS, decode_stats=DECODE_STATS
+    )
 
 
 async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_request(cluster: Cluster) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, FINISHED)
-    trace = Trace()
+    trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert [(r.phase, r.ticket) for r in worker.requests] == [(Phase.WHOLE, None)]
-    assert trace == Trace(decode_instance=3, decode_stats=DECODE_STATS)
+    assert trace == RouteTrace(decode_instance=3, decode_stats=DECODE_STATS)
 
 
 async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decode_leg(cluster: Cluster) -> None:
     done = Chunk(token_ids=token_ids([10]), finish_reason=FinishReason.LENGTH, stats=PREFILL_STATS)
     prefill = await cluster.add(1, Role.PREFILL, [done])
     decode = await cluster.add(2, Role.DECODE)
-    trace = Trace()
+    trace = RouteTrace()
     assert await cluster.tokens(trace) == [10]
     assert decode.requests == []
-    assert trace == Trace(prefill_instance=1, prefill_stats=PREFILL_STATS)
+    assert trace == RouteTrace(prefill_instance=1, prefill_stats=PREFILL_STATS)
     await cluster.pipeline.aclose()
     assert prefill.releases == []
 
@@ -88,27 +90,27 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_ticket_is_rele
 ) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
-    async with aclosing(cluster.pipeline.generate(request(), Trace())) as stream:
+    async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
         await anext(stream)
         await cluster.pipeline.aclose()  # waits for what was posted: the leg still runs
-        assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)]
+        assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REDEEMED)]
     await cluster.pipeline.aclose()
     assert len(prefill.releases) == 1
 
 
 async def test_generate_when_the_decode_leg_is_refused_then_the_ticket_is_released_refused(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
-    await cluster.add(2, Role.DECODE, [EngineRefused("too long")])
-    with pytest.raises(EngineRefused):
+    await cluster.add(2, Role.DECODE, [RequestRejected("too long")])
+    with pytest.raises(RequestRejected):
         await cluster.tokens()
     await cluster.pipeline.aclose()
-    assert prefill.releases == [Release("t1", ReleaseOutcome.REFUSED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REFUSED)]
     assert len(prefill.requests) == 1  # not a fault of the hand-off
 
 
 async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
-    prefill.faults[Release] = EngineRefused("no")
+    prefill.faults[ReleaseKv] = RequestRejected("no")
     await cluster.add(2, Role.DECODE, FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     await cluster.pipeline.aclose()
@@ -121,7 +123,7 @@ async def test_generate_when_the_handoff_fails_before_a_token_then_it_is_prefill
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert [r.ticket.ticket_id for r in decode.requests if r.ticket is not None] == ["t1", "t2"]
     await cluster.pipeline.aclose()
-    assert prefill.releases == [Release("t1", ReleaseOutcome.REFUSED), Release("t2", ReleaseOutcome.REDEEMED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REFUSED), ReleaseKv("t2", ReleaseOutcome.REDEEMED)]
 
 
 async def test_generate_when_the_handoff_fails_twice_then_its_error_is_raised(cluster: Cluster) -> None:
@@ -163,7 +165,7 @@ async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(
     failing = await cluster.add(1, Role.PREFILL, [failure])
     other = await cluster.add(3, Role.PREFILL, [handoff("b1")])
     await cluster.add(2, Role.DECODE, FINISHED)
-    trace = Trace()
+    trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert (len(failing.requests), len(other.requests)) == (1, 1)
     assert (trace.prefill_instance, trace.retries, trace.migrations) == (3, 1, 0)
@@ -179,9 +181,9 @@ async def test_generate_when_every_worker_is_full_then_each_is_asked_once_and_ov
 
 
 async def test_generate_when_an_error_is_not_retryable_then_it_is_not_tried_elsewhere(cluster: Cluster) -> None:
-    await cluster.add(1, Role.AGGREGATED, [EngineRefused("no")])
+    await cluster.add(1, Role.AGGREGATED, [RequestRejected("no")])
     other = await cluster.add(2, Role.AGGREGATED, FINISHED)
-    with pytest.raises(EngineRefused):
+    with pytest.raises(RequestRejected):
         await cluster.tokens()
     assert other.requests == []
 
@@ -193,7 +195,7 @@ async def test_generate_when_decode_dies_midway_then_the_rest_is_made_elsewhere_
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], failure])
     other = await cluster.add(4, Role.DECODE, FINISHED[1:])
-    trace = Trace()
+    trace = RouteTrace()
     assert await cluster.tokens(trace, min_tokens=3) == [10, 11, 12, 13]
     resumed = prefill.requests[1]
     assert list(resumed.token_ids) == [1, 2, 3, 10]
@@ -208,7 +210,7 @@ async def test_generate_when_only_the_end_was_lost_then_it_ends_for_its_length(c
 
 
 HISTORIES: list[dict[str, Any]] = [
-    {"guided": Guided(alternatives=(GuidedAlternative(json_schema="{}"),))},
+    {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))},
     {"seed": 5, "temperature": 0.5},
     {"presence_penalty": 0.5},
     {"frequency_penalty": 0.5},
@@ -221,7 +223,7 @@ async def test_generate_when_what_broke_midway_can_not_be_taken_up_then_not_migr
 ) -> None:
     for number in (1, 2):
         await cluster.add(number, Role.AGGREGATED, [FINISHED[0], Disconnected("gone")], refuses=("resumed_tokens",))
-    with pytest.raises(NotMigratable, match="disconnected: gone"):
+    with pytest.raises(MigrationFailed, match="disconnected: gone"):
         await cluster.tokens(**sampling)
 
 
@@ -294,22 +296,22 @@ async def test_close_when_no_decode_chunk_came_then_its_leg_is_closed_and_the_ti
     await _cancel_when(decode.hanging, cluster)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
-    assert prefill.releases == [Release("t1", ReleaseOutcome.REFUSED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REFUSED)]
 
 
 async def test_close_when_decode_is_midway_then_its_leg_is_closed_and_the_ticket_redeemed(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
-    async with aclosing(cluster.pipeline.generate(request(), Trace())) as stream:
+    async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
         await anext(stream)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
-    assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REDEEMED)]
 
 
 async def test_close_when_an_aggregated_worker_is_midway_then_its_leg_is_closed(cluster: Cluster) -> None:
     worker = await cluster.add(3, Role.AGGREGATED, [FINISHED[0], HANG])
-    async with aclosing(cluster.pipeline.generate(request(), Trace())) as stream:
+    async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
         await anext(stream)
     await asyncio.wait_for(worker.closed.wait(), SOON_S)
 
@@ -326,7 +328,7 @@ async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
 async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_does_once_its_time_is_over(
     cluster: Cluster,
 ) -> None:
-    book, options = PairBook(BreakerLimits(failures=1, open_s=60.0)), PipelineOptions(has_canaries=False)
+    book, options = PairBreakers(BreakerLimits(failures=1, open_s=60.0)), PipelineOptions(has_canaries=False)
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, options, book)
     await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(2)])
     await cluster.add(2, Role.DECODE, [TransferFailed("for now")], FINISHED)
@@ -341,7 +343,7 @@ async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_d
 async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_the_held_request_goes_there_at_once(
     cluster: Cluster,
 ) -> None:
-    book = PairBook(BreakerLimits(failures=1, open_s=60.0))
+    book = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5.0), book)
     await cluster.add(1, Role.PREFILL, [handoff("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
@@ -383,7 +385,7 @@ async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after
 async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_longer_counts_as_working(
     cluster: Cluster, ending: DynamoError
 ) -> None:
-    book = PairBook()
+    book = PairBreakers()
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, None, book)
     await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(9)])
     await cluster.add(2, Role.DECODE, FINISHED, *[[ending]] * 8)

@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
-from dynamo_trtllm.frontend.cooldown import ABSENT_S, Absent
-from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, Trace
-from dynamo_trtllm.messages import Release, ReleaseOutcome, Role
-from dynamo_trtllm.router.policy import Placement
+from dynamo_trtllm.frontend.cooldown import ABSENT_S, Cooldown
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
+from dynamo_trtllm.messages import ReleaseKv, ReleaseOutcome, Role
+from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import make_instance
 from tests.unit.frontend.legs import FINISHED, Cluster, handoff, request
@@ -24,14 +24,14 @@ async def test_ticket_when_its_decode_worker_takes_nothing_then_another_redeems_
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
     await cluster.add(2, Role.DECODE, [refusal])
     other = await cluster.add(4, Role.DECODE, FINISHED)
-    trace = Trace()
+    trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert other.requests[0].ticket is not None
     assert other.requests[0].ticket.ticket_id == "t1"
     assert len(prefill.requests) == 1
     assert (trace.decode_instance, trace.retries) == (4, 0)
     await cluster.pipeline.aclose()
-    assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REDEEMED)]
 
 
 async def test_ticket_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
@@ -40,16 +40,16 @@ async def test_ticket_when_no_decode_worker_takes_it_then_it_is_released_each_ti
     with pytest.raises(Draining):
         await cluster.tokens()
     await cluster.pipeline.aclose()
-    assert prefill.releases == [Release("t", ReleaseOutcome.REFUSED)] * 4
+    assert prefill.releases == [ReleaseKv("t", ReleaseOutcome.REFUSED)] * 4
 
 
 async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(cluster: Cluster) -> None:
     await cluster.add(1, Role.PREFILL, [handoff("t1")])
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     other = await cluster.add(4, Role.DECODE, FINISHED)
-    placement = Placement(*(i for i in cluster.view.instances() if i.id in (1, 2)))
+    placement = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
     with pytest.raises(Draining):
-        async for _ in cluster.pipeline.legs(placement, request(), Trace(), is_canary=True):
+        async for _ in cluster.pipeline.legs(placement, request(), RouteTrace(), is_canary=True):
             pass
     assert other.requests == []
 
@@ -84,7 +84,7 @@ async def test_refusals_when_there_are_many_then_they_are_not_counted_as_retries
     for number in range(1, 8):
         cluster.view.add(make_instance(number, role=Role.AGGREGATED))
     await cluster.add(9, Role.AGGREGATED, FINISHED)
-    trace = Trace()
+    trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
     assert trace.retries == 0
 
@@ -101,14 +101,14 @@ async def test_refusals_when_nobody_ever_takes_it_then_bounded_by_the_hold(clust
 async def test_release_when_the_holder_is_away_for_a_moment_then_it_is_told_again(cluster: Cluster) -> None:
     prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
-    prefill.faults[Release] = Disconnected("away")
+    prefill.faults[ReleaseKv] = Disconnected("away")
     assert await cluster.tokens() == [10, 11, 12, 13]
     async with asyncio.timeout(SOON_S):
         while not prefill.releases:  # noqa: ASYNC110  # a list tells nobody
             await asyncio.sleep(0)
     prefill.faults.clear()
     await cluster.pipeline.aclose()
-    assert prefill.releases == [Release("t1", ReleaseOutcome.REDEEMED)] * 2
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REDEEMED)] * 2
 
 
 async def test_requests_while_a_worker_is_absent_then_the_view_is_made_once_and_not_per_request(
@@ -126,7 +126,7 @@ async def test_requests_while_a_worker_is_absent_then_the_view_is_made_once_and_
 
 
 def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
-    absent = Absent()
+    absent = Cooldown()
     assert absent.ids(0.0) == set()
     absent.note(1, 10.0)
     absent.note(2, 12.0)

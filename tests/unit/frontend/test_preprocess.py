@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest, RequestError, UnsupportedParameter
 from dynamo_trtllm.frontend import preprocess
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.options import Options
+from dynamo_trtllm.frontend.options import GenerationOptions
 from dynamo_trtllm.frontend.preprocess import prepare_conversation
 from dynamo_trtllm.messages import Conversation, Message, Sampling, SamplingDefaults
 from tests.unit.frontend.planning import IDENTITY, TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
@@ -261,6 +261,6 @@ def test_conversation_of_another_api_then_errors_use_its_names(harmony: ServedMo
         conversation = Conversation(messages=(message,), reasoning_effort=effort)
         with pytest.raises(RequestError) as refused:
             prepare_conversation(
-                conversation, Options(sampling=Sampling(max_tokens=budget), names=names), harmony, IDENTITY
+                conversation, GenerationOptions(sampling=Sampling(max_tokens=budget), names=names), harmony, IDENTITY
             )
         assert refused.value.field == field

@@ -7,10 +7,10 @@ import socket
 import pytest
 
 from dynamo_trtllm.config.load import load
-from dynamo_trtllm.config.models import FrontendConfig, MemberConfig
+from dynamo_trtllm.config.models import FrontendConfig, FrontendProcessConfig
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.frontend.process_group import held_port, member_argv, member_environ, worst
-from dynamo_trtllm.network.listening import bound, listening
+from dynamo_trtllm.frontend.process_group import combined_exit_status, process_argv, process_environ, reserve_port
+from dynamo_trtllm.network.listening import bind, listen
 
 HOST = "127.0.0.1"
 
@@ -19,12 +19,12 @@ def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
     words = ["--workers", "3", "--http-port", "0", "--max-inflight", "7", "--decode-fallback", "--namespace", "n"]
     words += ["--nats-server", "nats://user:secret@host:1"]
     config = load(FrontendConfig, prog="frontend", description="", argv=words, environ={}).config
-    _, dash_m, module, *argv = member_argv(config, 2, 8123)
+    _, dash_m, module, *argv = process_argv(config, 2, 8123)
     assert (dash_m, module) == ("-m", "dynamo_trtllm.frontend.frontend_process")
     assert "secret" not in " ".join(argv)
     inherited = {"DYN_TRTLLM_MAX_INFLIGHT": "9", "DYN_TRTLLM_NATS_SERVER": "nats://b:2"}  # the parent's settings win
-    environ = member_environ(config, inherited)
-    read = load(MemberConfig, prog="member", description="", argv=argv, environ=environ).config
+    environ = process_environ(config, inherited)
+    read = load(FrontendProcessConfig, prog="member", description="", argv=argv, environ=environ).config
     assert (read.number, read.http_port) == (2, 8123)
     same = {name: getattr(config, name) for name in FrontendConfig.model_fields if name != "http_port"}
     assert {name: getattr(read, name) for name in same} == same
@@ -44,27 +44,27 @@ def test_member_argv_when_read_by_a_member_then_all_settings_arrive() -> None:
 def test_worst_then_the_highest_as_a_shell_counts_and_our_own_sigterm_is_none(
     statuses: dict[str, int], expected: int
 ) -> None:
-    assert worst(statuses) == expected
+    assert combined_exit_status(statuses) == expected
 
 
 def test_held_port_then_members_can_share_it_and_others_can_not() -> None:
-    with held_port(FrontendConfig(http_host=HOST, http_port=0, workers=2)) as held:
+    with reserve_port(FrontendConfig(http_host=HOST, http_port=0, workers=2)) as held:
         port = held.getsockname()[1]
-        with listening(HOST, port, is_shared=True), listening(HOST, port, is_shared=True):
+        with listen(HOST, port, is_shared=True), listen(HOST, port, is_shared=True):
             with pytest.raises(ConfigError, match=f"--http-port {port}"):
-                listening(HOST, port)
+                listen(HOST, port)
             with pytest.raises(ConfigError, match=f"--http-port {port}"):
-                held_port(FrontendConfig(http_host=HOST, http_port=port, workers=2))
+                reserve_port(FrontendConfig(http_host=HOST, http_port=port, workers=2))
 
 
 def test_held_port_when_no_member_listens_then_a_connection_is_refused() -> None:
     with (
-        held_port(FrontendConfig(http_host=HOST, http_port=0, workers=2)) as held,
+        reserve_port(FrontendConfig(http_host=HOST, http_port=0, workers=2)) as held,
         pytest.raises(ConnectionRefusedError),
     ):
         socket.create_connection(held.getsockname(), timeout=5).close()
 
 
 def test_bound_when_the_port_is_used_then_refused_by_name() -> None:
-    with listening(HOST, 0) as taken, pytest.raises(ConfigError, match="can't be opened"):
-        bound(HOST, taken.getsockname()[1], is_shared=True)
+    with listen(HOST, 0) as taken, pytest.raises(ConfigError, match="can't be opened"):
+        bind(HOST, taken.getsockname()[1], is_shared=True)

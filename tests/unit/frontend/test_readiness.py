@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from dynamo_trtllm.frontend.readiness import lacking, mismatches, pair_rows, rejected_rows
+from dynamo_trtllm.frontend.readiness import mismatches, not_ready_reason, pair_rows, rejected_rows
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import LAYOUT, make_instance
 
@@ -16,27 +16,27 @@ PAIR = ModelView(prefill=(PREFILL,), decode=(DECODE,))
 
 
 def test_lacking_when_roles_are_missing_then_names_them() -> None:
-    assert lacking(ModelView(), "m", None) == "model m has no prefill worker and no decode worker"
-    assert lacking(ModelView(prefill=(PREFILL,)), "m", None) == "model m has no decode worker"
+    assert not_ready_reason(ModelView(), "m", None) == "model m has no prefill worker and no decode worker"
+    assert not_ready_reason(ModelView(prefill=(PREFILL,)), "m", None) == "model m has no decode worker"
 
 
 def test_lacking_when_nothing_tries_pairs_then_the_roles_suffice() -> None:
-    assert lacking(PAIR, "m", None) is None
+    assert not_ready_reason(PAIR, "m", None) is None
 
 
 def test_lacking_when_no_pair_has_worked_then_says_of_each_what_is_known() -> None:
-    book = PairBook(BreakerLimits(failures=1))
-    assert lacking(PAIR, "m", book) == "model m: no pair hands KV over now: pair a -> b is untried"
+    book = PairBreakers(BreakerLimits(failures=1))
+    assert not_ready_reason(PAIR, "m", book) == "model m: no pair hands KV over now: pair a -> b is untried"
     book.failed((0xA, 0xB), "transfer: no route", 1.0)
-    assert lacking(PAIR, "m", book) == (
+    assert not_ready_reason(PAIR, "m", book) == (
         "model m: no pair hands KV over now: pair a -> b is quarantined (transfer: no route)"
     )
     book.passed((0xA, 0xB), 2.0)
-    assert lacking(PAIR, "m", book) is None
+    assert not_ready_reason(PAIR, "m", book) is None
 
 
 def test_lacking_when_no_prefill_fits_a_decode_then_names_the_field() -> None:
-    why = lacking(ModelView(prefill=(PREFILL,), decode=(ODD,)), "m", PairBook())
+    why = not_ready_reason(ModelView(prefill=(PREFILL,), decode=(ODD,)), "m", PairBreakers())
     assert why is not None
     assert "layout.block_tokens is 16 at prefill and 64 at decode" in why
 
@@ -48,7 +48,7 @@ def test_mismatches_when_one_of_two_fits_then_only_the_other_is_told() -> None:
 
 
 def test_pair_rows_when_shown_then_ids_state_reason_and_age() -> None:
-    book = PairBook()
+    book = PairBreakers()
     view = ModelView(prefill=(PREFILL,), decode=(DECODE,), aggregated=(make_instance(0xD, role=Role.AGGREGATED),))
     book.failed((0xA, 0xB), "transfer: x", 10.0)
     assert pair_rows(view, "m", book, 12.5) == [

@@ -12,7 +12,7 @@ import pytest
 
 from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.frontend.admission import in_thread
-from dynamo_trtllm.frontend.http import until_gone
+from dynamo_trtllm.frontend.http import run_until_disconnect
 
 
 def refuse() -> None:
@@ -26,7 +26,7 @@ async def served() -> None:
     async def receive() -> Any:
         await asyncio.Event().wait()
 
-    await until_gone(work(), receive, lambda: False)
+    await run_until_disconnect(work(), receive, lambda: False)
 
 
 @pytest.fixture

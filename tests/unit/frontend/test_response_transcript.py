@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_trtllm.frontend.detokenizer import Piece
+from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.responses.items import messages_of
-from dynamo_trtllm.frontend.responses.output_builder import Growth, Transcript
+from dynamo_trtllm.frontend.responses.output_builder import OutputBuilder, TextDelta
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import ToolCallDelta
 from tests.unit.frontend.responses_client import EVENT
@@ -20,9 +20,9 @@ WORDS = st.text(alphabet='ab{}"\n é', max_size=4)
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> list[Piece]:
+def scripts(draw: st.DrawFn) -> list[ChoiceDelta]:
     """Pieces as a parser makes them: the parts of a call come one after the other."""
-    script: list[Piece] = []
+    script: list[ChoiceDelta] = []
     calls = 0
     for kind in draw(
         st.lists(st.sampled_from(["content", "reasoning", "both", "call", "logprobs", "nothing"]), max_size=12)
@@ -30,28 +30,30 @@ def scripts(draw: st.DrawFn) -> list[Piece]:
         words, more = draw(WORDS), draw(WORDS)
         match kind:
             case "content":
-                script.append(Piece(content=words))
+                script.append(ChoiceDelta(content=words))
             case "reasoning":
-                script.append(Piece(reasoning=words))
+                script.append(ChoiceDelta(reasoning=words))
             case "both":
-                script.append(Piece(reasoning=words, content=more))
+                script.append(ChoiceDelta(reasoning=words, content=more))
             case "logprobs":
-                script.append(Piece(content=words, logprobs=(TokenLogprob(97, -0.5, ((98, -1.0),)),)))
+                script.append(ChoiceDelta(content=words, logprobs=(TokenLogprob(97, -0.5, ((98, -1.0),)),)))
             case "call":
                 name = ToolCallDelta(index=calls, name="f", arguments=draw(st.sampled_from(["", words])))
-                script.append(Piece(tool_calls=(name,)))
-                script += [Piece(tool_calls=(ToolCallDelta(index=calls, arguments=each),)) for each in (words, more)]
+                script.append(ChoiceDelta(tool_calls=(name,)))
+                script += [
+                    ChoiceDelta(tool_calls=(ToolCallDelta(index=calls, arguments=each),)) for each in (words, more)
+                ]
                 calls += 1
             case _:
-                script.append(Piece())
+                script.append(ChoiceDelta())
     return script
 
 
-def run(script: list[Piece]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    transcript = Transcript(RESPONSE, CharacterRenderer())
+def run(script: list[ChoiceDelta]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    transcript = OutputBuilder(RESPONSE, CharacterRenderer())
     told = [each for piece in script for each in transcript.push(piece)]
     told += transcript.finish("completed")
-    return [each.event if isinstance(each, Growth) else each for each in told], transcript.items("completed")
+    return [each.event if isinstance(each, TextDelta) else each for each in told], transcript.items("completed")
 
 
 def text_of(items: list[dict[str, Any]], kind: str) -> str:
@@ -60,7 +62,7 @@ def text_of(items: list[dict[str, Any]], kind: str) -> str:
 
 @settings(max_examples=150, deadline=None)
 @given(scripts())
-def test_pieces_then_nothing_of_them_is_lost(script: list[Piece]) -> None:
+def test_pieces_then_nothing_of_them_is_lost(script: list[ChoiceDelta]) -> None:
     _, items = run(script)
     assert text_of(items, "reasoning") == "".join(piece.reasoning for piece in script)
     assert text_of(items, "message") == "".join(piece.content for piece in script)
@@ -75,7 +77,7 @@ def test_pieces_then_nothing_of_them_is_lost(script: list[Piece]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(scripts())
-def test_events_then_each_item_opens_grows_and_ends_in_turn(script: list[Piece]) -> None:
+def test_events_then_each_item_opens_grows_and_ends_in_turn(script: list[ChoiceDelta]) -> None:
     events, items = run(script)
     texts: list[str] = []
     for event in events:
@@ -96,7 +98,7 @@ def test_events_then_each_item_opens_grows_and_ends_in_turn(script: list[Piece])
 
 @settings(max_examples=100, deadline=None)
 @given(scripts())
-def test_items_when_they_are_shown_again_then_text_and_calls_are_whole(script: list[Piece]) -> None:
+def test_items_when_they_are_shown_again_then_text_and_calls_are_whole(script: list[ChoiceDelta]) -> None:
     _, items = run(script)
     messages = messages_of(items)
     assert [call.arguments for message in messages for call in message.tool_calls] == [

@@ -11,7 +11,7 @@ from openai.types.responses import Response
 
 from dynamo_trtllm.frontend.responses import adapter, response_store
 from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
-from dynamo_trtllm.request_plane.store import MemoryStore
+from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
 from tests.unit.frontend.scripted import CALL, REASONING, chunk, front, stop
 
@@ -182,13 +182,13 @@ async def test_references_when_they_are_many_then_each_response_is_read_once_and
 ) -> None:
     served = front(stop("Hello"))
     response = await made(served)
-    get, reads = MemoryStore.get, []
+    get, reads = MemoryResponseStore.get, []
 
-    async def counted(store: MemoryStore, key: str) -> bytes | None:
+    async def counted(store: MemoryResponseStore, key: str) -> bytes | None:
         reads.append(key)
         return await get(store, key)
 
-    monkeypatch.setattr(MemoryStore, "get", counted)
+    monkeypatch.setattr(MemoryResponseStore, "get", counted)
     references = [{"id": response["output"][0]["id"]}] * 10
     await made(served, input=references)
     assert reads == [response["id"]]

@@ -15,7 +15,7 @@ from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.responses import response_store
 from dynamo_trtllm.frontend.responses.response_store import store_limits
-from dynamo_trtllm.request_plane.store import MemoryStore
+from dynamo_trtllm.request_plane.store import MemoryResponseStore
 from tests.unit.frontend.responses_client import (
     EVENT,
     ITEM,
@@ -219,7 +219,7 @@ async def test_stream_when_its_client_leaves_then_the_response_is_forgotten() ->
     check_error(await ask(served, "GET", path), 404, "response_not_found")
 
 
-class SlowStore(MemoryStore):
+class SlowStore(MemoryResponseStore):
     """Writes nothing until `go`; then fails with `error`, if there is one."""
 
     def __init__(self) -> None:

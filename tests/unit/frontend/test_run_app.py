@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from dynamo_trtllm.frontend.run_app import forget_gone
+from dynamo_trtllm.frontend.run_app import prune_breakers
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance
 
 
 async def test_book_when_an_instance_is_gone_then_its_pairs_are_forgotten_with_no_canary() -> None:
-    view, book = ClusterView(), PairBook(BreakerLimits(failures=1))
+    view, book = ClusterView(), PairBreakers(BreakerLimits(failures=1))
     for instance in (make_instance(1, role=Role.PREFILL), make_instance(2), make_instance(3)):
         view.add(instance)
-    forgetting = asyncio.create_task(forget_gone(view, book))
+    forgetting = asyncio.create_task(prune_breakers(view, book))
     await asyncio.sleep(0)
     for pair in ((1, 2), (1, 3)):
         book.failed(pair, "x", 0.0)

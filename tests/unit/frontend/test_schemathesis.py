@@ -24,7 +24,7 @@ from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ModelNotFound
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.pipeline import Trace
+from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.request_plane.base import Sink
 from tests.unit.frontend.scripted import (
@@ -77,7 +77,9 @@ class AnyModel(Catalog):
 class Varied(Scripted):
     """Another script for each prompt."""
 
-    def generate(self, request: GenerateRequest, trace: Trace, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
+    def generate(
+        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         self.script = SCRIPTS[(sum(request.token_ids) + request.sampling.max_tokens) % len(SCRIPTS)]
         return super().generate(request, trace)
 

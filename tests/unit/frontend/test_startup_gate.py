@@ -7,21 +7,21 @@ import asyncio
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from dynamo_trtllm.frontend.http import Reply
-from dynamo_trtllm.frontend.startup_gate import Door
+from dynamo_trtllm.frontend.http import ClientResponse
+from dynamo_trtllm.frontend.startup_gate import StartupGate
 from tests.unit.frontend.scripted import front
 
 
 async def loaded(scope: Scope, receive: Receive, send: Send) -> None:
-    await Reply(send).json(200, {"path": scope["path"]})
+    await ClientResponse(send).json(200, {"path": scope["path"]})
 
 
-def client(door: Door) -> httpx.AsyncClient:
+def client(door: StartupGate) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=door), base_url="http://frontend")
 
 
 async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() -> None:
-    async with client(Door()) as asking:
+    async with client(StartupGate()) as asking:
         live = await asking.get("/live", headers={"X-Request-Id": "mine"})
         health = await asking.get("/health")
     assert (live.status_code, live.json()) == (200, {"status": "live"})
@@ -32,7 +32,7 @@ async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() ->
 
 
 async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_the_app_after() -> None:
-    door = Door()
+    door = StartupGate()
     async with client(door) as asking:
         before = await asking.get("/ready")
         door.open(front().app)
@@ -43,7 +43,7 @@ async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_
 
 
 async def test_another_path_when_nothing_is_loaded_then_it_waits_and_is_answered_by_the_app() -> None:
-    door = Door()
+    door = StartupGate()
     async with client(door) as asking, asyncio.timeout(10):
         waiting = asyncio.create_task(asking.get("/v1/models"))
         await asking.get("/live")  # has turned the loop
@@ -53,14 +53,14 @@ async def test_another_path_when_nothing_is_loaded_then_it_waits_and_is_answered
 
 
 async def test_live_when_the_door_is_open_then_the_app_answers() -> None:
-    door = Door()
+    door = StartupGate()
     door.open(loaded)
     async with client(door) as asking:
         assert (await asking.get("/live")).json() == {"path": "/live"}
 
 
 async def test_waiting_request_when_the_start_fails_then_503() -> None:
-    door = Door()
+    door = StartupGate()
     async with client(door) as asking, asyncio.timeout(10):
         waiting = asyncio.create_task(asking.get("/v1/models"))
         await asking.get("/live")
@@ -72,7 +72,7 @@ async def test_waiting_request_when_the_start_fails_then_503() -> None:
 
 
 async def test_close_when_the_door_was_opened_then_the_app_answers_on() -> None:
-    door = Door()
+    door = StartupGate()
     door.open(loaded)
     door.close()
     async with client(door) as asking:

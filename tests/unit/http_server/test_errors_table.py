@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.errors import ConfigError, DynamoError, InvalidRequest, Overloaded
-from dynamo_trtllm.http_server.errors import TABLE, answer
+from dynamo_trtllm.http_server.errors import TABLE, to_response
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -20,7 +20,7 @@ def walk(cls: type[DynamoError]) -> list[type[DynamoError]]:
 @pytest.mark.parametrize("cls", [c for c in walk(DynamoError) if c.__module__ == "dynamo_trtllm.errors"])
 def test_class_of_the_tree_then_it_has_a_row_of_its_own(cls: type[DynamoError]) -> None:
     assert cls in TABLE
-    told = answer(cls("change this"))
+    told = to_response(cls("change this"))
     assert told.status == TABLE[cls].status
     assert told.body["error"]["code"] == cls.code
     assert ("Retry-After" in told.headers) == (told.status in (429, 503))
@@ -49,14 +49,14 @@ def test_subclass_without_a_row_then_its_parents() -> None:
     class Narrower(InvalidRequest):
         pass
 
-    assert answer(Narrower("x", field="n")).status == 400
-    assert answer(Narrower("x", field="n")).body["error"]["param"] == "n"
+    assert to_response(Narrower("x", field="n")).status == 400
+    assert to_response(Narrower("x", field="n")).body["error"]["param"] == "n"
 
 
 def test_error_when_it_quotes_megabytes_then_its_words_are_cut_in_the_middle() -> None:
     quoted = "x" * 1_000_000
     error = InvalidRequest(f"{quoted} is not a known field; leave it out", field=quoted)
-    body = answer(error).body["error"]
+    body = to_response(error).body["error"]
     for message in (error.message, str(error), body["message"]):
         assert message.startswith("xxx")
         assert message.endswith("is not a known field; leave it out")

@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, NOTHING, Checksums, OfferChecksum, combined
 from dynamo_trtllm.kv_transfer.memory import address_of
 
@@ -22,9 +22,10 @@ def checksums() -> Iterator[Checksums]:
 
 async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_order(checksums: Checksums) -> None:
     memory = bytearray(range(256)) * ((BLOCK_BYTES + 512) // 256)
-    piece, found = Piece(address_of(memory), len(memory)), list[int | None]()
+    piece, found = MemoryRegion(address_of(memory), len(memory)), list[int | None]()
     expected = [
-        checksums.hash(Piece(piece.address + begin, size)) for begin, size in ((0, BLOCK_BYTES), (BLOCK_BYTES, 512))
+        checksums.hash(MemoryRegion(piece.address + begin, size))
+        for begin, size in ((0, BLOCK_BYTES), (BLOCK_BYTES, 512))
     ]
     offer = OfferChecksum(checksums, [piece], found.append)
     offer.advance(1)
@@ -35,22 +36,22 @@ async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_orde
 
 async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(checksums: Checksums) -> None:
     memory, found = bytearray(1000), list[int | None]()
-    offer = OfferChecksum(checksums, [Piece(address_of(memory), len(memory))], found.append)
+    offer = OfferChecksum(checksums, [MemoryRegion(address_of(memory), len(memory))], found.append)
     await offer.stop()
     offer.advance(1)  # of a copy that ended afterwards
     assert found == []
 
 
 async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(checksums: Checksums) -> None:
-    def broken(piece: Piece) -> NoReturn:
+    def broken(piece: MemoryRegion) -> NoReturn:
         raise RuntimeError("the GPU is gone")
 
     checksums.device_checksum = broken
-    offer = OfferChecksum(checksums, [Piece(0, 8, "cuda:0")])
+    offer = OfferChecksum(checksums, [MemoryRegion(0, 8, "cuda:0")])
     offer.advance(1)
     with pytest.raises(TransferFailed, match="the GPU is gone"):
         await offer.hashes(0)
 
 
 def test_submit_all_when_a_piece_has_no_bytes_then_nothing_is_hashed(checksums: Checksums) -> None:
-    assert checksums.submit_all(Piece(0, 0, "cuda:0")) == checksums.submit_all(Piece(0, 0)) == []
+    assert checksums.submit_all(MemoryRegion(0, 0, "cuda:0")) == checksums.submit_all(MemoryRegion(0, 0)) == []

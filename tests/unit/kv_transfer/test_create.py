@@ -6,22 +6,22 @@ import sys
 import pytest
 
 from dynamo_trtllm.errors import ConfigError
-from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.kv_transfer.create import create_backend
 
 
 @pytest.mark.parametrize(("choice", "name"), [("tcp", "tcp"), ("loopback", "loopback"), ("nixl", "nixl/ucx")])
 def test_select_when_named_then_that_carrier(choice: str, name: str) -> None:
-    assert select_carrier(choice).name == name
+    assert create_backend(choice).name == name
 
 
 def test_select_when_unknown_then_config_error_lists_the_choices() -> None:
     with pytest.raises(ConfigError, match="nixl, tcp, loopback"):
-        select_carrier("rdma")
+        create_backend("rdma")
 
 
 def test_select_when_unnamed_then_nixl_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dynamo_trtllm")
-    assert select_carrier(None).name == "nixl/ucx"
+    assert create_backend(None).name == "nixl/ucx"
     assert [record.getMessage() for record in caplog.records] == ["KV moves over carrier nixl/ucx"]
 
 
@@ -31,8 +31,8 @@ def test_select_when_nixl_is_missing_then_tcp_unless_it_was_named(
     for module in ("nixl", "nixl._api", "nixl._bindings"):
         monkeypatch.setitem(sys.modules, module, None)
     caplog.set_level(logging.INFO, "dynamo_trtllm")
-    assert select_carrier(None).name == "tcp"
+    assert create_backend(None).name == "tcp"
     assert len(caplog.records) == 1
     assert "pip install -e '.[nixl]'" in caplog.text
     with pytest.raises(ConfigError, match="pip install"):
-        select_carrier("nixl")
+        create_backend("nixl")

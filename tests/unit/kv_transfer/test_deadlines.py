@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, HandoffTimeout, TicketExpired, TransferFailed
-from dynamo_trtllm.kv_transfer.base import OnPiece, Piece
-from dynamo_trtllm.kv_transfer.deadlines import Destination, Within, bound, fetch
-from dynamo_trtllm.messages import HandoffTicket
+from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired, TransferFailed, TransferTimeout
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
+from dynamo_trtllm.kv_transfer.deadlines import Destination, FetchLimits, fetch, first_deadline
+from dynamo_trtllm.messages import KvTransferParams
 from tests.instances import make_ticket
 
 
@@ -26,9 +26,9 @@ class Slow:
 
     async def start(self, on_fetched: Callable[[str], None]) -> None: ...
 
-    async def register(self, region: Piece) -> None: ...
+    async def register(self, region: MemoryRegion) -> None: ...
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece], *, ready: int | None = None) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         return b""
 
     def advance(self, ticket_id: str, ready: int) -> None: ...
@@ -39,10 +39,10 @@ class Slow:
         self,
         ticket_id: str,
         offer: bytes,
-        pieces: Sequence[Piece],
+        pieces: Sequence[MemoryRegion],
         *,
         timeout_s: float,
-        on_piece: OnPiece | None = None,
+        on_piece: OnRegion | None = None,
     ) -> None:
         self.given_s = timeout_s
         if self.error is not None:
@@ -51,26 +51,26 @@ class Slow:
     async def aclose(self) -> None: ...
 
 
-def ticket(expires_in_s: float) -> HandoffTicket:
+def ticket(expires_in_s: float) -> KvTransferParams:
     return msgspec.structs.replace(make_ticket("t1"), expires_at=time.time() + expires_in_s)
 
 
-def within(deadline_in_s: float, timeout_s: float) -> Within:
-    return Within(time.time() + deadline_in_s, timeout_s)
+def within(deadline_in_s: float, timeout_s: float) -> FetchLimits:
+    return FetchLimits(time.time() + deadline_in_s, timeout_s)
 
 
 @pytest.mark.parametrize(
     ("deadline_s", "expiry_s", "timeout_s", "error", "said"),
     [
         (1, 9, 9, DeadlineExceeded, "the request's deadline passed"),
-        (9, 1, 9, HandoffTimeout, "its ticket expired"),
-        (9, 9, 1, HandoffTimeout, "--handoff-timeout-s 1 passed"),
+        (9, 1, 9, TransferTimeout, "its ticket expired"),
+        (9, 9, 1, TransferTimeout, "--handoff-timeout-s 1 passed"),
     ],
 )
 async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(
     deadline_s: float, expiry_s: float, timeout_s: float, error: type[DynamoError], said: str
 ) -> None:
-    carrier = Slow(HandoffTimeout("late"))
+    carrier = Slow(TransferTimeout("late"))
     with pytest.raises(error, match=said) as caught:
         await fetch(carrier, ticket(expiry_s), b"", Destination([]), within(deadline_s, timeout_s))
     assert type(caught.value) is error
@@ -88,7 +88,7 @@ async def test_fetch_when_all_is_well_then_the_carrier_had_the_time_that_was_lef
     assert carrier.given_s == 3
 
 
-@pytest.mark.parametrize(("deadline_s", "expiry_s", "error"), [(-1, 9, DeadlineExceeded), (9, -1, TicketExpired)])
+@pytest.mark.parametrize(("deadline_s", "expiry_s", "error"), [(-1, 9, DeadlineExceeded), (9, -1, TransferExpired)])
 async def test_fetch_when_no_time_is_left_then_the_carrier_is_not_asked(
     deadline_s: float, expiry_s: float, error: type[DynamoError]
 ) -> None:
@@ -99,4 +99,4 @@ async def test_fetch_when_no_time_is_left_then_the_carrier_is_not_asked(
 
 
 def test_bound_when_the_clock_of_the_prefill_host_is_behind_then_no_time_is_left() -> None:
-    assert bound(ticket(-100), within(9, 9), time.time()).left_s < 0
+    assert first_deadline(ticket(-100), within(9, 9), time.time()).left_s < 0

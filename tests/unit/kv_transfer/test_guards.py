@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import ctypes
 
-from dynamo_trtllm.kv_transfer.nixl.validity import Guard, Guards, place_of_word
+from dynamo_trtllm.kv_transfer.nixl.validity import Validity, ValiditySlots, ack_address
 
 
-def say(holder: Guards, slot: int, reader: Guards, own: int) -> None:
+def say(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
     """What a carrier's read of the guard and its write of the word come to."""
     address, size, _ = holder.spot(slot)
     ctypes.memmove(reader.spot(own)[0], address, size)
     send(holder, slot, reader, own)
 
 
-def send(holder: Guards, slot: int, reader: Guards, own: int) -> None:
-    place, size, _ = place_of_word(holder.spot(slot))
+def send(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
+    place, size, _ = ack_address(holder.spot(slot))
     ctypes.memmove(place, reader.word(own)[0], size)
 
 
 def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() -> None:
-    holder, reader = Guards(), Guards()
+    holder, reader = ValiditySlots(), ValiditySlots()
     slot, own = holder.take(), reader.take()
     nonce = holder.arm(slot, 3)
     assert not holder.was_read(slot)
@@ -28,11 +28,11 @@ def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() ->
         say(holder, slot, reader, own)
         assert holder.was_read(slot)
         assert not holder.was_read(slot)
-        assert holder.look(slot) == Guard(nonce, 3, 0)
+        assert holder.look(slot) == Validity(nonce, 3, 0)
 
 
 def test_was_read_when_the_word_comes_after_withdrawal_then_it_says_nothing_of_the_next_offer() -> None:
-    holder, reader = Guards(), Guards()
+    holder, reader = ValiditySlots(), ValiditySlots()
     slot, own = holder.take(), reader.take()
     holder.arm(slot, 1)
     say(holder, slot, reader, own)

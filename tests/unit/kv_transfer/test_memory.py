@@ -3,26 +3,26 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.memory import address_of, require_cpu, require_sizes, view
 
 
 def test_view_when_written_then_the_memory_itself_changes() -> None:
     buffer = bytearray(b"abcdef")
-    seen = view(Piece(address_of(buffer) + 2, 3))
+    seen = view(MemoryRegion(address_of(buffer) + 2, 3))
     assert bytes(seen) == b"cde"
     seen[:] = b"XYZ"
     assert buffer == b"abXYZf"
 
 
 def test_view_when_piece_has_no_bytes_then_is_empty() -> None:
-    assert len(view(Piece(0, 0))) == 0
+    assert len(view(MemoryRegion(0, 0))) == 0
 
 
 def test_require_cpu_when_on_a_gpu_then_names_the_device() -> None:
-    require_cpu([Piece(1, 1)], "tcp")
+    require_cpu([MemoryRegion(1, 1)], "tcp")
     with pytest.raises(TransferFailed, match=r"cuda:1.*carrier nixl"):
-        require_cpu([Piece(1, 1), Piece(2, 1, "cuda:1")], "tcp")
+        require_cpu([MemoryRegion(1, 1), MemoryRegion(2, 1, "cuda:1")], "tcp")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_require_cpu_when_on_a_gpu_then_names_the_device() -> None:
     [([1], "1 pieces, the destination 2"), ([1, 3], "piece 1 has 3 bytes"), ([2, 1], "piece 0 has 2 bytes")],
 )
 def test_require_sizes_when_different_then_says_where(theirs: list[int], message: str) -> None:
-    pieces = [Piece(1, 1), Piece(2, 2)]
+    pieces = [MemoryRegion(1, 1), MemoryRegion(2, 2)]
     require_sizes("t", [1, 2], pieces)
     with pytest.raises(TransferFailed, match=message):
         require_sizes("t", theirs, pieces)

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.nixl.poller import FETCHES_AT_ONCE, Mover
+from dynamo_trtllm.kv_transfer.nixl.poller import FETCHES_AT_ONCE, TransferPoller
 
 WAIT_S = 10
 
@@ -32,7 +32,7 @@ def failing() -> Iterator[float]:
 
 
 def test_mover_when_one_fails_then_others_go_on() -> None:
-    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
     gated, failed = mover.submit(until(gate)), mover.submit(failing())
     with pytest.raises(ZeroDivisionError):
         failed.result(WAIT_S)
@@ -45,7 +45,7 @@ def test_mover_when_one_fails_then_others_go_on() -> None:
 
 
 def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> None:
-    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
     first = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
     late = [mover.submit(steps(name, seen, 1)) for name in "abc"]
     assert late[1].cancel()
@@ -57,7 +57,7 @@ def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> Non
 
 
 def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_cancelled() -> None:
-    mover, gate, begun = Mover("test"), threading.Event(), threading.Semaphore(0)
+    mover, gate, begun = TransferPoller("test"), threading.Event(), threading.Semaphore(0)
     moving = [mover.submit(until(gate, begun)) for _ in range(FETCHES_AT_ONCE)]
     assert all(begun.acquire(timeout=WAIT_S) for _ in moving)
     waiting = mover.submit(until(gate))
@@ -74,7 +74,7 @@ def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_canc
 
 
 def test_submit_when_stepped_now_then_first_step_is_taken_here_and_others_on_its_thread() -> None:
-    mover, threads = Mover("test"), list[int]()
+    mover, threads = TransferPoller("test"), list[int]()
 
     def noting() -> Iterator[float]:
         for _ in range(3):
@@ -88,7 +88,7 @@ def test_submit_when_stepped_now_then_first_step_is_taken_here_and_others_on_its
 
 
 def test_submit_when_stepped_now_and_over_or_failed_then_result_is_there() -> None:
-    mover = Mover("test")
+    mover = TransferPoller("test")
     assert mover.submit(iter([]), step_now=True).done()
 
     def fails() -> Iterator[float]:
@@ -101,7 +101,7 @@ def test_submit_when_stepped_now_and_over_or_failed_then_result_is_there() -> No
 
 
 def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> None:
-    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
     first = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
     late = [mover.submit(steps(name, seen, 1), step_now=True) for name in "abc"]
     assert not seen
@@ -113,7 +113,7 @@ def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> 
 
 
 def test_mover_when_oldest_waits_for_long_then_all_others_are_moved() -> None:
-    mover, seen, gate = Mover("test"), list[str](), threading.Event()
+    mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
     gated = mover.submit(until(gate))
     for each in [mover.submit(steps(name, seen, 50)) for name in "abcdef"]:
         each.result(WAIT_S)

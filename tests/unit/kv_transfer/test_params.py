@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import TicketExpired, TicketMismatch
+from dynamo_trtllm.errors import TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT, TICKET_VERSION, check
-from dynamo_trtllm.messages import HandoffTicket, KvLayout, token_ids
+from dynamo_trtllm.messages import KvLayout, KvTransferParams, token_ids
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=32, num_layers=24, num_kv_heads=8, head_dim=64)
-TICKET = HandoffTicket(
+TICKET = KvTransferParams(
     version=TICKET_VERSION,
     ticket_id="t1",
     engine="torch",
@@ -26,7 +26,7 @@ TICKET = HandoffTicket(
 )
 
 
-def check_at(ticket: HandoffTicket, now: float = 99.0) -> None:
+def check_at(ticket: KvTransferParams, now: float = 99.0) -> None:
     check(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, now=now)
 
 
@@ -38,7 +38,7 @@ def test_check_when_all_agree_then_accepts() -> None:
     ("field", "value"), [("version", TICKET_VERSION + 1), ("engine", "trtllm"), ("model", "gpt-oss-120b")]
 )
 def test_check_when_a_field_differs_then_names_it_and_both_values(field: str, value: Any) -> None:
-    with pytest.raises(TicketMismatch, match=repr(value)) as caught:
+    with pytest.raises(TransferMismatch, match=repr(value)) as caught:
         check_at(msgspec.structs.replace(TICKET, **{field: value}))
     assert caught.value.field == field
     assert caught.value.code == "ticket_mismatch"
@@ -51,7 +51,7 @@ def test_check_when_a_layout_field_differs_then_names_it(field: str) -> None:
     ours = getattr(LAYOUT, field)
     theirs = ours + 1 if isinstance(ours, int) else f"not {ours}"
     layout = msgspec.structs.replace(LAYOUT, **{field: theirs})
-    with pytest.raises(TicketMismatch, match=f"layout.{field} is") as caught:
+    with pytest.raises(TransferMismatch, match=f"layout.{field} is") as caught:
         check_at(msgspec.structs.replace(TICKET, layout=layout))
     assert caught.value.field == f"layout.{field}"
     assert repr(theirs) in caught.value.message
@@ -67,18 +67,18 @@ def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
     theirs: dict[str, str], ours: dict[str, str]
 ) -> None:
     ticket = msgspec.structs.replace(TICKET, pairing=theirs)
-    with pytest.raises(TicketMismatch, match=r"'1\.2'") as caught:
+    with pytest.raises(TransferMismatch, match=r"'1\.2'") as caught:
         check(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, pairing=ours, now=50.0)
     assert caught.value.field == "release"
 
 
 @pytest.mark.parametrize("now", [100.0, 107.5])
 def test_check_when_time_is_up_then_expired(now: float) -> None:
-    with pytest.raises(TicketExpired, match=f"{now - 100.0:.1f} s ago") as caught:
+    with pytest.raises(TransferExpired, match=f"{now - 100.0:.1f} s ago") as caught:
         check_at(TICKET, now)
     assert caught.value.code == "ticket_expired"
 
 
 def test_check_when_expired_and_of_another_model_then_mismatch_first() -> None:
-    with pytest.raises(TicketMismatch):
+    with pytest.raises(TransferMismatch):
         check_at(msgspec.structs.replace(TICKET, model="other"), now=200.0)

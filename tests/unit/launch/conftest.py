@@ -15,10 +15,10 @@ from tests.unit.launch.supervised import ALL, Scripted, is_not_taken, until_read
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(supervisor, "Running", Scripted)
+    monkeypatch.setattr(supervisor, "ManagedProcess", Scripted)
     monkeypatch.setattr(supervisor, "until", until_ready)
     monkeypatch.setattr(supervisor, "is_taken", is_not_taken)
-    monkeypatch.setattr(supervisor, "bound", lambda *_, **__: socket.socket())  # every port is free
+    monkeypatch.setattr(supervisor, "bind", lambda *_, **__: socket.socket())  # every port is free
     monkeypatch.setattr(supervisor, "scratch_folder", lambda prefix: contextlib.nullcontext(Path("/nowhere")))
     yield
     ALL.clear()

@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.launch import demo, main
-from dynamo_trtllm.launch.supervisor import GivenUp, Serving
+from dynamo_trtllm.launch.supervisor import DeploymentStatus, RestartLimitReached
 
 STATS = {
     "prefill_instance": "a1",
@@ -100,7 +100,7 @@ class Supervised:
 
     async def run(self, on_ready) -> None:
         if self.serves:
-            await on_ready(Serving(frontend=None, names={}))
+            await on_ready(DeploymentStatus(frontend=None, names={}))
 
 
 @pytest.mark.parametrize("once", [True, False])
@@ -110,5 +110,5 @@ async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do
     deployment = load_deployment(config.deployment, {})
     await main._run(config, deployment)
     monkeypatch.setattr(Supervised, "serves", False)
-    with pytest.raises(GivenUp, match="stopped before") if once else nullcontext():
+    with pytest.raises(RestartLimitReached, match="stopped before") if once else nullcontext():
         await main._run(config, deployment)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.launch.dependents import next_to_drain, readers_of
+from dynamo_trtllm.launch.dependents import dependents_of, next_to_drain
 from dynamo_trtllm.launch.plan import Addresses, processes
-from dynamo_trtllm.launch.supervisor import GivenUp
+from dynamo_trtllm.launch.supervisor import RestartLimitReached
 from tests.unit.launch.supervised import (
     ALL,
     KILLED,
@@ -33,7 +33,7 @@ TWO_EACH = (worker("prefill", "prefill", [0, 1], count=2), worker("decode", "dec
 def readers(name: str, *workers: dict[str, Any]) -> list[str]:
     specs = processes(deployment(*workers), Addresses(etcd="a:1", nats="nats://b:2"))
     (dead,) = [spec for spec in specs if spec.name == name]
-    return readers_of(dead, specs)
+    return dependents_of(dead, specs)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_
         for name in ("decode", "frontend"):
             await until(partial(getattr, now(name), "is_asked"))
             now(name).die(0)
-        with pytest.raises(GivenUp, match="prefill was killed by SIGKILL; it was restarted 2 times"):
+        with pytest.raises(RestartLimitReached, match="prefill was killed by SIGKILL; it was restarted 2 times"):
             await made.running
 
 

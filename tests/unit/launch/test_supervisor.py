@@ -12,8 +12,8 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import supervisor
 from dynamo_trtllm.launch.plan import with_address
 from dynamo_trtllm.launch.readiness_checks import NotYet
-from dynamo_trtllm.launch.supervisor import GivenUp
-from dynamo_trtllm.network.listening import bound
+from dynamo_trtllm.launch.supervisor import RestartLimitReached
+from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses.restart import BAD_CONFIG
 from tests.unit.launch.supervised import ALL, KILLED, World, deployment, lives_reach, now, settle, until, worker, world
 
@@ -65,7 +65,7 @@ async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_i
     for child in ALL:
         child.die(KILLED)
     with pytest.raises(
-        GivenUp, match=r"did not serve within 120 s \(loading: reading weights\); raise ready_timeout_s"
+        RestartLimitReached, match=r"did not serve within 120 s \(loading: reading weights\); raise ready_timeout_s"
     ):
         await made.running
 
@@ -87,7 +87,7 @@ async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() 
     now("w").die(BAD_CONFIG)
     await until(lambda: now("frontend").is_asked)
     now("frontend").die(0)
-    with pytest.raises(GivenUp) as given_up:
+    with pytest.raises(RestartLimitReached) as given_up:
         await made.running
     assert given_up.value.exit_status == BAD_CONFIG
 
@@ -100,7 +100,7 @@ async def test_process_when_it_served_and_then_refuses_its_configuration_then_it
         now("w").die(BAD_CONFIG)
         await until(lambda: now("frontend").is_asked)
         now("frontend").die(0)
-        with pytest.raises(GivenUp):
+        with pytest.raises(RestartLimitReached):
             await made.running
 
 
@@ -114,7 +114,7 @@ async def test_process_when_it_served_and_then_refuses_its_configuration_then_it
 async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not_even_etcd(
     monkeypatch: pytest.MonkeyPatch, frontend_port: Any, worker_port: Any, says: str
 ) -> None:
-    monkeypatch.setattr(supervisor, "bound", bound)
+    monkeypatch.setattr(supervisor, "bind", bind)
     monkeypatch.setattr(supervisor, "start_etcd", None)  # a call of it fails
     with socket.create_server(("127.0.0.1", 0)) as owner:
         taken = str(owner.getsockname()[1])

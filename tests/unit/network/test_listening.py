@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 import uvloop
 
-from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files, listening, warn_if_exposed
+from dynamo_trtllm.network.listening import ACCEPTS_PER_TURN, Acceptor, allow_files, listen, warn_if_exposed
 from tests.waiting import SOON_S
 
 CLIENTS = 4 * ACCEPTS_PER_TURN
@@ -53,7 +53,7 @@ async def turns_to_accept_all(sock: socket.socket) -> int:
 
 def test_acceptor_when_many_clients_wait_then_a_turn_accepts_several() -> None:
     with ExitStack() as stack, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        sock = stack.enter_context(listening(HOST, 0))
+        sock = stack.enter_context(listen(HOST, 0))
         for _ in range(CLIENTS):
             stack.enter_context(socket.create_connection(sock.getsockname()))
         assert runner.run(turns_to_accept_all(sock)) < CLIENTS / 2
@@ -77,7 +77,7 @@ def test_acceptor_when_a_client_is_accepted_then_small_writes_are_not_held_back(
         finally:
             acceptor.close()
 
-    with listening(HOST, 0) as sock, socket.create_connection(sock.getsockname()):
+    with listen(HOST, 0) as sock, socket.create_connection(sock.getsockname()):
         assert asyncio.run(accept(sock))
 
 
@@ -112,7 +112,7 @@ def test_acceptor_when_there_are_no_file_descriptors_then_it_accepts_once_there_
         assert acceptor.broken is None
         acceptor.close()
 
-    with listening(HOST, 0) as sock, socket.create_connection(sock.getsockname()):
+    with listen(HOST, 0) as sock, socket.create_connection(sock.getsockname()):
         asyncio.run(accept(Failing(sock, errno.EMFILE, failures=max(2, idle))))
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -127,7 +127,7 @@ def test_acceptor_when_its_socket_is_of_no_use_then_it_says_so_and_gives_up(capl
         acceptor.close()
         return acceptor.broken
 
-    with listening(HOST, 0) as sock:
+    with listen(HOST, 0) as sock:
         broken = asyncio.run(accept(sock))
     assert broken is not None
     assert broken.errno == errno.EINVAL

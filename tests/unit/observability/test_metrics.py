@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dynamo_trtllm.messages import LegStats
+from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE, FrontendMetrics, WorkerMetrics
 
 
@@ -50,8 +50,10 @@ def test_itl_when_tokens_come_together_then_each_counts():
 
 def test_legs_when_observed_then_only_phases_that_ran_are_counted_and_kv_once():
     metrics = FrontendMetrics()
-    metrics.observe_leg(model="m", stats=LegStats(queue_s=0.1, prefill_s=0.2, kv_bytes=100, transport="nixl/ucx"))
-    metrics.observe_leg(model="m", stats=LegStats(handoff_s=0.3, decode_wait_s=0.4, kv_bytes=100, transport="nixl/ucx"))
+    metrics.observe_leg(model="m", stats=PhaseTimings(queue_s=0.1, prefill_s=0.2, kv_bytes=100, transport="nixl/ucx"))
+    metrics.observe_leg(
+        model="m", stats=PhaseTimings(handoff_s=0.3, decode_wait_s=0.4, kv_bytes=100, transport="nixl/ucx")
+    )
     found = samples(metrics.render())
     for phase in ("queue", "prefill", "handoff", "decode_wait"):
         assert found["phase_seconds_count", (("model", "m"), ("phase", phase))] == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.observability.metrics import FrontendMetrics
-from dynamo_trtllm.observability.metrics_aggregator import Family, Ledger, Sample, Snapshot, merged
+from dynamo_trtllm.observability.metrics_aggregator import Family, MetricsAggregator, Sample, Snapshot, merged
 
 
 def counter(value: float, **labels: str) -> Family:
@@ -34,7 +34,7 @@ def test_merged_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
 
 
 def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one_process() -> None:
-    ledger = Ledger()
+    ledger = MetricsAggregator()
     ledger.told("frontend-1", (counter(3), gauge(1), memory(100)))
     ledger.told("frontend-2", (counter(4), gauge(2), memory(200)))
     ledger.told("frontend-2", (counter(5), gauge(0), memory(300)))
@@ -47,7 +47,7 @@ def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one
 
 
 def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -> None:
-    ledger = Ledger()
+    ledger = MetricsAggregator()
     ledger.told("frontend-1", (counter(3), gauge(1), memory(100)))
     ledger.told("frontend-2", (counter(4), gauge(2)))
     ledger.ended("frontend-1")
@@ -64,7 +64,7 @@ def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -
 
 
 async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_sums() -> None:
-    mine, other, ledger = FrontendMetrics(), FrontendMetrics(), Ledger()
+    mine, other, ledger = FrontendMetrics(), FrontendMetrics(), MetricsAggregator()
     for metrics, count in ((mine, 2), (other, 3)):
         metrics.watch(choices=lambda count=count: count, queued=lambda: 1.0, body_bytes=lambda: 0.0)
         for _ in range(count):

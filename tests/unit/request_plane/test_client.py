@@ -12,23 +12,23 @@ import pytest
 from dynamo_trtllm.codec import decode
 from dynamo_trtllm.errors import Disconnected
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
-from dynamo_trtllm.request_plane.frames import Envelope, Open
-from dynamo_trtllm.request_plane.inproc import InprocLink
+from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
+from dynamo_trtllm.request_plane.frames import ClientMessage, OpenStream
+from dynamo_trtllm.request_plane.inproc import InprocTransport
 from tests.waiting import SOON_S
 
 SUBJECT = "ns_prefill.generate-1"
 
 
-class Overheard(InprocLink):
+class Overheard(InprocTransport):
     """Notes the inbox of who opens a stream."""
 
     inbox = ""
 
     async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if data:
-            opening = decode(data, Envelope).body
-            assert isinstance(opening, Open)
+            opening = decode(data, ClientMessage).body
+            assert isinstance(opening, OpenStream)
             self.inbox = opening.inbox
         return await super().ask(subject, data, timeout_s=timeout_s)
 
@@ -58,7 +58,7 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     link, service = Overheard(), OneMore()
-    plane = LinkPlane(link, PlaneLimits())
+    plane = TransportPlane(link, PlaneLimits())
     await plane.serve(SUBJECT, service)
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
@@ -73,7 +73,7 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     await plane.aclose()
 
 
-class Cut(InprocLink):
+class Cut(InprocTransport):
     """Whose connection goes while a stream runs."""
 
     cut = False
@@ -86,7 +86,7 @@ class Cut(InprocLink):
 
 async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
     link = Cut()
-    plane = LinkPlane(link, PlaneLimits(ping_interval_s=0.01))
+    plane = TransportPlane(link, PlaneLimits(ping_interval_s=0.01))
     await plane.serve(SUBJECT, Endless())
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9

@@ -16,21 +16,21 @@ from dynamo_trtllm.errors import (
     StreamIncomplete,
     error_classes,
 )
-from dynamo_trtllm.messages import Chunk, FileRequest, FinishReason, GenerateRequest, Sampling, token_ids
+from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, GetFile, Sampling, token_ids
 from dynamo_trtllm.request_plane.frames import (
-    Answer,
-    Arrivals,
+    Ack,
     Batch,
-    Cancel,
-    Envelope,
-    Failure,
+    CancelStream,
+    ClientMessage,
+    ControlRequest,
+    ErrorPayload,
     Frame,
-    Inbox,
-    Open,
-    Outbox,
+    FrameBatcher,
+    OpenStream,
     Ping,
+    StreamBuffer,
+    StreamDemux,
     StreamReport,
-    Verb,
 )
 
 LIMIT = 1 << 20
@@ -40,8 +40,8 @@ def make_chunk(*ids: int, finish: FinishReason | None = None) -> Chunk:
     return Chunk(token_ids=token_ids(ids), finish_reason=finish)
 
 
-def make_arrivals(*frames: Frame, limit: int = 1000) -> Arrivals:
-    arrivals = Arrivals(limit)
+def make_arrivals(*frames: Frame, limit: int = 1000) -> StreamBuffer:
+    arrivals = StreamBuffer(limit)
     for frame in frames:
         arrivals.feed(frame)
     return arrivals
@@ -55,14 +55,14 @@ REQUEST = GenerateRequest(
 @pytest.mark.parametrize(
     "value",
     [
-        Envelope(Open(3, "_INBOX.x", REQUEST, 2.5)),
-        Envelope(Cancel(3, "_INBOX.x")),
-        Envelope(Ping("_INBOX.x", 7)),
+        ClientMessage(OpenStream(3, "_INBOX.x", REQUEST, 2.5)),
+        ClientMessage(CancelStream(3, "_INBOX.x")),
+        ClientMessage(Ping("_INBOX.x", 7)),
         Batch([], StreamReport("ns.g-1", 7, [(3, 12), (2**32, 0)])),
-        Verb(FileRequest("abc", 7)),
-        Answer(Failure("overloaded", "full")),
-        Answer(data=b"\x00\xff"),
-        Batch([Frame(1, 0, make_chunk(5, finish=FinishReason.STOP)), Frame(2, 4, failure=Failure("x", "y", "z"))]),
+        ControlRequest(GetFile("abc", 7)),
+        Ack(ErrorPayload("overloaded", "full")),
+        Ack(data=b"\x00\xff"),
+        Batch([Frame(1, 0, make_chunk(5, finish=FinishReason.STOP)), Frame(2, 4, failure=ErrorPayload("x", "y", "z"))]),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -70,7 +70,7 @@ def test_wire_value_when_encoded_then_decodes_equal(value: object) -> None:
     assert decode(encode(value), type(value)) == value
 
 
-@pytest.mark.parametrize("data", [b"\xc1", b"\x00", encode(Answer())[:-1], encode(Envelope(Cancel(1, "i")))])
+@pytest.mark.parametrize("data", [b"\xc1", b"\x00", encode(Ack())[:-1], encode(ClientMessage(CancelStream(1, "i")))])
 def test_batch_when_bytes_are_something_else_then_bad_frame(data: bytes) -> None:
     with pytest.raises(BadFrame):
         decode(data, Batch)
@@ -78,16 +78,16 @@ def test_batch_when_bytes_are_something_else_then_bad_frame(data: bytes) -> None
 
 @pytest.mark.parametrize("cls", sorted(error_classes().values(), key=lambda cls: cls.code))
 def test_failure_when_sent_then_same_class_message_and_field(cls: type[DynamoError]) -> None:
-    error = decode(encode(Failure.of(cls("why", field="f"))), Failure).error()
+    error = decode(encode(ErrorPayload.of(cls("why", field="f"))), ErrorPayload).error()
     assert (type(error), error.message, error.field) == (cls, "why", "f")
 
 
 def test_failure_when_code_is_unknown_then_internal() -> None:
-    assert type(Failure("from_the_future", "why").error()) is InternalError
+    assert type(ErrorPayload("from_the_future", "why").error()) is InternalError
 
 
 def test_outbox_when_64_streams_made_a_token_then_one_message_of_few_bytes() -> None:
-    outbox = Outbox()
+    outbox = FrameBatcher()
     for stream in range(64):
         outbox.put(Frame(stream, 1000, make_chunk(stream)))
     (message,) = outbox.take(LIMIT)
@@ -97,7 +97,7 @@ def test_outbox_when_64_streams_made_a_token_then_one_message_of_few_bytes() -> 
 
 
 def test_outbox_when_frames_exceed_the_limit_then_split_in_order() -> None:
-    outbox = Outbox()
+    outbox = FrameBatcher()
     frames = [Frame(stream, 0, make_chunk(*range(stream))) for stream in range(50)]
     for frame in frames:
         outbox.put(frame)
@@ -108,7 +108,7 @@ def test_outbox_when_frames_exceed_the_limit_then_split_in_order() -> None:
 
 
 def test_outbox_when_one_frame_exceeds_the_limit_then_only_it_becomes_an_error() -> None:
-    outbox = Outbox()
+    outbox = FrameBatcher()
     frames = [Frame(1, 0, make_chunk(1)), Frame(2, 7, make_chunk(*range(1000))), Frame(3, 0, make_chunk(3))]
     for frame in frames:
         outbox.put(frame)
@@ -179,7 +179,7 @@ async def test_arrivals_when_terminal_chunk_came_then_later_errors_do_not_count(
 
 
 async def test_arrivals_when_reader_waits_then_it_is_woken_by_chunk_and_by_error() -> None:
-    arrivals = Arrivals(1000)
+    arrivals = StreamBuffer(1000)
     reader = asyncio.create_task(arrivals.get())
     await asyncio.sleep(0)
     arrivals.feed(Frame(1, 0, make_chunk(4)))
@@ -200,14 +200,14 @@ async def test_arrivals_when_reader_is_behind_then_bounded_and_overloaded() -> N
 
 
 async def test_arrivals_when_reader_keeps_up_then_no_bound_is_met() -> None:
-    arrivals = Arrivals(10)
+    arrivals = StreamBuffer(10)
     for n in range(100):
         arrivals.feed(Frame(1, n, make_chunk(*range(9))))
         assert len((await arrivals.get()).token_ids) == 9
 
 
 async def test_inbox_when_frames_are_mixed_then_each_stream_gets_its_own_and_unknown_are_ignored() -> None:
-    inbox = Inbox(1000)
+    inbox = StreamDemux(1000)
     first, first_arrivals = inbox.open()
     second, second_arrivals = inbox.open()
     gone, gone_arrivals = inbox.open()
@@ -267,7 +267,7 @@ async def test_feed_when_nobody_waits_then_the_sink_is_not_asked() -> None:
 
 
 async def test_feed_when_the_sink_fails_then_its_reader_gets_that_and_others_go_on() -> None:
-    inbox = Inbox(1000)
+    inbox = StreamDemux(1000)
     bad, bad_end = inbox.open()
     good, good_end = inbox.open()
     sink = Taking()
@@ -291,14 +291,14 @@ async def test_fail_all_when_one_reader_keeps_its_error_then_nothing_of_the_othe
 
     kept: list[DynamoError] = []
 
-    async def read(arrivals: Arrivals, prompt: Prompt) -> None:
+    async def read(arrivals: StreamBuffer, prompt: Prompt) -> None:
         try:
             await arrivals.get()
         except Disconnected as exc:
             if arrivals is streams[0]:
                 kept.append(exc)
 
-    inbox = Inbox(1000)
+    inbox = StreamDemux(1000)
     streams = [inbox.open()[1] for _ in range(3)]
     prompts = [Prompt() for _ in streams]
     gone = [weakref.ref(prompt) for prompt in prompts]

@@ -9,7 +9,7 @@ import pytest
 from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenLogprob, token_ids
 from dynamo_trtllm.request_plane import rounds
-from dynamo_trtllm.request_plane.frames import Arrivals, Batch, Frame, Inbox
+from dynamo_trtllm.request_plane.frames import Batch, Frame, StreamBuffer, StreamDemux
 from dynamo_trtllm.request_plane.rounds import Rounds
 
 PER_TURN = 6
@@ -23,7 +23,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 class Reader:
     """One stream that has begun, whose sink takes all; `seen` has the tokens of each chunk, of other readers too."""
 
-    def __init__(self, inbox: Inbox, seen: list[tuple[int, list[int]]]) -> None:
+    def __init__(self, inbox: StreamDemux, seen: list[tuple[int, list[int]]]) -> None:
         self.stream, self.arrivals = inbox.open()
         self._seen = seen
         self._number = 0
@@ -51,7 +51,7 @@ class Bench:
     """Streams of one inbox, and what their readers saw: stream and tokens, which are the numbers of the frames."""
 
     def __init__(self) -> None:
-        self.inbox = Inbox(1000)
+        self.inbox = StreamDemux(1000)
         self.rounds = Rounds(self.inbox)
         self.seen: list[tuple[int, list[int]]] = []
 
@@ -159,7 +159,7 @@ async def test_frames_when_one_that_waits_is_lost_or_repeated_then_as_if_they_ha
 
 
 async def test_logprobs_when_chunks_are_joined_then_they_stay_with_their_tokens() -> None:
-    inbox = Inbox(1000)
+    inbox = StreamDemux(1000)
     stream, arrivals = inbox.open()
     arrivals.waiting += [
         Frame(stream, n, Chunk(token_ids=token_ids([n]), logprobs=(TokenLogprob(n, -1.0 * n),))) for n in range(3)
@@ -192,8 +192,8 @@ async def test_check_when_frames_wait_then_they_count_as_arrived() -> None:
     assert list((await arrivals.get()).token_ids) == [0, 1, 2]
 
 
-def behind(*frames: Frame) -> Arrivals:
-    arrivals = Arrivals(1000)
+def behind(*frames: Frame) -> StreamBuffer:
+    arrivals = StreamBuffer(1000)
     arrivals.waiting.extend(frames)
     return arrivals
 

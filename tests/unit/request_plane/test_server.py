@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, Callable
 
 from dynamo_trtllm.codec import decode
 from dynamo_trtllm.messages import Chunk, Control, FinishReason, GenerateRequest, Sampling, token_ids
-from dynamo_trtllm.request_plane.client import LinkPlane, PlaneLimits
+from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
 from dynamo_trtllm.request_plane.frames import Batch
-from dynamo_trtllm.request_plane.inproc import InprocLink
+from dynamo_trtllm.request_plane.inproc import InprocTransport
 
 
-class CountingLink(InprocLink):
+class CountingLink(InprocTransport):
     """Keeps what is posted to callers' inboxes."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ async def settle() -> None:
 
 async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step() -> None:
     link = CountingLink()
-    plane = LinkPlane(link, PlaneLimits())
+    plane = TransportPlane(link, PlaneLimits())
     service = SteppingService()
     await plane.serve("s", service)
     got: list[int] = []
@@ -109,7 +109,7 @@ async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step(
 
 async def test_push_when_chunks_are_yielded_before_and_after_then_all_arrive_in_order() -> None:
     link = CountingLink()
-    plane = LinkPlane(link, PlaneLimits())
+    plane = TransportPlane(link, PlaneLimits())
     service = PushingService()
     await plane.serve("s", service)
     made = [Chunk(token_ids=token_ids([n])) for n in range(5)]

@@ -8,13 +8,13 @@ import pytest
 
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError, Unreachable
-from dynamo_trtllm.request_plane.inproc import InprocLink
+from dynamo_trtllm.request_plane.inproc import InprocTransport
 from dynamo_trtllm.request_plane.transport import Heartbeat
 
 SILENT, OWN_LOSS = Unreachable("no answer"), Disconnected("no connection here")
 
 
-class Failing(InprocLink):
+class Failing(InprocTransport):
     """Fails the first questions as listed and answers the next. `heard` grows with each failure, when it is to."""
 
     def __init__(self, failures: Sequence[PlaneError], sends_something_else: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynamo_trtllm.messages import Role
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook, PairState, pairs_of, poisoned, spelled
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState, format_pair, pairs_of, suspects
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import make_instance
 
@@ -13,7 +13,7 @@ CANARIES = (0.0, 1000.0, 2000.0)  # each when the breaker's time is over
 
 
 def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_longer_each_time() -> None:
-    book = PairBook(LIMITS)
+    book = PairBreakers(LIMITS)
     assert not book.failed(PAIR, "x", 0.0)
     assert book.record(PAIR).state is PairState.FAILING
     assert not book.is_shut(PAIR)
@@ -26,7 +26,7 @@ def test_failed_when_it_happens_in_a_row_then_the_breaker_opens_once_and_for_lon
 
 
 def test_passed_when_it_was_quarantined_then_it_serves_again_and_its_past_is_forgotten() -> None:
-    book = PairBook(LIMITS)
+    book = PairBreakers(LIMITS)
     for now in (0.0, 1.0, 11.0):
         book.failed(PAIR, "x", now)
     assert book.passed(PAIR, 40.0)
@@ -40,7 +40,7 @@ def test_passed_when_it_was_quarantined_then_it_serves_again_and_its_past_is_for
 
 
 def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
-    book = PairBook(BreakerLimits(failures=1, open_s=10.0))
+    book = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
     assert book.due([PAIR], 0.0, 30.0) == [PAIR]
     book.passed(PAIR, 100.0, is_probe=True)
     assert book.due([PAIR], 129.0, 30.0) == []
@@ -52,7 +52,7 @@ def test_due_when_new_idle_failing_or_open_then_each_in_its_own_time() -> None:
 
 
 def test_keep_only_when_an_instance_is_gone_then_its_pairs_are_forgotten() -> None:
-    book = PairBook(BreakerLimits(failures=1))
+    book = PairBreakers(BreakerLimits(failures=1))
     book.failed(PAIR, "x", 0.0)
     book.failed((None, 3), "x", 0.0)
     book.keep_only({1, 3})
@@ -70,46 +70,46 @@ def test_pairs_of_when_roles_are_mixed_then_matching_pairs_and_whole_instances()
 
 
 def test_spelled_when_printed_then_ids_are_those_of_subjects() -> None:
-    assert (spelled((0xA, 0xB)), spelled((None, 0xB))) == ("pair a -> b", "instance b")
+    assert (format_pair((0xA, 0xB)), format_pair((None, 0xB))) == ("pair a -> b", "instance b")
 
 
 def test_poisoned_when_one_prefill_fails_with_everybody_then_it_is_that_one() -> None:
     pairs = [(1, 11), (1, 12), (2, 11), (2, 12)]
-    book = PairBook(BreakerLimits(failures=1))
+    book = PairBreakers(BreakerLimits(failures=1))
     for now in CANARIES:
         for pair in ((1, 11), (1, 12)):
             book.failed(pair, "x", now)
-    assert poisoned(book, pairs) == {1}
+    assert suspects(book, pairs) == {1}
 
 
 def test_poisoned_when_one_decode_fails_with_everybody_then_it_is_that_one() -> None:
     pairs = [(1, 11), (1, 12), (2, 11), (2, 12)]
-    book = PairBook(BreakerLimits(failures=1))
+    book = PairBreakers(BreakerLimits(failures=1))
     for now in CANARIES:
         for pair in ((1, 11), (2, 11)):
             book.failed(pair, "x", now)
-    assert poisoned(book, pairs) == {11}
+    assert suspects(book, pairs) == {11}
 
 
 def test_poisoned_when_there_is_only_one_pair_then_its_prefill_instance_and_never_too_soon() -> None:
-    book = PairBook(BreakerLimits(failures=1))
+    book = PairBreakers(BreakerLimits(failures=1))
     first, *more = CANARIES
     book.failed(PAIR, "x", first)
-    assert poisoned(book, [PAIR]) == set()
+    assert suspects(book, [PAIR]) == set()
     for now in more:
         book.failed(PAIR, "x", now)
-    assert poisoned(book, [PAIR]) == {1}
+    assert suspects(book, [PAIR]) == {1}
 
 
 def test_poisoned_when_an_aggregated_instance_fails_then_it_is_that_one() -> None:
-    book = PairBook(BreakerLimits(failures=1))
+    book = PairBreakers(BreakerLimits(failures=1))
     for now in CANARIES:
         book.failed((None, 5), "x", now)
-    assert poisoned(book, [(None, 5), (None, 6)]) == {5}
+    assert suspects(book, [(None, 5), (None, 6)]) == {5}
 
 
 def test_postpone_when_a_quarantined_pair_was_busy_then_it_is_tried_later() -> None:
-    book = PairBook(BreakerLimits(failures=1, open_s=10.0))
+    book = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
     book.failed(PAIR, "x", 0.0)
     book.postpone(PAIR, 10.0)
     assert book.is_shut(PAIR)
@@ -118,21 +118,21 @@ def test_postpone_when_a_quarantined_pair_was_busy_then_it_is_tried_later() -> N
 
 
 def test_failed_when_a_pair_has_failed_for_days_then_it_is_still_only_quarantined() -> None:
-    book = PairBook(LIMITS)
+    book = PairBreakers(LIMITS)
     for now in range(0, 200_000, 100):
         book.failed(PAIR, "x", float(now))
     assert book.record(PAIR).open_until == 199_900.0 + 35.0
 
 
 def test_failed_when_many_legs_fail_at_once_then_the_breaker_has_opened_once() -> None:
-    book = PairBook(LIMITS)
+    book = PairBreakers(LIMITS)
     assert [book.failed(PAIR, "x", 0.0) for _ in range(2000)].count(True) == 1
     assert (book.record(PAIR).openings, book.record(PAIR).open_until) == (1, 10.0)
-    assert poisoned(book, [PAIR]) == set()
+    assert suspects(book, [PAIR]) == set()
 
 
 def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_shuts_for_longer() -> None:
-    book = PairBook(BreakerLimits(failures=1, open_s=10.0))
+    book = PairBreakers(BreakerLimits(failures=1, open_s=10.0))
     book.failed(PAIR, "x", 0.0)
     book.reopen(9.0)
     assert book.is_shut(PAIR)
@@ -143,7 +143,7 @@ def test_reopen_when_the_time_is_over_then_requests_come_and_the_next_failure_sh
 
 
 def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_canary_has_tried_it() -> None:
-    book = PairBook(LIMITS)
+    book = PairBreakers(LIMITS)
     book.passed((1, 3), 0.0, is_probe=True)
     book.withhold([PAIR, (1, 3)])
     assert (book.is_shut(PAIR), book.is_shut((1, 3)), book.has_shut) == (True, False, True)
@@ -159,7 +159,7 @@ def test_withhold_when_a_pair_is_new_then_it_gets_no_requests_until_a_canary_has
 
 
 def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_and_it_is_tried_each_second() -> None:
-    book = PairBook(LIMITS)
+    book = PairBreakers(LIMITS)
     book.withhold([PAIR])
     book.postpone(PAIR, 0.0)
     assert not book.is_shut(PAIR)
@@ -175,7 +175,7 @@ def test_postpone_when_a_new_pair_is_too_busy_for_a_canary_then_requests_decide_
 
 
 def test_failed_when_answers_were_wrong_then_the_breaker_opens_at_once_and_only_a_canary_closes_it() -> None:
-    book = PairBook(LIMITS)
+    book = PairBreakers(LIMITS)
     book.passed(PAIR, 0.0, is_probe=True)
     assert book.failed(PAIR, "wrong", 1.0, is_wrong=True)
     book.failed(PAIR, "late", 12.0)

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.errors import NoInstances, TicketMismatch
+from dynamo_trtllm.errors import NoInstances, TransferMismatch
 from dynamo_trtllm.messages import Instance, Role
-from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBook
-from dynamo_trtllm.router.policy import place
+from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers
+from dynamo_trtllm.router.policy import select
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import LAYOUT, make_instance
 
@@ -30,8 +30,8 @@ def decodes(*ids: int, **fields: Any) -> tuple[Instance, ...]:
     return some(Role.DECODE, *ids, **fields)
 
 
-def served(view: ModelView, turns: int, book: PairBook | None = None) -> list[tuple[int, int]]:
-    placements = [place(view, "tiny", turn, book or PairBook()) for turn in range(turns)]
+def served(view: ModelView, turns: int, book: PairBreakers | None = None) -> list[tuple[int, int]]:
+    placements = [select(view, "tiny", turn, book or PairBreakers()) for turn in range(turns)]
     return [(p.prefill.id if p.prefill else 0, p.decode.id) for p in placements]
 
 
@@ -66,8 +66,8 @@ def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, 
     ],
 )
 def test_place_when_no_pair_matches_then_mismatch_names_the_field(field: dict[str, Any], said: str) -> None:
-    with pytest.raises(TicketMismatch) as caught:
-        place(ModelView(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBook())
+    with pytest.raises(TransferMismatch) as caught:
+        select(ModelView(prefill=prefills(1), decode=decodes(11, **field)), "tiny", 0, PairBreakers())
     assert caught.value.message.endswith(f"matches a decode worker: {said}")
 
 
@@ -81,7 +81,7 @@ def test_place_when_no_pair_matches_then_mismatch_names_the_field(field: dict[st
 )
 def test_place_when_roles_are_missing_then_no_instances_names_them(view: ModelView, missing: str) -> None:
     with pytest.raises(NoInstances, match=f"model 'tiny' has {missing} now"):
-        place(view, "tiny", 0, PairBook())
+        select(view, "tiny", 0, PairBreakers())
 
 
 def test_place_when_there_is_no_pair_then_aggregated_take_turns() -> None:
@@ -96,16 +96,16 @@ def test_place_when_there_is_a_pair_then_it_goes_before_aggregated() -> None:
 
 def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same() -> None:
     two, one = ModelView(prefill=prefills(1, 2), decode=decodes(11)), ModelView(prefill=prefills(1), decode=decodes(11))
-    assert all(place(two, "tiny", turn, PairBook(), avoid=1).prefill == two.prefill[1] for turn in range(3))
-    assert place(one, "tiny", 0, PairBook(), avoid=1).prefill == one.prefill[0]
-    book = PairBook()
+    assert all(select(two, "tiny", turn, PairBreakers(), avoid=1).prefill == two.prefill[1] for turn in range(3))
+    assert select(one, "tiny", 0, PairBreakers(), avoid=1).prefill == one.prefill[0]
+    book = PairBreakers()
     book.withhold([(2, 11)])  # decode instance 11 has only the one to be avoided
     view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12))
-    assert {place(view, "tiny", turn, book, avoid=1).decode.id for turn in range(4)} == {12}
+    assert {select(view, "tiny", turn, book, avoid=1).decode.id for turn in range(4)} == {12}
 
 
-def shut(*pairs: tuple[int | None, int]) -> PairBook:
-    book = PairBook(BreakerLimits(failures=1))
+def shut(*pairs: tuple[int | None, int]) -> PairBreakers:
+    book = PairBreakers(BreakerLimits(failures=1))
     for pair in pairs:
         book.failed(pair, f"{pair} is broken", 0.0)
     return book
@@ -130,7 +130,7 @@ def test_place_when_all_pairs_of_a_decode_are_shut_then_it_is_left_out() -> None
 
 def test_place_when_every_pair_is_shut_then_no_instances_says_why() -> None:
     with pytest.raises(NoInstances, match=r"quarantined: \(1, 11\) is broken"):
-        place(ModelView(prefill=prefills(1), decode=decodes(11)), "tiny", 0, shut((1, 11)))
+        select(ModelView(prefill=prefills(1), decode=decodes(11)), "tiny", 0, shut((1, 11)))
 
 
 def test_place_when_an_aggregated_instance_is_shut_then_another_serves() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.chat_output_parser import SplitParser
-from dynamo_trtllm.tokenization.reasoning_parser import ThinkSplit
-from dynamo_trtllm.tokenization.tool_call_parser import CallReader, HermesCalls, JsonCalls
+from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
+from dynamo_trtllm.tokenization.reasoning_parser import ReasoningParser
+from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
 from tests.unit.tokenization.folding import Characters, Seen, cut, fold
 
 VALUES = st.recursive(
@@ -26,14 +26,18 @@ STEPS = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "</", "<tool_", " ", "\n", "word", "é"]
 JSON_WORDS = ["{", "}", "[", "]", '"', "\\", ",", ":", "null", '"parameters"', '{"name": "f"', ', "arguments": ']
 PIECES = st.sampled_from([*WORDS, *JSON_WORDS, '{"name": "f", "arguments": {}}'])
-READERS: dict[str, Callable[[], CallReader] | None] = {"none": None, "hermes": HermesCalls, "json": JsonCalls}
+READERS: dict[str, Callable[[], ToolCallParser] | None] = {
+    "none": None,
+    "hermes": HermesToolCallParser,
+    "json": JsonToolCallParser,
+}
 FIXED = settings(max_examples=150, derandomize=True, deadline=None, database=None)
 
 
-def make(reasoning: str, calls: str) -> SplitParser:
-    thinking = None if reasoning == "none" else ThinkSplit(begins_inside=reasoning == "deepseek_r1")
+def make(reasoning: str, calls: str) -> ChatOutputParser:
+    thinking = None if reasoning == "none" else ReasoningParser(begins_inside=reasoning == "deepseek_r1")
     reader = READERS[calls]
-    return SplitParser(Characters(), thinking=thinking, calls=reader() if reader else None, forced=token_ids())
+    return ChatOutputParser(Characters(), thinking=thinking, calls=reader() if reader else None, forced=token_ids())
 
 
 def seen(reasoning: str, calls: str, text: str, steps: list[int]) -> Seen:

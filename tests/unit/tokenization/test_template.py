@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
-from dynamo_trtllm.messages import Conversation, Message, ModelCard, Tool, ToolCall, token_ids
+from dynamo_trtllm.messages import Conversation, Message, ModelDeploymentCard, Tool, ToolCall, token_ids
 from dynamo_trtllm.tokenization.base import OutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.tokenization.select import renderer_for
@@ -251,8 +251,8 @@ def test_renderer_when_a_file_is_broken_then_configuration_is_wrong(name: str, d
         renderer({**files(template=None), name: data})
 
 
-def card(kind: str) -> ModelCard:
-    return ModelCard(name="m", context_length=10, vocab_size=10, eos_token_ids=(2, 7), renderer=kind)
+def card(kind: str) -> ModelDeploymentCard:
+    return ModelDeploymentCard(name="m", context_length=10, vocab_size=10, eos_token_ids=(2, 7), renderer=kind)
 
 
 def test_renderer_for_when_card_names_one_then_it_is_made() -> None:

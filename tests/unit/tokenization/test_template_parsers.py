@@ -8,13 +8,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
-from dynamo_trtllm.messages import ModelCard, token_ids
+from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
 from dynamo_trtllm.tokenization.base import Renderer
 from dynamo_trtllm.tokenization.select import renderer_for
 from tests.unit.tokenization.folding import Seen, fold
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
-CARD = ModelCard(name="m", context_length=10, vocab_size=300, eos_token_ids=(0,), renderer="chat_template")
+CARD = ModelDeploymentCard(name="m", context_length=10, vocab_size=300, eos_token_ids=(0,), renderer="chat_template")
 ANSWER = '<think>hm</think>\n\nSee.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call><|im_end|>'
 CALLED = [["f", '{"a": 1}']]
 

@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.tokenization_cache import KnownTexts
+from dynamo_trtllm.tokenization.tokenization_cache import TokenizationCache
 
 SAMPLES = (
     "The quick brown fox jumps over the lazy dog. It's 3,141,592 o'clock; DON'T panic!",
@@ -60,7 +60,7 @@ class Counting:
 
 def test_ids_when_a_text_comes_again_then_it_is_not_encoded_again_and_the_ids_are_equal() -> None:
     encode = Counting()
-    known = KnownTexts(encode)
+    known = TokenizationCache(encode)
     for text in ("x" * 300, "y" * 300, "x" * 300, "x" * 299):
         assert known.ids(text) == array("I", map(ord, text))
     assert [len(text) for text in encode.texts] == [300, 300, 299]
@@ -68,7 +68,7 @@ def test_ids_when_a_text_comes_again_then_it_is_not_encoded_again_and_the_ids_ar
 
 def test_ids_when_there_are_too_many_bytes_then_the_texts_used_longest_ago_go() -> None:
     encode = Counting()
-    known = KnownTexts(encode, max_bytes=3 * 300 * 8)
+    known = TokenizationCache(encode, max_bytes=3 * 300 * 8)
     for letter in "abcadaeb":  # a is used all the time
         known.ids(letter * 300)
         assert known.num_bytes <= 3 * 300 * 8
@@ -77,7 +77,7 @@ def test_ids_when_there_are_too_many_bytes_then_the_texts_used_longest_ago_go() 
 
 def test_ids_when_a_text_alone_is_too_large_then_it_is_not_kept_and_drives_out_nothing() -> None:
     encode = Counting()
-    known = KnownTexts(encode, max_bytes=300 * 8)
+    known = TokenizationCache(encode, max_bytes=300 * 8)
     for text in ("a" * 300, "b" * 301, "a" * 300):
         known.ids(text)
     assert len(encode.texts) == 2
@@ -85,6 +85,6 @@ def test_ids_when_a_text_alone_is_too_large_then_it_is_not_kept_and_drives_out_n
 
 @pytest.mark.parametrize("size", [0, 1, 255])
 def test_ids_when_the_text_is_short_then_nothing_is_kept(size: int) -> None:
-    known = KnownTexts(Counting())
+    known = TokenizationCache(Counting())
     known.ids("a" * size)
     assert known.num_bytes == 0

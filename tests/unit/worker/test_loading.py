@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.discovery.memory import MemoryDiscovery, MemoryStore
+from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, Limits, Role
@@ -30,7 +30,7 @@ INFO = EngineInfo(
 
 
 class Judging:
-    """An engine that judges itself and tells what it does; `start` runs until told to end."""
+    """An engine that judges itself and tells what it does; `start_engine` runs until told to end."""
 
     def __init__(self, *severities: str) -> None:
         self.severities = severities
@@ -66,7 +66,7 @@ def finding(severity: Any, number: int) -> Finding:
 
 
 async def peers_of(role: Role, **fields: Any) -> list[int]:
-    discovery = MemoryDiscovery(MemoryStore())
+    discovery = MemoryDiscovery(FakeEtcd())
     for number, (kind, namespace) in enumerate(
         [(Role.PREFILL, "dynamo"), (Role.DECODE, "dynamo"), (Role.AGGREGATED, "dynamo"), (Role.DECODE, "blue")]
     ):
@@ -130,7 +130,7 @@ async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_c
     engine: Any = Judging()
     health = Health(phase="loading")
     engine.stage = "weights"
-    starting = asyncio.create_task(loading.start(engine, health))
+    starting = asyncio.create_task(loading.start_engine(engine, health))
     await until(health, "weights")
     engine.stage = "graphs"
     await until(health, "graphs")
@@ -149,7 +149,7 @@ async def test_start_when_a_stage_lasts_then_it_is_said_again(
     caplog.set_level(logging.INFO)
     engine: Any = Judging()
     engine.stage = "weights"
-    starting = asyncio.create_task(loading.start(engine, Health()))
+    starting = asyncio.create_task(loading.start_engine(engine, Health()))
     async with asyncio.timeout(SOON_S):
         while caplog.text.count("weights") < 3:  # noqa: ASYNC110  # a log tells nobody
             await asyncio.sleep(0.005)
@@ -163,13 +163,13 @@ async def test_start_when_the_engine_fails_then_its_error_comes_out_and_health_i
     engine.ready.set()
     health = Health()
     with pytest.raises(EngineFailed, match="no memory"):
-        await loading.start(engine, health)
+        await loading.start_engine(engine, health)
     assert health.reason == ""
 
 
 async def test_start_when_cancelled_then_the_engines_start_ends_too() -> None:
     engine: Any = Judging()
-    starting = asyncio.create_task(loading.start(engine, Health()))
+    starting = asyncio.create_task(loading.start_engine(engine, Health()))
     await asyncio.sleep(0)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -19,19 +19,19 @@ from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Push
 from dynamo_trtllm.errors import DynamoError, InternalError, InvalidRequest, ModelNotFound, Overloaded
 from dynamo_trtllm.messages import (
     Chunk,
-    FilePiece,
-    FileRequest,
+    FileChunk,
     FinishReason,
     GenerateRequest,
-    HandoffTicket,
+    GetFile,
+    KvTransferParams,
     Phase,
-    Release,
+    ReleaseKv,
     ReleaseOutcome,
-    Reserve,
+    ReleaseSlot,
+    ReserveSlot,
     Restart,
     Role,
     Sampling,
-    Unreserve,
     token_ids,
 )
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
@@ -149,7 +149,7 @@ async def test_generate_when_the_phase_is_another_roles_then_refused_by_field(ro
     ("role", "phase", "ticket"), [(Role.DECODE, Phase.DECODE, None), (Role.PREFILL, Phase.PREFILL, TICKET)]
 )
 async def test_generate_when_ticket_and_phase_disagree_then_refused(
-    role: Role, phase: Phase, ticket: HandoffTicket | None
+    role: Role, phase: Phase, ticket: KvTransferParams | None
 ) -> None:
     desk = Desk(PlainEngine(), role)
     with pytest.raises(InvalidRequest, match="ticket"):
@@ -236,7 +236,7 @@ async def test_file_when_fetched_in_pieces_then_it_is_whole(tmp_path: Path, size
     desk = Desk(PlainEngine(), files={sha256: path})
     data, pieces = b"", 0
     while True:
-        piece = codec.decode(await desk.service.control(FileRequest(sha256, len(data))), FilePiece)
+        piece = codec.decode(await desk.service.control(GetFile(sha256, len(data))), FileChunk)
         assert piece.total_bytes == size_bytes
         assert len(piece.data) <= PIECE_BYTES
         data, pieces = data + piece.data, pieces + 1
@@ -250,13 +250,11 @@ async def test_file_when_the_offset_is_past_the_end_then_the_piece_is_empty(tmp_
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     desk = Desk(PlainEngine(), files={"f": path})
-    assert codec.decode(await desk.service.control(FileRequest("f", 9)), FilePiece) == FilePiece(b"", 3)
+    assert codec.decode(await desk.service.control(GetFile("f", 9)), FileChunk) == FileChunk(b"", 3)
 
 
-@pytest.mark.parametrize(("verb", "field"), [(FileRequest("f", -1), "offset"), (FileRequest("unknown"), "sha256")])
-async def test_file_when_it_is_asked_wrongly_then_refused_by_field(
-    tmp_path: Path, verb: FileRequest, field: str
-) -> None:
+@pytest.mark.parametrize(("verb", "field"), [(GetFile("f", -1), "offset"), (GetFile("unknown"), "sha256")])
+async def test_file_when_it_is_asked_wrongly_then_refused_by_field(tmp_path: Path, verb: GetFile, field: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"abc")
     with pytest.raises(InvalidRequest) as caught:
@@ -266,12 +264,12 @@ async def test_file_when_it_is_asked_wrongly_then_refused_by_field(
 
 async def test_release_when_the_engine_has_tickets_then_it_is_told_at_once() -> None:
     engine = TicketEngine()
-    assert await Desk(engine, Role.PREFILL).service.control(Release("t-1", ReleaseOutcome.REFUSED)) == b""
+    assert await Desk(engine, Role.PREFILL).service.control(ReleaseKv("t-1", ReleaseOutcome.REFUSED)) == b""
     assert engine.released == [("t-1", ReleaseOutcome.REFUSED)]
 
 
 async def test_release_when_the_engine_has_no_tickets_then_no_error() -> None:
-    assert await Desk(PlainEngine()).service.control(Release("t-1", ReleaseOutcome.REDEEMED)) == b""
+    assert await Desk(PlainEngine()).service.control(ReleaseKv("t-1", ReleaseOutcome.REDEEMED)) == b""
 
 
 async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
@@ -300,7 +298,7 @@ async def test_generate_when_tickets_hold_too_much_kv_then_prefill_is_refused_an
 
 async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_leg() -> None:
     desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(legs=1))
-    await desk.service.control(Reserve("a", time.time() + 60))
+    await desk.service.control(ReserveSlot("a", time.time() + 60))
     assert desk.counted("reserved") == {(): 1}
     with pytest.raises(Overloaded):
         await desk.ask(phase=Phase.DECODE, ticket=TICKET)
@@ -311,14 +309,14 @@ async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_i
 
 async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
     desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(legs=1))
-    await desk.service.control(Reserve("a", time.time() + 60))
-    await desk.service.control(Unreserve("a"))
+    await desk.service.control(ReserveSlot("a", time.time() + 60))
+    await desk.service.control(ReleaseSlot("a"))
     assert await desk.ask(phase=Phase.DECODE, ticket=TICKET) == list(ANSWER)
 
 
 async def test_reserve_when_a_prefill_worker_is_asked_then_refused() -> None:
     with pytest.raises(InvalidRequest, match="keeps no decode slots"):
-        await Desk(PlainEngine(), Role.PREFILL).service.control(Reserve("a", time.time() + 60))
+        await Desk(PlainEngine(), Role.PREFILL).service.control(ReserveSlot("a", time.time() + 60))
 
 
 @pytest.mark.parametrize("engine", [PlainEngine, PushingEngine])

@@ -40,7 +40,7 @@ class Presence(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class ManifestField:
     """One field of a class, or one parameter of a method."""
 
     name: str
@@ -54,11 +54,11 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Release:
+class ApiManifest:
     """One release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`)."""
 
     name: str
-    owners: Mapping[str, Mapping[str, Field]]
+    owners: Mapping[str, Mapping[str, ManifestField]]
     members: frozenset[str]  # `CompletionOutput.length`: properties and methods that are known by name only
     mentioned: frozenset[str]  # every word of the types
     enums: Mapping[str, tuple[str, ...]]
@@ -88,7 +88,7 @@ class Release:
     def _has_read(self, owner: str) -> bool:
         return owner in self.owners or any(member.startswith(f"{owner}.") for member in self.members)
 
-    def fields(self, owner: str) -> Mapping[str, Field]:
+    def fields(self, owner: str) -> Mapping[str, ManifestField]:
         """The fields or parameters by name, in their order; empty for an owner that was not read or is not there."""
         return self.owners.get(owner, {})
 
@@ -97,12 +97,12 @@ class Release:
         return self.enums.get(enum, ())
 
 
-def releases() -> tuple[Release, ...]:
+def releases() -> tuple[ApiManifest, ...]:
     """All known releases, oldest first."""
     return tuple(_release(name) for name in _MANIFESTS)
 
 
-def release_for(version: str) -> Release:
+def release_for(version: str) -> ApiManifest:
     """The release whose API an installed `version` is taken to have.
 
     The same minor line decides; newer than all known ones is taken as the newest, and said on the log.
@@ -124,7 +124,7 @@ def release_for(version: str) -> Release:
     return release
 
 
-def newest() -> Release:
+def newest() -> ApiManifest:
     """The newest known release."""
     return releases()[-1]
 
@@ -137,8 +137,8 @@ def in_development(owner: str, name: str) -> bool:
 
 
 @functools.cache
-def _release(name: str) -> Release:
-    owners: dict[str, Mapping[str, Field]] = {}
+def _release(name: str) -> ApiManifest:
+    owners: dict[str, Mapping[str, ManifestField]] = {}
     enums: dict[str, tuple[str, ...]] = {}
     not_read: set[str] = set()
     for manifest in map(_read, _MANIFESTS[name]):
@@ -147,7 +147,7 @@ def _release(name: str) -> Release:
         enums.update({enum: tuple(values) for enum, values in manifest["enums"].items()})
         not_read |= {_in_part(text) for text in manifest["not_read"]}
     types = " ".join(field.type for fields in owners.values() for field in fields.values())
-    return Release(
+    return ApiManifest(
         name=name,
         owners=owners,
         members=_members(enums),
@@ -157,7 +157,7 @@ def _release(name: str) -> Release:
     )
 
 
-def _add_owners(owners: dict[str, Mapping[str, Field]], cls: str, entry: Mapping[str, Any]) -> None:
+def _add_owners(owners: dict[str, Mapping[str, ManifestField]], cls: str, entry: Mapping[str, Any]) -> None:
     owners[cls] = {item["name"]: _field(item) for item in entry.get("fields", ())}
     for method, described in entry.items():
         if isinstance(described, dict):
@@ -175,9 +175,9 @@ def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
     )
 
 
-def _field(item: Mapping[str, Any]) -> Field:
+def _field(item: Mapping[str, Any]) -> ManifestField:
     required = bool(item.get("required", not item.get("has_default", True)))
-    return Field(
+    return ManifestField(
         name=item["name"],
         type=item["type"],
         required=required,

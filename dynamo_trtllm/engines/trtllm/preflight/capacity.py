@@ -5,7 +5,7 @@ They are estimates, so what is not sure is not said: KV counts as if windows wer
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, MemoryTable, memory_table
 from dynamo_trtllm.messages import Role
@@ -13,36 +13,36 @@ from dynamo_trtllm.messages import Role
 _FRACTION = "kv_cache_config.free_gpu_memory_fraction"
 
 
-def _weights_over_memory(facts: RoleFacts) -> Clash | None:
+def _weights_over_memory(facts: RoleFacts) -> Violation | None:
     table = memory_table(facts)
     if table is None or table.gpu_bytes is None or table.weights_bytes < table.gpu_bytes:
         return None
-    return Clash(other=f"weights of {_gib(table.weights_bytes)} on a {table.gpu} of {_gib(table.gpu_bytes)}")
+    return Violation(other=f"weights of {_gib(table.weights_bytes)} on a {table.gpu} of {_gib(table.gpu_bytes)}")
 
 
-def _no_room_for_kv(facts: RoleFacts) -> Clash | None:
+def _no_room_for_kv(facts: RoleFacts) -> Violation | None:
     table = memory_table(facts)
     if table is None or table.blocks is None or table.gpu_bytes is None or table.weights_bytes >= table.gpu_bytes:
         return None  # without a GPU nothing is known; with too large weights another rule speaks
-    return Clash(other=_spent(table)) if table.blocks < 1 else None
+    return Violation(other=_spent(table)) if table.blocks < 1 else None
 
 
-def _request_over_pool(facts: RoleFacts) -> Clash | None:
+def _request_over_pool(facts: RoleFacts) -> Violation | None:
     table, longest = memory_table(facts), facts.max_seq_len
     if table is None or not table.pool_tokens or longest is None or table.pool_tokens * table.window_gain >= longest:
         return None
-    return Clash(other=f"KV for {table.pool_tokens} tokens: {_spent(table)}")
+    return Violation(other=f"KV for {table.pool_tokens} tokens: {_spent(table)}")
 
 
-def _load_over_kv(facts: RoleFacts) -> Clash | None:
+def _load_over_kv(facts: RoleFacts) -> Violation | None:
     return _load_over(facts, "KV", gain=True)
 
 
-def _load_over_batch(facts: RoleFacts) -> Clash | None:
+def _load_over_batch(facts: RoleFacts) -> Violation | None:
     return _load_over(facts, "max_batch_size", gain=False)
 
 
-def _load_over(facts: RoleFacts, limit: str, *, gain: bool) -> Clash | None:
+def _load_over(facts: RoleFacts, limit: str, *, gain: bool) -> Violation | None:
     """Prefill is left out: requests come to it one after the other, and waiting there is its way to work."""
     table, wanted = memory_table(facts), facts.load.concurrency
     if table is None or wanted is None or table.concurrency is None or facts.role is Role.PREFILL:
@@ -50,7 +50,7 @@ def _load_over(facts: RoleFacts, limit: str, *, gain: bool) -> Clash | None:
     fitting = int(table.concurrency * table.window_gain) if gain else table.concurrency
     if not table.blocks or table.limited_by != limit or fitting >= wanted:
         return None
-    return Clash(other=f"{wanted} requests wanted, {fitting} fit at once")
+    return Violation(other=f"{wanted} requests wanted, {fitting} fit at once")
 
 
 def _spent(table: MemoryTable) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_trtllm.engines.base import Finding
-from dynamo_trtllm.engines.rules import found, judged
+from dynamo_trtllm.engines.rules import evaluate, to_finding
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES
-from dynamo_trtllm.engines.trtllm.preflight.peers import judged_peers
+from dynamo_trtllm.engines.trtllm.preflight.peers import evaluate_peers
 from dynamo_trtllm.engines.trtllm.preflight.table import ROLE_RULES
 from dynamo_trtllm.messages import Instance
 
@@ -17,7 +17,7 @@ _ORDER = {"error": 0, "warning": 1, "note": 2}
 
 def check_role(facts: RoleFacts) -> list[Finding]:
     """What is wrong with one role alone, the worst first."""
-    return sorted(judged(ROLE_RULES, facts), key=_severity)
+    return sorted(evaluate(ROLE_RULES, facts), key=_severity)
 
 
 def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
@@ -27,7 +27,7 @@ def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
         clash = rule.test(prefill, decode)
         if clash is not None:
             value = clash.value or f"prefill: {prefill.shown(clash.field or rule.field)}"
-            findings.append(found(rule, clash, value))
+            findings.append(to_finding(rule, clash, value))
     return sorted(findings, key=_severity)
 
 
@@ -36,7 +36,7 @@ def check_peers(mine: RoleFacts, peers: Sequence[Instance], pairing: dict[str, s
 
     `pairing`: what this worker will register beside its layout; None: not compared.
     """
-    return sorted(judged_peers(mine, peers, pairing), key=_severity)
+    return sorted(evaluate_peers(mine, peers, pairing), key=_severity)
 
 
 def _severity(finding: Finding) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.messages import Role
 
@@ -13,31 +13,31 @@ _SYNCHRONOUS = "TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP"
 _OFF = ("", "0")
 
 
-def _no_cuda_transport(facts: RoleFacts) -> Clash | None:
+def _no_cuda_transport(facts: RoleFacts) -> Violation | None:
     given = facts.variable("UCX_TLS")
     if not facts.is_disaggregated or facts.transceiver not in ("UCX", "NIXL") or not given:
         return None
     if any(word.strip().startswith(_CUDA_TRANSPORTS) for word in given.split(",")):
         return None
-    return Clash(value=given, other="KV in GPU memory")
+    return Violation(value=given, other="KV in GPU memory")
 
 
-def _wrong_answers(facts: RoleFacts) -> Clash | None:
+def _wrong_answers(facts: RoleFacts) -> Violation | None:
     return _first_set(facts, _FOR_MEASURING)
 
 
-def _broken_transfers(facts: RoleFacts) -> Clash | None:
+def _broken_transfers(facts: RoleFacts) -> Violation | None:
     return _first_set(facts, _BROKEN) if facts.is_disaggregated else None
 
 
-def _waiting_decode(facts: RoleFacts) -> Clash | None:
+def _waiting_decode(facts: RoleFacts) -> Violation | None:
     return _first_set(facts, (_SYNCHRONOUS,)) if facts.role is Role.DECODE else None
 
 
-def _first_set(facts: RoleFacts, names: tuple[str, ...]) -> Clash | None:
+def _first_set(facts: RoleFacts, names: tuple[str, ...]) -> Violation | None:
     for name in names:
         if (value := facts.variable(name)) not in _OFF:
-            return Clash(field=name, value=value, cure=f"unset {name}")
+            return Violation(field=name, value=value, cure=f"unset {name}")
     return None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dynamo_trtllm.config.layers import Layered
+from dynamo_trtllm.config.layers import Sourced
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.messages import KvLayout, Role
 
@@ -17,11 +17,11 @@ BACKEND = "cache_transceiver_config.backend"
 TIMEOUT = "cache_transceiver_config.kv_transfer_timeout_ms"
 
 
-class Arguments(Protocol):
+class RoleArguments(Protocol):
     """The merged arguments of one engine (`engines/trtllm/args.py`)."""
 
     @property
-    def leaves(self) -> Mapping[str, Layered]:
+    def leaves(self) -> Mapping[str, Sourced]:
         """What was set, by dotted key, with the place that won."""
         ...
 
@@ -58,7 +58,7 @@ class RoleFacts:
     """One worker before it loads. Rules about what is None stay silent."""
 
     role: Role
-    args: Arguments
+    args: RoleArguments
     release: str  # of TensorRT-LLM, as installed or claimed: "1.2.1", "1.3.0rc27"
     model: Checkpoint | None = None
     gpu: GpuFacts | None = None  # the kind that all its ranks run on
@@ -165,7 +165,7 @@ class RoleFacts:
         )
 
 
-def prompt_limit(args: Arguments) -> int | None:
+def prompt_limit(args: RoleArguments) -> int | None:
     """The longest prompt to hand over: the smaller of max_seq_len and the transfer buffer; None: neither is set."""
     known = [limit for limit in (args.get("max_seq_len"), args.get(BUFFER)) if isinstance(limit, int) and limit > 0]
     return min(known) if known else None

@@ -6,7 +6,7 @@ capability 10.0 on, and as W4A16_MXFP4 below; OVERRIDE_QUANT_ALGO beats that.
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 
 _MOE = "moe_config.backend"
@@ -54,14 +54,14 @@ def _gpu(facts: RoleFacts) -> str:
     return f"{facts.gpu.name} (sm{facts.gpu.sm})" if facts.gpu else ""
 
 
-def _moe_without_bias(facts: RoleFacts) -> Clash | None:
+def _moe_without_bias(facts: RoleFacts) -> Violation | None:
     name = moe_backend(facts)
     if not _is_gpt_oss(facts) or name in (*_BIASED, *_FALLS_BACK, "AUTO"):
         return None
-    return Clash(other="model_type gpt_oss")
+    return Violation(other="model_type gpt_oss")
 
 
-def _moe_falls_back(facts: RoleFacts) -> Clash | None:
+def _moe_falls_back(facts: RoleFacts) -> Violation | None:
     """TRTLLM has MXFP4 for data-centre Blackwell alone; CUTEDSL has none."""
     name = moe_backend(facts)
     if facts.gpu is None or name not in _FALLS_BACK or not (_is_mxfp4(facts) or name == "TRTLLM"):
@@ -71,10 +71,10 @@ def _moe_falls_back(facts: RoleFacts) -> Clash | None:
     if name == "TRTLLM" and 100 <= facts.gpu.sm < 120:
         return None
     better = "TRITON" if 90 <= facts.gpu.sm < 100 else "CUTLASS"
-    return Clash(other=_gpu(facts), cure=f"set it to {better}")
+    return Violation(other=_gpu(facts), cure=f"set it to {better}")
 
 
-def _moe_quantization(facts: RoleFacts) -> Clash | None:
+def _moe_quantization(facts: RoleFacts) -> Violation | None:
     algorithm, name = mxfp4_algorithm(facts), moe_backend(facts)
     if algorithm is None or facts.gpu is None or not algorithm.endswith(("MXFP4", "MXFP8", "MXFP4_FP8")):
         return None
@@ -87,7 +87,7 @@ def _moe_quantization(facts: RoleFacts) -> Clash | None:
         fits = 100 <= facts.gpu.sm < 120
     if fits:
         return None
-    return Clash(
+    return Violation(
         other=f"{algorithm} on {_gpu(facts)}", cure=_kernel_cure(facts.gpu.sm, bool(facts.variable(_OVERRIDE)))
     )
 
@@ -100,45 +100,45 @@ def _kernel_cure(sm: int, overridden: bool) -> str:
     return "set it to TRTLLM" if 100 <= sm < 120 else "set it to CUTLASS" if sm >= 120 else "use a newer GPU"
 
 
-def _moe_unset(facts: RoleFacts) -> Clash | None:
+def _moe_unset(facts: RoleFacts) -> Violation | None:
     if not _is_gpt_oss(facts) or _MOE in facts.args.leaves or facts.line >= (1, 3, 0):
         return None
-    return Clash(other=_gpu(facts) or "model_type gpt_oss")
+    return Violation(other=_gpu(facts) or "model_type gpt_oss")
 
 
-def _cutlass_on_hopper(facts: RoleFacts) -> Clash | None:
+def _cutlass_on_hopper(facts: RoleFacts) -> Violation | None:
     hopper = facts.gpu is not None and 90 <= facts.gpu.sm < 100
     if not hopper or not _is_mxfp4(facts) or _MOE not in facts.args.leaves or moe_backend(facts) != "CUTLASS":
         return None
-    return Clash(other=_gpu(facts), cure="set it to TRITON" if facts.line >= (1, 1, 0) else "use 1.1.0 or newer")
+    return Violation(other=_gpu(facts), cure="set it to TRITON" if facts.line >= (1, 1, 0) else "use 1.1.0 or newer")
 
 
-def _consumer_blackwell(facts: RoleFacts) -> Clash | None:
+def _consumer_blackwell(facts: RoleFacts) -> Violation | None:
     if not _is_gpt_oss(facts) or facts.gpu is None or facts.gpu.sm < 120:
         return None
-    return Clash(other=_gpu(facts), value="gpt_oss")
+    return Violation(other=_gpu(facts), value="gpt_oss")
 
 
-def _kv_dtype_unknown(facts: RoleFacts) -> Clash | None:
+def _kv_dtype_unknown(facts: RoleFacts) -> Violation | None:
     name = str(facts.args.get(_KV) or "auto").lower()
     known = _KV_KNOWN_13 if facts.line >= (1, 3, 0) else _KV_KNOWN
     if name in known:
         return None
-    return Clash(other=f"known in {facts.release}: {', '.join(known)}")
+    return Violation(other=f"known in {facts.release}: {', '.join(known)}")
 
 
-def _kv_dtype_gpu(facts: RoleFacts) -> Clash | None:
+def _kv_dtype_gpu(facts: RoleFacts) -> Violation | None:
     if facts.gpu is None:
         return None
     needed = {"fp8": 89, "fp8_ds_mla": 89, "nvfp4": 100}.get(str(facts.args.get(_KV) or "auto").lower(), 0)
-    return Clash(other=_gpu(facts)) if facts.gpu.sm < needed else None
+    return Violation(other=_gpu(facts)) if facts.gpu.sm < needed else None
 
 
-def _fp8_kv_on_hopper(facts: RoleFacts) -> Clash | None:
+def _fp8_kv_on_hopper(facts: RoleFacts) -> Violation | None:
     hopper = facts.gpu is not None and 90 <= facts.gpu.sm < 100
     if not hopper or not _is_gpt_oss(facts) or str(facts.args.get(_KV) or "auto").lower() != "fp8":
         return None
-    return Clash(other=_gpu(facts))
+    return Violation(other=_gpu(facts))
 
 
 RULES = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import BACKEND, BUFFER, RoleFacts, prompt_limit
 from dynamo_trtllm.messages import Role
 
@@ -10,79 +10,79 @@ _GRAPH = "cuda_graph_config.max_batch_size"
 _GRAPHS = "cuda_graph_config.batch_sizes"
 
 
-def _buffer_multiple(facts: RoleFacts) -> Clash | None:
+def _buffer_multiple(facts: RoleFacts) -> Violation | None:
     buffer, block = facts.number(BUFFER), facts.block_tokens
     if buffer is None or buffer % block == 0:
         return None
-    return Clash(other=f"tokens_per_block {block}", cure=f"set it to {-(-buffer // block) * block}")
+    return Violation(other=f"tokens_per_block {block}", cure=f"set it to {-(-buffer // block) * block}")
 
 
-def _prompt_over_buffer(facts: RoleFacts) -> Clash | None:
+def _prompt_over_buffer(facts: RoleFacts) -> Violation | None:
     isl, buffer, block = facts.load.isl, facts.number(BUFFER), facts.block_tokens
     if not facts.is_disaggregated or isl is None or buffer is None or isl <= buffer:
         return None
     why = "with NIXL such a prompt fails"
     if facts.transceiver != "NIXL":
         why = "each such prompt makes a buffer of its own, until memory runs out or the two sides disagree"
-    return Clash(other=f"prompts of {isl} tokens", why=why, cure=f"set it to {-(-isl // block) * block}")
+    return Violation(other=f"prompts of {isl} tokens", why=why, cure=f"set it to {-(-isl // block) * block}")
 
 
-def _buffer_unset(facts: RoleFacts) -> Clash | None:
+def _buffer_unset(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or facts.transceiver is None or facts.number(BUFFER) is not None:
         return None
-    return Clash(other=f"{BACKEND} {facts.shown(BACKEND)}")
+    return Violation(other=f"{BACKEND} {facts.shown(BACKEND)}")
 
 
-def _prompt_over_step(facts: RoleFacts) -> Clash | None:
+def _prompt_over_step(facts: RoleFacts) -> Violation | None:
     isl = facts.load.isl
     if not _reads_whole_prompts(facts) or isl is None or isl <= facts.max_num_tokens:
         return None
-    return Clash(other=f"prompts of {isl} tokens", cure=f"set enable_chunked_prefill: true, or raise it to {isl}")
+    return Violation(other=f"prompts of {isl} tokens", cure=f"set enable_chunked_prefill: true, or raise it to {isl}")
 
 
-def _limit_over_step(facts: RoleFacts) -> Clash | None:
+def _limit_over_step(facts: RoleFacts) -> Violation | None:
     """Without a load the longest prompt is what the other limits let in."""
     limit = prompt_limit(facts.args) if facts.is_disaggregated else facts.number("max_seq_len")
     if not _reads_whole_prompts(facts) or facts.load.isl is not None or limit is None or limit <= facts.max_num_tokens:
         return None
-    return Clash(other=f"prompts of up to {limit} tokens, which max_seq_len and the buffer let in")
+    return Violation(other=f"prompts of up to {limit} tokens, which max_seq_len and the buffer let in")
 
 
 def _reads_whole_prompts(facts: RoleFacts) -> bool:
     return facts.role is not Role.DECODE and not facts.on("enable_chunked_prefill")
 
 
-def _request_over_sequence(facts: RoleFacts) -> Clash | None:
+def _request_over_sequence(facts: RoleFacts) -> Violation | None:
     isl, longest = facts.load.isl, facts.max_seq_len
     if isl is None or longest is None:
         return None
     answer = 1 if facts.role is Role.PREFILL else max(1, facts.load.osl or 1)
     if isl + answer <= longest:
         return None
-    return Clash(other=f"{isl} tokens in and {answer} out", cure=f"set it to at least {isl + answer}")
+    return Violation(other=f"{isl} tokens in and {answer} out", cure=f"set it to at least {isl + answer}")
 
 
-def _sequence_over_model(facts: RoleFacts) -> Clash | None:
+def _sequence_over_model(facts: RoleFacts) -> Violation | None:
     longest = facts.number("max_seq_len")
     context = facts.model.context_length if facts.model else 0
     if not context or longest is None or longest <= context:
         return None
-    return Clash(other=f"max_position_embeddings {context} of the model", cure=f"set it to at most {context}")
+    return Violation(other=f"max_position_embeddings {context} of the model", cure=f"set it to at most {context}")
 
 
-def _batch_over_step(facts: RoleFacts) -> Clash | None:
+def _batch_over_step(facts: RoleFacts) -> Violation | None:
     if facts.max_batch_size <= facts.max_num_tokens:
         return None
-    return Clash(other=f"max_num_tokens {facts.shown('max_num_tokens')}")
+    return Violation(other=f"max_num_tokens {facts.shown('max_num_tokens')}")
 
 
-def _graph_over_batch(facts: RoleFacts) -> Clash | None:
+def _graph_over_batch(facts: RoleFacts) -> Violation | None:
     key = _GRAPH if facts.number(_GRAPH) else _GRAPHS
     sizes = facts.args.get(_GRAPHS)
     largest = facts.number(_GRAPH) or (max(sizes) if isinstance(sizes, list) and sizes else 0)
     if key not in facts.args.leaves or largest <= facts.max_batch_size:
         return None
-    return Clash(other=f"max_batch_size {facts.shown('max_batch_size')}", field=key)
+    return Violation(other=f"max_batch_size {facts.shown('max_batch_size')}", field=key)
 
 
 RULES = (

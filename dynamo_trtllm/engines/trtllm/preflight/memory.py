@@ -92,7 +92,7 @@ def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
     return round(2 * layers * heads * model.head_dim * _KV_BYTES.get(facts.kv_dtype, 2.0))
 
 
-def handoff_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dict[str, float]:
+def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dict[str, float]:
     """Seconds from prefill to decode for one prompt's KV at each link's full rate, by link. Empty without a model.
 
     The smaller side's GPUs take part, each on a link of its own.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.rules import Clash, PairRule
+from dynamo_trtllm.engines.rules import PairRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import BACKEND, BUFFER, RoleFacts
 
 _ATTENTION = "attn_backend"
@@ -10,39 +10,39 @@ _WINDOWS = "kv_cache_config.max_attention_window"
 _SPECULATIVE = "speculative_config"
 
 
-def _transceivers(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _transceivers(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     """A missing one is a role's own error."""
     if prefill.transceiver is None or decode.transceiver is None or prefill.transceiver == decode.transceiver:
         return None
     return _differs(decode, BACKEND)
 
 
-def _runtimes(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _runtimes(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     key = "cache_transceiver_config.transceiver_runtime"
     return None if prefill.args.get(key) == decode.args.get(key) else _differs(decode, key)
 
 
-def _kv_dtypes(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _kv_dtypes(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     return None if prefill.kv_dtype == decode.kv_dtype else _differs(decode, "kv_cache_config.dtype")
 
 
-def _blocks(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _blocks(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     if prefill.block_tokens == decode.block_tokens:
         return None
     return _differs(decode, "kv_cache_config.tokens_per_block")
 
 
-def _attention(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _attention(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     same = _attention_name(prefill) == _attention_name(decode)
     return None if same else _differs(decode, _ATTENTION)
 
 
-def _parallel_needs_trtllm(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _parallel_needs_trtllm(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     """Different backends are another rule's."""
     name = _attention_name(prefill)
     if _ranks(prefill) == _ranks(decode) or name == "TRTLLM" or name != _attention_name(decode):
         return None
-    return Clash(other=f"prefill has {_spread(prefill)}, decode {_spread(decode)}")
+    return Violation(other=f"prefill has {_spread(prefill)}, decode {_spread(decode)}")
 
 
 def _attention_name(facts: RoleFacts) -> str:
@@ -59,58 +59,58 @@ def _spread(facts: RoleFacts) -> str:
     )
 
 
-def _pipeline_to_tensor(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _pipeline_to_tensor(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     key = "pipeline_parallel_size"
     if prefill.size(key) == 1 or prefill.size(key) == decode.size(key):
         return None
     return _differs(decode, key)
 
 
-def _lengths(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _lengths(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     mine, theirs = prefill.max_seq_len, decode.max_seq_len
     if theirs is None or (mine is not None and mine <= theirs):
         return None
     return _differs(decode, "max_seq_len", cure=f"set it to at most {theirs} on prefill")
 
 
-def _buffers(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _buffers(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     mine, theirs = prefill.number(BUFFER), decode.number(BUFFER)
     if mine is None or theirs is None or mine == theirs:
         return None
     return _differs(decode, BUFFER, cure=f"set it to {max(mine, theirs)} on both sides")
 
 
-def _windows(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _windows(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     return None if prefill.args.get(_WINDOWS) == decode.args.get(_WINDOWS) else _differs(decode, _WINDOWS)
 
 
-def _models(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _models(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     mine, theirs = prefill.model, decode.model
     if mine is None or theirs is None:
         return None
     for name in ("model_type", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "quantization"):
         if getattr(mine, name) != getattr(theirs, name):
-            return Clash(value=f"prefill: {name} {getattr(mine, name)}", other=f"decode: {getattr(theirs, name)}")
+            return Violation(value=f"prefill: {name} {getattr(mine, name)}", other=f"decode: {getattr(theirs, name)}")
     return None
 
 
-def _releases(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _releases(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     if prefill.line == decode.line:
         return None
-    return Clash(value=f"prefill: {prefill.release}", other=f"decode: {decode.release}")
+    return Violation(value=f"prefill: {prefill.release}", other=f"decode: {decode.release}")
 
 
-def _strategies(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _strategies(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     if prefill.strategy == decode.strategy:
         return None
-    return Clash(value=f"prefill: {prefill.strategy}", other=f"decode: {decode.strategy}")
+    return Violation(value=f"prefill: {prefill.strategy}", other=f"decode: {decode.strategy}")
 
 
-def _speculative(prefill: RoleFacts, decode: RoleFacts) -> Clash | None:
+def _speculative(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
     mine, theirs = (_leaves(facts, _SPECULATIVE) for facts in (prefill, decode))
     if mine == theirs:
         return None
-    return Clash(value=f"prefill: {mine or 'unset'}", other=f"decode: {theirs or 'unset'}")
+    return Violation(value=f"prefill: {mine or 'unset'}", other=f"decode: {theirs or 'unset'}")
 
 
 def _leaves(facts: RoleFacts, section: str) -> dict[str, object]:
@@ -118,8 +118,8 @@ def _leaves(facts: RoleFacts, section: str) -> dict[str, object]:
     return {key.removeprefix(inside): leaf.value for key, leaf in facts.args.leaves.items() if key.startswith(inside)}
 
 
-def _differs(decode: RoleFacts, field: str, *, cure: str = "") -> Clash:
-    return Clash(field=field, other=f"decode: {decode.shown(field)}", cure=cure)
+def _differs(decode: RoleFacts, field: str, *, cure: str = "") -> Violation:
+    return Violation(field=field, other=f"decode: {decode.shown(field)}", cure=cure)
 
 
 PAIR_RULES = (

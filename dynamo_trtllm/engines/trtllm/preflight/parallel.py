@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.messages import Role
 
@@ -11,79 +11,79 @@ _EP = "moe_expert_parallel_size"
 _BALANCE = "attention_dp_config.enable_balance"
 
 
-def _experts_divide(facts: RoleFacts) -> Clash | None:
+def _experts_divide(facts: RoleFacts) -> Violation | None:
     if facts.tensor_parallel % facts.size(_EP) == 0:
         return None
-    return Clash(other=f"{_TP} {facts.shown(_TP)}")
+    return Violation(other=f"{_TP} {facts.shown(_TP)}")
 
 
-def _moe_split(facts: RoleFacts) -> Clash | None:
+def _moe_split(facts: RoleFacts) -> Violation | None:
     """Only where both are given: with one, the other is derived."""
     tensor, expert = facts.number("moe_tensor_parallel_size"), facts.number(_EP)
     cluster = facts.size("moe_cluster_parallel_size")
     if not tensor or not expert or tensor < 1 or expert < 1 or tensor * expert * cluster == facts.tensor_parallel:
         return None
-    return Clash(
+    return Violation(
         other=f"times {_EP} {expert} and clusters {cluster} is {tensor * expert * cluster}, "
         f"not {_TP} {facts.tensor_parallel}"
     )
 
 
-def _heads_divide(facts: RoleFacts) -> Clash | None:
+def _heads_divide(facts: RoleFacts) -> Violation | None:
     model, ranks = facts.model, facts.tensor_parallel
     if model is None or model.num_attention_heads % ranks == 0:
         return None
-    return Clash(other=f"{model.num_attention_heads} attention heads of the model")
+    return Violation(other=f"{model.num_attention_heads} attention heads of the model")
 
 
-def _kv_heads_copied(facts: RoleFacts) -> Clash | None:
+def _kv_heads_copied(facts: RoleFacts) -> Violation | None:
     model, ranks = facts.model, facts.tensor_parallel
     if model is None or facts.on("enable_attention_dp") or ranks <= model.num_kv_heads:
         return None
-    return Clash(other=f"{model.num_kv_heads} KV heads of the model")
+    return Violation(other=f"{model.num_kv_heads} KV heads of the model")
 
 
-def _no_pipeline(facts: RoleFacts) -> Clash | None:
+def _no_pipeline(facts: RoleFacts) -> Violation | None:
     if facts.model is None or facts.model.model_type != "gpt_oss" or facts.size(_PP) == 1:
         return None
-    return Clash(other="model_type gpt_oss", cure=f"leave it out and use {_TP}")
+    return Violation(other="model_type gpt_oss", cure=f"leave it out and use {_TP}")
 
 
-def _pipeline_reuse(facts: RoleFacts) -> Clash | None:
+def _pipeline_reuse(facts: RoleFacts) -> Violation | None:
     if facts.line >= (1, 1, 0) or facts.size(_PP) == 1 or not facts.on("kv_cache_config.enable_block_reuse"):
         return None
-    return Clash(other=f"kv_cache_config.enable_block_reuse {facts.shown('kv_cache_config.enable_block_reuse')}")
+    return Violation(other=f"kv_cache_config.enable_block_reuse {facts.shown('kv_cache_config.enable_block_reuse')}")
 
 
-def _experts_and_context(facts: RoleFacts) -> Clash | None:
+def _experts_and_context(facts: RoleFacts) -> Violation | None:
     if facts.size(_EP) == 1 or facts.size(_CP) == 1:
         return None
-    return Clash(other=f"{_CP} {facts.shown(_CP)}")
+    return Violation(other=f"{_CP} {facts.shown(_CP)}")
 
 
-def _more_ranks_than_gpus(facts: RoleFacts) -> Clash | None:
+def _more_ranks_than_gpus(facts: RoleFacts) -> Violation | None:
     ranks = facts.tensor_parallel * facts.size(_PP) * facts.size(_CP)
     if facts.num_gpus is None or ranks <= facts.num_gpus:
         return None
-    return Clash(other=f"{facts.num_gpus} visible GPUs for {ranks} ranks")
+    return Violation(other=f"{facts.num_gpus} visible GPUs for {ranks} ranks")
 
 
-def _balance_without_attention_dp(facts: RoleFacts) -> Clash | None:
+def _balance_without_attention_dp(facts: RoleFacts) -> Violation | None:
     if not facts.on(_BALANCE) or facts.on("enable_attention_dp"):
         return None
-    return Clash(other=f"enable_attention_dp {facts.shown('enable_attention_dp')}")
+    return Violation(other=f"enable_attention_dp {facts.shown('enable_attention_dp')}")
 
 
-def _balance_on_prefill(facts: RoleFacts) -> Clash | None:
+def _balance_on_prefill(facts: RoleFacts) -> Violation | None:
     if facts.role is not Role.PREFILL or not facts.on(_BALANCE) or not facts.on("enable_attention_dp"):
         return None
-    return Clash(other="a prefill worker")
+    return Violation(other="a prefill worker")
 
 
-def _attention_dp_alone(facts: RoleFacts) -> Clash | None:
+def _attention_dp_alone(facts: RoleFacts) -> Violation | None:
     if not facts.on("enable_attention_dp") or facts.tensor_parallel > 1:
         return None
-    return Clash(other=f"{_TP} {facts.shown(_TP)}")
+    return Violation(other=f"{_TP} {facts.shown(_TP)}")
 
 
 RULES = (

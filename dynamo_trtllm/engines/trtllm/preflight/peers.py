@@ -17,7 +17,7 @@ _SAME = (
 )
 
 
-def judged_peers(mine: RoleFacts, peers: Sequence[Instance], pairing: Mapping[str, str] | None) -> Iterator[Finding]:
+def evaluate_peers(mine: RoleFacts, peers: Sequence[Instance], pairing: Mapping[str, str] | None) -> Iterator[Finding]:
     """A difference keeps the two from pairing: an error if no peer of the other role is left, else a warning."""
     others = [peer for peer in peers if peer.role is _OPPOSITE.get(mine.role)]
     found = {peer.id: list(_differences(mine, peer, pairing)) for peer in others}

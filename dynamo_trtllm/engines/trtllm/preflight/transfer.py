@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import BACKEND, BUFFER, TIMEOUT, RoleFacts
 from dynamo_trtllm.messages import Role
 
@@ -14,41 +14,43 @@ _CHUNKED = "enable_chunked_prefill"
 _TIMEOUT_MS_PER_TOKEN = 1.0
 
 
-def _no_transceiver(facts: RoleFacts) -> Clash | None:
+def _no_transceiver(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or facts.transceiver is not None:
         return None
-    return Clash(other=f"--disaggregation-mode {facts.role}")
+    return Violation(other=f"--disaggregation-mode {facts.role}")
 
 
-def _idle_transceiver(facts: RoleFacts) -> Clash | None:
+def _idle_transceiver(facts: RoleFacts) -> Violation | None:
     if facts.is_disaggregated or not facts.args.leaves.keys() & {BACKEND, BUFFER}:
         return None
-    return Clash(other=f"--disaggregation-mode {facts.role}", field=BACKEND if BACKEND in facts.args.leaves else BUFFER)
+    return Violation(
+        other=f"--disaggregation-mode {facts.role}", field=BACKEND if BACKEND in facts.args.leaves else BUFFER
+    )
 
 
-def _default_transceiver(facts: RoleFacts) -> Clash | None:
+def _default_transceiver(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or str(facts.args.get(BACKEND) or "").upper() != "DEFAULT":
         return None
-    return Clash(other="NIXL, unless a TRTLLM_USE_*_KVCACHE variable says otherwise")
+    return Violation(other="NIXL, unless a TRTLLM_USE_*_KVCACHE variable says otherwise")
 
 
-def _mpi_transceiver(facts: RoleFacts) -> Clash | None:
-    return Clash() if facts.is_disaggregated and facts.transceiver == "MPI" else None
+def _mpi_transceiver(facts: RoleFacts) -> Violation | None:
+    return Violation() if facts.is_disaggregated and facts.transceiver == "MPI" else None
 
 
-def _overlap_on_prefill(facts: RoleFacts) -> Clash | None:
+def _overlap_on_prefill(facts: RoleFacts) -> Violation | None:
     if facts.role is not Role.PREFILL or facts.line >= (1, 3, 0) or facts.on(_OVERLAP):
         return None
-    return Clash(other=f"a prefill worker of {facts.release}")
+    return Violation(other=f"a prefill worker of {facts.release}")
 
 
-def _beams(facts: RoleFacts) -> Clash | None:
+def _beams(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or (facts.number("max_beam_width") or 1) <= 1:
         return None
-    return Clash(other=f"--disaggregation-mode {facts.role}")
+    return Violation(other=f"--disaggregation-mode {facts.role}")
 
 
-def _short_timeout(facts: RoleFacts) -> Clash | None:
+def _short_timeout(facts: RoleFacts) -> Violation | None:
     timeout, prompt = facts.number(TIMEOUT), facts.longest_prompt
     stated = TIMEOUT in facts.args.leaves or facts.load.isl is not None
     if not facts.is_disaggregated or timeout is None or prompt is None or not stated:
@@ -56,89 +58,91 @@ def _short_timeout(facts: RoleFacts) -> Clash | None:
     needed = round(prompt * _TIMEOUT_MS_PER_TOKEN)
     if timeout >= needed:
         return None
-    return Clash(other=f"prompts of up to {prompt} tokens", cure=f"set it to at least {needed}, on both sides")
+    return Violation(other=f"prompts of up to {prompt} tokens", cure=f"set it to at least {needed}, on both sides")
 
 
-def _no_timeout(facts: RoleFacts) -> Clash | None:
+def _no_timeout(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or facts.line < (1, 3, 0) or facts.transceiver is None:
         return None
-    return None if TIMEOUT in facts.args.leaves else Clash(other=f"release {facts.release}")
+    return None if TIMEOUT in facts.args.leaves else Violation(other=f"release {facts.release}")
 
 
-def _untested_timeout(facts: RoleFacts) -> Clash | None:
+def _untested_timeout(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or facts.line[:2] != (1, 2) or facts.number(TIMEOUT) is None:
         return None
-    return Clash(other=f"release {facts.release}")
+    return Violation(other=f"release {facts.release}")
 
 
-def _chunks_with_reuse(facts: RoleFacts) -> Clash | None:
+def _chunks_with_reuse(facts: RoleFacts) -> Violation | None:
     if facts.line != (1, 2, 0) or not facts.on(_CHUNKED) or not facts.on(_REUSE):
         return None
-    return Clash(other=f"{_CHUNKED} {facts.shown(_CHUNKED)}, release {facts.release}")
+    return Violation(other=f"{_CHUNKED} {facts.shown(_CHUNKED)}, release {facts.release}")
 
 
-def _reuse_on_prefill(facts: RoleFacts) -> Clash | None:
+def _reuse_on_prefill(facts: RoleFacts) -> Violation | None:
     if facts.role is not Role.PREFILL or facts.line[:2] != (1, 2) or not facts.on(_REUSE):
         return None
-    return Clash(other=f"a prefill worker of {facts.release}")
+    return Violation(other=f"a prefill worker of {facts.release}")
 
 
-def _reuse_with_windows(facts: RoleFacts) -> Clash | None:
+def _reuse_with_windows(facts: RoleFacts) -> Violation | None:
     if facts.model is None or not facts.model.num_sliding_layers or not facts.on(_REUSE):
         return None
-    return Clash(other=f"{facts.model.num_sliding_layers} layers with a window of {facts.model.sliding_window} tokens")
+    return Violation(
+        other=f"{facts.model.num_sliding_layers} layers with a window of {facts.model.sliding_window} tokens"
+    )
 
 
-def _host_with_chunks(facts: RoleFacts) -> Clash | None:
+def _host_with_chunks(facts: RoleFacts) -> Violation | None:
     if not (facts.number(_HOST) or 0) > 0 or not facts.on(_CHUNKED):
         return None
-    return Clash(other=f"{_CHUNKED} {facts.shown(_CHUNKED)}")
+    return Violation(other=f"{_CHUNKED} {facts.shown(_CHUNKED)}")
 
 
-def _host_corrupts(facts: RoleFacts) -> Clash | None:
+def _host_corrupts(facts: RoleFacts) -> Violation | None:
     if not (facts.number(_HOST) or 0) > 0 or facts.line >= (1, 2, 0):
         return None
-    return Clash(other=f"release {facts.release}")
+    return Violation(other=f"release {facts.release}")
 
 
-def _speculative(facts: RoleFacts) -> Clash | None:
+def _speculative(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or not facts.section("speculative_config"):
         return None
-    return Clash(other=f"--disaggregation-mode {facts.role}", value="set")
+    return Violation(other=f"--disaggregation-mode {facts.role}", value="set")
 
 
-def _logits_processor(facts: RoleFacts) -> Clash | None:
+def _logits_processor(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or facts.args.get("batched_logits_processor") is None:
         return None
-    return Clash(other=f"--disaggregation-mode {facts.role}")
+    return Violation(other=f"--disaggregation-mode {facts.role}")
 
 
-def _lora(facts: RoleFacts) -> Clash | None:
+def _lora(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or not (facts.on("enable_lora") or facts.section("lora_config")):
         return None
     field = "enable_lora" if facts.on("enable_lora") else "lora_config"
-    return Clash(other=f"--disaggregation-mode {facts.role}", field=field, value="set")
+    return Violation(other=f"--disaggregation-mode {facts.role}", field=field, value="set")
 
 
-def _pipelined(facts: RoleFacts) -> Clash | None:
+def _pipelined(facts: RoleFacts) -> Violation | None:
     if not facts.on("cache_transceiver_config.enable_pipelined_transfer"):
         return None
-    return Clash(other=f"--disaggregation-strategy {facts.strategy}")
+    return Violation(other=f"--disaggregation-strategy {facts.strategy}")
 
 
-def _manager_v2(facts: RoleFacts) -> Clash | None:
+def _manager_v2(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or facts.args.get("kv_cache_config.use_kv_cache_manager_v2") is not True:
         return None
     if str(facts.args.get("cache_transceiver_config.transceiver_runtime")).upper() == "PYTHON":
         return None
-    return Clash(other="the C++ transceiver")
+    return Violation(other="the C++ transceiver")
 
 
-def _events_without_reuse(facts: RoleFacts) -> Clash | None:
+def _events_without_reuse(facts: RoleFacts) -> Violation | None:
     size = facts.number("kv_cache_config.event_buffer_max_size") or 0
     if size <= 0 or facts.args.get(_REUSE) is not False:
         return None
-    return Clash(other=f"{_REUSE} {facts.shown(_REUSE)}")
+    return Violation(other=f"{_REUSE} {facts.shown(_REUSE)}")
 
 
 RULES = (

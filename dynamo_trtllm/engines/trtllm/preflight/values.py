@@ -3,23 +3,23 @@ release is `schema`'s business. Pure."""
 
 from __future__ import annotations
 
-from dynamo_trtllm.engines.rules import Clash, RoleRule
+from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 
 _RAY = ("ray_worker_extension_cls", "ray_placement_config", "ray_worker_nsight_options")
 
 
-def _ray_without_ray(facts: RoleFacts) -> Clash | None:
+def _ray_without_ray(facts: RoleFacts) -> Violation | None:
     if facts.args.get("orchestrator_type") == "ray":
         return None
     for key in _RAY:
         if facts.section(key):
-            return Clash(field=key, value="set", other=f"orchestrator_type {facts.shown('orchestrator_type')}")
+            return Violation(field=key, value="set", other=f"orchestrator_type {facts.shown('orchestrator_type')}")
     return None
 
 
-def _dummy_weights(facts: RoleFacts) -> Clash | None:
-    return Clash() if str(facts.args.get("load_format")).rpartition(".")[2].upper() == "DUMMY" else None
+def _dummy_weights(facts: RoleFacts) -> Violation | None:
+    return Violation() if str(facts.args.get("load_format")).rpartition(".")[2].upper() == "DUMMY" else None
 
 
 RULES = (

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats
 from dynamo_trtllm.engines.torch.engine import TorchEngine
-from dynamo_trtllm.kv_transfer.base import Carrier
-from dynamo_trtllm.kv_transfer.create import select_carrier
+from dynamo_trtllm.kv_transfer.base import TransferBackend
+from dynamo_trtllm.kv_transfer.create import create_backend
 
 T = TypeVar("T")
 
@@ -93,9 +93,9 @@ def kill_all(reason: str) -> None:
             core.die(reason)
 
 
-def _carrier(backend: str | None) -> Carrier | None:
+def _carrier(backend: str | None) -> TransferBackend | None:
     """UCX and NIXL are nixl where it runs, tcp elsewhere; STANDIN_CARRIER names one."""
-    return None if backend is None else select_carrier(os.environ.get("STANDIN_CARRIER"))
+    return None if backend is None else create_backend(os.environ.get("STANDIN_CARRIER"))
 
 
 def _engine_args(args: Mapping[str, Any]) -> dict[str, Any]:

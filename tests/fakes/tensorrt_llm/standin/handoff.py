@@ -9,7 +9,7 @@ import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame
-from dynamo_trtllm.messages import HandoffTicket, token_ids
+from dynamo_trtllm.messages import KvTransferParams, token_ids
 from tensorrt_llm.disaggregated_params import DisaggregatedParams
 from tensorrt_llm.standin import traps
 from tensorrt_llm.standin.release import LINE, VERSION
@@ -19,11 +19,13 @@ _DRAFTS = [7, 8, 9]
 
 class _State(msgspec.Struct, frozen=True):
     version: str
-    ticket: HandoffTicket
+    ticket: KvTransferParams
     expected: dict[str, Any]  # what decode must be given as it was answered
 
 
-def context_answer(asked: Any, ticket: HandoffTicket | None, request_id: int, first: Sequence[tuple[int, Any]]) -> Any:
+def context_answer(
+    asked: Any, ticket: KvTransferParams | None, request_id: int, first: Sequence[tuple[int, Any]]
+) -> Any:
     """`outputs[0].disaggregated_params` of a context-only request. `request_type` is still that of the request."""
     assert ticket is not None
     fields: dict[str, Any] = {
@@ -44,7 +46,7 @@ def context_answer(asked: Any, ticket: HandoffTicket | None, request_id: int, fi
     return DisaggregatedParams(**fields, opaque_state=state)
 
 
-def ticket_of(params: Any) -> HandoffTicket:
+def ticket_of(params: Any) -> KvTransferParams:
     """Raises ValueError for parameters that are not what context-only answered."""
     if not isinstance(params.opaque_state, bytes):
         raise ValueError(f"opaque_state must be bytes, not {type(params.opaque_state)}")

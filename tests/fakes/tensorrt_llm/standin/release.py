@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dynamo_trtllm.engines.trtllm.api_manifests import Field, release_for
+from dynamo_trtllm.engines.trtllm.api_manifests import ManifestField, release_for
 
 VERSION = os.environ.get("STANDIN_RELEASE", "1.2.1")
 RELEASE = release_for(VERSION)
@@ -37,7 +37,7 @@ def checked_arguments(owner: str, given: Mapping[str, Any], where: str = "") -> 
     return checked
 
 
-def _checked(field: Field, value: Any, where: str) -> Any:
+def _checked(field: ManifestField, value: Any, where: str) -> Any:
     if field.allowed and value is not None and not isinstance(value, (dict, list)) and value not in field.allowed:
         raise ValueError(f"{where}: Input should be one of {', '.join(map(str, field.allowed))}, not {value!r}")
     if isinstance(value, dict):

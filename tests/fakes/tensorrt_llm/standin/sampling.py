@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dynamo_trtllm.engines.base import EngineInfo
-from dynamo_trtllm.messages import Guided, GuidedAlternative, Sampling
+from dynamo_trtllm.messages import OutputFormat, Sampling, StructuredOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +60,14 @@ def _bias(bias: Any) -> tuple[tuple[int, float], ...] | None:
     return tuple((token, value) for token, value in enumerate(bias.flatten().tolist()) if value)
 
 
-def _guided(params: Any, args: Mapping[str, Any]) -> Guided | None:
+def _guided(params: Any, args: Mapping[str, Any]) -> StructuredOutput | None:
     if params is None:
         return None
     if args["guided_decoding_backend"] is None:
         raise ValueError("Guided decoding is not enabled: set guided_decoding_backend")
     if params.json_object:
-        return Guided(alternatives=(GuidedAlternative(json_schema="{}"),))
+        return StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
     if params.json is not None:
         schema = params.json if isinstance(params.json, str) else json.dumps(params.json)
-        return Guided(alternatives=(GuidedAlternative(json_schema=schema),))
+        return StructuredOutput(alternatives=(OutputFormat(json_schema=schema),))
     raise ValueError("the stand-in guides by json and json_object only")

@@ -14,18 +14,18 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.mock.engine import MockEngine
-from dynamo_trtllm.engines.mock.steps import Steps
-from dynamo_trtllm.errors import EngineFailed, TicketExpired, TicketMismatch
-from dynamo_trtllm.kv_transfer.base import Piece
-from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
-from dynamo_trtllm.messages import HandoffTicket, Phase, ReleaseOutcome, Role
+from dynamo_trtllm.engines.mock.steps import MockScheduler
+from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
+from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role
 from tests.engines import answer, ask, check_nothing_left, collect, prompt_of, started, ticket_from, tokens
 from tests.waiting import SOON_S
 
 PROMPT = prompt_of(100)  # four blocks
 
 
-class GatedCarrier(LoopbackCarrier):
+class GatedCarrier(LoopbackBackend):
     """Counts its fetches and stops at the gate it is told to."""
 
     def __init__(self, closed: str = "") -> None:
@@ -40,7 +40,7 @@ class GatedCarrier(LoopbackCarrier):
             self.reached.set()
             await self.opened.wait()
 
-    async def offer(self, ticket_id: str, pieces: Sequence[Piece], **named: Any) -> bytes:
+    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], **named: Any) -> bytes:
         await self._pass("offer")
         return await super().offer(ticket_id, pieces, **named)
 
@@ -48,26 +48,26 @@ class GatedCarrier(LoopbackCarrier):
         await self._pass("withdraw")
         await super().withdraw(ticket_id)
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], **named: Any) -> None:
+    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[MemoryRegion], **named: Any) -> None:
         self.fetches += 1
         await self._pass("fetch")
         await super().fetch(ticket_id, offer, pieces, **named)
 
 
-class DamagingCarrier(LoopbackCarrier):
+class DamagingCarrier(LoopbackBackend):
     """Delivers other bytes than were offered."""
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[Piece], **named: Any) -> None:
+    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[MemoryRegion], **named: Any) -> None:
         await super().fetch(ticket_id, offer, pieces, **named)
         for piece in pieces:
             ctypes.memset(piece.address, 1, piece.num_bytes)
 
 
-def mock(role: Role = Role.AGGREGATED, *, carrier: LoopbackCarrier | None = None, **args: Any) -> MockEngine:
+def mock(role: Role = Role.AGGREGATED, *, carrier: LoopbackBackend | None = None, **args: Any) -> MockEngine:
     config = WorkerConfig(
         model_path="tiny", engine="mock", disaggregation_mode=role, override_engine_args={"step_s": 0, **args}
     )
-    return MockEngine(config, instance_id=list(Role).index(role) + 1, carrier=carrier or LoopbackCarrier())
+    return MockEngine(config, instance_id=list(Role).index(role) + 1, carrier=carrier or LoopbackBackend())
 
 
 async def until(reached: Callable[[], bool]) -> None:
@@ -78,7 +78,9 @@ async def until(reached: Callable[[], bool]) -> None:
     pytest.fail("it was never reached")
 
 
-async def decode(engine: MockEngine, ticket: HandoffTicket, prompt: array[int] = PROMPT, **sampling: Any) -> list[int]:
+async def decode(
+    engine: MockEngine, ticket: KvTransferParams, prompt: array[int] = PROMPT, **sampling: Any
+) -> list[int]:
     return tokens(await collect(engine, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling)))
 
 
@@ -97,10 +99,10 @@ async def test_step_task_when_it_dies_then_streams_end_in_engine_failed_and_chec
         streams = [asyncio.create_task(answer(engine, PROMPT, max_tokens=5000)) for _ in range(3)]
         await until(lambda: (engine.stats().running, engine.stats().waiting) == (2, 1))
 
-        def die(_: Steps) -> None:
+        def die(_: MockScheduler) -> None:
             raise RuntimeError("a broken step")
 
-        monkeypatch.setattr(Steps, "_step", die)
+        monkeypatch.setattr(MockScheduler, "_step", die)
         await check_each_failed(streams)
         with pytest.raises(EngineFailed):
             await engine.check()
@@ -131,11 +133,11 @@ async def test_close_when_a_ticket_is_held_then_it_is_withdrawn() -> None:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"engine": "torch"}, TicketMismatch),
-        ({"model": "other"}, TicketMismatch),
-        ({"expires_at": 1.0}, TicketExpired),
-        ({"kv_bytes": 1 << 60}, TicketMismatch),
-        ({"kv_bytes": 0}, TicketMismatch),
+        ({"engine": "torch"}, TransferMismatch),
+        ({"model": "other"}, TransferMismatch),
+        ({"expires_at": 1.0}, TransferExpired),
+        ({"kv_bytes": 1 << 60}, TransferMismatch),
+        ({"kv_bytes": 0}, TransferMismatch),
     ],
 )
 async def test_decode_when_ticket_does_not_fit_then_refused_before_a_token_or_a_fetch(
@@ -161,7 +163,7 @@ async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch
     async with started(prefill, decoder):
         ticket = await ticket_from(prefill, PROMPT)
         async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=ticket))) as stream:
-            with pytest.raises(TicketMismatch):
+            with pytest.raises(TransferMismatch):
                 await anext(stream)
         assert carrier.fetches == 0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch.attention import Span, Step, paged_attention
+from dynamo_trtllm.engines.torch.attention import ForwardBatch, SequenceSlice, paged_attention
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.messages import KvLayout
 
@@ -39,11 +39,11 @@ def outputs(kwargs: dict[str, Any], *, is_poisoned: bool) -> list[Tensor]:
     found = []
     for number, (chunks, decodes) in enumerate(PLANS):
         first = len(tables) - 1 if number in (3, 4) else 0
-        step = Step(
+        step = ForwardBatch(
             pool.keys,
             pool.values,
-            [Span(tables[n], start, count) for n, (start, count) in enumerate(decodes)],
-            [Span(tables[n], start, count) for n, (start, count) in enumerate(chunks, start=first)],
+            [SequenceSlice(tables[n], start, count) for n, (start, count) in enumerate(decodes)],
+            [SequenceSlice(tables[n], start, count) for n, (start, count) in enumerate(chunks, start=first)],
         )
         if is_poisoned:
             masked = (~written.view(20, 4) & ~entered[:, None]).flatten()  # a block that was entered is its owner's

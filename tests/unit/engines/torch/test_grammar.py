@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.grammar import Guide, Guides
-from dynamo_trtllm.errors import EngineRefused
-from dynamo_trtllm.messages import Guided, GuidedAlternative, token_ids
+from dynamo_trtllm.engines.torch.grammar import GrammarCompiler, GrammarMatcher
+from dynamo_trtllm.errors import RequestRejected
+from dynamo_trtllm.messages import OutputFormat, StructuredOutput, token_ids
 from tests.small_tokenizer import CONTROL, spell, write_tokenizer
 
 SIZE = 320  # some ids more than the tokenizer has, as models have
@@ -26,23 +26,23 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def guides(tmp_path_factory: pytest.TempPathFactory) -> Guides:
+def guides(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     path = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-    return Guides(path, vocab_size=SIZE, eos_token_ids=(END,))
+    return GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,))
 
 
-def guided(schema: Any = SCHEMA, literal: str = "", after: tuple[int, ...] = ()) -> Guided:
-    alternative = GuidedAlternative(json_schema=json.dumps(schema), literal=literal)
-    return Guided(alternatives=(alternative,), after=spell(list(after)), after_ids=token_ids(after))
+def guided(schema: Any = SCHEMA, literal: str = "", after: tuple[int, ...] = ()) -> StructuredOutput:
+    alternative = OutputFormat(json_schema=json.dumps(schema), literal=literal)
+    return StructuredOutput(alternatives=(alternative,), after=spell(list(after)), after_ids=token_ids(after))
 
 
-def allowed(guide: Guide) -> set[int]:
+def allowed(guide: GrammarMatcher) -> set[int]:
     logits = torch.zeros(SIZE)
     guide.apply(logits)
     return set(torch.isfinite(logits).nonzero().flatten().tolist())
 
 
-def write(guide: Guide, seed: int, most: int = 400) -> list[int]:
+def write(guide: GrammarMatcher, seed: int, most: int = 400) -> list[int]:
     """What a model with random wishes writes, up to its stop token."""
     wishes = torch.Generator().manual_seed(seed)
     ids: list[int] = []
@@ -57,7 +57,9 @@ def write(guide: Guide, seed: int, most: int = 400) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(guides: Guides, seed: int) -> None:
+def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(
+    guides: GrammarCompiler, seed: int
+) -> None:
     ids = write(guides.compile(guided(), STOPS), seed)
     value = json.loads(spell(ids[:-1]))
     assert set(value) == {"city", "ok", "kind"}
@@ -66,25 +68,25 @@ def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(gu
     assert value["kind"] in ("a", "b")
 
 
-def test_empty_schema_then_an_object(guides: Guides) -> None:
+def test_empty_schema_then_an_object(guides: GrammarCompiler) -> None:
     assert allowed(guides.compile(guided({}), STOPS)) == {ord("{"), 256}
 
 
-def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(guides: Guides) -> None:
+def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(guides: GrammarCompiler) -> None:
     forms = (
-        GuidedAlternative(literal="first<|message|>", json_schema='{"const": 1}'),
-        GuidedAlternative(literal="second<|channel|>x<|message|>", json_schema='{"const": 2}'),
+        OutputFormat(literal="first<|message|>", json_schema='{"const": 1}'),
+        OutputFormat(literal="second<|channel|>x<|message|>", json_schema='{"const": 2}'),
     )
-    seen = {spell(write(guides.compile(Guided(alternatives=forms), (END,)), seed)) for seed in range(12)}
+    seen = {spell(write(guides.compile(StructuredOutput(alternatives=forms), (END,)), seed)) for seed in range(12)}
     assert seen == {"first<|message|>1<|end|>", "second<|channel|>x<|message|>2<|end|>"}
 
 
-def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(guides: Guides) -> None:
+def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(guides: GrammarCompiler) -> None:
     guide = guides.compile(guided(literal="<|message|>"), STOPS)
     assert allowed(guide) == {MESSAGE}
 
 
-def test_after_then_free_until_it_was_written_whole(guides: Guides) -> None:
+def test_after_then_free_until_it_was_written_whole(guides: GrammarCompiler) -> None:
     guide = guides.compile(guided({"const": True}, literal="<|message|>", after=(CHANNEL, 262)), STOPS)
     everything = set(range(SIZE))
     for token_id in (5, CHANNEL, 7, CHANNEL, CHANNEL):
@@ -95,14 +97,14 @@ def test_after_then_free_until_it_was_written_whole(guides: Guides) -> None:
     assert allowed(guide) == {MESSAGE}
 
 
-def test_end_then_stop_tokens_and_nothing_else(guides: Guides) -> None:
+def test_end_then_stop_tokens_and_nothing_else(guides: GrammarCompiler) -> None:
     guide = guides.compile(guided({"const": 12}), STOPS)
     assert END not in allowed(guide)
     guide.note(256 + 8)  # "12"
     assert allowed(guide) == set(STOPS)
 
 
-def test_state_when_built_anew_from_the_tokens_then_the_same(guides: Guides) -> None:
+def test_state_when_built_anew_from_the_tokens_then_the_same(guides: GrammarCompiler) -> None:
     form = guided(literal="<|message|>", after=(CHANNEL,))
     whole, ids = guides.compile(form, STOPS), [9, CHANNEL, MESSAGE, 256, *b"city", *b'":"x"']
     for count, token_id in enumerate(ids):
@@ -114,7 +116,7 @@ def test_state_when_built_anew_from_the_tokens_then_the_same(guides: Guides) -> 
     assert whole.failure is None
 
 
-def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(guides: Guides) -> None:
+def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(guides: GrammarCompiler) -> None:
     guide = guides.compile(guided(), STOPS)
     guide.note(ord("x"))
     assert guide.failure
@@ -132,16 +134,18 @@ def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(guides: Gu
         ([1], "it must be an object"),
     ],
 )
-def test_schema_that_cannot_be_followed_then_refused_with_the_reason(guides: Guides, schema: Any, reason: str) -> None:
-    with pytest.raises(EngineRefused, match=reason) as refused:
+def test_schema_that_cannot_be_followed_then_refused_with_the_reason(
+    guides: GrammarCompiler, schema: Any, reason: str
+) -> None:
+    with pytest.raises(RequestRejected, match=reason) as refused:
         guides.compile(guided(schema), STOPS)
     assert "\n" not in refused.value.message
     assert "form0" not in refused.value.message
     assert refused.value.field == "guided"
 
 
-def test_no_stop_token_then_refused(guides: Guides) -> None:
-    with pytest.raises(EngineRefused, match="ends with a stop token"):
+def test_no_stop_token_then_refused(guides: GrammarCompiler) -> None:
+    with pytest.raises(RequestRejected, match="ends with a stop token"):
         guides.compile(guided(), ())
 
 
@@ -150,8 +154,8 @@ def test_tokenizer_that_cannot_be_read_then_refused_and_named(tmp_path: Path, co
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(EngineRefused, match=r"tokenizer\.json can't be read"):
-        Guides(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided(), STOPS)
+    with pytest.raises(RequestRejected, match=r"tokenizer\.json can't be read"):
+        GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided(), STOPS)
 
 
 def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path) -> None:
@@ -170,7 +174,7 @@ def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path
         ],
     }
     path.write_text(json.dumps(file))
-    guide = Guides(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided({"const": {"a": 12}}), (END,))
+    guide = GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided({"const": {"a": 12}}), (END,))
     ids = write(guide, 1)
     text = "".join(pieces[i] if i < 11 else chr(i - 11) for i in ids[:-1]).replace("▁", " ")
     assert json.loads(text) == {"a": 12}

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamo_trtllm.engines.torch.grammar import Guides
-from dynamo_trtllm.messages import Guided, GuidedAlternative
+from dynamo_trtllm.engines.torch.grammar import GrammarCompiler
+from dynamo_trtllm.messages import OutputFormat, StructuredOutput
 from tests.small_tokenizer import CONTROL, spell, write_tokenizer
 
 END = CONTROL["<|end|>"]
@@ -72,13 +72,13 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def guides(tmp_path_factory: pytest.TempPathFactory) -> Guides:
-    return Guides(write_tokenizer(tmp_path_factory.mktemp("tokenizer")), vocab_size=SIZE, eos_token_ids=(END,))
+def guides(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+    return GrammarCompiler(write_tokenizer(tmp_path_factory.mktemp("tokenizer")), vocab_size=SIZE, eos_token_ids=(END,))
 
 
-def check_output(guides: Guides, schema: dict[str, Any], seed: int) -> None:
-    alternative = GuidedAlternative(json_schema=json.dumps(schema | {"title": "made"}), literal="<|message|>")
-    guide = guides.compile(Guided(alternatives=(alternative,)), (END,))
+def check_output(guides: GrammarCompiler, schema: dict[str, Any], seed: int) -> None:
+    alternative = OutputFormat(json_schema=json.dumps(schema | {"title": "made"}), literal="<|message|>")
+    guide = guides.compile(StructuredOutput(alternatives=(alternative,)), (END,))
     wishes = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     while END not in ids and len(ids) < MOST:
@@ -98,7 +98,9 @@ def _examples(count: int) -> settings:
 
 @_examples(60)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
-def test_generated_schema_then_what_ends_is_json_of_it(guides: Guides, schema: dict[str, Any], seed: int) -> None:
+def test_generated_schema_then_what_ends_is_json_of_it(
+    guides: GrammarCompiler, schema: dict[str, Any], seed: int
+) -> None:
     check_output(guides, schema, seed)
 
 
@@ -107,6 +109,6 @@ def test_generated_schema_then_what_ends_is_json_of_it(guides: Guides, schema: d
 @_examples(2000)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_generated_schema_when_very_many_then_what_ends_is_json_of_it(
-    guides: Guides, schema: dict[str, Any], seed: int
+    guides: GrammarCompiler, schema: dict[str, Any], seed: int
 ) -> None:
     check_output(guides, schema, seed)

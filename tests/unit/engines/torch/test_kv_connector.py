@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.kv_connector import Desk
-from dynamo_trtllm.engines.torch.sequence import Gathered, Job
-from dynamo_trtllm.engines.torch.transfer_buffer import PIECE_BYTES, Staging
-from dynamo_trtllm.errors import TicketMismatch, TransferFailed
-from dynamo_trtllm.kv_transfer.base import Piece
-from dynamo_trtllm.kv_transfer.loopback import LoopbackCarrier
+from dynamo_trtllm.engines.torch.kv_connector import KvConnector
+from dynamo_trtllm.engines.torch.sequence import PrefillDone, TorchSequence
+from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, TransferBuffer
+from dynamo_trtllm.errors import TransferFailed, TransferMismatch
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import Chunk, GenerateRequest, KvLayout, Phase, Sampling, token_ids
 
 LAYOUT = KvLayout(dtype="float32", block_tokens=4, num_layers=2, num_kv_heads=2, head_dim=4)
@@ -34,9 +34,9 @@ class Copy(threading.Event):
 class Side:
     def __init__(self) -> None:
         self.pool = KvPool(LAYOUT, 20, windows=(None, None), device=torch.device("cpu"))
-        self.staging = Staging(self.pool, 1 << 16)
-        self.retired: list[Job] = []
-        self.desk = Desk(LoopbackCarrier(), holder=1, model="m", ttl_s=60, retire=self.retired.append)
+        self.staging = TransferBuffer(self.pool, 1 << 16)
+        self.retired: list[TorchSequence] = []
+        self.desk = KvConnector(LoopbackBackend(), holder=1, model="m", ttl_s=60, retire=self.retired.append)
         parcel = self.staging.take(TOKENS, self.pool.row_bytes * 20)
         assert parcel is not None
         self.parcel = parcel
@@ -55,8 +55,8 @@ def request(phase: Phase, ticket: Any = None) -> GenerateRequest:
 
 
 async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
-    job = Job(request=request(Phase.PREFILL), max_new_tokens=4, stop_ids=(), inbox=lambda event: None, seed=7)
-    return await holder.desk.hand_out(job, Gathered(holder.parcel, copies, Chunk(token_ids=token_ids([5]))), LAYOUT)
+    job = TorchSequence(request=request(Phase.PREFILL), max_new_tokens=4, stop_ids=(), inbox=lambda event: None, seed=7)
+    return await holder.desk.hand_out(job, PrefillDone(holder.parcel, copies, Chunk(token_ids=token_ids([5]))), LAYOUT)
 
 
 async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow_one_by_one() -> None:
@@ -69,7 +69,7 @@ async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow
     chunk = await handed_out(holder, copies)
     decode = request(Phase.DECODE, chunk.ticket)
     terms = reader.desk.redeem(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
-    assert terms == (7, PIECE_BYTES["cuda"])
+    assert terms == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
     fetch = asyncio.create_task(reader.desk.fetch(decode, reader.parcel, 10, on_piece=arrived.put_nowait))
     for number, copy in enumerate(copies):
@@ -103,9 +103,9 @@ async def test_ticket_when_a_copy_fails_then_it_is_logged_and_the_ticket_can_sti
 async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Side()
     await holder.desk.start(holder.staging)
-    monkeypatch.setitem(PIECE_BYTES, "cpu", 0)
+    monkeypatch.setitem(REGION_BYTES, "cpu", 0)
     chunk = await handed_out(holder, [])
-    with pytest.raises(TicketMismatch, match="pieces of 0 bytes"):
+    with pytest.raises(TransferMismatch, match="pieces of 0 bytes"):
         holder.desk.redeem(request(Phase.DECODE, chunk.ticket), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
     await holder.desk.aclose()
 
@@ -113,10 +113,10 @@ async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypa
 async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_memory_and_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class HostOnly(LoopbackCarrier):
+    class HostOnly(LoopbackBackend):
         registered: list[str]
 
-        async def register(self, region: Piece) -> None:
+        async def register(self, region: MemoryRegion) -> None:
             if region.device != "cpu":
                 raise TransferFailed("not this memory")
             self.registered = [region.device]
@@ -134,7 +134,7 @@ async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_mem
 
     caplog.set_level(logging.INFO)
     carrier = HostOnly()
-    desk = Desk(carrier, holder=1, model="m", ttl_s=60, retire=lambda job: None)
+    desk = KvConnector(carrier, holder=1, model="m", ttl_s=60, retire=lambda job: None)
     staging: Any = OnGpu()
     await desk.start(staging)
     assert carrier.registered == ["cpu"]

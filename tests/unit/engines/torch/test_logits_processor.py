@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.logits_processor import Shaping, shaping_for
-from dynamo_trtllm.engines.torch.sampler import Row, choose
+from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor, logits_processor_for
+from dynamo_trtllm.engines.torch.sampler import SamplingMetadata, sample
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 
 LOGITS = [2.0, -1.0, 0.5, 3.0, 0.0]
 
 
-def shaping(prompt: tuple[int, ...] = (), resumed: int = 0, **sampling: Any) -> Shaping:
+def shaping(prompt: tuple[int, ...] = (), resumed: int = 0, **sampling: Any) -> LogitsProcessor:
     request = GenerateRequest(
         request_id="r",
         model="m",
@@ -23,12 +23,12 @@ def shaping(prompt: tuple[int, ...] = (), resumed: int = 0, **sampling: Any) -> 
         deadline=0.0,
         resumed_tokens=resumed,
     )
-    made = shaping_for(request, None)
+    made = logits_processor_for(request, None)
     assert made is not None
     return made
 
 
-def shaped(by: Shaping, *noted: int) -> list[float]:
+def shaped(by: LogitsProcessor, *noted: int) -> list[float]:
     for token_id in noted:
         by.note(token_id)
     logits = torch.tensor(LOGITS)
@@ -44,7 +44,7 @@ def test_request_that_changes_nothing_then_no_shaping() -> None:
         sampling=Sampling(max_tokens=9, min_p=0.1, temperature=2.0, min_tokens=3),
         deadline=0.0,
     )
-    assert shaping_for(request, None) is None
+    assert logits_processor_for(request, None) is None
 
 
 def test_frequency_penalty_then_taken_off_per_occurrence_in_the_answer_only() -> None:
@@ -81,8 +81,11 @@ def test_answer_that_was_begun_elsewhere_then_it_counts(fields: dict[str, Any]) 
 def test_choose_when_shaped_then_others_and_log_probabilities_are_untouched() -> None:
     logits = torch.tensor([LOGITS] * 2)
     sampling = Sampling(max_tokens=9, temperature=0.0, logprobs=1, logit_bias=((3, -100.0),))
-    rows = [Row(sampling, 1, 0, (), shaping(logit_bias=sampling.logit_bias)), Row(sampling, 1, 0, ())]
-    first, second = choose(logits, rows)
+    rows = [
+        SamplingMetadata(sampling, 1, 0, (), shaping(logit_bias=sampling.logit_bias)),
+        SamplingMetadata(sampling, 1, 0, ()),
+    ]
+    first, second = sample(logits, rows)
     assert (first.token_id, second.token_id) == (0, 3)
     assert first.logprob is not None
     assert second.logprob is not None

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.sampler import Row, choose, uniform
+from dynamo_trtllm.engines.torch.sampler import SamplingMetadata, sample, uniform
 from dynamo_trtllm.messages import Sampling
 
 
-def row(index: int = 0, seed: int = 1, stop_ids: tuple[int, ...] = (), **sampling: Any) -> Row:
-    return Row(Sampling(**{"max_tokens": 100, **sampling}), seed, index, stop_ids)
+def row(index: int = 0, seed: int = 1, stop_ids: tuple[int, ...] = (), **sampling: Any) -> SamplingMetadata:
+    return SamplingMetadata(Sampling(**{"max_tokens": 100, **sampling}), seed, index, stop_ids)
 
 
 def draw(logits: list[float], count: int, **sampling: Any) -> list[int]:
     rows = [row(index=n, **sampling) for n in range(count)]
-    return [choice.token_id for choice in choose(torch.tensor([logits] * count), rows)]
+    return [choice.token_id for choice in sample(torch.tensor([logits] * count), rows)]
 
 
 def test_uniform_when_drawn_often_then_spread_evenly_and_repeatable() -> None:
@@ -60,7 +60,7 @@ def test_choose_when_min_p_then_only_what_is_likely_beside_the_likeliest() -> No
 def test_choose_when_one_row_has_min_p_then_the_others_are_untouched() -> None:
     logits = torch.tensor([[0.0, 0.1, 0.2]] * 400)
     rows = [row(index=n, min_p=1.0 if n % 2 else 0.0) for n in range(400)]
-    picked = [choice.token_id for choice in choose(logits, rows)]
+    picked = [choice.token_id for choice in sample(logits, rows)]
     assert set(picked[1::2]) == {2}
     assert set(picked[::2]) == {0, 1, 2}
 
@@ -68,33 +68,33 @@ def test_choose_when_one_row_has_min_p_then_the_others_are_untouched() -> None:
 def test_choose_when_the_answer_was_begun_elsewhere_then_min_tokens_counts_the_rest_and_draws_go_on() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 2)
     greedy = Sampling(max_tokens=9, min_tokens=2, temperature=0.0)
-    rows = [Row(greedy, 1, index, (2,), None, 5) for index in (1, 2)]
-    assert [choice.token_id for choice in choose(logits, rows)] == [1, 2]
+    rows = [SamplingMetadata(greedy, 1, index, (2,), None, 5) for index in (1, 2)]
+    assert [choice.token_id for choice in sample(logits, rows)] == [1, 2]
     drawn = torch.zeros(40, 50)
-    begun = choose(drawn, [Row(Sampling(max_tokens=9), 1, index, (), None, 5) for index in range(40)])
-    whole = choose(drawn, [Row(Sampling(max_tokens=9), 1, index + 5, ()) for index in range(40)])
+    begun = sample(drawn, [SamplingMetadata(Sampling(max_tokens=9), 1, index, (), None, 5) for index in range(40)])
+    whole = sample(drawn, [SamplingMetadata(Sampling(max_tokens=9), 1, index + 5, ()) for index in range(40)])
     assert begun == whole
 
 
 def test_choose_when_rows_differ_then_each_has_its_own_rules() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]] * 3)
     rows = [row(temperature=0.0), row(temperature=1.0, top_k=1), row(temperature=0.0, min_tokens=1, stop_ids=(2,))]
-    assert [choice.token_id for choice in choose(logits, rows)] == [2, 2, 1]
+    assert [choice.token_id for choice in sample(logits, rows)] == [2, 2, 1]
 
 
 def test_choose_when_min_tokens_is_reached_then_stop_ids_are_free_again() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    assert choose(logits, [row(index=1, temperature=0.0, min_tokens=1, stop_ids=(2,))])[0].token_id == 2
+    assert sample(logits, [row(index=1, temperature=0.0, min_tokens=1, stop_ids=(2,))])[0].token_id == 2
 
 
 def test_choose_when_logprobs_are_wanted_then_they_are_of_the_raw_logits() -> None:
     logits = [math.log(value) for value in (0.1, 0.5, 0.4)]
-    (choice,) = choose(torch.tensor([logits]), [row(temperature=0.1, top_k=1, logprobs=2)])
+    (choice,) = sample(torch.tensor([logits]), [row(temperature=0.1, top_k=1, logprobs=2)])
     assert choice.logprob is not None
     assert choice.logprob.logprob == pytest.approx(math.log(0.5))
     assert [token for token, _ in choice.logprob.top] == [1, 2]
     assert choice.logprob.top[1][1] == pytest.approx(math.log(0.4))
-    assert choose(torch.tensor([logits]), [row()])[0].logprob is None
+    assert sample(torch.tensor([logits]), [row()])[0].logprob is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -104,11 +104,11 @@ def test_choose_when_a_row_has_no_finite_output_then_none_and_others_as_ever(
 ) -> None:
     good = [-math.inf, 1.0, 0.0]
     rows = [row(temperature=temperature, top_k=2, logprobs=1, index=n) for n in range(3)]
-    alone = choose(torch.tensor([good] * 3), rows)
-    assert choose(torch.tensor([good, bad, good]), rows) == [alone[0], None, alone[2]]
-    assert choose(torch.tensor([good] * 3), rows, torch.tensor([True, False, True])) == [alone[0], None, alone[2]]
+    alone = sample(torch.tensor([good] * 3), rows)
+    assert sample(torch.tensor([good, bad, good]), rows) == [alone[0], None, alone[2]]
+    assert sample(torch.tensor([good] * 3), rows, torch.tensor([True, False, True])) == [alone[0], None, alone[2]]
 
 
 def test_choose_when_the_request_rules_all_tokens_out_then_it_is_not_the_models_output_that_is_not_finite() -> None:
     held = row(temperature=0.0, min_tokens=1, stop_ids=(0, 1, 2))
-    assert choose(torch.tensor([[0.0, 1.0, 2.0]]), [held]) != [None]
+    assert sample(torch.tensor([[0.0, 1.0, 2.0]]), [held]) != [None]

@@ -9,8 +9,8 @@ import torch
 
 from dynamo_trtllm.engines.torch.checksum import checksum
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.transfer_buffer import Parcel, Staging
-from dynamo_trtllm.kv_transfer.base import Piece
+from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
+from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.messages import KvLayout
 
 WINDOWS = (8, None)
@@ -21,7 +21,7 @@ def make_pool(num_blocks: int = 20) -> KvPool:
     return KvPool(layout, num_blocks, windows=WINDOWS, device=torch.device("cpu"))
 
 
-def taken(staging: Staging, tokens: int, piece_bytes: int = 1 << 20) -> Parcel:
+def taken(staging: TransferBuffer, tokens: int, piece_bytes: int = 1 << 20) -> Allocation:
     parcel = staging.take(tokens, piece_bytes)
     assert parcel is not None
     return parcel
@@ -37,7 +37,7 @@ def test_gather_when_scattered_elsewhere_then_all_that_is_seen_is_there(tokens: 
     ours, theirs = source.reserve(tokens), target.reserve(tokens + 6)
     assert ours is not None
     assert theirs is not None
-    here, there = Staging(source, 1 << 16), Staging(target, 1 << 16)
+    here, there = TransferBuffer(source, 1 << 16), TransferBuffer(target, 1 << 16)
     sent, received = taken(here, tokens, piece_bytes), taken(there, tokens, piece_bytes)
     assert here.gather(sent, source.rows(ours, tokens)) == []
     assert [len(piece) for piece in sent.pieces] == [len(piece) for piece in received.pieces]
@@ -66,7 +66,7 @@ class Copying:
 
 
 def test_used_bytes_when_given_back_then_free_as_soon_as_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging, copying = Staging(make_pool(), 3 * 4096), Copying()
+    staging, copying = TransferBuffer(make_pool(), 3 * 4096), Copying()
     parcel = taken(staging, 4)
     monkeypatch.setattr(staging, "mark", lambda: copying)
     staging.give_back(parcel)
@@ -80,7 +80,7 @@ def test_used_bytes_when_given_back_then_free_as_soon_as_copies_are_done(monkeyp
 def test_take_when_what_was_given_back_is_still_copied_then_waits_for_the_oldest_copies_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    staging, marks = Staging(make_pool(), 3 * 4096), [Copying() for _ in range(3)]
+    staging, marks = TransferBuffer(make_pool(), 3 * 4096), [Copying() for _ in range(3)]
     parcels = [taken(staging, 4) for _ in range(3)]
     monkeypatch.setattr(staging, "mark", iter(marks).__next__)
     for parcel in parcels:
@@ -90,7 +90,7 @@ def test_take_when_what_was_given_back_is_still_copied_then_waits_for_the_oldest
 
 
 def test_take_when_full_then_none_until_room_is_given_back() -> None:
-    staging = Staging(make_pool(), 3 * 4096)
+    staging = TransferBuffer(make_pool(), 3 * 4096)
     parcels = [taken(staging, 4) for _ in range(3)]
     assert staging.used_bytes == staging.num_bytes
     assert staging.take(4, 4096) is None
@@ -101,7 +101,7 @@ def test_take_when_full_then_none_until_room_is_given_back() -> None:
 
 def test_take_when_all_was_given_back_in_any_order_then_it_is_one_room_again() -> None:
     pool = make_pool(400)
-    staging = Staging(pool, 8 * 4096)
+    staging = TransferBuffer(pool, 8 * 4096)
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]):
         parcels = [taken(staging, 4) for _ in range(4)]
         for number in order:
@@ -114,7 +114,7 @@ def test_take_when_all_was_given_back_in_any_order_then_it_is_one_room_again() -
 
 
 def test_take_when_prompts_follow_each_other_then_the_same_memory_is_used_again() -> None:
-    staging = Staging(make_pool(), 1 << 20)
+    staging = TransferBuffer(make_pool(), 1 << 20)
     first = taken(staging, 40)
     staging.give_back(first)
     assert taken(staging, 12).begin == first.begin
@@ -141,7 +141,7 @@ def test_checksum_when_computed_by_another_version_then_the_same() -> None:
 
 
 def test_checksum_when_given_a_piece_then_that_of_its_part_of_the_region() -> None:
-    staging = Staging(make_pool(), 3 * 4096)
+    staging = TransferBuffer(make_pool(), 3 * 4096)
     staging.region.copy_(torch.arange(3 * 4096) % 251)
     part = staging.region[4096:5096]
-    assert staging.checksum(Piece(part.data_ptr(), 1000)) == checksum(part)
+    assert staging.checksum(MemoryRegion(part.data_ptr(), 1000)) == checksum(part)

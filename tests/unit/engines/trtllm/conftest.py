@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from dynamo_trtllm.engines.trtllm.inflight import Flight
-from dynamo_trtllm.engines.trtllm.session import Serving
+from dynamo_trtllm.engines.trtllm.inflight import TrtllmInflightRequest
+from dynamo_trtllm.engines.trtllm.session import TrtllmSession
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.scripted_vendor import Llm, make
 
 
 @pytest.fixture
-def decode() -> tuple[Serving, Llm]:
+def decode() -> tuple[TrtllmSession, Llm]:
     return make(Role.DECODE)
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kv_wait_s", "answer_s"):
-        monkeypatch.setitem(Flight.wind_down.__kwdefaults__, name, 0.05)
+        monkeypatch.setitem(TrtllmInflightRequest.wind_down.__kwdefaults__, name, 0.05)

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from dynamo_trtllm.engines.external import Times
-from dynamo_trtllm.engines.pending_transfers import Terms
-from dynamo_trtllm.engines.trtllm.bindings import Capabilities, Vendor
-from dynamo_trtllm.engines.trtllm.requests import PromptLimit, Rules
-from dynamo_trtllm.engines.trtllm.session import Serving
+from dynamo_trtllm.engines.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.trtllm.bindings import Capabilities, TrtllmBindings
+from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
+from dynamo_trtllm.engines.trtllm.session import TrtllmSession
 from dynamo_trtllm.messages import (
     Chunk,
     GenerateRequest,
-    HandoffTicket,
     KvLayout,
+    KvTransferParams,
     Phase,
     Role,
     Sampling,
@@ -83,7 +83,7 @@ class Llm:
         return self.healthy
 
 
-def vendor() -> Vendor:
+def vendor() -> TrtllmBindings:
     capabilities = Capabilities(
         release="1.2.1",
         line="1.2",
@@ -92,7 +92,7 @@ def vendor() -> Vendor:
         cached_tokens=True,
         structural_tag_format=True,
     )
-    return Vendor(
+    return TrtllmBindings(
         version="1.2.1",
         capabilities=capabilities,
         llm=Llm,
@@ -105,8 +105,8 @@ def vendor() -> Vendor:
     )
 
 
-def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) -> tuple[Serving, Llm]:
-    rules = Rules(
+def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) -> tuple[TrtllmSession, Llm]:
+    rules = TrtllmModelLimits(
         role=role,
         context_length=1000,
         prompt_limits={phase: PromptLimit(500, "") for phase in Phase},
@@ -116,12 +116,12 @@ def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) ->
         structural_tags=True,
     )
     llm, settled = Llm(), vendor()
-    terms = Terms("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
-    return Serving(settled, llm, rules, terms, Times(ttl_s, handoff_timeout_s)), llm
+    terms = TransferIdentity("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
+    return TrtllmSession(settled, llm, rules, terms, Times(ttl_s, handoff_timeout_s)), llm
 
 
 def ask(
-    phase: Phase = Phase.WHOLE, *, ticket: HandoffTicket | None = None, within_s: float = 60, max_tokens: int = 8
+    phase: Phase = Phase.WHOLE, *, ticket: KvTransferParams | None = None, within_s: float = 60, max_tokens: int = 8
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
@@ -134,7 +134,7 @@ def ask(
     )
 
 
-async def started(at: Serving, llm: Llm, request: GenerateRequest) -> tuple[asyncio.Task[list[Chunk]], Result]:
+async def started(at: TrtllmSession, llm: Llm, request: GenerateRequest) -> tuple[asyncio.Task[list[Chunk]], Result]:
     async def collected() -> list[Chunk]:
         async with aclosing(at.generate(request)) as stream:
             return [chunk async for chunk in stream]
@@ -144,7 +144,7 @@ async def started(at: Serving, llm: Llm, request: GenerateRequest) -> tuple[asyn
     return task, llm.results[-1]
 
 
-async def a_ticket() -> HandoffTicket:
+async def a_ticket() -> KvTransferParams:
     at, llm = make(Role.PREFILL)
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish="length")
@@ -154,6 +154,6 @@ async def a_ticket() -> HandoffTicket:
     return chunk.ticket
 
 
-async def check_idle(at: Serving) -> None:
+async def check_idle(at: TrtllmSession) -> None:
     await asyncio.wait_for(at.drain(), SOON_S)
     assert at.stats().running == 0

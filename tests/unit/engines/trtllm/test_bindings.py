@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.engines.trtllm.api_manifests import Presence, releases
-from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL, check_needed, load_vendor, release_line
+from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL, check_needed, load_bindings, release_line
 from dynamo_trtllm.errors import ConfigError
 from tests.standin import RELEASES, playing
 
@@ -41,7 +41,7 @@ def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(
 def test_optional_when_release_has_a_name_then_it_is_used() -> None:
     for version in RELEASES:
         with playing(version):
-            vendor = load_vendor()
+            vendor = load_bindings()
         known = vendor.capabilities.disagg_fields
         assert ("disagg_request_id" in known) is version.startswith("1.3")
         assert vendor.capabilities.cache_salt is (version != "1.0.0")
@@ -55,4 +55,4 @@ def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> 
 
         del tensorrt_llm.llmapi.LLM
         with pytest.raises(ConfigError, match=r"no LLM in tensorrt_llm, tensorrt_llm\.llmapi"):
-            load_vendor()
+            load_bindings()

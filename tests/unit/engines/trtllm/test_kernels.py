@@ -91,7 +91,7 @@ def test_profile_when_shipped_then_the_newest_release_takes_its_arguments(name: 
 
 
 def test_profiles_when_listed_then_each_file_is_one_and_no_gpu_has_two() -> None:
-    folder = layers.located(kernels.FOLDER)
+    folder = layers.find_file(kernels.FOLDER)
     assert {path.stem for path in folder.glob("*.yaml")} == set(SHIPPED)
     sms = [sm for name in SHIPPED for sm in kernels.load(name).sm]
     assert len(sms) == len(set(sms))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.outputs import Step
-from dynamo_trtllm.engines.trtllm.output_cursor import Reader
-from dynamo_trtllm.errors import EngineRefused
+from dynamo_trtllm.engines.outputs import EngineOutput
+from dynamo_trtllm.engines.trtllm.output_cursor import TrtllmOutputCursor
+from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import TokenLogprob
 
 STOPS = frozenset({90, 91})
@@ -20,8 +20,8 @@ def output(*ids: int, finish: str | None = None, stop: int | None = None, logpro
     return SimpleNamespace(token_ids=list(ids), finish_reason=finish, stop_reason=stop, logprobs=logprobs)
 
 
-def reader(logprobs: int | None = None, first: tuple[TokenLogprob, ...] = ()) -> Reader:
-    return Reader(stop_ids=STOPS, end_id=90, logprobs=logprobs, first=first)
+def reader(logprobs: int | None = None, first: tuple[TokenLogprob, ...] = ()) -> TrtllmOutputCursor:
+    return TrtllmOutputCursor(stop_ids=STOPS, end_id=90, logprobs=logprobs, first=first)
 
 
 def entry(**values: float) -> dict[int, Any]:
@@ -67,7 +67,7 @@ def test_read_when_nothing_but_the_end_comes_then_it_is_the_only_token() -> None
 
 def test_read_when_finished_by_length_then_nothing_is_added() -> None:
     step = reader().read(output(1, finish="length"))
-    assert step == Step(token_ids=[1], logprobs=(), finish="length")
+    assert step == EngineOutput(token_ids=[1], logprobs=(), finish="length")
 
 
 def test_logprobs_when_not_asked_then_none_are_read() -> None:
@@ -117,6 +117,6 @@ def test_logprobs_when_cut_with_the_stop_token_then_it_is_unknown() -> None:
 def test_logprobs_when_missing_for_a_token_then_the_field_is_named() -> None:
     read = reader(logprobs=0)
     read.read(output(1, logprobs=[-1.0]))
-    with pytest.raises(EngineRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         read.read(output(1, 2, logprobs=[-1.0]))
     assert caught.value.field == "logprobs"

@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.engines.known_models import SHAPES
 from dynamo_trtllm.engines.trtllm.preflight import Load, MemoryTable, memory_table
 from dynamo_trtllm.engines.trtllm.preflight.gpus import GPUS, known_gpu, links_of
-from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, handoff_s
+from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, transfer_s
 from dynamo_trtllm.engines.weights import weight_bytes
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
@@ -114,7 +114,7 @@ def test_table_when_kv_is_capped_then_the_cap_counts(key: str, value: int, block
 
 
 def test_handoff_when_one_gpu_sends_then_bytes_over_the_links_rate() -> None:
-    seconds = handoff_s(facts(Role.PREFILL, on="h200"), facts(Role.DECODE, on="h200"), 8192)
+    seconds = transfer_s(facts(Role.PREFILL, on="h200"), facts(Role.DECODE, on="h200"), 8192)
     whole = 8192 * 36 * 1024
     assert seconds == {
         "NVLink": pytest.approx(whole / 450e9),
@@ -125,8 +125,8 @@ def test_handoff_when_one_gpu_sends_then_bytes_over_the_links_rate() -> None:
 
 def test_handoff_when_four_send_to_four_then_a_quarter_of_the_time() -> None:
     four, decode = facts(Role.PREFILL, {"tensor_parallel_size": 4}), facts(Role.DECODE)
-    alone = handoff_s(facts(Role.PREFILL), decode, 8192)
-    assert handoff_s(four, decode, 8192)["PCIe"] == pytest.approx(alone["PCIe"] / 4)
+    alone = transfer_s(facts(Role.PREFILL), decode, 8192)
+    assert transfer_s(four, decode, 8192)["PCIe"] == pytest.approx(alone["PCIe"] / 4)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamo_trtllm.cli.preflight import judge
+from dynamo_trtllm.cli.preflight import evaluate
 from dynamo_trtllm.config.preflight import PreflightConfig
 
 FOLDER = Path(__file__).resolve().parents[4] / "engine_configs"
@@ -83,7 +83,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def check(chosen: PreflightConfig) -> None:
-    report = judge(chosen)
+    report = evaluate(chosen)
     assert all(judged.facts is not None and judged.memory is not None for judged in report.roles)
     assert [asdict(found) for _, found in report.findings() if found.severity != "note"] == []
 

@@ -20,7 +20,7 @@ SHA256 = {
 }
 
 
-def by_name(name: str) -> room.Release:
+def by_name(name: str) -> room.ApiManifest:
     return next(release for release in releases() if release.name == name)
 
 

@@ -48,7 +48,7 @@ def checkpoint(**changes: Any) -> Checkpoint:
 
 
 def refused(version: str, *, cache_salt: bool = True, **values: Any) -> set[str]:
-    found = settings.refuses(args_of(version, **values), release_for(version), cache_salt=cache_salt)
+    found = settings.unsupported_features(args_of(version, **values), release_for(version), cache_salt=cache_salt)
     return set(found) - {"resumed_tokens"}
 
 

@@ -10,15 +10,15 @@ import msgspec
 import pytest
 
 from dynamo_trtllm import codec
-from dynamo_trtllm.engines.pending_transfers import Terms
+from dynamo_trtllm.engines.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.trtllm import transfer_params as wire
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
-from dynamo_trtllm.engines.trtllm.transfers import Desk
-from dynamo_trtllm.errors import EngineRefused, TicketExpired, TicketMismatch
+from dynamo_trtllm.engines.trtllm.transfers import TrtllmTransfers
+from dynamo_trtllm.errors import RequestRejected, TransferExpired, TransferMismatch
 from dynamo_trtllm.messages import (
     GenerateRequest,
-    HandoffTicket,
     KvLayout,
+    KvTransferParams,
     Phase,
     ReleaseOutcome,
     Sampling,
@@ -42,16 +42,16 @@ def params(**changes: Any) -> dict[str, Any]:
     return {"first_gen_tokens": [42], "ctx_request_id": BIG, "opaque_state": b"\x00\xff\x80state", **changes}
 
 
-def desk(fields: frozenset[str] = OLD, *, line: str = "1.2", ttl_s: float = 60.0, holder: int = 5) -> Desk:
+def desk(fields: frozenset[str] = OLD, *, line: str = "1.2", ttl_s: float = 60.0, holder: int = 5) -> TrtllmTransfers:
     capabilities = Capabilities(
         release=line, line=line, disagg_fields=fields, cache_salt=True, cached_tokens=True, structural_tag_format=True
     )
     pairing = {"release": line, "transceiver": "UCX", "attn_backend": "TRTLLM"}
-    terms = Terms("trtllm", holder, "m", LAYOUT, pairing, transport="trtllm/ucx")
-    return Desk(terms, capabilities, ttl_s=ttl_s, on_change=lambda: None)
+    terms = TransferIdentity("trtllm", holder, "m", LAYOUT, pairing, transport="trtllm/ucx")
+    return TrtllmTransfers(terms, capabilities, ttl_s=ttl_s, on_change=lambda: None)
 
 
-def request(prompt: int = 40, ticket: HandoffTicket | None = None) -> GenerateRequest:
+def request(prompt: int = 40, ticket: KvTransferParams | None = None) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
@@ -63,13 +63,13 @@ def request(prompt: int = 40, ticket: HandoffTicket | None = None) -> GenerateRe
     )
 
 
-def handed_out(at: Desk, **changes: Any) -> HandoffTicket:
+def handed_out(at: TrtllmTransfers, **changes: Any) -> KvTransferParams:
     logprobs = (TokenLogprob(42, -0.5),)
     return at.hand_out(request(), params(**changes), logprobs, lambda: None)
 
 
-def crossed(ticket: HandoffTicket) -> HandoffTicket:
-    return codec.decode(codec.encode(ticket), HandoffTicket)
+def crossed(ticket: KvTransferParams) -> KvTransferParams:
+    return codec.decode(codec.encode(ticket), KvTransferParams)
 
 
 async def test_ticket_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
@@ -89,7 +89,7 @@ async def test_ticket_when_logprobs_are_objects_then_they_are_rebuilt() -> None:
 
 async def test_ticket_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:
     ticket = crossed(handed_out(desk(NEW), disagg_request_id=9))
-    with pytest.raises(TicketMismatch) as caught:
+    with pytest.raises(TransferMismatch) as caught:
         desk(OLD).redeem(request(ticket=ticket), None)
     assert caught.value.field == "disagg_request_id"
 
@@ -98,19 +98,19 @@ async def test_ticket_when_it_holds_a_field_that_decode_lacks_then_the_field_is_
 async def test_ticket_when_prefill_is_of_another_kind_then_the_difference_is_named(name: str, theirs: str) -> None:
     ticket = handed_out(desk())
     ticket = msgspec.structs.replace(ticket, pairing={**ticket.pairing, name: theirs})
-    with pytest.raises(TicketMismatch) as caught:
+    with pytest.raises(TransferMismatch) as caught:
         desk().redeem(request(ticket=ticket), None)
     assert caught.value.field == name
 
 
 async def test_ticket_when_prompts_differ_then_refused() -> None:
-    with pytest.raises(TicketMismatch, match="prompt_tokens"):
+    with pytest.raises(TransferMismatch, match="prompt_tokens"):
         desk().redeem(request(41, ticket=handed_out(desk())), None)
 
 
 async def test_ticket_when_it_is_late_then_expired() -> None:
     ticket = msgspec.structs.replace(handed_out(desk()), expires_at=time.time() - 1)
-    with pytest.raises(TicketExpired):
+    with pytest.raises(TransferExpired):
         desk().redeem(request(ticket=ticket), None)
 
 
@@ -118,13 +118,13 @@ async def test_ticket_when_its_inside_is_of_another_version_then_refused() -> No
     ticket = handed_out(desk())
     inside = codec.decode(ticket.opaque, dict)
     for opaque in (codec.encode({**inside, "version": 9}), b"nonsense"):
-        with pytest.raises(TicketMismatch):
+        with pytest.raises(TransferMismatch):
             desk().redeem(request(ticket=msgspec.structs.replace(ticket, opaque=opaque)), None)
 
 
 @pytest.mark.parametrize("lacking", ["first_gen_tokens", "ctx_request_id", "opaque_state"])
 def test_pack_when_something_needed_is_missing_then_refused_with_its_name(lacking: str) -> None:
-    with pytest.raises(EngineRefused, match=lacking):
+    with pytest.raises(RequestRejected, match=lacking):
         wire.pack(params(**{lacking: None}), release="1.2.1")
 
 
@@ -133,7 +133,7 @@ def test_pack_when_the_request_id_is_zero_then_it_counts() -> None:
 
 
 def test_pack_when_a_value_can_not_travel_then_refused_with_its_name() -> None:
-    with pytest.raises(EngineRefused, match="draft_tokens"):
+    with pytest.raises(RequestRejected, match="draft_tokens"):
         wire.pack(params(draft_tokens=object()), release="1.2.1")
 
 

@@ -9,7 +9,7 @@ import pytest
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.trtllm.api_manifests import Release, releases
+from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, releases
 from dynamo_trtllm.engines.trtllm.args import FLAGS, TrtllmArgs, trtllm_args
 from dynamo_trtllm.errors import ConfigError
 
@@ -17,7 +17,7 @@ RELEASES = {release.name: release for release in releases()}
 HOPPER = [Gpu(name="H100", sm=90, memory_bytes=80 << 30)]
 
 
-def release(name: str = "1.2.1") -> Release:
+def release(name: str = "1.2.1") -> ApiManifest:
     return RELEASES[name]
 
 

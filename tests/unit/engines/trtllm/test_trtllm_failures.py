@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.engines.trtllm import session as serving_module
-from dynamo_trtllm.engines.trtllm.session import Serving
+from dynamo_trtllm.engines.trtllm.session import TrtllmSession
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     EngineFailed,
-    EngineRefused,
-    NotMigratable,
+    MigrationFailed,
+    RequestRejected,
 )
 from dynamo_trtllm.messages import (
     Phase,
@@ -34,7 +34,7 @@ from tests.unit.engines.trtllm.scripted_vendor import (
 pytestmark = pytest.mark.usefixtures("quick")
 
 
-@pytest.mark.parametrize(("error", "kind"), [(Refusal("no"), EngineRefused), (ValueError("no"), EngineRefused)])
+@pytest.mark.parametrize(("error", "kind"), [(Refusal("no"), RequestRejected), (ValueError("no"), RequestRejected)])
 async def test_error_when_it_is_one_requests_then_the_others_go_on(error: Exception, kind: type[Exception]) -> None:
     at, llm = make(Role.AGGREGATED)
     first, broken = await started(at, llm, ask())
@@ -97,7 +97,7 @@ async def test_stream_when_the_vendor_cancels_what_nobody_cancelled_then_it_is_s
     task, result = await started(at, llm, ask())
     result.say(1)
     result.say(finish="cancelled")
-    with pytest.raises(NotMigratable, match="cancelled"):
+    with pytest.raises(MigrationFailed, match="cancelled"):
         await task
 
 
@@ -105,7 +105,7 @@ async def test_stream_when_it_ends_without_a_word_then_it_is_said() -> None:
     at, llm = make(Role.AGGREGATED)
     task, result = await started(at, llm, ask())
     result.fail(StopAsyncIteration())
-    with pytest.raises(NotMigratable, match="no reason"):
+    with pytest.raises(MigrationFailed, match="no reason"):
         await task
 
 
@@ -167,7 +167,7 @@ async def test_deadline_when_it_ends_a_wait_then_the_task_itself_is_not_cancelle
     await check_idle(at)
 
 
-async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[Serving, Llm]) -> None:
+async def test_deadline_when_the_kv_has_come_then_it_is_the_requests_own(decode: tuple[TrtllmSession, Llm]) -> None:
     at, llm = decode
     ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 1.5)
     task, result = await started(at, llm, ask(Phase.DECODE, ticket=ticket))

@@ -8,12 +8,12 @@ import time
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.trtllm.session import Serving
+from dynamo_trtllm.engines.trtllm.session import TrtllmSession
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
-    EngineRefused,
-    HandoffTimeout,
+    RequestRejected,
     TransferFailed,
+    TransferTimeout,
 )
 from dynamo_trtllm.messages import (
     FinishReason,
@@ -85,7 +85,7 @@ async def test_ticket_when_it_expires_then_its_kv_is_given_up() -> None:
 
 
 async def test_decode_when_cancelled_before_its_kv_came_then_the_abort_waits_for_the_first_result(
-    decode: tuple[Serving, Llm],
+    decode: tuple[TrtllmSession, Llm],
 ) -> None:
     at, llm = decode
     task, result = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
@@ -101,7 +101,7 @@ async def test_decode_when_cancelled_before_its_kv_came_then_the_abort_waits_for
 
 
 async def test_decode_when_its_kv_never_comes_then_the_abort_does_not_wait_for_ever(
-    decode: tuple[Serving, Llm],
+    decode: tuple[TrtllmSession, Llm],
 ) -> None:
     at, llm = decode
     task, result = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
@@ -111,11 +111,11 @@ async def test_decode_when_its_kv_never_comes_then_the_abort_does_not_wait_for_e
     assert result.aborts == 1
 
 
-async def test_decode_when_the_ticket_ends_first_then_handoff_timeout(decode: tuple[Serving, Llm]) -> None:
+async def test_decode_when_the_ticket_ends_first_then_handoff_timeout(decode: tuple[TrtllmSession, Llm]) -> None:
     at, llm = decode
     ticket = msgspec.structs.replace(await a_ticket(), expires_at=time.time() + 0.2)
     task, _ = await started(at, llm, ask(Phase.DECODE, ticket=ticket))
-    with pytest.raises(HandoffTimeout):
+    with pytest.raises(TransferTimeout):
         await task
     await check_idle(at)
 
@@ -123,7 +123,7 @@ async def test_decode_when_the_ticket_ends_first_then_handoff_timeout(decode: tu
 async def test_decode_when_the_kv_takes_too_long_then_handoff_timeout_names_the_bound() -> None:
     at, llm = make(Role.DECODE, handoff_timeout_s=0.1)
     task, _ = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
-    with pytest.raises(HandoffTimeout, match=r"before --handoff-timeout-s 0.1 passed"):
+    with pytest.raises(TransferTimeout, match=r"before --handoff-timeout-s 0.1 passed"):
         await task
     await check_idle(at)
 
@@ -139,21 +139,21 @@ async def test_decode_when_the_deadline_comes_before_the_kv_then_it_is_no_fault_
 
 @pytest.mark.parametrize("finish", ["cancelled", "timeout"])
 async def test_decode_when_the_vendor_gives_up_before_a_token_then_it_is_the_handoffs_error(
-    finish: str, decode: tuple[Serving, Llm]
+    finish: str, decode: tuple[TrtllmSession, Llm]
 ) -> None:
     at, llm = decode
     task, result = await started(at, llm, ask(Phase.DECODE, ticket=await a_ticket()))
     result.say(finish=finish)
-    with pytest.raises(HandoffTimeout if finish == "timeout" else TransferFailed):
+    with pytest.raises(TransferTimeout if finish == "timeout" else TransferFailed):
         await task
 
 
 async def test_decode_when_nothing_is_left_to_decode_then_refused_before_the_vendor_is_called(
-    decode: tuple[Serving, Llm],
+    decode: tuple[TrtllmSession, Llm],
 ) -> None:
     at, llm = decode
     ticket = await a_ticket()
-    with pytest.raises(EngineRefused, match="nothing is left"):
+    with pytest.raises(RequestRejected, match="nothing is left"):
         await anext(at.generate(ask(Phase.DECODE, ticket=ticket, max_tokens=1)))
     assert llm.results == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dynamo_trtllm.engines.vllm.dummy_weights import Bytes, Normal, drawn_from, make_up
+from dynamo_trtllm.engines.vllm.dummy_weights import Bytes, Normal, drawn_from, fill_dummy
 
 
 def test_drawn_from_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_their_size() -> None:
@@ -47,7 +47,7 @@ class _Model(nn.Module):
 
 def test_make_up_when_called_in_two_processes_then_weights_are_equal_and_of_ordinary_size() -> None:
     model, other = _Model(), _Model()
-    assert make_up(model) == make_up(other) == 6
+    assert fill_dummy(model) == fill_dummy(other) == 6
     weights, others = model.state_dict(), other.state_dict()
     for name, weight in weights.items():
         assert torch.equal(weight, others[name]), name

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.vllm.bindings import Vendor
-from dynamo_trtllm.engines.vllm.explain_oom import lack
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings
+from dynamo_trtllm.engines.vllm.explain_oom import explain_oom
 from dynamo_trtllm.errors import EngineFailed
 
 GIB = 1 << 30
@@ -19,7 +19,7 @@ HALF = {"gpu_memory_utilization": 0.5}
 
 
 def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_and_what_to_do() -> None:
-    said = lack({"gpu_memory_utilization": 0.85}, [TAKEN], [TAKEN])
+    said = explain_oom({"gpu_memory_utilization": 0.85}, [TAKEN], [TAKEN])
     assert said is not None
     assert "31.0 of 140.0 GiB are free on its GPU 0" in said
     assert "0.85 of all (gpu_memory_utilization) is 119.0 GiB" in said
@@ -48,7 +48,7 @@ def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_room(
     after: Sequence[tuple[int, int]],
     gpu_at_fault: int | None,
 ) -> None:
-    said = lack(values, before, after)
+    said = explain_oom(values, before, after)
     if gpu_at_fault is None:
         assert said is None
     else:
@@ -57,12 +57,12 @@ def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_room(
 
 
 def test_lack_when_the_gpu_is_full_then_no_share_is_offered() -> None:
-    said = lack(HALF, [(GIB, 140 * GIB)], [(GIB, 140 * GIB)])
+    said = explain_oom(HALF, [(GIB, 140 * GIB)], [(GIB, 140 * GIB)])
     assert said is not None
     assert "--free-gpu-memory-fraction" not in said
 
 
-def vendor() -> Vendor:
+def vendor() -> VllmBindings:
     """vLLM whose engine process dies while it starts."""
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -70,7 +70,7 @@ def vendor() -> Vendor:
 
     arguments = SimpleNamespace(create_engine_config=lambda: None)
     nothing: Any = None
-    return Vendor(
+    return VllmBindings(
         version="0",
         config=nothing,
         engine_args=lambda **_: arguments,

@@ -18,17 +18,17 @@ from dynamo_trtllm.engines.gpu import Gpu
 from dynamo_trtllm.engines.vllm import bindings, manifest, preflight, side_channel, transfer_params
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
-from dynamo_trtllm.engines.vllm.inflight import Flight
-from dynamo_trtllm.engines.vllm.kv_releaser import Reclaimer
-from dynamo_trtllm.engines.vllm.output_cursor import Reader
+from dynamo_trtllm.engines.vllm.inflight import VllmInflightRequest
+from dynamo_trtllm.engines.vllm.kv_releaser import KvReleaser
+from dynamo_trtllm.engines.vllm.output_cursor import VllmOutputCursor
 from dynamo_trtllm.engines.vllm.stats import StepStats
-from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, EngineRefused, TicketMismatch
+from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import (
     GenerateRequest,
-    HandoffTicket,
     Instance,
     KvLayout,
-    ModelCard,
+    KvTransferParams,
+    ModelDeploymentCard,
     Role,
     Sampling,
     TokenLogprob,
@@ -55,7 +55,7 @@ ANSWERED = {
 def test_manifest_when_read_then_the_arguments_that_matter_have_their_kinds() -> None:
     root = manifest.classes()[manifest.ROOT]
     assert len(root) > 200
-    assert root["tensor_parallel_size"] == manifest.Field(("int",), (), "", 1)
+    assert root["tensor_parallel_size"] == manifest.VllmArgument(("int",), (), "", 1)
     assert root["kv_transfer_config"].config == "KVTransferConfig"
     assert "mxfp4" not in root  # names of arguments, not of values
     assert manifest.find("kv_transfer_config.kv_role") is not None
@@ -71,7 +71,7 @@ def output(*tokens: int, finish: str | None = None, told: bool = False) -> Any:
 
 
 def test_reader_when_a_token_came_with_the_prompt_then_it_is_emitted_with_the_first_step() -> None:
-    reader = Reader(alternatives=None, first=(7,))
+    reader = VllmOutputCursor(alternatives=None, first=(7,))
     assert reader.read(output(8)).token_ids == [7, 8]
     last = reader.read(output(9, finish="length"))
     assert (last.token_ids, last.finish) == ([9], "length")
@@ -79,24 +79,24 @@ def test_reader_when_a_token_came_with_the_prompt_then_it_is_emitted_with_the_fi
 
 def test_reader_when_log_probabilities_are_asked_then_the_first_is_the_prefill_engines() -> None:
     brought = (TokenLogprob(7, -0.1, ()),)
-    step = Reader(alternatives=1, first=(7,), first_logprobs=brought).read(output(8, told=True))
+    step = VllmOutputCursor(alternatives=1, first=(7,), first_logprobs=brought).read(output(8, told=True))
     assert step.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
-    again = Reader(alternatives=1, first_logprobs=brought).read(output(7, 8, told=True))
+    again = VllmOutputCursor(alternatives=1, first_logprobs=brought).read(output(7, 8, told=True))
     assert again.logprobs == (brought[0], TokenLogprob(8, -1.0, ((9, -0.5),)))
-    other = Reader(alternatives=0, first_logprobs=brought).read(output(6, told=True))
+    other = VllmOutputCursor(alternatives=0, first_logprobs=brought).read(output(6, told=True))
     assert other.logprobs == (TokenLogprob(6, -1.0, ()),)
 
 
 def test_reader_when_log_probabilities_are_missing_then_refused() -> None:
-    with pytest.raises(EngineRefused):
-        Reader(alternatives=1).read(output(8))
+    with pytest.raises(RequestRejected):
+        VllmOutputCursor(alternatives=1).read(output(8))
 
 
 # --- tickets -----------------------------------------------------------------------------------------------
 
 
-def ticket_with(opaque: bytes) -> HandoffTicket:
-    return HandoffTicket(
+def ticket_with(opaque: bytes) -> KvTransferParams:
+    return KvTransferParams(
         version=1,
         ticket_id="t",
         engine="vllm",
@@ -122,14 +122,14 @@ def test_ticket_when_unpacked_then_what_the_connector_answered_and_the_seed() ->
     "params", [None, {}, {**ANSWERED, "remote_block_ids": None}, {**ANSWERED, "remote_port": "x"}, {"a": 1}]
 )
 def test_ticket_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
-    with pytest.raises(EngineRefused) as caught:
+    with pytest.raises(RequestRejected) as caught:
         transfer_params.pack(params, release="0.24.0", seed=None)
     assert caught.value.field == "kv_transfer_config"
 
 
 @pytest.mark.parametrize("opaque", [b"", b"\x80", b"junk"])
 def test_ticket_when_it_is_not_ours_then_mismatch(opaque: bytes) -> None:
-    with pytest.raises(TicketMismatch):
+    with pytest.raises(TransferMismatch):
         transfer_params.unpack(ticket_with(opaque))
 
 
@@ -182,9 +182,9 @@ MODEL = Checkpoint(
 HOPPER = Gpu(name="NVIDIA H200", sm=90, memory_bytes=143771 << 20)
 
 
-def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, **args: Any) -> preflight.Facts:
+def facts(role: Role = Role.PREFILL, *, num_gpus: int = 8, **args: Any) -> preflight.VllmFacts:
     config = WorkerConfig(model_path="/m", engine="vllm", disaggregation_mode=role, override_engine_args=args)
-    return preflight.Facts(role=role, args=vllm_args(config), model=MODEL, gpu=HOPPER, num_gpus=num_gpus)
+    return preflight.VllmFacts(role=role, args=vllm_args(config), model=MODEL, gpu=HOPPER, num_gpus=num_gpus)
 
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "vllm.md"
@@ -192,7 +192,7 @@ PEER_RULES = {"vllm-engine-differs", "vllm-tp-ratio", "vllm-block-size-differs",
 
 
 def peer(engine: str = "vllm", tp: int = 1, block: int = 16, folder: str = "/m") -> Instance:
-    card = ModelCard(name="m", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony")
+    card = ModelDeploymentCard(name="m", context_length=1, vocab_size=1, eos_token_ids=(), renderer="harmony")
     return Instance(
         id=2,
         namespace="n",
@@ -272,7 +272,7 @@ async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(monkey
             done.set()
         return [["a"]] if len(asked) == 1 else [["b"], []]
 
-    reclaimer = Reclaimer(release)
+    reclaimer = KvReleaser(release)
     reclaimer.post("a")
     reclaimer.post("b")
     async with asyncio.timeout(SOON_S):
@@ -289,7 +289,7 @@ async def test_reclaimer_when_the_engine_can_not_do_it_then_it_goes_on_serving()
         tried.put_nowait(ids)
         raise RuntimeError("the worker has no such method")
 
-    reclaimer = Reclaimer(release)
+    reclaimer = KvReleaser(release)
     async with asyncio.timeout(SOON_S):
         for name in ("a", "b"):
             reclaimer.post(name)
@@ -316,7 +316,7 @@ async def test_flight_when_it_is_late_then_ended_once_with_the_first_reason() ->
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=1), deadline=0.0
     )
-    flight = Flight(request, "c", end)
+    flight = VllmInflightRequest(request, "c", end)
     flight.due_in(0.0, lambda: DeadlineExceeded("first"))
     async with asyncio.timeout(SOON_S):
         await over.wait()

@@ -10,11 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from dynamo_trtllm.engines.vllm.requests import Redeemed, Rules, make_call, samples_again, tokens_to_read
-from dynamo_trtllm.errors import ContextTooLong, EngineRefused
-from dynamo_trtllm.messages import GenerateRequest, Guided, GuidedAlternative, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.engines.vllm.requests import (
+    FetchedKv,
+    VllmModelLimits,
+    build_call,
+    num_remote_tokens,
+    resamples_first_token,
+)
+from dynamo_trtllm.errors import ContextTooLong, RequestRejected
+from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput, token_ids
 
-RULES = Rules(
+RULES = VllmModelLimits(
     role=Role.DECODE,
     context_length=100,
     vocab_size=1000,
@@ -23,11 +29,11 @@ RULES = Rules(
     refuses=(),
 )
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
-TICKET = Redeemed(first_token=77, seed=None, kv_transfer_params=PARAMS)
-JSON = Guided(alternatives=(GuidedAlternative(json_schema='{"type": "object"}'),))
+TICKET = FetchedKv(first_token=77, seed=None, kv_transfer_params=PARAMS)
+JSON = StructuredOutput(alternatives=(OutputFormat(json_schema='{"type": "object"}'),))
 
 
-def rules(**changes: Any) -> Rules:
+def rules(**changes: Any) -> VllmModelLimits:
     return dataclasses.replace(RULES, **changes)
 
 
@@ -68,12 +74,12 @@ def test_fields_when_counted_then_all_of_sampling_are_held_here() -> None:
 @pytest.mark.parametrize("name", sorted(CHANGED))
 def test_call_when_a_field_is_set_then_vllms_says_the_same_and_nothing_else_changes(name: str) -> None:
     value, wanted = CHANGED[name]
-    plain = make_call(request(), RULES).sampling
-    assert make_call(request(**{name: value}), RULES).sampling == plain | wanted
+    plain = build_call(request(), RULES).sampling
+    assert build_call(request(**{name: value}), RULES).sampling == plain | wanted
 
 
 def test_call_when_plain_then_nothing_is_left_to_vllms_own_choice() -> None:
-    call = make_call(request(), RULES)
+    call = build_call(request(), RULES)
     assert call.sampling["ignore_eos"] is True
     assert call.sampling["stop_token_ids"] == [1, 2]
     assert call.sampling["detokenize"] is False
@@ -84,23 +90,23 @@ def test_call_when_plain_then_nothing_is_left_to_vllms_own_choice() -> None:
     ("guided", "wanted"),
     [
         (JSON, {"json": '{"type": "object"}'}),
-        (Guided(alternatives=(GuidedAlternative(json_schema="{}"),)), {"json_object": True}),
+        (StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),)), {"json_object": True}),
     ],
 )
-def test_call_when_the_whole_answer_has_a_form_then_it_is_a_json_schema(guided: Guided, wanted: Any) -> None:
-    assert make_call(request(guided=guided), RULES).guided == wanted
+def test_call_when_the_whole_answer_has_a_form_then_it_is_a_json_schema(guided: StructuredOutput, wanted: Any) -> None:
+    assert build_call(request(guided=guided), RULES).guided == wanted
 
 
 def test_call_when_a_form_comes_after_a_marker_then_it_is_a_structural_tag() -> None:
-    guided = Guided(alternatives=JSON.alternatives, after="<|go|>")
-    said = make_call(request(guided=guided), RULES).guided
+    guided = StructuredOutput(alternatives=JSON.alternatives, after="<|go|>")
+    said = build_call(request(guided=guided), RULES).guided
     assert said is not None
     form = json.loads(said["structural_tag"])["format"]
     assert (form["type"], form["triggers"]) == ("triggered_tags", ["<|go|>"])
 
 
 def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_stays() -> None:
-    call = make_call(request(phase=Phase.PREFILL, min_tokens=4), RULES)
+    call = build_call(request(phase=Phase.PREFILL, min_tokens=4), RULES)
     assert call.hands_over
     assert (call.sampling["max_tokens"], call.sampling["min_tokens"]) == (1, 1)
     assert call.sampling["extra_args"]["kv_transfer_params"]["do_remote_decode"] is True
@@ -108,7 +114,7 @@ def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_
 
 @pytest.mark.parametrize("changes", [{"max_tokens": 1}, {"length": 99}])
 def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(changes: dict[str, Any]) -> None:
-    call = make_call(request(phase=Phase.PREFILL, **changes), RULES)
+    call = build_call(request(phase=Phase.PREFILL, **changes), RULES)
     assert not call.hands_over
     assert "extra_args" not in call.sampling
 
@@ -131,8 +137,8 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
     length: int, sampling: dict[str, Any], wanted: bool
 ) -> None:
     asked = request(length, Phase.DECODE, **sampling)
-    assert samples_again(asked) is wanted
-    call = make_call(asked, RULES, TICKET)
+    assert resamples_first_token(asked) is wanted
+    call = build_call(asked, RULES, TICKET)
     own = [] if wanted else [77]
     assert call.prompt == [*asked.token_ids, *own]
     assert list(call.first) == own
@@ -143,17 +149,17 @@ def test_first_token_when_its_side_of_the_prompts_end_matters_then_it_is_made_ag
 
 def test_seed_when_both_legs_make_a_random_first_token_then_decode_uses_prefills() -> None:
     asked = request(20, Phase.PREFILL, temperature=1.0, presence_penalty=0.5)
-    seed = make_call(asked, RULES).seed
+    seed = build_call(asked, RULES).seed
     assert seed is not None
-    assert make_call(asked, RULES).seed != seed
+    assert build_call(asked, RULES).seed != seed
     again = msgspec.structs.replace(asked, phase=Phase.DECODE)
-    ticket = Redeemed(first_token=77, seed=seed, kv_transfer_params=PARAMS)
-    assert make_call(again, RULES, ticket).sampling["seed"] == seed
+    ticket = FetchedKv(first_token=77, seed=seed, kv_transfer_params=PARAMS)
+    assert build_call(again, RULES, ticket).sampling["seed"] == seed
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 1.0}, {"temperature": 0.0, "presence_penalty": 0.5}])
 def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(sampling: dict[str, Any]) -> None:
-    assert make_call(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
+    assert build_call(request(20, Phase.PREFILL, **sampling), RULES).sampling["seed"] is None
 
 
 @pytest.mark.parametrize(
@@ -173,38 +179,38 @@ def test_seed_when_nothing_is_random_or_made_twice_then_there_is_none(sampling: 
 def test_read_when_a_prompt_was_prefilled_elsewhere_then_all_but_its_last_token(
     prompt: int, held: int, read: int
 ) -> None:
-    assert tokens_to_read(prompt, held, 16) == read
+    assert num_remote_tokens(prompt, held, 16) == read
 
 
 @pytest.mark.parametrize(
     ("asked", "error", "field"),
     [
-        (request(0), EngineRefused, "token_ids"),
+        (request(0), RequestRejected, "token_ids"),
         (request(100), ContextTooLong, None),
-        (msgspec.structs.replace(request(), token_ids=token_ids([1000])), EngineRefused, "token_ids"),
-        (request(logprobs=21), EngineRefused, "logprobs"),
+        (msgspec.structs.replace(request(), token_ids=token_ids([1000])), RequestRejected, "token_ids"),
+        (request(logprobs=21), RequestRejected, "logprobs"),
     ],
 )
 def test_call_when_it_can_not_be_served_then_refused_by_name(
     asked: GenerateRequest, error: type[Exception], field: str | None
 ) -> None:
     with pytest.raises(error) as caught:
-        make_call(asked, RULES)
+        build_call(asked, RULES)
     assert getattr(caught.value, "field", None) == field
 
 
 def test_call_when_the_worker_has_no_tokenizer_then_forms_are_refused() -> None:
-    with pytest.raises(EngineRefused) as caught:
-        make_call(request(guided=JSON), rules(refuses=("guided",)))
+    with pytest.raises(RequestRejected) as caught:
+        build_call(request(guided=JSON), rules(refuses=("guided",)))
     assert caught.value.field == "guided"
 
 
 def test_call_when_the_worker_is_aggregated_then_it_serves_no_leg() -> None:
-    with pytest.raises(EngineRefused) as caught:
-        make_call(request(phase=Phase.PREFILL), rules(role=Role.AGGREGATED))
+    with pytest.raises(RequestRejected) as caught:
+        build_call(request(phase=Phase.PREFILL), rules(role=Role.AGGREGATED))
     assert caught.value.field == "phase"
 
 
 def test_decode_when_the_ticket_holds_all_tokens_then_refused() -> None:
-    with pytest.raises(EngineRefused):
-        make_call(request(phase=Phase.DECODE, max_tokens=1), RULES, TICKET)
+    with pytest.raises(RequestRejected):
+        build_call(request(phase=Phase.DECODE, max_tokens=1), RULES, TICKET)
