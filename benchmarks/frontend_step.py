@@ -157,10 +157,10 @@ def whole(channel: str, steps: int, **fields: Any) -> float:
     app, sent = GenerateEndpoint(CHAT, edge), request(**fields)
 
     async def exchange() -> None:
-        told = [{"type": "http.request", "body": sent, "more_body": False}]
+        sent_messages = [{"type": "http.request", "body": sent, "more_body": False}]
 
         async def receive() -> Any:
-            return told.pop() if told else await asyncio.Event().wait()
+            return sent_messages.pop() if sent_messages else await asyncio.Event().wait()
 
         async def send(_: Any) -> None:
             pass

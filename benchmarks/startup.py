@@ -112,26 +112,26 @@ def servers() -> Iterator[dict[str, str]]:
 
 def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
     frontend = Watched("dynamo_trtllm.frontend", [f"--http-port={port}"], env)
-    told = {}
+    found = {}
     try:
-        told["/live answers"] = until(lambda: ask(port, "GET", "/live")[0] == 200) - frontend.begun
-        told["requests are taken"] = until(lambda: "loading" not in ask(port, "GET", "/health")[1]) - frontend.begun
-        told["MiB, no model"] = frontend.rss_mib()
+        found["/live answers"] = until(lambda: ask(port, "GET", "/live")[0] == 200) - frontend.begun
+        found["requests are taken"] = until(lambda: "loading" not in ask(port, "GET", "/health")[1]) - frontend.begun
+        found["MiB, no model"] = frontend.rss_mib()
         worker = Watched("dynamo_trtllm", ["--engine", "mock", "--model", MODEL], env)
         try:
             registered, _ = worker.said("serving as instance")
-            told["worker: start to registration"] = registered - worker.begun
-            told["registration: seen"] = frontend.said("instance .* is up")[0] - registered
-            told["registration: model served"] = frontend.said("is served")[0] - registered
+            found["worker: start to registration"] = registered - worker.begun
+            found["registration: seen"] = frontend.said("instance .* is up")[0] - registered
+            found["registration: model served"] = frontend.said("is served")[0] - registered
             body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
             answered = until(lambda: ask(port, "POST", "/v1/chat/completions", body)[0] == 200)
-            told["registration: first answer"] = answered - registered
-            told["MiB, one model"] = frontend.rss_mib()
+            found["registration: first answer"] = answered - registered
+            found["MiB, one model"] = frontend.rss_mib()
         finally:
             worker.stop()
     finally:
         frontend.stop()
-    return told
+    return found
 
 
 def imports(module: str) -> Counter[str]:

@@ -105,18 +105,18 @@ def _flag(flag: Flag, info: FieldInfo) -> tuple[str, ...]:
     if flag.choices:
         names += ": " + ", ".join(f"`{choice}`" for choice in flag.choices)
     variables = f"`{ENV_PREFIX}{flag.field.upper()}`" + (f", `{flag.env}`" if flag.env else "")
-    return names, variables, _default(info), _told(info)
+    return names, variables, _default(info), _description(info)
 
 
 def _fields(model: type[BaseModel]) -> str:
     rows = [
-        (f"`{name}`" + _choices(info.annotation), _default(info), _told(info))
+        (f"`{name}`" + _choices(info.annotation), _default(info), _description(info))
         for name, info in model.model_fields.items()
     ]
     return _table(("key", "default", "what it is for"), rows)
 
 
-def _told(info: FieldInfo) -> str:
+def _description(info: FieldInfo) -> str:
     return html.escape(str(info.description), quote=False)
 
 

@@ -41,7 +41,7 @@ def make(
     folder: Path,
     role: Role,
     *,
-    carrier: str | TransferBackend = "loopback",
+    backend: str | TransferBackend = "loopback",
     ttl_s: float = 60.0,
     **args: Any,
 ) -> Engine:
@@ -61,12 +61,12 @@ def make(
         from dynamo_trtllm.engines.vllm.engine import VllmEngine
 
         return VllmEngine(config, instance_id=number)
-    chosen = create_backend(carrier) if isinstance(carrier, str) else carrier
+    chosen = create_backend(backend) if isinstance(backend, str) else backend
     if kind == "mock":
-        return MockEngine(config, instance_id=number, carrier=chosen)
+        return MockEngine(config, instance_id=number, backend=chosen)
     from dynamo_trtllm.engines.torch.engine import TorchEngine
 
-    return TorchEngine(config, instance_id=number, carrier=chosen)
+    return TorchEngine(config, instance_id=number, backend=chosen)
 
 
 def trtllm_args(role: Role, **args: Any) -> dict[str, Any]:

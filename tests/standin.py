@@ -19,9 +19,9 @@ RELEASES = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc29")
 
 
 @contextmanager
-def playing(release: str = "1.2.1", *, carrier: str = "tcp") -> Iterator[Any]:
+def playing(release: str = "1.2.1", *, backend: str = "tcp") -> Iterator[Any]:
     """Within the block `tensorrt_llm` is the stand-in, imported afresh. Engines started in it stay what they are."""
-    environment = {"STANDIN_RELEASE": release, "STANDIN_CARRIER": carrier}
+    environment = {"STANDIN_RELEASE": release, "STANDIN_CARRIER": backend}
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     sys.path.insert(0, str(FAKES))

@@ -97,7 +97,7 @@ async def poisoned(deployment: Deployment) -> AsyncIterator[None]:
             stack.push_async_callback(engine.aclose)
             await engine.start()
             _poison(engine)
-            admission = Admission(AdmissionLimits(legs=None, ticket_kv_fraction=1.0), time.time)
+            admission = Admission(AdmissionLimits(active=None, ticket_kv_fraction=1.0), time.time)
             return WorkerService(engine, own, admission, files={}, metrics=WorkerMetrics())
 
         async with _joined(deployment, serve, WIRE_VERSION):

@@ -1,6 +1,6 @@
 """The two ends of a measured hand-off, each a process with its own GPU: a holder that offers, a reader that fetches.
 
-They move real bytes through the engine's own pool, staging memory and carrier; the reader checks what arrived.
+They move real bytes through the engine's own pool, staging memory and backend; the reader checks what arrived.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Times:
 
 
 class End:
-    """Pool, staging memory and carrier of one process."""
+    """Pool, staging memory and backend of one process."""
 
     def __init__(self, plan: Plan, number: int) -> None:
         self.device = device_of(plan.device, number)
@@ -78,12 +78,12 @@ class End:
         blocks = -(-plan.most_tokens // LAYOUT.block_tokens)
         self.pool = KvPool(LAYOUT, blocks + blocks // 8, windows=WINDOWS, device=self.device)
         self.staging = TransferBuffer(self.pool, plan.staging_bytes)
-        self.carrier = NixlBackend(Checksums(plan.kv_checksums))
-        self.carrier.checksums.device_checksum = self.staging.checksum
+        self.backend = NixlBackend(Checksums(plan.kv_checksums))
+        self.backend.checksums.device_checksum = self.staging.checksum
 
     async def start(self, on_fetched: Any) -> None:
-        await self.carrier.start(on_fetched)
-        await self.carrier.register(piece_of(self.staging.region))
+        await self.backend.start(on_fetched)
+        await self.backend.register(piece_of(self.staging.region))
 
     def rows(self, tokens: int, number: int | None = None) -> Tensor:
         """Of a prompt in blocks that lie all over the pool; `number`: as the other end has them."""
@@ -157,7 +157,7 @@ class Holder:
         self._wishes.send(("started", None))
         await self._over.wait()
         loop.remove_reader(self._wishes.fileno())
-        await end.carrier.aclose()
+        await end.backend.aclose()
 
     def _hear(self) -> None:
         try:
@@ -185,7 +185,7 @@ class Holder:
             traceback.print_exception(exc)
             self._over.set()  # the reader hears that the process ended
 
-    async def _room(self, prompt: Prompt) -> Allocation:
+    async def _allocation(self, prompt: Prompt) -> Allocation:
         """Waits: that the last prompt was read comes to be known a little later."""
         while (parcel := self._end.staging.take(prompt.tokens, prompt.piece_bytes)) is None:
             self._freed.clear()
@@ -196,7 +196,7 @@ class Holder:
         end = self._end
         rows = end.rows(prompt.tokens)
         await end.done()
-        parcel = await self._room(prompt)
+        parcel = await self._allocation(prompt)
         self._parcels[ticket_id] = parcel
         began = time.perf_counter()
         copied = end.staging.gather(parcel, rows)
@@ -204,21 +204,21 @@ class Holder:
             await end.done()
             copied = []
         pieces = [piece_of(piece) for piece in parcel.pieces]
-        offer = await end.carrier.offer(ticket_id, pieces, ready=0 if copied else None)
+        offer = await end.backend.offer(ticket_id, pieces, ready=0 if copied else None)
         self._wishes.send((ticket_id, (offer, began, time.perf_counter())))
         for ready, event in enumerate(copied, start=1):
             await over(event)
-            end.carrier.advance(ticket_id, ready)
+            end.backend.advance(ticket_id, ready)
 
     async def _bytes(self, ticket_id: str, num_bytes: int) -> None:
         """One piece, where it lies."""
         piece = piece_of(self._end.staging.region[:num_bytes])
-        self._wishes.send((ticket_id, await self._end.carrier.offer(ticket_id, [piece])))
+        self._wishes.send((ticket_id, await self._end.backend.offer(ticket_id, [piece])))
 
     async def _copies(self, ticket_id: str, prompt: Prompt) -> None:
         """Seconds of a gather alone and of a scatter alone."""
         end = self._end
-        rows, parcel = end.rows(prompt.tokens), await self._room(prompt)
+        rows, parcel = end.rows(prompt.tokens), await self._allocation(prompt)
         ways = (partial(end.staging.gather, parcel, rows), partial(_scatter, end.staging, parcel, rows))
         taken = [await end.median_s(way) for way in ways]
         end.staging.give_back(parcel)
@@ -229,7 +229,7 @@ class Holder:
         if (parcel := self._parcels.pop(ticket_id, None)) is not None:
             self._end.staging.give_back(parcel)
             self._freed.set()
-        self._keep(self._end.carrier.withdraw(ticket_id))
+        self._keep(self._end.backend.withdraw(ticket_id))
 
 
 def _scatter(staging: TransferBuffer, parcel: Allocation, rows: Tensor) -> None:
@@ -255,7 +255,7 @@ class Reader:
     async def stop(self) -> None:
         self._wishes.send(("stop", "", None))
         asyncio.get_running_loop().remove_reader(self._wishes.fileno())
-        await self.end.carrier.aclose()
+        await self.end.backend.aclose()
 
     def _hear(self) -> None:
         try:
@@ -283,7 +283,7 @@ class Reader:
         arrived = time.perf_counter()
         pieces = [piece_of(piece) for piece in parcel.pieces]
         scatter = partial(end.staging.scatter, parcel, rows)
-        await end.carrier.fetch(ticket_id, offer, pieces, timeout_s=TIMEOUT_S, on_piece=scatter)
+        await end.backend.fetch(ticket_id, offer, pieces, timeout_s=TIMEOUT_S, on_piece=scatter)
         fetched = time.perf_counter()
         ended = await end.done()
         end.staging.give_back(parcel)
@@ -296,7 +296,7 @@ class Reader:
         """Seconds to fetch one piece by each of these tickets, all at once."""
         piece = piece_of(self.end.staging.region[:num_bytes])
         begun = time.perf_counter()
-        fetches = (self.end.carrier.fetch(name, offer, [piece], timeout_s=TIMEOUT_S) for name, offer in tickets)
+        fetches = (self.end.backend.fetch(name, offer, [piece], timeout_s=TIMEOUT_S) for name, offer in tickets)
         await asyncio.gather(*fetches)
         return time.perf_counter() - begun
 

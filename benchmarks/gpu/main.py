@@ -136,9 +136,9 @@ class Run:
             self._note(f"startup-{name}", [_failed(f"{name} deployment", exc)], {}, deployed.started_s)
             return False
         rows = [Row(what=f"{name} deployment: all serve, pair warm", value=f"{deployed.started_s:.1f} s")]
-        told = phases(deployed.lines)
-        rows += [Row(what=f"{name}: {phase}", value=line) for phase, line in told.items()]
-        self._note(f"startup-{name}", rows, dict(told), deployed.started_s)
+        found = phases(deployed.lines)
+        rows += [Row(what=f"{name}: {phase}", value=line) for phase, line in found.items()]
+        self._note(f"startup-{name}", rows, dict(found), deployed.started_s)
         return True
 
     async def _step(self, name: str, work: Awaitable[steps.Found]) -> dict[str, Any]:

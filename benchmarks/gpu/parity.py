@@ -74,20 +74,20 @@ def rows(reference: Reference, found: Answers, concurrency: int) -> list[Row]:
     return [
         Row(
             what="greedy answers, one at a time: disaggregated equals aggregated",
-            value=f"{_told(found.alone, wanted.alone)} ({_kinds(wanted.alone)} different answers)",
+            value=f"{_agreement(found.alone, wanted.alone)} ({_kinds(wanted.alone)} different answers)",
             bar="all",
             met=equal(found.alone, wanted.alone) == len(wanted.alone),
         ),
-        Row(what="one at a time: aggregated equals itself", value=_told(again.alone, wanted.alone)),
+        Row(what="one at a time: aggregated equals itself", value=_agreement(again.alone, wanted.alone)),
         Row(
             what=f"the same at {concurrency} at once: disaggregated equals aggregated",
-            value=_told(found.under_load, wanted.under_load),
+            value=_agreement(found.under_load, wanted.under_load),
             bar="not below aggregated against itself",
             met=equal(found.under_load, wanted.under_load) >= itself,
         ),
         Row(
             what=f"at {concurrency} at once: aggregated equals itself",
-            value=_told(again.under_load, wanted.under_load),
+            value=_agreement(again.under_load, wanted.under_load),
         ),
     ]
 
@@ -101,7 +101,7 @@ def _kinds(found: Texts) -> int:
     return len({text for text in found.values() if text})
 
 
-def _told(found: Texts, wanted: Texts) -> str:
+def _agreement(found: Texts, wanted: Texts) -> str:
     same = statistics.fmean(common(found.get(number), text) for number, text in wanted.items())
     return f"{equal(found, wanted)} of {len(wanted)}; {same:.0%} of a text before the first difference"
 

@@ -86,8 +86,8 @@ def shape_rows(arm: str, found: Mapping[str, dict[str, Any]], gpus: int) -> list
     for name, one in found.items():
         rows.append(Row(what=f"{name}, {arm}", value=_spoken(one, max(1, gpus))))
         if split := one["phase_ms"]:
-            told = ", ".join(f"{phase} {ms:.1f}" for phase, ms in split.items())
-            rows.append(Row(what=f"{name}, {arm}: mean ms per request", value=told))
+            listed = ", ".join(f"{phase} {ms:.1f}" for phase, ms in split.items())
+            rows.append(Row(what=f"{name}, {arm}: mean ms per request", value=listed))
     return rows
 
 

@@ -69,8 +69,8 @@ def warnings(run: Run) -> list[str]:
         where = f"Concurrency {point.concurrency}, repetition {point.repetition}: "
         figures = point.figures
         if figures["errors"]:
-            told = ", ".join(f"{code} {count} times" for code, count in sorted(figures["errors"].items()))
-            found.append(f"{where}{sum(figures['errors'].values())} requests failed ({told}).")
+            listed = ", ".join(f"{code} {count} times" for code, count in sorted(figures["errors"].items()))
+            found.append(f"{where}{sum(figures['errors'].values())} requests failed ({listed}).")
         if figures["wrong_length"]:
             found.append(f"{where}{figures['wrong_length']} answers did not have {run.shape.osl} tokens.")
         if figures["ok"] and figures["events_per_token"] < 0.95:

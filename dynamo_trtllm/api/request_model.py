@@ -247,7 +247,7 @@ def _translated(error: ErrorDetails) -> InvalidRequest:
         path.append(field)
     if error["type"].startswith("union_tag"):
         path.append(context.get("discriminator", "type").strip("'"))
-    name = _spelled(path)
+    name = _field_path(path)
     cls = UnsupportedParameter if error["type"] == _UNSUPPORTED else InvalidRequest
     reason = _reason(error, context)
     return cls(f"{name} {reason}" if name else f"the request {reason}", field=name or None)
@@ -273,7 +273,7 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
     return f"{wanted}, not {shown(given)}"
 
 
-def _spelled(path: Iterable[int | str]) -> str:
+def _field_path(path: Iterable[int | str]) -> str:
     """("messages", 0, "user", "content") → "messages[0].content": the tag of a union is no field.
 
     Tags that could be taken for one are spelled `<tag>`.

@@ -21,7 +21,7 @@ from dynamo_trtllm.messages import Role
 START = "start"
 
 # Settings that the launcher gives itself, and where they are written in the deployment file instead.
-_ELSEWHERE = {
+_RESERVED = {
     "etcd_endpoints": "services.etcd",
     "nats_server": "services.nats",
     "namespace": "namespace",
@@ -172,18 +172,18 @@ def _by_field(model: type[Config], given: Mapping[Any, Any], where: str) -> dict
     }
     result: dict[str, Any] = {}
     for key, value in given.items():
-        spelled = _spelled(str(key))
-        check_keys([spelled], spellings, where)
-        field = spellings[spelled]
-        if field in _ELSEWHERE and field in model.model_fields:
-            raise ConfigError(f"{where}.{key}: write it as {_ELSEWHERE[field]}", field=field)
+        field_name = _field_name(str(key))
+        check_keys([field_name], spellings, where)
+        field = spellings[field_name]
+        if field in _RESERVED and field in model.model_fields:
+            raise ConfigError(f"{where}.{key}: write it as {_RESERVED[field]}", field=field)
         if field in result:
             raise ConfigError(f"{where}.{key}: {field} is given twice", field=field)
         result[field] = value
     return result
 
 
-def _spelled(name: str) -> str:
+def _field_name(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
 
 

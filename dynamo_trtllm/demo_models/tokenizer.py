@@ -32,7 +32,7 @@ def _tokenizer(ranks: dict[bytes, int]) -> dict[str, Any]:
     split = {"type": "Split", "pattern": {"Regex": O200K_PATTERN}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     letters = byte_letters()
-    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    token_texts = {token: "".join(letters[byte] for byte in token) for token in ranks}
     return {
         "version": "1.0",
         "truncation": None,
@@ -51,8 +51,8 @@ def _tokenizer(ranks: dict[bytes, int]) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,
-            "vocab": {spelled[token]: rank for token, rank in ranks.items()},
-            "merges": [[spelled[left], spelled[right]] for left, right in merges(ranks)],
+            "vocab": {token_texts[token]: rank for token, rank in ranks.items()},
+            "merges": [[token_texts[left], token_texts[right]] for left, right in merges(ranks)],
         },
     }
 

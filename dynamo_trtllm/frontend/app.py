@@ -54,19 +54,19 @@ def build_app(
     )
     answers = StatusRoutes(models, metrics, awaited)
     limits = store_limits(config)
-    shelf = ResponseStore(
+    response_store = ResponseStore(
         store or MemoryResponseStore(limits),
         shared=config.shares_responses,
         max_bytes=limits.max_value_bytes,
         on_write_failed=metrics.response_not_stored,
     )
-    responses = ResponsesAdapter(shelf)
+    responses = ResponsesAdapter(response_store)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", GenerateEndpoint(CHAT, edge), methods=["POST"]),
             Route("/v1/completions", GenerateEndpoint(TEXT, edge), methods=["POST"]),
             Route("/v1/responses", GenerateEndpoint(responses, edge), methods=["POST"]),
-            *response_routes(responses, shelf, edge.running),
+            *response_routes(responses, response_store, edge.running),
             Route("/v1/models", answers.models, methods=["GET"]),
             Route("/v1/models/{name:path}/ready", answers.ready, methods=["GET"]),
             Route("/v1/models/{name:path}", answers.model, methods=["GET"]),
@@ -82,14 +82,14 @@ def build_app(
     )
     app.router.redirect_slashes = False
     app.state.running = edge.running
-    app.state.close_responses = shelf.aclose
+    app.state.close_responses = response_store.aclose
     return app
 
 
 async def _bug(request: Request, _: Exception) -> Response:
     """Of an endpoint that answers at once. Starlette raises the error again when this was sent, and it is logged."""
-    told = to_response(internal())
-    return json_response(told.body, told.status, {"X-Request-Id": request.state.echoed_id})
+    response = to_response(internal())
+    return json_response(response.body, response.status, {"X-Request-Id": request.state.echoed_id})
 
 
 async def _no_such_thing(request: Request, exc: Exception) -> Response:

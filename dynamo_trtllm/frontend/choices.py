@@ -20,12 +20,12 @@ Pieces = AsyncGenerator[ChoiceDelta, None]
 async def merge_streams(streams: Sequence[Pieces]) -> Pieces:
     """Pieces as they come. The first error of a stream ends all and is raised; closing closes all."""
     came: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
-    room = asyncio.Semaphore(AHEAD * len(streams))
+    slots = asyncio.Semaphore(AHEAD * len(streams))
 
     async def pump(stream: Pieces) -> None:
         async with aclosing(stream):
             async for piece in stream:
-                await room.acquire()
+                await slots.acquire()
                 came.put_nowait(piece)
 
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]
@@ -36,7 +36,7 @@ async def merge_streams(streams: Sequence[Pieces]) -> Pieces:
         while running:
             item = await came.get()
             if isinstance(item, ChoiceDelta):
-                room.release()
+                slots.release()
                 yield item
             else:
                 item.result()

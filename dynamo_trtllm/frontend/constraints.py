@@ -32,12 +32,12 @@ def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[
             )
     if choice.mode is ToolChoiceMode.NONE:
         return ()
-    told = tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
-    if choice.mode is ToolChoiceMode.REQUIRED and not told:
+    visible = tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
+    if choice.mode is ToolChoiceMode.REQUIRED and not visible:
         raise InvalidRequest(
             f"{options.name('tool_choice')} requires a call and there are no tools", field=options.name("tool_choice")
         )
-    return told
+    return visible
 
 
 def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
@@ -118,17 +118,17 @@ def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) ->
 
 def _json_answer(json_schema: str, has_tools: bool, options: GenerationOptions, served: ServedModel) -> Constraints:
     _check_guidable(options, "response_format", served)
-    spelled, ids = served.renderer.answer_header()
+    header, ids = served.renderer.answer_header()
     if has_tools and served.card.renderer != "harmony":  # only there a call is told from an answer by its header
         reject(options.name("response_format"), served.card, "in its output format that leaves no room for tool calls")
     if len(ids) <= 1:
         alternative = OutputFormat(json_schema=json_schema)
-        return Constraints(guided=StructuredOutput(alternatives=(alternative,), after=spelled, after_ids=ids))
+        return Constraints(guided=StructuredOutput(alternatives=(alternative,), after=header, after_ids=ids))
     # the header's last token is forced: models also write "final <|constrain|>json" and must not slip out by it
     last = served.renderer.decode(ids[-1:])
     alternative = OutputFormat(literal=last, json_schema=json_schema)
     return Constraints(
-        guided=StructuredOutput(alternatives=(alternative,), after=spelled.removesuffix(last), after_ids=ids[:-1])
+        guided=StructuredOutput(alternatives=(alternative,), after=header.removesuffix(last), after_ids=ids[:-1])
     )
 
 

@@ -141,8 +141,8 @@ class ClientResponse:
     async def fail(self, error: DynamoError, retry_after_s: int) -> None:
         """A proper status, while there is none yet."""
         if not self.started:
-            told = to_response(error, retry_after_s)
-            await self.json(told.status, told.body, told.headers)
+            response = to_response(error, retry_after_s)
+            await self.json(response.status, response.body, response.headers)
 
     async def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
         self.started, self.status = True, status

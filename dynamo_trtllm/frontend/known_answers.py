@@ -116,13 +116,13 @@ def _prompt_tokens(placement: WorkerSelection) -> int:
     """Return the length of a canary's prompt: more than two KV blocks, if both workers can hold so many tokens."""
     instances = _instances(placement)
     block = max(instance.layout.block_tokens for instance in instances)
-    room = min(instance.card.context_length for instance in instances) - ANSWER_TOKENS
+    max_prompt = min(instance.card.context_length for instance in instances) - ANSWER_TOKENS
     for limits in (instance.limits for instance in instances):
         if limits.max_num_tokens:
-            room = min(room, limits.max_num_tokens)
+            max_prompt = min(max_prompt, limits.max_num_tokens)
         if limits.kv_blocks:
-            room = min(room, limits.kv_blocks * block // 2)
-    return max(1, min(room, max(_PROMPT_TOKENS, 2 * block + block // 2 + 1)))
+            max_prompt = min(max_prompt, limits.kv_blocks * block // 2)
+    return max(1, min(max_prompt, max(_PROMPT_TOKENS, 2 * block + block // 2 + 1)))
 
 
 def is_salted(placement: WorkerSelection) -> bool:

@@ -39,7 +39,7 @@ def main() -> None:
         config = load(FrontendConfig, prog=PROG, description=DESCRIPTION).config
         observe_logging.setup(config.log_level, "frontend", config.log_format)
         if config.workers > 1:
-            raise SystemExit(_run_crew(config))
+            raise SystemExit(_run_process_group(config))
         sock = listen(config.http_host, config.http_port)
         _warn_if_exposed(config, sock)
         uvloop.run(serve(config, sock, SingleProcess()))
@@ -50,7 +50,7 @@ def main() -> None:
         raise SystemExit(1) from exc
 
 
-def _run_crew(config: FrontendConfig) -> int:
+def _run_process_group(config: FrontendConfig) -> int:
     """Several processes; the exit status. Raises ConfigError when the port is taken, before any is started."""
     from dynamo_trtllm.frontend.process_group import ProcessGroup, reserve_port
 

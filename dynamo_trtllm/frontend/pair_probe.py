@@ -231,7 +231,7 @@ class PairProbes:
         tokens: list[int] = []
         async with (
             asyncio.timeout(self._options.timeout_s),
-            aclosing(self._pipeline.legs(placement, request, trace, is_canary=True)) as chunks,
+            aclosing(self._pipeline.attempt(placement, request, trace, is_canary=True)) as chunks,
         ):
             async for chunk in chunks:
                 tokens.extend(chunk.token_ids)

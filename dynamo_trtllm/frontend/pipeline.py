@@ -122,8 +122,8 @@ class Pipeline:
             placement = await self._placed(recovery)
             trace.prefill_instance = trace.decode_instance = None
             try:
-                legs = self.legs(placement, recovery.remaining(), trace, sink)
-                async with aclosing(legs) as chunks:
+                attempt = self.attempt(placement, recovery.remaining(), trace, sink)
+                async with aclosing(attempt) as chunks:
                     async for chunk in chunks:
                         recovery.took(chunk)
                         yield chunk
@@ -206,7 +206,7 @@ class Pipeline:
             if worked:
                 self._view.stir()  # canaries try them soon
 
-    def legs(
+    def attempt(
         self,
         placement: WorkerSelection,
         request: GenerateRequest,
@@ -246,10 +246,10 @@ class Pipeline:
             if ticket is None:
                 yield last
                 return
-            leg = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=ticket, reservation_id=slot)
+            call = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=ticket, reservation_id=slot)
             while not begun:
                 try:
-                    async with aclosing(self._decode(prefill, decode, leg, out)) as chunks:
+                    async with aclosing(self._decode(prefill, decode, call, out)) as chunks:
                         async for chunk in chunks:
                             begun = True
                             yield chunk
@@ -260,7 +260,7 @@ class Pipeline:
                     self._note_missed(decode.id, exc)
                     _log.info("instance %x decodes %s instead (%s)", other.id, request.request_id, exc.code)
                     self._verbs.unreserve(decode, slot)
-                    leg, slot = msgspec.structs.replace(leg, reservation_id=None), None
+                    call, slot = msgspec.structs.replace(call, reservation_id=None), None
                     decode = other
                     asked.add(decode.id)
         finally:
@@ -270,14 +270,14 @@ class Pipeline:
                     self._verbs.release(prefill, ticket, ReleaseOutcome.REFUSED)
 
     async def _decode(
-        self, prefill: Instance, decode: Instance, leg: GenerateRequest, out: _Out
+        self, prefill: Instance, decode: Instance, call: GenerateRequest, out: _Out
     ) -> AsyncGenerator[Chunk, None]:
         """The chunks of a decode leg. The first means that the KV has arrived: its ticket is released."""
         trace = out.trace
         trace.decode_instance = decode.id
-        ticket = leg.ticket
+        ticket = call.ticket
         try:
-            async with aclosing(self._plane.generate(decode.subject, leg, out.sink)) as chunks:
+            async with aclosing(self._plane.generate(decode.subject, call, out.sink)) as chunks:
                 async for chunk in chunks:
                     if ticket is not None:
                         self._verbs.release(prefill, ticket, ReleaseOutcome.REDEEMED)
@@ -335,8 +335,8 @@ class Pipeline:
     async def _prefill(self, instance: Instance, request: GenerateRequest, trace: RouteTrace) -> Chunk:
         """The terminal chunk of the prefill leg: with a ticket, or with the whole answer."""
         trace.prefill_instance = instance.id
-        leg = msgspec.structs.replace(request, phase=Phase.PREFILL)
-        async with aclosing(self._plane.generate(instance.subject, leg)) as chunks:
+        call = msgspec.structs.replace(request, phase=Phase.PREFILL)
+        async with aclosing(self._plane.generate(instance.subject, call)) as chunks:
             async for chunk in chunks:
                 if chunk.finish_reason is None:
                     continue

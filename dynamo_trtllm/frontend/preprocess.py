@@ -112,13 +112,13 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Request
     if ranks and asked.logprobs is None:
         asked = msgspec.structs.replace(asked, logprobs=0)
     prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
-    legs = []
+    calls = []
     for ids in prompts:
         wanted = body.max_tokens
         if wanted is None:
             wanted = min(DEFAULT_MAX_TOKENS, max(1, served.card.context_length - len(ids)))
         budget = _output_budget(wanted, len(ids), served, options)
-        legs += [(ids, _sampling(asked, budget, served, options))] * body.candidates
+        calls += [(ids, _sampling(asked, budget, served, options))] * body.candidates
     texts = [_text(prompt, served) if body.echo else "" for prompt in body.prompt]
     if (size := sum(map(len, texts)) * body.n) > _MAX_ECHO_CHARS:
         raise InvalidRequest(
@@ -137,7 +137,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Request
             shows_logprobs=body.logprobs is not None,
             echo=echo,
         )
-        for request, echo in zip(_requests(legs, served, identity, body.salt), echoes, strict=True)
+        for request, echo in zip(_requests(calls, served, identity, body.salt), echoes, strict=True)
     )
     return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
 
@@ -154,18 +154,18 @@ def _text(prompt: str | list[int], served: ServedModel) -> str:
 
 
 def _requests(
-    legs: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, identity: RequestContext, cache_salt: str | None
+    calls: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, identity: RequestContext, cache_salt: str | None
 ) -> list[GenerateRequest]:
     """One request per prompt and choice. Choice i has the seed plus i: equal seeds would give equal choices."""
-    if (tokens := sum(len(ids) for ids, _ in legs)) > _MAX_PROMPT_TOKENS:
+    if (tokens := sum(len(ids) for ids, _ in calls)) > _MAX_PROMPT_TOKENS:
         raise InvalidRequest(
-            f"{len(legs)} choices have prompts of {tokens} tokens together, of at most {_MAX_PROMPT_TOKENS}: lower "
+            f"{len(calls)} choices have prompts of {tokens} tokens together, of at most {_MAX_PROMPT_TOKENS}: lower "
             "n, or send several requests",
             field="n",
         )
     return [
         GenerateRequest(
-            request_id=identity.request_id if len(legs) == 1 else f"{identity.request_id}-{index}",
+            request_id=identity.request_id if len(calls) == 1 else f"{identity.request_id}-{index}",
             model=served.card.name,
             token_ids=ids,
             sampling=sampling
@@ -174,7 +174,7 @@ def _requests(
             deadline=identity.deadline,
             cache_salt=cache_salt,
         )
-        for index, (ids, sampling) in enumerate(legs)
+        for index, (ids, sampling) in enumerate(calls)
     ]
 
 
@@ -185,21 +185,21 @@ def _wrapped(seed: int) -> int:
 
 def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, options: GenerationOptions) -> int:
     context = served.card.context_length
-    room = context - prompt_tokens
-    if room < 1:
+    available = context - prompt_tokens
+    if available < 1:
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens and the context of {served.card.name} is {context} tokens, "
-            f"prompt and answer together; shorten the prompt by at least {1 - room} tokens",
+            f"prompt and answer together; shorten the prompt by at least {1 - available} tokens",
             field=options.name("messages"),
         )
-    if wanted is not None and wanted > room:
+    if wanted is not None and wanted > available:
         name = options.name("max_tokens")
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens and {name} asks for {wanted} more, {prompt_tokens + wanted} "
-            f"together; the context of {served.card.name} is {context} tokens: set {name} to at most {room}",
+            f"together; the context of {served.card.name} is {context} tokens: set {name} to at most {available}",
             field=name,
         )
-    return room if wanted is None else wanted
+    return available if wanted is None else wanted
 
 
 def _sampling(asked: Sampling, max_tokens: int, served: ServedModel, options: GenerationOptions) -> Sampling:

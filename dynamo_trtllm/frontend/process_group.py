@@ -164,7 +164,7 @@ class ProcessGroup:
             _log.warning("the last numbers of %s are taken: %s", name, exc.message)
             return
         if name in self._channels:  # else it has ended meanwhile
-            self._ledger.told(name, snapshot)
+            self._ledger.update(name, snapshot)
 
     async def _stop_all(self) -> None:
         await self._stopping.wait()

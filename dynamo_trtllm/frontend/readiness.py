@@ -50,10 +50,10 @@ def not_ready_reason(view: ModelView, name: str, book: PairBreakers | None) -> s
         return f"no prefill worker of model {name} matches a decode worker: {'; '.join(mismatches(view))}"
     if book is None or any(book.record(pair).state is PairState.WORKING for pair in pairs):
         return None
-    told = [(pair, book.record(pair)) for pair in pairs]
+    tried = [(pair, book.record(pair)) for pair in pairs]
     each = "; ".join(
         f"{format_pair(pair)} is {record.state}" + (f" ({record.reason})" if record.reason else "")
-        for pair, record in told
+        for pair, record in tried
     )
     return f"model {name}: no pair hands KV over now: {each}"
 

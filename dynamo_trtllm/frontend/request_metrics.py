@@ -33,7 +33,7 @@ class ChoiceMetrics:
     tokens_seen: int = 0
     finish: str | None = None
 
-    def legs(self) -> PhaseTimings:
+    def timings(self) -> PhaseTimings:
         """Both legs as one: the KV moved once, and the prompt was cached where it was prefilled."""
         prefill, decode = self.trace.prefill_stats or PhaseTimings(), self.trace.decode_stats or PhaseTimings()
         return PhaseTimings(
@@ -47,7 +47,7 @@ class ChoiceMetrics:
         )
 
     def usage(self) -> Usage:
-        return self.output.usage(self.legs().cached_tokens)
+        return self.output.usage(self.timings().cached_tokens)
 
 
 class RequestMetrics:
@@ -135,21 +135,21 @@ class RequestMetrics:
 
     def _stats_of(self, courses: list[ChoiceMetrics]) -> Stats:
         """Several courses run side by side, so each phase took as long as the longest of them."""
-        legs = [course.legs() for course in courses]
+        timings = [course.timings() for course in courses]
         first_s = min((course.first_s or course.last_s for course in courses), default=0.0)
         return {
             "prefill_instance": _joined(course.trace.prefill_instance for course in courses),
             "decode_instance": _joined(course.trace.decode_instance for course in courses),
-            "kv_bytes": sum(leg.kv_bytes for leg in legs),
-            "transport": legs[0].transport,
+            "kv_bytes": sum(timings.kv_bytes for timings in timings),
+            "transport": timings[0].transport,
             "queued_s": self._queued_s,
             "ttft_s": first_s - self._begun_s,
             "tokens_per_s": _tokens_per_s(courses),
             "phase_s": {
-                "queue": max(leg.queue_s for leg in legs),
-                "prefill": max(leg.prefill_s for leg in legs),
-                "handoff": max(leg.handoff_s for leg in legs),
-                "decode_wait": max(leg.decode_wait_s for leg in legs),
+                "queue": max(timings.queue_s for timings in timings),
+                "prefill": max(timings.prefill_s for timings in timings),
+                "handoff": max(timings.handoff_s for timings in timings),
+                "decode_wait": max(timings.decode_wait_s for timings in timings),
             },
         }
 
@@ -171,9 +171,9 @@ class RequestMetrics:
             trace = course.trace
             if trace.retries or trace.migrations:
                 metrics.observe_recovery(model=self._model, retries=trace.retries, migrations=trace.migrations)
-            for leg in (course.trace.prefill_stats, course.trace.decode_stats):
-                if leg is not None:
-                    metrics.observe_leg(model=self._model, stats=leg)
+            for timings in (course.trace.prefill_stats, course.trace.decode_stats):
+                if timings is not None:
+                    metrics.observe_call(model=self._model, stats=timings)
         log.info("request %s %s", self._request_id, self._summary(ending, status, usage))
 
     def _summary(self, ending: str | DynamoError, status: int, usage: Usage) -> str:

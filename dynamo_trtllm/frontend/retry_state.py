@@ -141,6 +141,8 @@ def _history(sampling: Sampling) -> str | None:
 
 
 def _not_migratable(error: DynamoError, why: str) -> MigrationFailed:
-    told = MigrationFailed(f"the stream broke and can't be continued elsewhere: {why} ({error.code}: {error.message})")
-    told.__cause__ = error
-    return told
+    failed = MigrationFailed(
+        f"the stream broke and can't be continued elsewhere: {why} ({error.code}: {error.message})"
+    )
+    failed.__cause__ = error
+    return failed

@@ -60,7 +60,7 @@ class StatusRoutes:
         try:
             served = self._models.get(name)
         except (ModelNotFound, EngineNotReady) as error:
-            return _told(error)
+            return _error_answer(error)
         return json_response(model_object(served.card, self._created))
 
     async def ready(self, request: Request) -> Response:
@@ -70,7 +70,7 @@ class StatusRoutes:
             self._models.get(name)
             lacking = self._models.lacking(name)
         except ModelNotFound as error:
-            return _told(error)
+            return _error_answer(error)
         except EngineNotReady as error:
             return _not_ready(name, error.message)
         if lacking:
@@ -105,7 +105,7 @@ class StatusRoutes:
         try:
             text = await self._metrics.render_whole()
         except DynamoError as error:
-            return _told(error)
+            return _error_answer(error)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
@@ -128,9 +128,9 @@ def _not_ready(name: str, message: str) -> Response:
     return json_response({"model": name, "status": "not_ready", "message": message}, 503, retry_headers(503))
 
 
-def _told(error: DynamoError) -> Response:
-    told = to_response(error)
-    return json_response(told.body, told.status, told.headers)
+def _error_answer(error: DynamoError) -> Response:
+    response = to_response(error)
+    return json_response(response.body, response.status, response.headers)
 
 
 def _instance(instance: Instance) -> dict[str, Any]:

@@ -274,10 +274,10 @@ class LimitedProtocol(HttpToolsProtocol):
                 return
             answering.disconnected = True  # the app sends no answer of its own
             answering.message_event.set()
-        told = to_response(error)
-        body = orjson.dumps(told.body)
-        headers = {**told.headers, "Content-Type": "application/json", "Content-Length": len(body)}
-        lines = [f"HTTP/1.1 {told.status} {HTTPStatus(told.status).phrase}"]
+        response = to_response(error)
+        body = orjson.dumps(response.body)
+        headers = {**response.headers, "Content-Type": "application/json", "Content-Length": len(body)}
+        lines = [f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}"]
         lines += [f"{name}: {value}" for name, value in (headers | {"Connection": "close"}).items()]
         self.transport.write("\r\n".join([*lines, "", ""]).encode("latin-1") + body)
         self._linger()

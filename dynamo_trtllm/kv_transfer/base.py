@@ -1,6 +1,6 @@
-"""The carrier seam: one-sided read by the decode side. `loopback` is the in-process twin; `nixl` and `tcp` are real.
+"""The backend seam: one-sided read by the decode side. `loopback` is the in-process twin; `nixl` and `tcp` are real.
 
-A carrier moves pieces (address, bytes, device). Gathering KV blocks into pieces and scattering them is the engine's.
+A backend moves pieces (address, bytes, device). Gathering KV blocks into pieces and scattering them is the engine's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MemoryRegion(NamedTuple):
-    """Contiguous memory its owner keeps alive and unchanged while a carrier uses it."""
+    """Contiguous memory its owner keeps alive and unchanged while a backend uses it."""
 
     address: int
     num_bytes: int
@@ -36,7 +36,7 @@ class TransferBackend(Protocol):
     async def register(self, region: MemoryRegion) -> None:
         """Makes memory known once, until `aclose`: what is offered or fetched within it then needs no registration.
 
-        Raises TransferFailed, and leaves nothing behind, for memory that this carrier can't move.
+        Raises TransferFailed, and leaves nothing behind, for memory that this backend can't move.
         """
         ...
 
@@ -69,7 +69,7 @@ class TransferBackend(Protocol):
         checksum).
 
         `on_piece(index)` is called for every piece in order as soon as it is whole, on the loop or on a thread of the
-        carrier, never after this has ended; it must be quick. The data is not valid before this returns: some backends
+        backend, never after this has ended; it must be quick. The data is not valid before this returns: some backends
         compare the checksum of all pieces last.
         """
         ...

@@ -1,4 +1,4 @@
-"""Which carrier an engine uses: by name, or the best that is installed. Starts nothing."""
+"""Which backend an engine uses: by name, or the best that is installed. Starts nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dynamo_trtllm.network.addresses import LOOPBACK
 
 _log = logging.getLogger(__name__)
 
-CARRIERS = ("nixl", "tcp", "loopback")
+BACKENDS = ("nixl", "tcp", "loopback")
 
 
 def create_backend(
     name: str | None, config: WorkerConfig | None = None, *, kv_checksums: ChecksumMode = "auto"
 ) -> TransferBackend:
-    """The carrier called `name`; None: nixl where it is installed, tcp otherwise.
+    """The backend called `name`; None: nixl where it is installed, tcp otherwise.
 
     `config` has the addresses for tcp; without a config, only this host can connect. Raises ConfigError for
     an unknown name, for nixl where it is not installed, and for addresses of two families.
@@ -37,17 +37,17 @@ def create_backend(
         case "loopback":
             return LoopbackBackend(checksums)
         case _:
-            raise ConfigError(f"there is no carrier {name!r}; choose one of {', '.join(CARRIERS)}", field="carrier")
+            raise ConfigError(f"there is no backend {name!r}; choose one of {', '.join(BACKENDS)}", field="carrier")
 
 
 def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:
     try:
-        carrier = NixlBackend(checksums)
+        backend = NixlBackend(checksums)
     except ConfigError as exc:
-        _log.info("KV moves over carrier tcp: %s", exc.message)
+        _log.info("KV moves over backend tcp: %s", exc.message)
         return _tcp(config, checksums)
-    _log.info("KV moves over carrier %s", carrier.name)
-    return carrier
+    _log.info("KV moves over backend %s", backend.name)
+    return backend
 
 
 def _tcp(config: WorkerConfig | None, checksums: Checksums) -> TcpBackend:

@@ -48,15 +48,15 @@ class Destination(NamedTuple):
 
 
 async def fetch(
-    carrier: TransferBackend, ticket: KvTransferParams, offer: bytes, to: Destination, within: FetchLimits
+    backend: TransferBackend, ticket: KvTransferParams, offer: bytes, to: Destination, within: FetchLimits
 ) -> None:
-    """Raises as the carrier does; when time is over, the error of the bound that was reached."""
+    """Raises as the backend does; when time is over, the error of the bound that was reached."""
     first = first_deadline(ticket, within, time.time())
     if first.left_s <= 0:
         if first.error is TransferTimeout:  # nobody is slow: it waited too long for its place
             raise TransferExpired(f"ticket {ticket.ticket_id} expired before there was a place to fetch its KV to")
         raise timeout_error(ticket, first)
     try:
-        await carrier.fetch(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_piece=to.on_piece)
+        await backend.fetch(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_piece=to.on_piece)
     except TransferTimeout as exc:
         raise timeout_error(ticket, first) from exc

@@ -22,7 +22,7 @@ from dynamo_trtllm.kv_transfer.memory import require_cpu, require_sizes
 
 
 class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
-    carrier_id: str
+    backend_id: str
     sizes_bytes: list[int]
     checksum: str = ""  # name of its method, see `checksums`
 
@@ -57,7 +57,7 @@ class LoopbackBackend:
     async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._id not in self._open:
-            raise TransferFailed("the loopback carrier is not running; start it before it offers")
+            raise TransferFailed("the loopback backend is not running; start it before it offers")
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         method = self.checksums.method(pieces)
@@ -67,7 +67,7 @@ class LoopbackBackend:
             held.checksum.advance(held.ready)
         self._offers[ticket_id] = held
         sizes_bytes = [piece.num_bytes for piece in pieces]
-        return codec.encode(_LoopbackOffer(carrier_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
+        return codec.encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
     def advance(self, ticket_id: str, ready: int) -> None:
         held = self._offers.get(ticket_id)
@@ -102,10 +102,10 @@ class LoopbackBackend:
         try:
             facts = codec.decode(offer, _LoopbackOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of backend {self.name}") from exc
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
-        holder = self._open.get(facts.carrier_id)
+        holder = self._open.get(facts.backend_id)
         if holder is None:
             raise TransferFailed(f"ticket {ticket_id}: its holder is not in this process or is closed")
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)

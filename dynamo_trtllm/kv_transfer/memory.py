@@ -17,11 +17,11 @@ def view(piece: MemoryRegion) -> memoryview:
     return memoryview((ctypes.c_char * piece.num_bytes).from_address(piece.address)).cast("B")
 
 
-def require_cpu(pieces: Sequence[MemoryRegion], carrier: str) -> None:
+def require_cpu(pieces: Sequence[MemoryRegion], backend: str) -> None:
     """Raises TransferFailed naming the device when a piece is not in host memory."""
     for piece in pieces:
         if piece.device != "cpu":
-            raise TransferFailed(f"carrier {carrier} moves CPU memory only, not {piece.device}; use carrier nixl")
+            raise TransferFailed(f"backend {backend} moves CPU memory only, not {piece.device}; use backend nixl")
 
 
 def require_sizes(ticket_id: str, theirs: Sequence[int], pieces: Sequence[MemoryRegion]) -> None:

@@ -132,7 +132,7 @@ class TcpBackend:
     async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._listener is None:
-            raise TransferFailed("carrier tcp is not running; start it before it offers")
+            raise TransferFailed("backend tcp is not running; start it before it offers")
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -185,7 +185,7 @@ class TcpBackend:
         with connection:
             task = asyncio.current_task()
             assert task is not None
-            if not self._has_room():
+            if not self._can_accept():
                 return
             self._unasked[task] = None
             try:
@@ -198,11 +198,11 @@ class TcpBackend:
                     return
                 await self._send(connection, magic, ticket_id, held)
             except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
-                _log.debug("carrier tcp: a connection ended early: %r", exc)
+                _log.debug("backend tcp: a connection ended early: %r", exc)
             finally:
                 self._unasked.pop(task, None)
 
-    def _has_room(self) -> bool:
+    def _can_accept(self) -> bool:
         """Make room for another connection, if necessary by closing the oldest that has asked for nothing."""
         assert self._acceptor is not None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -269,7 +269,7 @@ class TcpBackend:
         try:
             facts = codec.decode(offer, _TcpOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of backend {self.name}") from exc
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)

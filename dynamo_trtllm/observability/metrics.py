@@ -197,7 +197,7 @@ class FrontendMetrics:
         cell: HistogramChild = self._metrics["itl_seconds"].cell((model,))
         return cell
 
-    def observe_leg(self, *, model: str, stats: PhaseTimings) -> None:
+    def observe_call(self, *, model: str, stats: PhaseTimings) -> None:
         """Where the time of one leg went; phases that took no time were not part of it."""
         phases: Sequence[tuple[str, float]] = (
             ("queue", stats.queue_s),
@@ -240,14 +240,14 @@ class WorkerMetrics:
         self._metrics = _build("worker", self._registry)
         self._mismatches = 0  # of the engine's, those that were counted
 
-    def leg_finished(self, *, phase: str, code: str, output_tokens: int) -> None:
+    def call_finished(self, *, phase: str, code: str, output_tokens: int) -> None:
         """One leg ended. `code`: "ok", "cancelled" or an error's code."""
         self._metrics["requests_total"].labels(phase, code).inc()
         self._metrics["output_tokens_total"].labels(phase).inc(output_tokens)
 
-    def watch(self, *, legs: Callable[[], float], reserved: Callable[[], float]) -> None:
+    def watch(self, *, active: Callable[[], float], reserved: Callable[[], float]) -> None:
         """Both are called at each scrape."""
-        self._metrics["legs"].set_function(legs)
+        self._metrics["legs"].set_function(active)
         self._metrics["reserved"].set_function(reserved)
 
     def render(self, engine: EngineSnapshot | None = None) -> bytes:

@@ -41,7 +41,7 @@ class MetricsAggregator:
         self._last: dict[str, Snapshot] = {}
         self._past: Snapshot = ()
 
-    def told(self, process: str, snapshot: Snapshot) -> None:
+    def update(self, process: str, snapshot: Snapshot) -> None:
         """The newest numbers of a process that lives."""
         self._last[process] = tuple(_named(family, process) for family in snapshot)
 

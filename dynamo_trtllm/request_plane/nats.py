@@ -111,7 +111,7 @@ class NatsTransport:
         self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
         self._writer: asyncio.Task[None] | None = None
         self._writing = True
-        self._waiting_told = False
+        self._is_waiting_logged = False
         self._closing = False
 
     async def connect(self, timeout_s: float) -> None:
@@ -241,8 +241,8 @@ class NatsTransport:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats_errors.SlowConsumerError):
             self._tell_lost(StreamIncomplete(f"messages to {error.subject} were dropped: this process is too slow"))
-        elif self._writer is None and not self._waiting_told:
-            self._waiting_told = True
+        elif self._writer is None and not self._is_waiting_logged:
+            self._is_waiting_logged = True
             logger.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)
         else:
             logger.debug("NATS at %s: %r", self._address, error)

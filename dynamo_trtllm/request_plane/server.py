@@ -82,11 +82,11 @@ class EndpointServer:
     def __init__(self, link: Transport, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
         self._link = link
         self._service = service
-        self._legs: dict[StreamKey, ServerStream] = {}
+        self._calls: dict[StreamKey, ServerStream] = {}
         self._by_inbox: dict[str, dict[int, ServerStream]] = {}  # the same streams, by inbox
         self._idle = asyncio.Event()  # no leg runs
         self._idle.set()
-        self._handed = Handed()
+        self._pending_kv = Handed()
         self._outboxes: dict[str, FrameBatcher] = {}
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -123,7 +123,7 @@ class EndpointServer:
 
     @property
     def running(self) -> int:
-        return len(self._legs)
+        return len(self._calls)
 
     async def aclose(self) -> None:
         self._accepting = False
@@ -174,7 +174,7 @@ class EndpointServer:
         answer = Ack(ErrorPayload.of(InternalError("the control verb failed; see the worker's log")))
         try:
             verb = decode(data, ControlRequest).verb
-            if isinstance(verb, ReleaseKv) and (key := self._handed.key_of(verb.ticket_id)) is not None:
+            if isinstance(verb, ReleaseKv) and (key := self._pending_kv.key_of(verb.ticket_id)) is not None:
                 self._forget_ticket(key)
             answer = Ack(data=await self._service.control(verb))
         except DynamoError as exc:
@@ -208,8 +208,8 @@ class EndpointServer:
         """Return the message that lists the caller's streams, or PING when it would be too large for the link."""
         self._forget_expired()
         running = self._by_inbox.get(inbox, {})
-        streams = [(stream, leg.number) for stream, leg in running.items() if not leg.ended]
-        streams += [(key.stream, self._handed.frames(key)) for key in self._handed.of(inbox)]
+        streams = [(stream, call.number) for stream, call in running.items() if not call.ended]
+        streams += [(key.stream, self._pending_kv.frames(key)) for key in self._pending_kv.of(inbox)]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._link.max_message_bytes:
             return data
@@ -235,10 +235,10 @@ class EndpointServer:
     # --- streams ---------------------------------------------------------------------------------------
 
     def _open(self, opening: OpenStream) -> None:
-        leg = ServerStream(StreamKey(opening.inbox, opening.stream))
-        self._legs[leg.key] = leg
-        self._by_inbox.setdefault(opening.inbox, {})[opening.stream] = leg
-        self._latest_openings[leg.key] = None
+        call = ServerStream(StreamKey(opening.inbox, opening.stream))
+        self._calls[call.key] = call
+        self._by_inbox.setdefault(opening.inbox, {})[opening.stream] = call
+        self._latest_openings[call.key] = None
         if len(self._latest_openings) > _REMEMBERED_OPENINGS:
             del self._latest_openings[next(iter(self._latest_openings))]
         self._idle.clear()
@@ -246,78 +246,78 @@ class EndpointServer:
         if opening.wire >= _REPORTS_SINCE:
             self._report_readers.add(opening.inbox)
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
-        leg.task = asyncio.create_task(self._run(leg, request), name=f"plane-leg-{request.request_id}")
-        deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, leg)
-        self._keep(leg.task)
-        leg.task.add_done_callback(lambda _: self._close(leg, deadline))
+        call.task = asyncio.create_task(self._run(call, request), name=f"plane-leg-{request.request_id}")
+        deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, call)
+        self._keep(call.task)
+        call.task.add_done_callback(lambda _: self._close(call, deadline))
 
-    async def _run(self, leg: ServerStream, request: GenerateRequest) -> None:
+    async def _run(self, call: ServerStream, request: GenerateRequest) -> None:
         try:
-            async with aclosing(self._stream(leg, request)) as chunks:
+            async with aclosing(self._stream(call, request)) as chunks:
                 async for chunk in chunks:
-                    self._send(leg, Frame(leg.key.stream, leg.number, chunk))
+                    self._send(call, Frame(call.key.stream, call.number, chunk))
                     if chunk.ticket is not None:
-                        self._hand(leg.key, chunk.ticket, leg.number)
-                    leg.ended = leg.ended or chunk.finish_reason is not None
-            self._fail(leg, StreamIncomplete("the worker's stream ended with no terminal chunk"))
+                        self._hand(call.key, chunk.ticket, call.number)
+                    call.ended = call.ended or chunk.finish_reason is not None
+            self._fail(call, StreamIncomplete("the worker's stream ended with no terminal chunk"))
         except DynamoError as exc:
-            self._fail(leg, exc)
+            self._fail(call, exc)
 
-    def _deadline_passed(self, leg: ServerStream) -> None:
-        if not leg.ended:
-            self._fail(leg, DeadlineExceeded("the request's deadline passed in the worker"))
-            self._stop(leg)
+    def _deadline_passed(self, call: ServerStream) -> None:
+        if not call.ended:
+            self._fail(call, DeadlineExceeded("the request's deadline passed in the worker"))
+            self._stop(call)
 
-    def _stream(self, leg: ServerStream, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def _stream(self, call: ServerStream, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if not isinstance(self._service, PushingService):
             return self._service.generate(request)
-        stream = leg.key.stream
-        return self._service.generate_into(request, lambda chunk: self._send(leg, Frame(stream, leg.number, chunk)))
+        stream = call.key.stream
+        return self._service.generate_into(request, lambda chunk: self._send(call, Frame(stream, call.number, chunk)))
 
-    def _close(self, leg: ServerStream, deadline: asyncio.TimerHandle) -> None:
+    def _close(self, call: ServerStream, deadline: asyncio.TimerHandle) -> None:
         deadline.cancel()
-        del self._legs[leg.key]
-        others = self._by_inbox[leg.key.inbox]
-        del others[leg.key.stream]
+        del self._calls[call.key]
+        others = self._by_inbox[call.key.inbox]
+        del others[call.key.stream]
         if not others:
-            del self._by_inbox[leg.key.inbox]
-        if not self._legs:
+            del self._by_inbox[call.key.inbox]
+        if not self._calls:
             self._idle.set()
-        self._unwatch(leg.key.inbox)
-        self._fail(leg, InternalError("the request failed in the worker; see its log"))
-        if leg.cancelled:  # before or after its last chunk was sent: who asked for it is gone
-            self._refuse(leg.key)
+        self._unwatch(call.key.inbox)
+        self._fail(call, InternalError("the request failed in the worker; see its log"))
+        if call.cancelled:  # before or after its last chunk was sent: who asked for it is gone
+            self._refuse(call.key)
 
     def _cancel(self, key: StreamKey) -> None:
-        leg = self._legs.get(key)
-        if leg is not None:
-            leg.ended = True
-            self._stop(leg)
+        call = self._calls.get(key)
+        if call is not None:
+            call.ended = True
+            self._stop(call)
         else:
             self._refuse(key)  # a caller that has taken the terminal chunk does not cancel
 
-    def _stop(self, leg: ServerStream) -> None:
+    def _stop(self, call: ServerStream) -> None:
         # Once: a second cancel would cut the service's own cleanup short.
-        if not leg.cancelled and leg.task is not None:
-            leg.cancelled = True
-            leg.task.cancel()
+        if not call.cancelled and call.task is not None:
+            call.cancelled = True
+            call.task.cancel()
 
     def _end_all(self, error: DynamoError) -> None:
-        for leg in self._legs.values():
-            self._fail(leg, error)
-            self._stop(leg)
+        for call in self._calls.values():
+            self._fail(call, error)
+            self._stop(call)
 
     def _caller_lost(self, inbox: str, error: DynamoError) -> None:
         gone = list(self._by_inbox.get(inbox, {}).values())
-        handed = self._handed.of(inbox)
-        if gone or handed:
+        pending = self._pending_kv.of(inbox)
+        if gone or pending:
             text = "caller %s is gone (%s); %d streams closed, %d tickets taken back"
-            logger.warning(text, inbox, error, len(gone), len(handed))
-        for leg in gone:
+            logger.warning(text, inbox, error, len(gone), len(pending))
+        for call in gone:
             text = f"the worker ended this stream because its frontend did not answer: {error}"
-            self._fail(leg, StreamIncomplete(text))
-            self._stop(leg)
-        for key in handed:
+            self._fail(call, StreamIncomplete(text))
+            self._stop(call)
+        for key in pending:
             self._refuse(key)
 
     def lost(self, error: DynamoError) -> None:
@@ -326,7 +326,7 @@ class EndpointServer:
         if self._is_closed:
             return  # what it served may be closed, too
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
-        for key in self._handed.keys():
+        for key in self._pending_kv.keys():
             self._refuse(key)
 
     # --- tickets that were sent ------------------------------------------------------------------------
@@ -334,15 +334,15 @@ class EndpointServer:
     def _hand(self, key: StreamKey, ticket: KvTransferParams, frames: int) -> None:
         """Until it is released or expires, its caller is watched."""
         self._forget_expired()
-        self._handed.put(key, ticket, frames)
+        self._pending_kv.put(key, ticket, frames)
         self._watch(key.inbox)
 
     def _forget_expired(self) -> None:
-        for key in self._handed.expired(time.time()):
+        for key in self._pending_kv.expired(time.time()):
             self._forget_ticket(key)
 
     def _forget_ticket(self, key: StreamKey) -> KvTransferParams | None:
-        ticket = self._handed.pop(key)
+        ticket = self._pending_kv.pop(key)
         if ticket is not None:
             self._unwatch(key.inbox)
         return ticket
@@ -359,18 +359,18 @@ class EndpointServer:
 
     # --- what leaves -----------------------------------------------------------------------------------
 
-    def _fail(self, leg: ServerStream, error: DynamoError) -> None:
-        if not leg.ended:
-            self._send(leg, Frame(leg.key.stream, leg.number, failure=ErrorPayload.of(error)))
-            leg.ended = True
+    def _fail(self, call: ServerStream, error: DynamoError) -> None:
+        if not call.ended:
+            self._send(call, Frame(call.key.stream, call.number, failure=ErrorPayload.of(error)))
+            call.ended = True
 
-    def _send(self, leg: ServerStream, frame: Frame) -> None:
-        if leg.ended:
+    def _send(self, call: ServerStream, frame: Frame) -> None:
+        if call.ended:
             return
-        leg.number += 1
-        outbox = self._outboxes.get(leg.key.inbox)
+        call.number += 1
+        outbox = self._outboxes.get(call.key.inbox)
         if outbox is None:
-            outbox = self._outboxes[leg.key.inbox] = FrameBatcher()
+            outbox = self._outboxes[call.key.inbox] = FrameBatcher()
         outbox.put(frame)
         if not self._flush_due:
             self._flush_due = True  # one engine step wakes all its streams in one turn; this runs in the next

@@ -178,10 +178,10 @@ def _said_messages(conversation: Conversation) -> Iterator[oh.Message]:
     lead = 0
     while lead < len(conversation.messages) and conversation.messages[lead].role in ("system", "developer"):
         lead += 1
-    told = [message.content for message in conversation.messages[:lead] if message.content]
+    texts = [message.content for message in conversation.messages[:lead] if message.content]
     if conversation.answer_schema:
-        told.append(f"{_FORMATS}\n\n{conversation.answer_schema}")
-    instructions = "\n\n".join(told)
+        texts.append(f"{_FORMATS}\n\n{conversation.answer_schema}")
+    instructions = "\n\n".join(texts)
     if instructions or conversation.tools:
         yield _developer(instructions, conversation.tools)
     last_answer = max(

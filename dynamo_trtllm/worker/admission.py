@@ -18,7 +18,7 @@ from dynamo_trtllm.messages import GenerateRequest
 class AdmissionLimits:
     """None: as many as come."""
 
-    legs: int | None = None  # kept slots included
+    active: int | None = None  # kept slots included
     ticket_kv_fraction: float = 1.0  # of the KV blocks, that tickets may hold while further prompts are taken
 
 
@@ -28,12 +28,12 @@ class Admission:
     def __init__(self, limits: AdmissionLimits, clock: Callable[[], float]) -> None:
         self._limits = limits
         self._clock = clock
-        self._legs = 0
+        self._num_active = 0
         self._kept: dict[str, float] = {}  # reservation id -> when it expires
 
-    def legs(self) -> int:
+    def active(self) -> int:
         """Requests that are here now."""
-        return self._legs
+        return self._num_active
 
     def reserved(self) -> int:
         """Slots that are kept now."""
@@ -43,8 +43,8 @@ class Admission:
     def reserve(self, reservation_id: str, expires_at: float) -> None:
         """Keeps a place until a leg takes it, it is given back or expires. Raises Overloaded when there is none."""
         if reservation_id not in self._kept:
-            self._check_room()
-        if self._limits.legs is not None:  # else there is always room, and nothing to keep
+            self._check_capacity()
+        if self._limits.active is not None:  # else there is always room, and nothing to keep
             self._kept[reservation_id] = expires_at
 
     def unreserve(self, reservation_id: str) -> None:
@@ -55,23 +55,23 @@ class Admission:
     def entered(self, request: GenerateRequest, stats: EngineStats | None) -> Iterator[None]:
         """Around a leg; `stats`: the engine's, for a leg that would leave KV behind. Raises Overloaded."""
         if request.reservation_id is None or self._kept.pop(request.reservation_id, None) is None:
-            self._check_room()
+            self._check_capacity()
         if stats is not None:
             self._check_tickets(stats)
-        self._legs += 1
+        self._num_active += 1
         try:
             yield
         finally:
-            self._legs -= 1
+            self._num_active -= 1
 
-    def _check_room(self) -> None:
-        limit = self._limits.legs
-        if limit is None or self._legs + len(self._kept) < limit:
+    def _check_capacity(self) -> None:
+        limit = self._limits.active
+        if limit is None or self._num_active + len(self._kept) < limit:
             return
         self._expire()
-        if self._legs + len(self._kept) >= limit:
+        if self._num_active + len(self._kept) >= limit:
             raise Overloaded(
-                f"{self._legs} requests are here and {len(self._kept)} places kept, of at most {limit}; "
+                f"{self._num_active} requests are here and {len(self._kept)} places kept, of at most {limit}; "
                 "try again later or start more workers"
             )
 

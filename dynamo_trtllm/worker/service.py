@@ -67,7 +67,7 @@ class WorkerService:
         self.restart_asked = asyncio.Event()  # its owner ends the worker with a status that has it started again
         self.restart_reason = ""
         self._metrics = metrics
-        metrics.watch(legs=admission.legs, reserved=admission.reserved)
+        metrics.watch(active=admission.active, reserved=admission.reserved)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         return self._stream(request, None)
@@ -103,7 +103,7 @@ class WorkerService:
             _log.exception("request %s failed", request.request_id)
             raise InternalError(f"the worker failed on this request: {type(exc).__name__}") from exc
         finally:
-            self._metrics.leg_finished(phase=request.phase, code=code, output_tokens=output_tokens)
+            self._metrics.call_finished(phase=request.phase, code=code, output_tokens=output_tokens)
 
     def _made(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
         if push is not None and isinstance(self._engine, Pushes):

@@ -107,7 +107,7 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
 def _limits(config: WorkerConfig, info: EngineInfo) -> AdmissionLimits:
     batch = info.limits.max_batch_size  # 0: the engine does not tell
     return AdmissionLimits(
-        legs=batch + config.max_queued_requests if batch else None, ticket_kv_fraction=config.max_ticket_kv_fraction
+        active=batch + config.max_queued_requests if batch else None, ticket_kv_fraction=config.max_ticket_kv_fraction
     )
 
 

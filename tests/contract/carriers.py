@@ -20,8 +20,8 @@ KINDS = ("loopback", "tcp", "nixl")
 class Side:
     """A started carrier and what it was told."""
 
-    def __init__(self, carrier: TransferBackend) -> None:
-        self.carrier = carrier
+    def __init__(self, backend: TransferBackend) -> None:
+        self.backend = backend
         self.fetched: list[str] = []
         self.threads: list[int] = []
         self._heard = asyncio.Event()
@@ -49,16 +49,16 @@ async def starting(kind: str) -> AsyncIterator[Start]:
 
         async def start() -> Side:
             side = Side(create_backend(kind))
-            await side.carrier.start(side.hear)
-            stack.push_async_callback(side.carrier.aclose)
+            await side.backend.start(side.hear)
+            stack.push_async_callback(side.backend.aclose)
             return side
 
         yield start
 
 
-def count_registrations(carrier: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def count_registrations(backend: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the NIXL agent has registered from now on and not deregistered."""
-    agent, registered = carrier._vendor.agent, []
+    agent, registered = backend._vendor.agent, []
     register, deregister = agent.register_memory, agent.deregister_memory
 
     def counted(*args: Any) -> Any:

@@ -30,8 +30,8 @@ def say(**answer: object) -> None:
 
 
 async def main(name: str) -> None:
-    carrier = create_backend(name)
-    await carrier.start(lambda ticket_id: say(fetched=ticket_id))
+    backend = create_backend(name)
+    await backend.start(lambda ticket_id: say(fetched=ticket_id))
     held: dict[str, bytearray] = {}
     say(ready=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -39,12 +39,12 @@ async def main(name: str) -> None:
         if verb == "offer":
             sizes_bytes = [int(size) for size in sizes]
             buffer = held[ticket_id] = content(ticket_id, sum(sizes_bytes))
-            offer = await carrier.offer(ticket_id, split(buffer, sizes_bytes))
+            offer = await backend.offer(ticket_id, split(buffer, sizes_bytes))
             say(offer=offer.hex())
         else:
-            await carrier.withdraw(ticket_id)
+            await backend.withdraw(ticket_id)
             say(withdrawn=ticket_id)
-    await carrier.aclose()
+    await backend.aclose()
 
 
 if __name__ == "__main__":

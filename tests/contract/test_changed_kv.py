@@ -53,8 +53,8 @@ class ChangingCarrier(LoopbackBackend):
 async def test_many_requests_when_kv_is_changed_or_missing_then_none_is_wrong_and_all_is_counted(
     kind: str, count: int, gpt_oss: Path
 ) -> None:
-    carrier = ChangingCarrier()
-    prefill = make(kind, gpt_oss, Role.PREFILL, carrier=carrier, kv_block_size=8, kv_cache_blocks=200)
+    backend = ChangingCarrier()
+    prefill = make(kind, gpt_oss, Role.PREFILL, backend=backend, kv_block_size=8, kv_cache_blocks=200)
     decode = make(kind, gpt_oss, Role.DECODE, kv_block_size=8, kv_cache_blocks=200)
     at_once = asyncio.Semaphore(8)
     failed = 0
@@ -73,11 +73,11 @@ async def test_many_requests_when_kv_is_changed_or_missing_then_none_is_wrong_an
     async with started(prefill, decode):
         clean = await asyncio.gather(*(retried(number) for number in range(_PROMPTS)))
         assert failed == 0
-        carrier.share = 0.1
+        backend.share = 0.1
         answers = await asyncio.gather(*(retried(number) for number in range(count)))
         assert [number for number, got in enumerate(answers) if got != clean[number % _PROMPTS]] == []
-        assert failed == carrier.faults.total()
-        assert stats(decode).kv_checksum_mismatches == carrier.faults["changed"]
-        assert min(carrier.faults["changed"], carrier.faults["missing"]) > 0
+        assert failed == backend.faults.total()
+        assert stats(decode).kv_checksum_mismatches == backend.faults["changed"]
+        assert min(backend.faults["changed"], backend.faults["missing"]) > 0
         await check_nothing_left(decode)
         await check_nothing_left(prefill)

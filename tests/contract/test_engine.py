@@ -246,7 +246,7 @@ async def test_decode_when_kv_was_changed_then_transfer_failed_is_counted_and_th
     if kind not in ("mock", "torch"):
         pytest.skip("its transport has no checksums: see docs/failures.md")
     whole, decode = open_engine(), open_engine(Role.DECODE)
-    prefill = open_engine(Role.PREFILL, carrier=Overwriting())
+    prefill = open_engine(Role.PREFILL, backend=Overwriting())
     async with started(whole, prefill, decode):
         with pytest.raises(TransferFailed, match="checksum"):
             await two_legs(prefill, decode, prompt_of(100))

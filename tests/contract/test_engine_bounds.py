@@ -59,10 +59,10 @@ def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
     config: dict[str, Any] = {"model_path": str(folder), "served_model_name": "tiny", "disaggregation_mode": "decode"}
     chosen = WorkerConfig.model_validate(config | {"handoff_timeout_s": handoff_timeout_s})
     if kind == "mock":
-        return MockEngine(chosen, instance_id=2, carrier=Stuck())
+        return MockEngine(chosen, instance_id=2, backend=Stuck())
     from dynamo_trtllm.engines.torch.engine import TorchEngine
 
-    return TorchEngine(chosen, instance_id=2, carrier=Stuck())
+    return TorchEngine(chosen, instance_id=2, backend=Stuck())
 
 
 async def test_tickets_when_held_then_the_blocks_that_they_hold_are_told(any_kind: str, gpt_oss: Path) -> None:

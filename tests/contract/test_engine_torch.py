@@ -72,13 +72,13 @@ async def ask_one_process(folder: Path, sampling: dict[str, Any]) -> list[list[i
 
 @pytest.mark.parametrize(("carrier", "temperature"), [("loopback", 0.9), ("tcp", 0.0), ("nixl", 0.0)])
 async def test_two_legs_at_every_boundary_then_equal_to_one_process(
-    gpt_oss: Path, carrier: str, temperature: float, of_one_process: dict[float, list[list[int]]]
+    gpt_oss: Path, backend: str, temperature: float, of_one_process: dict[float, list[list[int]]]
 ) -> None:
     sampling = {"max_tokens": 24, "temperature": temperature, "seed": 11, "logprobs": 2}
     if temperature not in of_one_process:
         of_one_process[temperature] = await ask_one_process(gpt_oss, sampling)
-    prefill = make("torch", gpt_oss, Role.PREFILL, carrier=carrier)
-    decode = make("torch", gpt_oss, Role.DECODE, carrier=carrier)
+    prefill = make("torch", gpt_oss, Role.PREFILL, backend=backend)
+    decode = make("torch", gpt_oss, Role.DECODE, backend=backend)
     async with started(prefill, decode):
         for length, expected in zip(LENGTHS, of_one_process[temperature], strict=True):
             got = await two_legs(prefill, decode, prompt_of(length), **sampling)
@@ -99,7 +99,7 @@ async def test_two_legs_when_cancelled_while_fetching_then_nothing_left(gpt_oss:
 
     reached = asyncio.Event()
     config = WorkerConfig(model_path=str(gpt_oss), served_model_name="tiny", disaggregation_mode=Role.DECODE)
-    prefill, decode = make("torch", gpt_oss, Role.PREFILL), TorchEngine(config, instance_id=3, carrier=Stuck())
+    prefill, decode = make("torch", gpt_oss, Role.PREFILL), TorchEngine(config, instance_id=3, backend=Stuck())
     async with started(prefill, decode):
         ticket = await ticket_from(prefill, prompt_of(100))
         task = asyncio.create_task(collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket)))

@@ -148,7 +148,7 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_is_scrubbed(
             arrived.append(pool.used)
             raise RuntimeError("it broke off")
 
-        monkeypatch.setattr(decode._desk, "fetch", partial)
+        monkeypatch.setattr(decode._kv_connector, "fetch", partial)
         ticket = await ticket_from(prefill, prompt(20))
         with pytest.raises(RuntimeError, match="broke off"):
             await collect(decode, ask(prompt(20), phase=Phase.DECODE, ticket=ticket))

@@ -40,10 +40,10 @@ async def start(kind: str) -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def started(mode: ChecksumMode = "auto") -> TransferBackend:
-            carrier = create_backend(kind, kv_checksums=mode)
-            await carrier.start(lambda ticket_id: None)
-            stack.push_async_callback(carrier.aclose)
-            return carrier
+            backend = create_backend(kind, kv_checksums=mode)
+            await backend.start(lambda ticket_id: None)
+            stack.push_async_callback(backend.aclose)
+            return backend
 
         yield started
 

@@ -26,10 +26,10 @@ async def fetched() -> list[str]:
 
 @pytest.fixture
 async def holder(fetched: list[str]) -> AsyncIterator[TcpBackend]:
-    carrier = TcpBackend("127.0.0.1")
-    await carrier.start(fetched.append)
-    yield carrier
-    await carrier.aclose()
+    backend = TcpBackend("127.0.0.1")
+    await backend.start(fetched.append)
+    yield backend
+    await backend.aclose()
 
 
 async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -64,25 +64,25 @@ class Damage:
             monkeypatch.setattr(kind, "fetch", self._damaging(kind.fetch))
 
     def _noting(self, start: Any) -> Any:
-        async def noting(carrier: TransferBackend, *args: Any) -> None:
-            self.started.append(carrier)
-            await start(carrier, *args)
+        async def noting(backend: TransferBackend, *args: Any) -> None:
+            self.started.append(backend)
+            await start(backend, *args)
 
         return noting
 
     def _damaging(self, fetch: Any) -> Any:
         async def damaging(
-            carrier: TransferBackend, ticket_id: str, offer: bytes, pieces: list[MemoryRegion], **how: Any
+            backend: TransferBackend, ticket_id: str, offer: bytes, pieces: list[MemoryRegion], **how: Any
         ) -> None:
             on_piece = how.pop("on_piece", None)
 
             def changed(index: int) -> None:
-                if carrier is self.damaged and self.way is not None:
+                if backend is self.damaged and self.way is not None:
                     self.way(bytes_of(pieces[index]))
                 if on_piece is not None:
                     on_piece(index)
 
-            await fetch(carrier, ticket_id, offer, pieces, on_piece=changed, **how)
+            await fetch(backend, ticket_id, offer, pieces, on_piece=changed, **how)
 
         return damaging
 

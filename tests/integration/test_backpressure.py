@@ -61,7 +61,7 @@ class Scene:
         await self.side.pipeline.aclose()
         await self.living.until_nothing_is_held()
         both = [self.admission(role) for role in (Role.PREFILL, Role.DECODE)]
-        await until(lambda: all((each.legs(), each.reserved()) == (0, 0) for each in both), SOON_S)
+        await until(lambda: all((each.active(), each.reserved()) == (0, 0) for each in both), SOON_S)
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
     full = {"override_engine_args": {"max_batch_size": 1, "step_s": 0.02}, "max_queued_requests": 0}
     async with scene(servers, living, prefill=FIRST, **FIRST, **full) as made:
         first = asyncio.create_task(made.run(request(max_tokens=200)))
-        await until(lambda: made.admission(Role.DECODE).legs() == 1, SOON_S)
+        await until(lambda: made.admission(Role.DECODE).active() == 1, SOON_S)
         await living.engine_of(Role.PREFILL).drain()
         asked = made.serving(Role.PREFILL).running
         with pytest.raises(Overloaded, match="of at most 1"):
@@ -120,7 +120,7 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
         assert made.serving(Role.PREFILL).running == asked
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await until(lambda: made.admission(Role.DECODE).legs() == 0, SOON_S)
+        await until(lambda: made.admission(Role.DECODE).active() == 0, SOON_S)
         assert len(tokens(await made.run(request(max_tokens=5)))) == 5
 
 
@@ -207,7 +207,7 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
             except TimeoutError as exc:
                 raise TransferTimeout("the carrier waited in vain") from exc
 
-        living.engine_of(Role.DECODE)._carrier.fetch = hang  # type: ignore[method-assign]
+        living.engine_of(Role.DECODE)._backend.fetch = hang  # type: ignore[method-assign]
         begun, trace = time.monotonic(), RouteTrace()
         with pytest.raises(TransferTimeout, match=r"did not come before --handoff-timeout-s 0\.3 passed"):
             await made.run(request(max_tokens=20), trace)

@@ -39,15 +39,15 @@ class Scene:
         return self.living.engine_of(Role.DECODE)
 
     def _hang_fetches(self) -> None:
-        carrier = self.decode._carrier
-        fetch = carrier.fetch
+        backend = self.decode._backend
+        fetch = backend.fetch
 
         async def slow_fetch(*args: Any, **named: Any) -> None:
             self.fetching.set()
             await self.may_fetch.wait()
             await fetch(*args, **named)
 
-        carrier.fetch = slow_fetch  # type: ignore[method-assign]
+        backend.fetch = slow_fetch  # type: ignore[method-assign]
 
     async def run(self, asked: GenerateRequest) -> list[Chunk]:
         async with aclosing(self.side.pipeline.generate(asked, RouteTrace())) as chunks:
@@ -61,7 +61,7 @@ class Scene:
             "held": self.living.held(),
             "legs": [serving.running for serving in servings],
             "tickets on their way": [len(serving._handed) for serving in servings],
-            "admitted": [serving._service._admission.legs() for serving in servings],
+            "admitted": [serving._service._admission.active() for serving in servings],
             "watched": [sorted(serving._callers._streams) for serving in servings]
             + [[*self.side.plane._workers._streams]],
             "streams": len(self.side.plane._inbox),

@@ -57,18 +57,18 @@ _REFUSES = (
 
 class _MockTransfer(NamedTuple):
     blocks: int
-    kv: array[int]  # kept alive for the carrier
+    kv: array[int]  # kept alive for the backend
     expiry: asyncio.TimerHandle
 
 
 class MockEngine:
     """`Engine` with `Pushes`, `HasTickets` and `HasStats`."""
 
-    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: TransferBackend | None = None) -> None:
+    def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._model = config.served_model_name or Path(config.model_path).name
         self._instance_id = instance_id
-        self._carrier = carrier or create_backend(args.carrier, config, kv_checksums=args.kv_checksums)
+        self._backend = backend or create_backend(args.carrier, config, kv_checksums=args.kv_checksums)
         self._ticket_ttl_s = config.ticket_ttl_s
         self._handoff_timeout_s = config.handoff_timeout_s
         self._layout = KvLayout(
@@ -84,7 +84,7 @@ class MockEngine:
         self._withdrawals: set[asyncio.Task[None]] = set()
 
     async def start(self) -> EngineInfo:
-        await self._carrier.start(lambda ticket_id: self.release(ticket_id, ReleaseOutcome.REDEEMED))
+        await self._backend.start(lambda ticket_id: self.release(ticket_id, ReleaseOutcome.REDEEMED))
         self._step_task = asyncio.create_task(self._steps.run(), name="mock-engine-steps")
         return EngineInfo(
             engine="mock",
@@ -150,7 +150,7 @@ class MockEngine:
         kv = array("I", bytes(kv_bytes))
         piece = MemoryRegion(kv.buffer_info()[0], ticket.kv_bytes)
         within = FetchLimits(sequence.request.deadline, self._handoff_timeout_s)
-        await fetch(self._carrier, ticket, ticket.opaque, Destination([piece]), within)
+        await fetch(self._backend, ticket, ticket.opaque, Destination([piece]), within)
         sequence.seed = _seed_of(kv)
         sequence.prefill_left = 0
         sequence.produced = len(ticket.first_token_ids)
@@ -161,7 +161,7 @@ class MockEngine:
         stats = PhaseTimings(
             queue_s=max(0.0, (sequence.started or sequence.born) - sequence.born),
             kv_bytes=request.ticket.kv_bytes if request.ticket else 0,
-            transport=self._carrier.name if request.ticket else "",
+            transport=self._backend.name if request.ticket else "",
         )
         if request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
             ticket = await self._hand_out(sequence, token)
@@ -181,8 +181,8 @@ class MockEngine:
         self._held[ticket_id] = _MockTransfer(blocks, kv, expiry)
         self._steps.keep(sequence, blocks)
         try:
-            opaque = await self._carrier.offer(ticket_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
-        except BaseException:  # cancelled too: the carrier may have begun to offer this memory
+            opaque = await self._backend.offer(ticket_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
+        except BaseException:  # cancelled too: the backend may have begun to offer this memory
             self.release(ticket_id, ReleaseOutcome.REFUSED)
             raise
         return KvTransferParams(
@@ -195,7 +195,7 @@ class MockEngine:
             expires_at=expires_at,
             prompt_tokens=prompt,
             first_token_ids=token_ids([first]),
-            transport=self._carrier.name,
+            transport=self._backend.name,
             kv_bytes=kv_bytes,
             opaque=opaque,
         )
@@ -210,8 +210,8 @@ class MockEngine:
         task.add_done_callback(self._withdrawn)
 
     async def _withdraw(self, ticket_id: str, held: _MockTransfer) -> None:
-        """`held` keeps the memory until the carrier is done with it."""
-        await self._carrier.withdraw(ticket_id)
+        """`held` keeps the memory until the backend is done with it."""
+        await self._backend.withdraw(ticket_id)
         self._steps.give_back(held.blocks)
 
     def _withdrawn(self, task: asyncio.Task[None]) -> None:
@@ -226,12 +226,12 @@ class MockEngine:
 
     def stats(self) -> EngineStats:
         stats = self._steps.stats(len(self._held), sum(held.blocks for held in self._held.values()))
-        return dataclasses.replace(stats, kv_checksum_mismatches=self._carrier.checksums.mismatches)
+        return dataclasses.replace(stats, kv_checksum_mismatches=self._backend.checksums.mismatches)
 
     async def check(self) -> None:
         if self._step_task is None or self._step_task.done():
             raise EngineFailed("the mock engine is not running")
-        self._carrier.check()
+        self._backend.check()
 
     async def drain(self) -> None:
         await self._idle.wait()
@@ -243,7 +243,7 @@ class MockEngine:
         for ticket_id in list(self._held):
             self.release(ticket_id, ReleaseOutcome.REFUSED)
         await asyncio.gather(*self._withdrawals)
-        await self._carrier.aclose()
+        await self._backend.aclose()
 
 
 def _kv_of(seed: int, blocks: int) -> array[int]:

@@ -47,20 +47,20 @@ _MASK_64 = (1 << 64) - 1
 
 
 class TorchEngine:
-    """`Engine` with `HasTickets` and `HasStats`. `config.model_path` is a folder; the engine owns its carrier."""
+    """`Engine` with `HasTickets` and `HasStats`. `config.model_path` is a folder; the engine owns its backend."""
 
-    def __init__(self, config: WorkerConfig, *, instance_id: int, carrier: TransferBackend | None = None) -> None:
+    def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = torch_args(config)
         self._model_path = config.model_path
         self._model_name = config.served_model_name or Path(config.model_path).name
-        if carrier is None and config.disaggregation_mode is not Role.AGGREGATED:
+        if backend is None and config.disaggregation_mode is not Role.AGGREGATED:
             name = None if args.carrier == "auto" else args.carrier
-            carrier = create_backend(name, config, kv_checksums=args.kv_checksums)
+            backend = create_backend(name, config, kv_checksums=args.kv_checksums)
         self._handoff_timeout_s = config.handoff_timeout_s
-        self._desk: KvConnector | None = None
-        if carrier is not None:
-            self._desk = KvConnector(
-                carrier,
+        self._kv_connector: KvConnector | None = None
+        if backend is not None:
+            self._kv_connector = KvConnector(
+                backend,
                 holder=instance_id,
                 model=self._model_name,
                 ttl_s=config.ticket_ttl_s,
@@ -81,8 +81,8 @@ class TorchEngine:
         """See `Engine.start`."""
         model = await asyncio.to_thread(self._load)
         self._info = info = self._prepare(model)
-        if self._desk is not None and self._memory is not None and self._memory.staging is not None:
-            await self._desk.start(self._memory.staging)
+        if self._kv_connector is not None and self._memory is not None and self._memory.staging is not None:
+            await self._kv_connector.start(self._memory.staging)
         if self._batcher is not None:
             self._batcher.start()
         await self._warm_up()
@@ -105,7 +105,7 @@ class TorchEngine:
 
         args = self._args
         layout = sizing.kv_layout(model, args)
-        hands_over = self._desk is not None
+        hands_over = self._kv_connector is not None
         num_blocks = sizing.kv_blocks(model, args, layout, staged=hands_over)
         context_length = sizing.context_length(model, args, num_blocks * layout.block_tokens)
         limits = BatchLimits(
@@ -164,8 +164,8 @@ class TorchEngine:
 
     async def check(self) -> None:
         self._ready()
-        if self._desk is not None:
-            self._desk.check()
+        if self._kv_connector is not None:
+            self._kv_connector.check()
 
     def _ready(self) -> tuple[Scheduler, EngineInfo]:
         if self._ended is not None:
@@ -184,8 +184,8 @@ class TorchEngine:
             self._batcher.post(self._batcher.stop)
             await asyncio.to_thread(self._batcher.join)
         self._end(EngineFailed("the engine was closed"))
-        if self._desk is not None:
-            await self._desk.aclose()
+        if self._kv_connector is not None:
+            await self._kv_connector.aclose()
 
     # --- requests --------------------------------------------------------------------------------------
 
@@ -210,15 +210,15 @@ class TorchEngine:
         job = self._job(request, info, take)
         self._jobs.add(job)
         self._idle.clear()
-        handed_out = False
+        is_exported = False
         try:
             job.shaping = logits_processor_for(request, await self._guide(request.sampling, job))
             batcher.post(partial(batcher.submit, job))
             while True:
                 event = await inbox.get()
-                if isinstance(event, PrefillDone) and self._desk is not None:
-                    handed_out = True  # from here on the desk retires the job
-                    yield await self._desk.hand_out(job, event, info.layout)
+                if isinstance(event, PrefillDone) and self._kv_connector is not None:
+                    is_exported = True  # from here on the desk retires the job
+                    yield await self._kv_connector.hand_out(job, event, info.layout)
                     return
                 if isinstance(event, BlocksReserved):
                     await self._fetch(request, event)
@@ -231,15 +231,15 @@ class TorchEngine:
                     raise event
         finally:
             push = None  # what a step has on its way goes nowhere
-            if not handed_out:
+            if not is_exported:
                 self._retire(job)
 
     async def _fetch(self, request: GenerateRequest, reserved: BlocksReserved) -> None:
         """Returns when the copies of all pieces into the pool are queued; nothing is queued for this job after that."""
-        if self._desk is None or self._memory is None or self._memory.staging is None:
+        if self._kv_connector is None or self._memory is None or self._memory.staging is None:
             raise RuntimeError(f"request {request.request_id} has KV to fetch and no room for it")
         scatter = partial(self._memory.staging.scatter, reserved.parcel, reserved.rows)
-        await self._desk.fetch(request, reserved.parcel, self._handoff_timeout_s, on_piece=scatter)
+        await self._kv_connector.fetch(request, reserved.parcel, self._handoff_timeout_s, on_piece=scatter)
 
     def _job(self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]) -> TorchSequence:
         """Raises EngineRefused, ContextTooLong or a HandoffError for what can't be served here."""
@@ -254,7 +254,7 @@ class TorchEngine:
             raise RequestRejected(
                 f"token id {max(request.token_ids)} is not in the vocabulary of {info.vocab_size}", field="token_ids"
             )
-        if request.phase is not Phase.WHOLE and self._desk is None:
+        if request.phase is not Phase.WHOLE and self._kv_connector is None:
             raise RequestRejected(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
         job = TorchSequence(
             request=request,
@@ -264,9 +264,9 @@ class TorchEngine:
         )
         if request.sampling.seed is not None:
             job.seed = request.sampling.seed & _MASK_64
-        if request.phase is Phase.DECODE and self._desk is not None and self._memory is not None:
+        if request.phase is Phase.DECODE and self._kv_connector is not None and self._memory is not None:
             kv_bytes = self._memory.pool.moved_bytes(prompt_tokens)
-            job.seed, job.piece_bytes = self._desk.redeem(request, info.layout, kv_bytes=kv_bytes)
+            job.seed, job.piece_bytes = self._kv_connector.redeem(request, info.layout, kv_bytes=kv_bytes)
         return job
 
     async def _guide(self, sampling: Sampling, job: TorchSequence) -> grammar.GrammarMatcher | None:
@@ -286,15 +286,15 @@ class TorchEngine:
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """See `HasTickets.release`."""
         _log.debug("ticket %s: %s", ticket_id, outcome)
-        if self._desk is not None:
-            self._desk.let_go(ticket_id)
+        if self._kv_connector is not None:
+            self._kv_connector.let_go(ticket_id)
 
     def stats(self) -> EngineStats:
         if self._batcher is None:
             return EngineStats(
                 running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0
             )
-        mismatches = 0 if self._desk is None else self._desk.checksum_mismatches
+        mismatches = 0 if self._kv_connector is None else self._kv_connector.checksum_mismatches
         return dataclasses.replace(self._batcher.stats(), kv_checksum_mismatches=mismatches)
 
     # --- called by the batcher, on the loop ------------------------------------------------------------

@@ -228,9 +228,9 @@ def _token_bytes(vocab: dict[str, int], size: int) -> list[bytes]:
     byte_of = _byte_level_alphabet()
     tokens = [b""] * size
     while vocab:
-        spelled, token_id = vocab.popitem()
+        token_text, token_id = vocab.popitem()
         if token_id < size:
-            tokens[token_id] = bytes(byte_of.get(char, 0x3F) for char in spelled)
+            tokens[token_id] = bytes(byte_of.get(char, 0x3F) for char in token_text)
     return tokens
 
 

@@ -60,14 +60,14 @@ class KvConnector:
 
     def __init__(
         self,
-        carrier: TransferBackend,
+        backend: TransferBackend,
         *,
         holder: int,
         model: str,
         ttl_s: float,
         retire: Callable[[TorchSequence], None],
     ) -> None:
-        self._carrier = carrier
+        self._backend = backend
         self._holder = holder
         self._model = model
         self._ttl_s = ttl_s
@@ -78,18 +78,18 @@ class KvConnector:
         self._copying = ThreadPoolExecutor(1, "torch-copied")
 
     async def start(self, staging: TransferBuffer) -> None:
-        """Raises ConfigError or TransferFailed when the carrier can't move KV of this device at all."""
-        self._carrier.checksums.device_checksum = staging.checksum
-        await self._carrier.start(self.let_go)
+        """Raises ConfigError or TransferFailed when the backend can't move KV of this device at all."""
+        self._backend.checksums.device_checksum = staging.checksum
+        await self._backend.start(self.let_go)
         try:
-            await self._carrier.register(_piece(staging.region))
+            await self._backend.register(_piece(staging.region))
         except TransferFailed as exc:
             if staging.region.device.type == "cpu":
                 raise
             _log.warning("KV moves through pinned host memory: %s", exc.message)
             await asyncio.to_thread(staging.move_to_host)
-            await self._carrier.register(_piece(staging.region))
-        _log.info("KV moves over %s, through %d MiB of staging memory", self._carrier.name, staging.num_bytes >> 20)
+            await self._backend.register(_piece(staging.region))
+        _log.info("KV moves over %s, through %d MiB of staging memory", self._backend.name, staging.num_bytes >> 20)
 
     async def hand_out(self, job: TorchSequence, gathered: PrefillDone, layout: KvLayout) -> Chunk:
         """The terminal chunk with the ticket. Whatever happens from the call on, the job is retired in the end."""
@@ -100,7 +100,7 @@ class KvConnector:
         pieces = [_piece(piece) for piece in gathered.parcel.pieces]
         kv_bytes = sum(piece.num_bytes for piece in pieces)
         try:
-            offer = await self._carrier.offer(ticket_id, pieces, ready=0 if gathered.copied else None)
+            offer = await self._backend.offer(ticket_id, pieces, ready=0 if gathered.copied else None)
         except BaseException:
             self.let_go(ticket_id)
             raise
@@ -117,7 +117,7 @@ class KvConnector:
             prompt_tokens=job.prompt_tokens,
             first_token_ids=token_ids(gathered.first.token_ids),
             first_logprobs=gathered.first.logprobs,
-            transport=self._carrier.name,
+            transport=self._backend.name,
             kv_bytes=kv_bytes,
             opaque=codec.encode(_TorchState(offer, job.seed, REGION_BYTES[device])),
         )
@@ -134,7 +134,7 @@ class KvConnector:
             def follow() -> None:
                 for ready, event in enumerate(copied, start=1):
                     event.synchronize()
-                    loop.call_soon_threadsafe(self._carrier.advance, ticket_id, ready)
+                    loop.call_soon_threadsafe(self._backend.advance, ticket_id, ready)
 
             self._copying.submit(follow).add_done_callback(_complain)
 
@@ -164,7 +164,7 @@ class KvConnector:
         """Read the KV into the allocation, see `TransferBackend.fetch`. Raises KvTransferError or DeadlineExceeded."""
         ticket = _ticket(request)
         to = Destination([_piece(piece) for piece in parcel.pieces], on_piece)
-        await fetch(self._carrier, ticket, _opaque(ticket).offer, to, FetchLimits(request.deadline, timeout_s))
+        await fetch(self._backend, ticket, _opaque(ticket).offer, to, FetchLimits(request.deadline, timeout_s))
 
     def let_go(self, ticket_id: str) -> None:
         """Ends a ticket; unknown ones are no error."""
@@ -182,7 +182,7 @@ class KvConnector:
 
     async def _withdraw(self, ticket_id: str, held: _ExportedKv) -> None:
         try:
-            await self._carrier.withdraw(ticket_id)
+            await self._backend.withdraw(ticket_id)
         except DynamoError as exc:
             _log.warning("withdrawing ticket %s: %s", ticket_id, exc)
         finally:
@@ -191,18 +191,18 @@ class KvConnector:
     @property
     def checksum_mismatches(self) -> int:
         """Return the number of fetches whose KV differed from what was sent."""
-        return self._carrier.checksums.mismatches
+        return self._backend.checksums.mismatches
 
     def check(self) -> None:
         """Raise EngineFailed when no KV can be transferred any more."""
-        self._carrier.check()
+        self._backend.check()
 
     async def aclose(self) -> None:
-        """Ends all tickets, then the carrier."""
+        """Ends all tickets, then the backend."""
         for ticket_id in list(self._held):
             self.let_go(ticket_id)
         await asyncio.gather(*self._withdrawals)
-        await self._carrier.aclose()
+        await self._backend.aclose()
         await asyncio.to_thread(self._copying.shutdown)
 
 

@@ -231,7 +231,7 @@ class Scheduler:
             job = self._waiting[0]
             is_fetched = job.request.phase is Phase.DECODE and self._staging is not None
             if is_fetched and job.parcel is None:
-                job.parcel = self._room(job, job.piece_bytes)
+                job.parcel = self._allocate(job, job.piece_bytes)
                 if job.parcel is None:
                     return
             job.blocks = self._pool.reserve(job.kv_tokens)
@@ -248,14 +248,14 @@ class Scheduler:
     def _running(self) -> int:
         return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._unstaged)
 
-    def _room(self, job: TorchSequence, piece_bytes: int) -> Allocation | None:
+    def _allocate(self, job: TorchSequence, piece_bytes: int) -> Allocation | None:
         return self._staging.take(job.prompt_tokens, piece_bytes) if self._staging is not None else None
 
     def _hand_off(self) -> None:
         """In order, while there is room: each prompt's KV is copied to where the carrier reads it."""
         while self._unstaged and self._staging is not None:
             job, first = self._unstaged[0]
-            job.parcel = self._room(job, REGION_BYTES[self._pool.device.type])
+            job.parcel = self._allocate(job, REGION_BYTES[self._pool.device.type])
             if job.parcel is None:
                 return
             self._unstaged.popleft()

@@ -45,33 +45,35 @@ def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, staged: 
     longest = min(model.context_length, args.max_seq_len or model.context_length)
     useful = args.max_batch_size * -(-longest // layout.block_tokens)
     if args.kv_cache_gib is not None:
-        room_bytes = int(args.kv_cache_gib * (1 << 30))
+        kv_memory_bytes = int(args.kv_cache_gib * (1 << 30))
     elif model.device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(model.device)
-        room_bytes = int(free_bytes * (args.free_gpu_memory_fraction or _GPU_KV_FRACTION))
+        kv_memory_bytes = int(free_bytes * (args.free_gpu_memory_fraction or _GPU_KV_FRACTION))
     else:
-        room_bytes = _CPU_KV_BYTES
-    fitting = room_bytes // block_bytes(layout)
+        kv_memory_bytes = _CPU_KV_BYTES
+    fitting = kv_memory_bytes // block_bytes(layout)
     if staged and model.device.type == "cuda":
-        fitting = _beside_staging(model, args, layout, room_bytes)
+        fitting = _beside_staging(model, args, layout, kv_memory_bytes)
     blocks = min(fitting, useful)
     if blocks < 1:
         raise ConfigError(
-            f"{room_bytes >> 20} MiB hold no KV block of {block_bytes(layout) >> 20} MiB: raise kv_cache_gib",
+            f"{kv_memory_bytes >> 20} MiB hold no KV block of {block_bytes(layout) >> 20} MiB: raise kv_cache_gib",
             field="kv_cache_gib",
         )
     return blocks
 
 
-def _beside_staging(model: LoadedModel, args: TorchArgs, layout: KvLayout, room_bytes: int) -> int:
+def _beside_staging(model: LoadedModel, args: TorchArgs, layout: KvLayout, kv_memory_bytes: int) -> int:
     """The most blocks that leave room for `staging_bytes` of them."""
     each = block_bytes(layout)
     if args.kv_staging_gib is not None:
-        return (room_bytes - int(args.kv_staging_gib * (1 << 30))) // each
+        return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
     longest = min(model.context_length, args.max_seq_len or model.context_length)
-    whole = (room_bytes - most_bytes(layout, model.windows, longest)) // each
-    short = room_bytes // (2 * each)  # of fewer tokens than the longest request: staging takes no more than the blocks
-    return min(max(whole, short), room_bytes * _STAGING_SHARE // ((_STAGING_SHARE + 1) * each))
+    whole = (kv_memory_bytes - most_bytes(layout, model.windows, longest)) // each
+    short = kv_memory_bytes // (
+        2 * each
+    )  # of fewer tokens than the longest request: staging takes no more than the blocks
+    return min(max(whole, short), kv_memory_bytes * _STAGING_SHARE // ((_STAGING_SHARE + 1) * each))
 
 
 def staging_bytes(model: LoadedModel, args: TorchArgs, layout: KvLayout, num_blocks: int, context_length: int) -> int:

@@ -1,7 +1,7 @@
-"""KV on its way: one bounded region per engine, which a carrier registers once, and copies between it and the pool.
+"""KV on its way: one bounded region per engine, which a backend registers once, and copies between it and the pool.
 
 Why a prompt's KV is copied into it as soon as prefill is done, and not offered where it lies: a scattered block list
-is thousands of rows, each of which costs a carrier 5 to 7 microseconds; a copy on the GPU runs at terabytes a second.
+is thousands of rows, each of which costs a backend 5 to 7 microseconds; a copy on the GPU runs at terabytes a second.
 And not layer by layer during prefill: the copy takes a hundredth of the prefill, and one offer per prompt stays one.
 
 All copies are queued on the device's own stream behind the step that wrote the KV, so the batcher waits for none of

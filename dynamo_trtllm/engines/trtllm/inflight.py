@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from dynamo_trtllm.engines.outputs import EngineOutput, phase_timings
-from dynamo_trtllm.engines.trtllm.output_cursor import HANDED_OVER, TrtllmOutputCursor
+from dynamo_trtllm.engines.trtllm.output_cursor import KV_PENDING, TrtllmOutputCursor
 from dynamo_trtllm.engines.trtllm.requests import TrtllmCall
 from dynamo_trtllm.errors import MigrationFailed
 from dynamo_trtllm.kv_transfer.deadlines import Deadline
@@ -146,7 +146,7 @@ class TrtllmInflightRequest:
             self.due_in(answer_s)
             while not self.finished:
                 await self._advance()
-            if self._keeps_kv and self.result.outputs[0].finish_reason in HANDED_OVER:
+            if self._keeps_kv and self.result.outputs[0].finish_reason in KV_PENDING:
                 self.abort()  # it was done before it heard of the abort: its KV would wait for a decode worker
         except TimeoutError:
             _log.warning("request %s was aborted, and TensorRT-LLM did not answer in %g s", self.request_id, answer_s)

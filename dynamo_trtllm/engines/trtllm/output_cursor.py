@@ -15,7 +15,7 @@ from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import TokenLogprob
 
 # After a context-only call both of these mean "go on to decode": the vendor forces its max_tokens to 1.
-HANDED_OVER = frozenset({"length", "not_finished"})
+KV_PENDING = frozenset({"length", "not_finished"})
 
 
 class TrtllmCompletion(Protocol):
@@ -69,15 +69,15 @@ class TrtllmOutputCursor:
     def _logprobs(self, output: TrtllmCompletion, start: int, new: list[int]) -> tuple[TokenLogprob, ...]:
         if self._alternatives is None:
             return ()
-        told = output.logprobs or ()
-        return tuple(self._logprob(told, start + n, token) for n, token in enumerate(new))
+        reported = output.logprobs or ()
+        return tuple(self._logprob(reported, start + n, token) for n, token in enumerate(new))
 
-    def _logprob(self, told: Sequence[Any], position: int, token: int) -> TokenLogprob:
+    def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
         if position < len(self._first):
             return self._first[position]
         index = position - self._untold
-        if 0 <= index < len(told):
-            return token_logprob(token, told[index], self._alternatives or 0)
+        if 0 <= index < len(reported):
+            return token_logprob(token, reported[index], self._alternatives or 0)
         if token in self._stop_ids:
             return TokenLogprob(token, -math.inf)  # cut off together with its entry: it is not known
         raise RequestRejected("TensorRT-LLM gave no log-probability for a token; ask without", field="logprobs")
@@ -87,12 +87,12 @@ def token_logprob(token: int, entry: Any, alternatives: int) -> TokenLogprob:
     """One token's entry: a mapping of token id to an object with `logprob`, or the bare number."""
     if not isinstance(entry, Mapping):
         return TokenLogprob(token, float(entry))
-    values = {int(each): _value(told) for each, told in entry.items()}
+    values = {int(each): _value(reported) for each, reported in entry.items()}
     if token not in values:
         raise RequestRejected("TensorRT-LLM gave no log-probability for a token; ask without", field="logprobs")
     likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
     return TokenLogprob(token, values[token], tuple(likeliest))
 
 
-def _value(told: Any) -> float:
-    return float(told) if isinstance(told, (int, float)) else float(told.logprob)
+def _value(reported: Any) -> float:
+    return float(reported) if isinstance(reported, (int, float)) else float(reported.logprob)

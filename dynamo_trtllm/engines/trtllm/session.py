@@ -18,7 +18,7 @@ from dynamo_trtllm.engines.pending_transfers import TransferIdentity, ticket_of
 from dynamo_trtllm.engines.trtllm import transfer_params as wire
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
 from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS, TrtllmInflightRequest, VendorError
-from dynamo_trtllm.engines.trtllm.output_cursor import HANDED_OVER, TrtllmOutputCursor
+from dynamo_trtllm.engines.trtllm.output_cursor import KV_PENDING, TrtllmOutputCursor
 from dynamo_trtllm.engines.trtllm.requests import TrtllmCall, TrtllmModelLimits, build_call
 from dynamo_trtllm.engines.trtllm.stats import StatsPoller
 from dynamo_trtllm.engines.trtllm.transfers import TrtllmTransfers
@@ -49,7 +49,9 @@ class TrtllmSession:
         self._llm = llm
         self._rules = rules
         self._times = times
-        self._desk = TrtllmTransfers(terms, vendor.capabilities, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._transfers = TrtllmTransfers(
+            terms, vendor.capabilities, ttl_s=times.ticket_ttl_s, on_change=self._note_idle
+        )
         self._polled = StatsPoller(llm.get_stats)
         self._stall_s = max(_STALL_S, 2 * times.ticket_ttl_s)
         self._failed: EngineFailed | None = None
@@ -89,7 +91,7 @@ class TrtllmSession:
             self._failed = EngineFailed(why)
             for flight in self._flights:
                 flight.interrupt()
-            self._desk.close()  # the KV is gone with the executor
+            self._transfers.close()  # the KV is gone with the executor
         return EngineFailed(self._failed.message)
 
     async def drain(self) -> None:
@@ -127,14 +129,14 @@ class TrtllmSession:
 
     def _disagg(self, request: GenerateRequest, call: TrtllmCall) -> dict[str, Any] | None:
         if call.hands_over:
-            return self._desk.context_params()
+            return self._transfers.context_params()
         if request.phase is Phase.DECODE:
             ticket = ticket_of(request)
             if call.max_tokens <= len(ticket.first_token_ids):
                 raise RequestRejected(
                     f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode"
                 )
-            return self._desk.redeem(request, self._vendor.logprob)
+            return self._transfers.redeem(request, self._vendor.logprob)
         return None
 
     def _submit(
@@ -167,7 +169,7 @@ class TrtllmSession:
     async def _context_only(self, request: GenerateRequest, call: TrtllmCall, flight: TrtllmInflightRequest) -> Chunk:
         """The terminal chunk of a prefill leg. A first token that ends the answer leaves no KV behind."""
         step = await self._step(request, flight)
-        if step.finish not in HANDED_OVER:
+        if step.finish not in KV_PENDING:
             return self._chunk(request, flight, step)
         if step.token_ids and step.token_ids[-1] in call.stop_ids:
             flight.abort()  # the vendor thinks that a decode worker will come
@@ -175,14 +177,14 @@ class TrtllmSession:
                 request, flight, EngineOutput(token_ids=step.token_ids, logprobs=step.logprobs, finish="stop")
             )
         try:
-            params = self._handed_over(flight)
-            ticket = self._desk.hand_out(request, params, step.logprobs, flight.abort)
+            params = self._transferred(flight)
+            ticket = self._transfers.hand_out(request, params, step.logprobs, flight.abort)
         except DynamoError:
             flight.abort()
             raise
         return transfer_chunk(ticket, self._stats_of(flight))
 
-    def _handed_over(self, flight: TrtllmInflightRequest) -> dict[str, Any]:
+    def _transferred(self, flight: TrtllmInflightRequest) -> dict[str, Any]:
         params = flight.result.outputs[0].disaggregated_params
         if params is None:
             raise RequestRejected(
@@ -252,7 +254,7 @@ class TrtllmSession:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._flights or len(self._desk):
+        if self._flights or len(self._transfers):
             self._idle.clear()
         else:
             self._idle.set()
@@ -261,14 +263,14 @@ class TrtllmSession:
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """Redeemed is bookkeeping: the vendor frees the KV itself, and does not tell."""
-        self._desk.let_go(ticket_id, outcome)
+        self._transfers.let_go(ticket_id, outcome)
 
     def stats(self) -> EngineStats:
         """The vendor tells of iterations, and an idle engine has none: its last row may be old."""
         counts, calls = self._polled.counts, len(self._flights)
-        if not calls and not len(self._desk):
+        if not calls and not len(self._transfers):
             counts = counts._replace(kv_blocks_used=0)
-        return engine_stats(counts, calls, self._desk)
+        return engine_stats(counts, calls, self._transfers)
 
 
 def _broken(request: GenerateRequest, flight: TrtllmInflightRequest, step: EngineOutput) -> DynamoError:

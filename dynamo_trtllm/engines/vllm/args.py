@@ -32,7 +32,7 @@ FLAGS: Mapping[str, str] = {
 }
 
 # Names that people bring along from the other engine, and what they are here.
-_ELSEWHERE = {
+_RESERVED = {
     "moe_expert_parallel_size": "--expert-parallel-size, or enable_expert_parallel",
     "enable_attention_dp": "data_parallel_size",
     "max_num_tokens": "max_num_batched_tokens",
@@ -163,9 +163,9 @@ def _check(layer: Source) -> None:
     leaves = layers.merge([layer]).leaves
     for key in leaves:
         root = key.partition(".")[0]
-        if root in _ELSEWHERE and manifest.find(root) is None:
+        if root in _RESERVED and manifest.find(root) is None:
             raise ConfigError(
-                f"{layer.source}: {root} is of the trtllm engine; with vLLM it is {_ELSEWHERE[root]}", field=root
+                f"{layer.source}: {root} is of the trtllm engine; with vLLM it is {_RESERVED[root]}", field=root
             )
     for key, leaf in leaves.items():
         for name, cure in _OURS.items():

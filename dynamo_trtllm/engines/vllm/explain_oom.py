@@ -25,11 +25,11 @@ def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll
     for number, ((was, total), (now, _)) in enumerate(zip(before[:ranks], after[:ranks], strict=False)):
         free = max(was, now)
         if free < share * total:
-            return _told(number, free, total, share)
+            return _explanation(number, free, total, share)
     return None
 
 
-def _told(number: int, free: int, total: int, share: float) -> str:
+def _explanation(number: int, free: int, total: int, share: float) -> str:
     fits = math.floor(100 * free / total) / 100
     cure = f", or give --free-gpu-memory-fraction {fits:g}, if weights and KV fit that" if fits else ""
     return (

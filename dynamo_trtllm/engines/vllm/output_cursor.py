@@ -45,21 +45,21 @@ class VllmOutputCursor:
 
     def _with_first(self, tokens: list[int], logprobs: tuple[TokenLogprob, ...]) -> tuple[TokenLogprob, ...]:
         """The prefill engine's for the first token, unless this engine has made another one of it."""
-        told = self._first_logprobs
-        if self._alternatives is None or not told or not tokens or told[0].token_id != tokens[0]:
+        reported = self._first_logprobs
+        if self._alternatives is None or not reported or not tokens or reported[0].token_id != tokens[0]:
             return logprobs
-        return (told[0], *logprobs[0 if self._first else 1 :])
+        return (reported[0], *logprobs[0 if self._first else 1 :])
 
-    def _logprobs(self, tokens: list[int], told: Sequence[Any]) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, tokens: list[int], reported: Sequence[Any]) -> tuple[TokenLogprob, ...]:
         if self._alternatives is None:
             return ()
-        if len(told) < len(tokens):
+        if len(reported) < len(tokens):
             raise RequestRejected("vLLM gave no log-probability for a token; ask without", field="logprobs")
-        return tuple(token_logprob(token, told[n], self._alternatives) for n, token in enumerate(tokens))
+        return tuple(token_logprob(token, reported[n], self._alternatives) for n, token in enumerate(tokens))
 
 
 def token_logprob(token: int, entry: Mapping[int, Any], alternatives: int) -> TokenLogprob:
     """One token's entry: token id to an object with `logprob`, the chosen one among the likeliest or behind them."""
-    values = {int(each): float(told.logprob) for each, told in entry.items()}
+    values = {int(each): float(reported.logprob) for each, reported in entry.items()}
     likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
     return TokenLogprob(token, values[token], tuple(likeliest))

@@ -54,7 +54,7 @@ class VllmSession:
         self._llm = llm
         self._rules = rules
         self._times = times
-        self._desk = VllmTransfers(terms, vendor.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._transfers = VllmTransfers(terms, vendor.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
         self._reclaimer = KvReleaser(self._release_kv)
         self._failed: EngineFailed | None = None
         self._flights: set[VllmInflightRequest] = set()
@@ -85,7 +85,7 @@ class VllmSession:
             failed = self._failed = EngineFailed(why)
             for flight in list(self._flights):
                 flight.give_up(lambda: EngineFailed(failed.message))
-            self._desk.close()  # the KV is gone with the engine
+            self._transfers.close()  # the KV is gone with the engine
         return EngineFailed(self._failed.message)
 
     async def drain(self) -> None:
@@ -104,7 +104,7 @@ class VllmSession:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """See `Engine.generate`. Closed early, the call is aborted."""
         self.check()
-        redeemed = self._desk.redeem(request) if request.phase is Phase.DECODE else None
+        redeemed = self._transfers.redeem(request) if request.phase is Phase.DECODE else None
         call = build_call(request, self._rules, redeemed)
         flight = self._flight(request)
         reader = VllmOutputCursor(
@@ -112,7 +112,7 @@ class VllmSession:
             first=call.first,
             first_logprobs=() if request.ticket is None else request.ticket.first_logprobs,
         )
-        handed_out = False
+        is_exported = False
         try:
             async with aclosing(self._outputs(call, flight)) as outputs:
                 async for output in outputs:
@@ -120,7 +120,7 @@ class VllmSession:
                     self._note_started(request, flight)
                     if call.hands_over and step.finish == "length":
                         chunk = self._hand_out(request, call, flight, output, step)
-                        handed_out = True
+                        is_exported = True
                     elif step.finish is None and not step.token_ids:
                         continue
                     else:
@@ -130,7 +130,7 @@ class VllmSession:
                         return
             raise self._unfinished(request, flight)
         finally:
-            if call.hands_over and not handed_out and self._failed is None:
+            if call.hands_over and not is_exported and self._failed is None:
                 self._reclaimer.post(flight.call_id)
             self._land(flight)
 
@@ -209,7 +209,7 @@ class VllmSession:
     ) -> Chunk:
         """The terminal chunk of a prefill leg."""
         expires_at = time.monotonic() + self._times.ticket_ttl_s
-        ticket = self._desk.hand_out(
+        ticket = self._transfers.hand_out(
             request,
             output.kv_transfer_params,
             step,
@@ -254,7 +254,7 @@ class VllmSession:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._flights or len(self._desk):
+        if self._flights or len(self._transfers):
             self._idle.clear()
         else:
             self._idle.set()
@@ -263,11 +263,11 @@ class VllmSession:
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """Redeemed is bookkeeping: the decode engine's connector has told this one's, which frees the KV itself."""
-        self._desk.let_go(ticket_id, outcome)
+        self._transfers.let_go(ticket_id, outcome)
 
     def stats(self, counts: Counts) -> EngineStats:
         """`counts`: of the engine's last step."""
-        return engine_stats(counts, len(self._flights), self._desk)
+        return engine_stats(counts, len(self._flights), self._transfers)
 
 
 def _stats(flight: VllmInflightRequest, output: Any) -> PhaseTimings:

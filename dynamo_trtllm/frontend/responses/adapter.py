@@ -29,9 +29,9 @@ class ResponsesAdapter:
     body = ResponseRequest
     prompt = frozenset({"input"})
 
-    def __init__(self, shelf: ResponseStore) -> None:
-        self._shelf = shelf
-        self.id_prefix = shelf.id_prefix
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+        self.id_prefix = store.id_prefix
         self.making: WeakValueDictionary[str, ResponseBuilder] = WeakValueDictionary()
 
     async def plan(
@@ -40,7 +40,7 @@ class ResponsesAdapter:
         """Raises ResponseNotFound when the request refers to a response that is not stored, InvalidRequest when the
         conversation is too long to be stored."""
         items: list[Item] = []
-        references = References(self._shelf)
+        references = References(self._store)
         if body.previous_response_id is not None:
             items += await references.conversation(body.previous_response_id, "previous_response_id")
         items += await _own(body.input, references)
@@ -50,10 +50,10 @@ class ResponsesAdapter:
                 f"the conversation has {size} characters with all that input refers to; at most {MAX_TEXT} are allowed",
                 field="input",
             )
-        if body.store and size + len(body.instructions or "") > self._shelf.max_bytes:
+        if body.store and size + len(body.instructions or "") > self._store.max_bytes:
             raise InvalidRequest(
                 f"store is true, and the conversation has {size} characters: a stored response may have at most "
-                f"{self._shelf.max_bytes} bytes of conversation (--response-store-entry-bytes); send store: false",
+                f"{self._store.max_bytes} bytes of conversation (--response-store-entry-bytes); send store: false",
                 field="store",
             )
         if off_loop or size > THREAD_CHARS:
@@ -70,10 +70,10 @@ class ResponsesAdapter:
         assert isinstance(answer, ResponseSseEncoder | ResponseAggregator)
         made = answer.answer
         if made.packed is not None:
-            await self._shelf.keep(made.id, made.packed, made.client)
+            await self._store.keep(made.id, made.packed, made.client)
 
     def _answer(self, job: PreparedRequest[ResponseRequest]) -> ResponseBuilder:
-        answer = self.making[job.heading.id] = ResponseBuilder(job, self._shelf.max_bytes)
+        answer = self.making[job.heading.id] = ResponseBuilder(job, self._store.max_bytes)
         return answer
 
 

@@ -38,7 +38,7 @@ class EventTemplate:
 
     def __init__(self, event: Event) -> None:
         self.event = event
-        self.spelled = formatted_head(event) + orjson.dumps(event)[:-1] + b',"delta":'
+        self.prefix = formatted_head(event) + orjson.dumps(event)[:-1] + b',"delta":'
 
 
 def formatted_head(event: Event) -> bytes:
@@ -46,7 +46,7 @@ def formatted_head(event: Event) -> bytes:
     return b"event: " + kind.encode() + b"\ndata: "
 
 
-Told: TypeAlias = Event | TextDelta
+OutputEvent: TypeAlias = Event | TextDelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class _TextItem:
         yield _event("output_item.added", self._index, item=empty)
         yield self._event("content_part.added", part=self._part(""))
 
-    def text(self, text: str, logprobs: list[dict[str, Any]]) -> Told:
+    def text(self, text: str, logprobs: list[dict[str, Any]]) -> OutputEvent:
         self._texts.append(text)
         growth = TextDelta(self._around, text)
         if not logprobs:
@@ -157,8 +157,8 @@ class OutputBuilder:
         self._open: _TextItem | _CallItem | None = None
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
 
-    def push(self, piece: ChoiceDelta) -> list[Told]:
-        events: list[Told] = []
+    def push(self, piece: ChoiceDelta) -> list[OutputEvent]:
+        events: list[OutputEvent] = []
         if piece.reasoning:
             events += self._text(_REASONING, piece.reasoning)
         if piece.logprobs:
@@ -169,7 +169,7 @@ class OutputBuilder:
             events += self._call(call)
         return events
 
-    def finish(self, status: str) -> list[Told]:
+    def finish(self, status: str) -> list[OutputEvent]:
         """Closes the open item: "completed", or "incomplete" when it was cut short."""
         return self._close(status)
 
@@ -177,7 +177,7 @@ class OutputBuilder:
         """All items so far; one that is still open has this status."""
         return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
 
-    def _text(self, kind: _TextKind, text: str) -> list[Told]:
+    def _text(self, kind: _TextKind, text: str) -> list[OutputEvent]:
         opened, events = self._open, []
         if not isinstance(opened, _TextItem) or opened.kind is not kind:
             events = self._close("completed")
@@ -187,7 +187,7 @@ class OutputBuilder:
         events.append(opened.text(text, self._take_logprobs() if kind.has_logprobs else []))
         return events
 
-    def _call(self, delta: ToolCallDelta) -> list[Told]:
+    def _call(self, delta: ToolCallDelta) -> list[OutputEvent]:
         events = []
         if delta.name is not None:
             events = self._close("completed")
@@ -198,10 +198,10 @@ class OutputBuilder:
             events.append(self._open.arguments(delta.arguments))
         return events
 
-    def _close(self, status: str) -> list[Told]:
+    def _close(self, status: str) -> list[OutputEvent]:
         if self._open is None:
             return []
-        events: list[Told] = []
+        events: list[OutputEvent] = []
         if self._logprobs and isinstance(self._open, _TextItem) and self._open.kind is _MESSAGE:
             events.append(self._open.text("", self._take_logprobs()))
         closing = list(self._open.closing(status))

@@ -38,9 +38,9 @@ def prepare_turn(
 
 def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
     """Instructions are of this turn only, and come before everything."""
-    told = [Message(role="system", content=body.instructions)] if body.instructions else []
+    system = [Message(role="system", content=body.instructions)] if body.instructions else []
     return Conversation(
-        messages=(*told, *messages_of(items)),
+        messages=(*system, *messages_of(items)),
         tools=tuple(
             Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in body.tools
         ),

@@ -13,7 +13,7 @@ from dynamo_trtllm.errors import Cancelled, CapacityError, DynamoError, RequestE
 from dynamo_trtllm.frontend.api_adapter import PreparedRequest, Stats
 from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.frontend.responses.items import Item, named
-from dynamo_trtllm.frontend.responses.output_builder import OutputBuilder, TextDelta, Told, formatted_head
+from dynamo_trtllm.frontend.responses.output_builder import OutputBuilder, OutputEvent, TextDelta, formatted_head
 from dynamo_trtllm.frontend.responses.plan import ResponsePlan
 from dynamo_trtllm.frontend.responses.response_store import StoredResponse
 
@@ -34,7 +34,7 @@ class ResponseBuilder:
         self.final: dict[str, Any] | None = None  # what was answered, once it is complete
         self.packed: bytes | None = None  # the response as it is stored; None: it is not stored
 
-    def push(self, piece: ChoiceDelta) -> list[Told]:
+    def push(self, piece: ChoiceDelta) -> list[OutputEvent]:
         self._finish = piece.finish or self._finish
         return self.transcript.push(piece)
 
@@ -47,10 +47,10 @@ class ResponseBuilder:
         return self._base | {"status": "cancelled", "output": self.transcript.items("incomplete")}
 
     def failed(self, error: DynamoError) -> dict[str, Any]:
-        told = {"code": _error_code(error), "message": error.message}
-        return self._base | {"status": "failed", "error": told, "output": self.transcript.items("incomplete")}
+        event = {"code": _error_code(error), "message": error.message}
+        return self._base | {"status": "failed", "error": event, "output": self.transcript.items("incomplete")}
 
-    def close(self, usage: Usage, stats: Stats | None) -> list[Told]:
+    def close(self, usage: Usage, stats: Stats | None) -> list[OutputEvent]:
         """Events of the end of the last item; `final` is set."""
         cut = self._finish == "length"
         events = self.transcript.finish("incomplete" if cut else "completed")
@@ -90,17 +90,17 @@ class ResponseSseEncoder:
     def opening(self) -> bytes:
         response = orjson.Fragment(orjson.dumps(self.answer.in_progress()))
         kinds = ("response.created", "response.in_progress")
-        return b"".join(self._spelled({"type": kind, "response": response}) for kind in kinds)
+        return b"".join(self._encoded({"type": kind, "response": response}) for kind in kinds)
 
     def piece(self, piece: ChoiceDelta) -> bytes:
-        return b"".join(map(self._spelled, self.answer.push(piece)))
+        return b"".join(map(self._encoded, self.answer.push(piece)))
 
     def closing(self, usage: Usage, stats: Stats | None) -> bytes:
         events = self.answer.close(usage, stats)
         final = self.answer.final
         assert final is not None
         events.append({"type": f"response.{final['status']}", "response": final})
-        return b"".join(map(self._spelled, events))
+        return b"".join(map(self._encoded, events))
 
     def failure(self, error: DynamoError) -> bytes:
         """There is no event for a cancelled response: it is an incomplete one whose status says so."""
@@ -110,15 +110,15 @@ class ResponseSseEncoder:
         else:
             events.append({"type": "error", "code": error.code, "message": error.message, "param": error.field})
             events.append({"type": "response.failed", "response": self.answer.failed(error)})
-        return b"".join(map(self._spelled, events))
+        return b"".join(map(self._encoded, events))
 
-    def _spelled(self, told: Told) -> bytes:
+    def _encoded(self, event: OutputEvent) -> bytes:
         number = self._next
         self._next += 1
-        if isinstance(told, TextDelta):
-            return told.around.spelled + orjson.dumps(told.text) + b',"sequence_number":%d}\n\n' % number
-        told["sequence_number"] = number
-        return formatted_head(told) + orjson.dumps(told) + b"\n\n"
+        if isinstance(event, TextDelta):
+            return event.around.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
+        event["sequence_number"] = number
+        return formatted_head(event) + orjson.dumps(event) + b"\n\n"
 
 
 class ResponseAggregator:

@@ -211,8 +211,8 @@ class References:
     """The stored responses that one request refers to. Each is read once, however many references it has. Their total
     size is limited: a reference is short, but its response may be long."""
 
-    def __init__(self, shelf: ResponseStore) -> None:
-        self._shelf = shelf
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
         self._read: dict[str, _Conversation] = {}  # by the response's id
         self._bytes_left = MAX_REFERRED_BYTES
 
@@ -232,7 +232,7 @@ class References:
 
     async def _conversation(self, response_id: str, field: str) -> _Conversation:
         if response_id not in self._read:
-            data = await self._shelf.read(response_id, field)
+            data = await self._store.read(response_id, field)
             self._bytes_left -= len(data)
             if self._bytes_left < 0:
                 raise InvalidRequest(

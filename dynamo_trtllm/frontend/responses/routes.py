@@ -24,27 +24,27 @@ DEFAULT_LIMIT: Final = 20
 MAX_LIMIT: Final = 100
 
 
-def response_routes(responses: ResponsesAdapter, shelf: ResponseStore, running: InFlight) -> list[Route]:
+def response_routes(responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> list[Route]:
     """All below `/v1/responses/`."""
-    made = ResponseRoutes(responses, shelf, running)
+    made = ResponseRoutes(responses, store, running)
     path = "/v1/responses/{id}"
     return [
-        Route(path, _told(made.retrieve), methods=["GET"]),
-        Route(path, _told(made.delete), methods=["DELETE"]),
-        Route(f"{path}/cancel", _told(made.cancel), methods=["POST"]),
-        Route(f"{path}/input_items", _told(made.input_items), methods=["GET"]),
+        Route(path, _with_errors(made.retrieve), methods=["GET"]),
+        Route(path, _with_errors(made.delete), methods=["DELETE"]),
+        Route(f"{path}/cancel", _with_errors(made.cancel), methods=["POST"]),
+        Route(f"{path}/input_items", _with_errors(made.input_items), methods=["GET"]),
     ]
 
 
-def _told(endpoint: Endpoint) -> Endpoint:
+def _with_errors(endpoint: Endpoint) -> Endpoint:
     """The endpoint with its errors answered."""
 
     async def answered(request: Request) -> Response:
         try:
             return await endpoint(request)
         except DynamoError as error:
-            told = to_response(error)
-            return _json(told.body, told.status, told.headers)
+            response = to_response(error)
+            return _json(response.body, response.status, response.headers)
 
     return answered
 
@@ -56,9 +56,9 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 class ResponseRoutes:
     """One method per endpoint. What runs is known to the frontend that makes it, what is kept to all that share."""
 
-    def __init__(self, responses: ResponsesAdapter, shelf: ResponseStore, running: InFlight) -> None:
+    def __init__(self, responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> None:
         self._responses = responses
-        self._shelf = shelf
+        self._store = store
         self._running = running
 
     async def retrieve(self, request: Request) -> Response:
@@ -70,7 +70,7 @@ class ResponseRoutes:
         making = self._made_now(request)
         if making is not None and making.stored:
             return _json(making.in_progress())
-        return _json((await self._shelf.find(_id(request))).response)
+        return _json((await self._store.find(_id(request))).response)
 
     async def input_items(self, request: Request) -> Response:
         _check_query(request, "limit", "order", "after", "include", "include[]")
@@ -78,24 +78,24 @@ class ResponseRoutes:
         if making is not None and making.stored:
             items = making.input_items()
         else:
-            items = (await self._shelf.find(_id(request))).items
+            items = (await self._store.find(_id(request))).items
         return _json(_page(items, request))
 
     async def delete(self, request: Request) -> Response:
         response_id = _id(request)
         if self._made_now(request) is not None:
             raise InvalidRequest(f"response {response_id!r} is still being made; cancel it first")
-        await self._shelf.drop(response_id)
+        await self._store.drop(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Ends one that is being made, both legs; one that has ended is answered as it is."""
         making = self._made_now(request)
         if making is None or not self._running.cancel(making.id):
-            return _json((await self._shelf.find(_id(request))).response)
+            return _json((await self._store.find(_id(request))).response)
         response = making.cancelled()
         if (packed := making.pack(response)) is not None:
-            await self._shelf.keep(making.id, packed, making.client)
+            await self._store.keep(making.id, packed, making.client)
         return _json(response)
 
     def _made_now(self, request: Request) -> ResponseBuilder | None:

@@ -1,4 +1,4 @@
-"""The carrier itself: offers on one thread of registrations, fetches on another, one that listens for readers."""
+"""The backend itself: offers on one thread of registrations, fetches on another, one that listens for readers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class NixlBackend:
 
     def _require_running(self, wanted: str) -> None:
         if self._vendor.agent is None or self._closing:
-            raise TransferFailed(f"carrier nixl is not running; start it before it {wanted}")
+            raise TransferFailed(f"backend nixl is not running; start it before it {wanted}")
 
     async def register(self, region: MemoryRegion) -> None:
         self._require_running("registers memory")
@@ -99,13 +99,13 @@ class NixlBackend:
         if in_region:
             offer = self._describe(ticket_id, slot, nonce, pieces)
         else:
-            offer = await self._describe_elsewhere(ticket_id, slot, nonce, tuple(pieces))
+            offer = await self._describe_on_thread(ticket_id, slot, nonce, tuple(pieces))
         self._begin_checksum(ticket_id, pieces)
         with self._wake:
             self._wake.notify()
         return offer
 
-    async def _describe_elsewhere(
+    async def _describe_on_thread(
         self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[MemoryRegion]
     ) -> bytes:
         describing = self._registering.submit(self._describe, ticket_id, slot, nonce, pieces)
@@ -213,7 +213,7 @@ class NixlBackend:
                 use_devices([region.piece for region in self._vendor.regions])
                 self._vendor.progress()
             except self._vendor.errors:
-                _log.warning("carrier nixl: making progress failed", exc_info=True)
+                _log.warning("backend nixl: making progress failed", exc_info=True)
             read = [ticket_id for ticket_id, held in list(self._offers.items()) if self._guards.was_read(held.slot)]
             wait_s = shortest_s if woken or read else min(2 * wait_s, longest_s)
             if read:
@@ -240,7 +240,7 @@ class NixlBackend:
         try:
             facts = codec.decode(offer, NixlOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of carrier {self.name}") from exc
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of backend {self.name}") from exc
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         self._require_running("fetches")
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)

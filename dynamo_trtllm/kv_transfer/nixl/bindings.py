@@ -65,7 +65,7 @@ class NixlBindings:
             from nixl import _api as api
             from nixl import _bindings as bindings
         except ImportError as exc:
-            raise ConfigError(f"carrier nixl: {exc}; {install_hint('nixl')}") from exc
+            raise ConfigError(f"backend nixl: {exc}; {install_hint('nixl')}") from exc
         self._api: Any = api
         self.errors = _error_classes(bindings)
         self.agent: Any = None  # moves what is offered
@@ -74,7 +74,7 @@ class NixlBindings:
 
     def open(self, name: str, guards: ValiditySlots) -> tuple[bytes, bytes]:
         """Makes the agents; how others reach them. Raises ConfigError when their UCX back end does not start."""
-        # Its progress thread spins on a whole core for as long as the agent lives (seen with 1.5.1): the carrier's
+        # Its progress thread spins on a whole core for as long as the agent lives (seen with 1.5.1): the backend's
         # listener and the readers' polling make progress instead.
         sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync)
@@ -86,7 +86,7 @@ class NixlBindings:
             page = guard_agent.register_memory([(guards.address, guards.num_bytes, 0, "")], "DRAM")
             guard_connection: bytes = guard_agent.get_partial_agent_metadata(page, True, _BACKENDS)
         except self.errors as exc:
-            raise ConfigError(f"carrier nixl can't start its UCX back end: {exc!r}; choose carrier tcp") from exc
+            raise ConfigError(f"backend nixl can't start its UCX back end: {exc!r}; choose backend tcp") from exc
         self.agent, self.guard_agent = agent, guard_agent
         return connection, guard_connection
 
@@ -137,7 +137,7 @@ def kind_of(pieces: Sequence[MemoryRegion]) -> str:
     """Raises TransferFailed for memory that NIXL can't move, or for several kinds in one transfer."""
     kinds = {piece.device.partition(":")[0] for piece in pieces}
     if not kinds <= {"cpu", "cuda"} or len(kinds) > 1:
-        raise TransferFailed(f"carrier nixl moves CPU or CUDA pieces, one kind per transfer, not {sorted(kinds)}")
+        raise TransferFailed(f"backend nixl moves CPU or CUDA pieces, one kind per transfer, not {sorted(kinds)}")
     return "VRAM" if kinds == {"cuda"} else "DRAM"
 
 

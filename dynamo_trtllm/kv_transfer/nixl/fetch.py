@@ -56,7 +56,7 @@ class _XferHandle(NamedTuple):
 
 
 class FetchDriver:
-    """Fetches of one carrier; steps of all of them are taken on one thread."""
+    """Fetches of one backend; steps of all of them are taken on one thread."""
 
     def __init__(self, vendor: NixlBindings, guards: ValiditySlots, checksums: Checksums) -> None:
         self._vendor = vendor

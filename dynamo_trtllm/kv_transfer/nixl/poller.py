@@ -1,4 +1,4 @@
-"""One thread that moves all fetches of a carrier a step at a time: threads that poll NIXL take it from each other.
+"""One thread that moves all fetches of a backend a step at a time: threads that poll NIXL take it from each other.
 
 Knows nothing of what a step does. A fetch is a generator that yields, whenever others may have their turn, for how
 many seconds it has waited.

@@ -1,4 +1,4 @@
-"""The guards of offers: one page of slots that readers look at, over the same carrier as the data.
+"""The guards of offers: one page of slots that readers look at, over the same backend as the data.
 
 A slot holds 16 random bytes, which are wiped when its offer is withdrawn, then the number of pieces that hold their
 data, and the checksum of all pieces once it is known. Readers without checksums read only the part before it.
@@ -44,7 +44,7 @@ class ValiditySlots:
     def take(self) -> int:
         """A free slot. Raises TransferFailed when there is none."""
         if not self.free:
-            raise TransferFailed(f"carrier nixl has {SLOTS} offers and fetches open; withdraw some")
+            raise TransferFailed(f"backend nixl has {SLOTS} offers and fetches open; withdraw some")
         return self.free.pop()
 
     def give_back(self, slot: int) -> None:

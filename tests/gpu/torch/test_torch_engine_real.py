@@ -22,7 +22,7 @@ def make_on(site: Site, folder: Path, role: Role, number: int = 0, **args: Any) 
     chosen = site.engine_args(**args)
     if site.gpus:
         chosen["device"] = f"cuda:{number % site.gpus}"
-    return make("torch", folder, role, carrier="tcp", **chosen)
+    return make("torch", folder, role, backend="tcp", **chosen)
 
 
 async def check_nothing_staged(engine: Any) -> None:
@@ -109,7 +109,7 @@ async def test_prefill_when_cancelled_before_its_ticket_then_staging_is_free(sit
             await asyncio.sleep(0.02)
             leg.cancel()
             await asyncio.gather(leg, return_exceptions=True)
-        for ticket_id in list(prefill._desk._held):  # type: ignore[attr-defined]
-            prefill._desk.let_go(ticket_id)  # type: ignore[attr-defined]
+        for ticket_id in list(prefill._kv_connector._held):  # type: ignore[attr-defined]
+            prefill._kv_connector.let_go(ticket_id)  # type: ignore[attr-defined]
         await check_nothing_left(prefill)
         await check_nothing_staged(prefill)

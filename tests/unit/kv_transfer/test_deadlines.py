@@ -70,11 +70,11 @@ def within(deadline_in_s: float, timeout_s: float) -> FetchLimits:
 async def test_fetch_when_time_is_over_then_the_error_is_of_what_came_first(
     deadline_s: float, expiry_s: float, timeout_s: float, error: type[DynamoError], said: str
 ) -> None:
-    carrier = Slow(TransferTimeout("late"))
+    backend = Slow(TransferTimeout("late"))
     with pytest.raises(error, match=said) as caught:
-        await fetch(carrier, ticket(expiry_s), b"", Destination([]), within(deadline_s, timeout_s))
+        await fetch(backend, ticket(expiry_s), b"", Destination([]), within(deadline_s, timeout_s))
     assert type(caught.value) is error
-    assert 0.5 < carrier.given_s <= 1
+    assert 0.5 < backend.given_s <= 1
 
 
 async def test_fetch_when_it_fails_otherwise_then_that_is_told() -> None:
@@ -83,19 +83,19 @@ async def test_fetch_when_it_fails_otherwise_then_that_is_told() -> None:
 
 
 async def test_fetch_when_all_is_well_then_the_carrier_had_the_time_that_was_left() -> None:
-    carrier = Slow()
-    await fetch(carrier, ticket(9), b"", Destination([]), within(9, 3))
-    assert carrier.given_s == 3
+    backend = Slow()
+    await fetch(backend, ticket(9), b"", Destination([]), within(9, 3))
+    assert backend.given_s == 3
 
 
 @pytest.mark.parametrize(("deadline_s", "expiry_s", "error"), [(-1, 9, DeadlineExceeded), (9, -1, TransferExpired)])
 async def test_fetch_when_no_time_is_left_then_the_carrier_is_not_asked(
     deadline_s: float, expiry_s: float, error: type[DynamoError]
 ) -> None:
-    carrier = Slow()
+    backend = Slow()
     with pytest.raises(error):
-        await fetch(carrier, ticket(expiry_s), b"", Destination([]), within(deadline_s, 9))
-    assert carrier.given_s == 0
+        await fetch(backend, ticket(expiry_s), b"", Destination([]), within(deadline_s, 9))
+    assert backend.given_s == 0
 
 
 def test_bound_when_the_clock_of_the_prefill_host_is_behind_then_no_time_is_left() -> None:

@@ -50,8 +50,8 @@ def test_itl_when_tokens_come_together_then_each_counts():
 
 def test_legs_when_observed_then_only_phases_that_ran_are_counted_and_kv_once():
     metrics = FrontendMetrics()
-    metrics.observe_leg(model="m", stats=PhaseTimings(queue_s=0.1, prefill_s=0.2, kv_bytes=100, transport="nixl/ucx"))
-    metrics.observe_leg(
+    metrics.observe_call(model="m", stats=PhaseTimings(queue_s=0.1, prefill_s=0.2, kv_bytes=100, transport="nixl/ucx"))
+    metrics.observe_call(
         model="m", stats=PhaseTimings(handoff_s=0.3, decode_wait_s=0.4, kv_bytes=100, transport="nixl/ucx")
     )
     found = samples(metrics.render())
@@ -72,7 +72,7 @@ def test_tokens_and_first_token_when_observed_then_they_are_counted_by_model():
 
 def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
     metrics = WorkerMetrics()
-    metrics.leg_finished(phase="prefill", code="ok", output_tokens=1)
+    metrics.call_finished(phase="prefill", code="ok", output_tokens=1)
     engine = SimpleNamespace(
         running=1,
         waiting=2,
@@ -93,5 +93,5 @@ def test_worker_when_an_engine_is_given_then_its_numbers_are_shown_and_kept():
 
 def test_registries_when_two_are_made_then_they_do_not_share_numbers():
     one, two = WorkerMetrics(), WorkerMetrics()
-    one.leg_finished(phase="decode", code="ok", output_tokens=9)
+    one.call_finished(phase="decode", code="ok", output_tokens=9)
     assert ("output_tokens_total", (("phase", "decode"),)) not in samples(two.render())

@@ -35,9 +35,9 @@ def test_merged_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
 
 def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one_process() -> None:
     ledger = MetricsAggregator()
-    ledger.told("frontend-1", (counter(3), gauge(1), memory(100)))
-    ledger.told("frontend-2", (counter(4), gauge(2), memory(200)))
-    ledger.told("frontend-2", (counter(5), gauge(0), memory(300)))
+    ledger.update("frontend-1", (counter(3), gauge(1), memory(100)))
+    ledger.update("frontend-2", (counter(4), gauge(2), memory(200)))
+    ledger.update("frontend-2", (counter(5), gauge(0), memory(300)))
     assert values(ledger.whole()) == {
         "requests_total": 8,
         "inflight": 1,
@@ -48,11 +48,11 @@ def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one
 
 def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -> None:
     ledger = MetricsAggregator()
-    ledger.told("frontend-1", (counter(3), gauge(1), memory(100)))
-    ledger.told("frontend-2", (counter(4), gauge(2)))
+    ledger.update("frontend-1", (counter(3), gauge(1), memory(100)))
+    ledger.update("frontend-2", (counter(4), gauge(2)))
     ledger.ended("frontend-1")
     assert values(ledger.whole()) == {"requests_total": 7, "inflight": 2}
-    ledger.told("frontend-1", (counter(1), gauge(1), memory(90)))  # the one that was started in its place
+    ledger.update("frontend-1", (counter(1), gauge(1), memory(90)))  # the one that was started in its place
     assert values(ledger.whole()) == {
         "requests_total": 8,
         "inflight": 3,
@@ -73,8 +73,8 @@ async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_s
         metrics.itl(model="m").observe(0.02, count)
 
     async def gather() -> Snapshot:
-        ledger.told("frontend-1", mine.snapshot())
-        ledger.told("frontend-2", other.snapshot())
+        ledger.update("frontend-1", mine.snapshot())
+        ledger.update("frontend-2", other.snapshot())
         return ledger.whole()
 
     mine.gather = gather

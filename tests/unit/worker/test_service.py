@@ -273,7 +273,7 @@ async def test_release_when_the_engine_has_no_tickets_then_no_error() -> None:
 
 
 async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
-    desk = Desk(PlainEngine(), limits=AdmissionLimits(legs=1))
+    desk = Desk(PlainEngine(), limits=AdmissionLimits(active=1))
     async with aclosing(desk.service.generate(request())) as chunks:
         await anext(chunks)
         with pytest.raises(Overloaded):
@@ -297,7 +297,7 @@ async def test_generate_when_tickets_hold_too_much_kv_then_prefill_is_refused_an
 
 
 async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_its_leg() -> None:
-    desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(legs=1))
+    desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
     await desk.service.control(ReserveSlot("a", time.time() + 60))
     assert desk.counted("reserved") == {(): 1}
     with pytest.raises(Overloaded):
@@ -308,7 +308,7 @@ async def test_reserve_when_a_decode_worker_is_asked_then_the_slot_is_kept_for_i
 
 
 async def test_unreserve_when_asked_then_the_slot_is_free() -> None:
-    desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(legs=1))
+    desk = Desk(PlainEngine(), Role.DECODE, limits=AdmissionLimits(active=1))
     await desk.service.control(ReserveSlot("a", time.time() + 60))
     await desk.service.control(ReleaseSlot("a"))
     assert await desk.ask(phase=Phase.DECODE, ticket=TICKET) == list(ANSWER)

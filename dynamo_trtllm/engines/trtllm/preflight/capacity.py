@@ -20,7 +20,7 @@ def _weights_over_memory(facts: RoleFacts) -> Violation | None:
     return Violation(other=f"weights of {_gib(table.weights_bytes)} on a {table.gpu} of {_gib(table.gpu_bytes)}")
 
 
-def _no_room_for_kv(facts: RoleFacts) -> Violation | None:
+def _no_memory_for_kv(facts: RoleFacts) -> Violation | None:
     table = memory_table(facts)
     if table is None or table.blocks is None or table.gpu_bytes is None or table.weights_bytes >= table.gpu_bytes:
         return None  # without a GPU nothing is known; with too large weights another rule speaks
@@ -79,7 +79,7 @@ RULES = (
         field=_FRACTION,
         why="beside weights and buffers hardly any memory is left for KV, by the estimate",
         cure="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
-        test=_no_room_for_kv,
+        test=_no_memory_for_kv,
     ),
     RoleRule(
         name="seq-len-over-kv",

@@ -31,7 +31,7 @@ class MemoryTable:
     kv_token_bytes: int  # of one token, in all layers, on one GPU
     windowed_token_bytes: int  # the same for a token that has left every window
     buffer_bytes: int
-    room_bytes: int | None  # for KV; negative when the rest does not fit
+    kv_memory_bytes: int | None  # for KV; negative when the rest does not fit
     blocks: int | None
     pool_tokens: int | None  # tokens of KV that one GPU, or one group of ranks, holds
     request_tokens: int | None  # of KV that one request of the load takes here
@@ -52,8 +52,8 @@ def memory_table(facts: RoleFacts) -> MemoryTable | None:
     token_bytes = kv_token_bytes(facts, model)
     buffer_bytes = _BUFFERS * (facts.number(BUFFER) or 0) * token_bytes if facts.is_disaggregated else 0
     weights = weights_per_gpu(facts, model)
-    room = _room(facts, weights, buffer_bytes)
-    blocks = None if room is None else _blocks(facts, room, token_bytes)
+    free_bytes = _kv_memory(facts, weights, buffer_bytes)
+    blocks = None if free_bytes is None else _blocks(facts, free_bytes, token_bytes)
     pool = None if blocks is None else blocks * facts.block_tokens
     request = _request_tokens(facts)
     concurrency, limited_by = _concurrency(facts, blocks, request)
@@ -65,7 +65,7 @@ def memory_table(facts: RoleFacts) -> MemoryTable | None:
         kv_token_bytes=token_bytes,
         windowed_token_bytes=token_bytes * (model.num_layers - model.num_sliding_layers) // model.num_layers,
         buffer_bytes=buffer_bytes,
-        room_bytes=room,
+        kv_memory_bytes=free_bytes,
         blocks=blocks,
         pool_tokens=pool,
         request_tokens=request,
@@ -107,19 +107,19 @@ def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dic
     return {link: prompt_tokens * whole / (rate * lanes) for link, rate in links_of(name).items()}
 
 
-def _room(facts: RoleFacts, weights: int, buffer_bytes: int) -> int | None:
+def _kv_memory(facts: RoleFacts, weights: int, buffer_bytes: int) -> int | None:
     if facts.gpu is None:
         return None
     fraction = facts.args.get("kv_cache_config.free_gpu_memory_fraction")
     share = fraction if isinstance(fraction, int | float) else KV_FRACTION
     free = facts.gpu.memory_bytes - weights - WORKSPACE_BYTES - buffer_bytes
-    room = round(free * share) if free > 0 else free
+    free_bytes = round(free * share) if free > 0 else free
     ceiling = facts.number("kv_cache_config.max_gpu_total_bytes") or 0
-    return min(room, ceiling) if ceiling > 0 else room
+    return min(free_bytes, ceiling) if ceiling > 0 else free_bytes
 
 
-def _blocks(facts: RoleFacts, room: int, token_bytes: int) -> int:
-    blocks = max(0, room) // (token_bytes * facts.block_tokens)
+def _blocks(facts: RoleFacts, free_bytes: int, token_bytes: int) -> int:
+    blocks = max(0, free_bytes) // (token_bytes * facts.block_tokens)
     ceiling = facts.number("kv_cache_config.max_tokens")
     return min(blocks, -(-ceiling // facts.block_tokens)) if ceiling else blocks
 

@@ -53,8 +53,8 @@ class Core:
             ticket_ttl_s=timeout_ms / 1000,
             override_engine_args=_engine_args(args),
         )
-        carrier = _carrier(transceiver.get("backend"))
-        self.engine = TorchEngine(config, instance_id=secrets.randbits(63), carrier=carrier)
+        backend = _backend(transceiver.get("backend"))
+        self.engine = TorchEngine(config, instance_id=secrets.randbits(63), backend=backend)
         return await self.engine.start()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -93,7 +93,7 @@ def kill_all(reason: str) -> None:
             core.die(reason)
 
 
-def _carrier(backend: str | None) -> TransferBackend | None:
+def _backend(backend: str | None) -> TransferBackend | None:
     """UCX and NIXL are nixl where it runs, tcp elsewhere; STANDIN_CARRIER names one."""
     return None if backend is None else create_backend(os.environ.get("STANDIN_CARRIER"))
 

@@ -63,11 +63,11 @@ class DamagingCarrier(LoopbackBackend):
             ctypes.memset(piece.address, 1, piece.num_bytes)
 
 
-def mock(role: Role = Role.AGGREGATED, *, carrier: LoopbackBackend | None = None, **args: Any) -> MockEngine:
+def mock(role: Role = Role.AGGREGATED, *, backend: LoopbackBackend | None = None, **args: Any) -> MockEngine:
     config = WorkerConfig(
         model_path="tiny", engine="mock", disaggregation_mode=role, override_engine_args={"step_s": 0, **args}
     )
-    return MockEngine(config, instance_id=list(Role).index(role) + 1, carrier=carrier or LoopbackBackend())
+    return MockEngine(config, instance_id=list(Role).index(role) + 1, backend=backend or LoopbackBackend())
 
 
 async def until(reached: Callable[[], bool]) -> None:
@@ -143,34 +143,34 @@ async def test_close_when_a_ticket_is_held_then_it_is_withdrawn() -> None:
 async def test_decode_when_ticket_does_not_fit_then_refused_before_a_token_or_a_fetch(
     change: dict[str, Any], error: type[Exception]
 ) -> None:
-    carrier = GatedCarrier()
-    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, carrier=carrier)
+    backend = GatedCarrier()
+    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
         ticket = await ticket_from(prefill, PROMPT)
         wrong = msgspec.structs.replace(ticket, **change)
         async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=wrong))) as stream:
             with pytest.raises(error):
                 await anext(stream)
-        assert carrier.fetches == 0
+        assert backend.fetches == 0
         await check_nothing_left(decoder)
         assert len(await decode(decoder, ticket)) == 8  # a refusal does not spend the ticket
         await check_nothing_left(prefill)
 
 
 async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch() -> None:
-    carrier = GatedCarrier()
-    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, carrier=carrier, kv_block_size=16)
+    backend = GatedCarrier()
+    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend, kv_block_size=16)
     async with started(prefill, decoder):
         ticket = await ticket_from(prefill, PROMPT)
         async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=ticket))) as stream:
             with pytest.raises(TransferMismatch):
                 await anext(stream)
-        assert carrier.fetches == 0
+        assert backend.fetches == 0
 
 
 async def test_decode_when_the_carrier_damages_the_kv_then_the_tokens_differ() -> None:
     whole, prefill = mock(), mock(Role.PREFILL)
-    decoder, damaged = mock(Role.DECODE), mock(Role.DECODE, carrier=DamagingCarrier())
+    decoder, damaged = mock(Role.DECODE), mock(Role.DECODE, backend=DamagingCarrier())
     async with started(whole, prefill, decoder, damaged):
         wanted = await answer(whole, PROMPT)
         assert await decode(decoder, await ticket_from(prefill, PROMPT)) == wanted
@@ -178,16 +178,16 @@ async def test_decode_when_the_carrier_damages_the_kv_then_the_tokens_differ() -
 
 
 async def test_drain_when_a_peer_redeems_the_ticket_then_it_returns_after_the_withdrawal() -> None:
-    carrier = GatedCarrier("withdraw")
-    prefill, decoder = mock(Role.PREFILL, carrier=carrier), mock(Role.DECODE)
+    backend = GatedCarrier("withdraw")
+    prefill, decoder = mock(Role.PREFILL, backend=backend), mock(Role.DECODE)
     async with started(prefill, decoder):
         ticket = await ticket_from(prefill, PROMPT)
         drain = asyncio.create_task(prefill.drain())
         await decode(decoder, ticket)
-        await carrier.reached.wait()
+        await backend.reached.wait()
         assert not drain.done()  # the carrier may still read the memory
         assert prefill.stats().kv_blocks_used == 4
-        carrier.opened.set()
+        backend.opened.set()
         async with asyncio.timeout(SOON_S):
             await drain
         await check_nothing_left(prefill)
@@ -222,23 +222,23 @@ async def test_cancel_when_the_prompt_is_half_taken_then_nothing_left() -> None:
 
 
 async def test_cancel_when_the_offer_is_being_made_then_nothing_left() -> None:
-    carrier = GatedCarrier("offer")
-    engine = mock(Role.PREFILL, carrier=carrier)
+    backend = GatedCarrier("offer")
+    engine = mock(Role.PREFILL, backend=backend)
     async with started(engine):
         stream = asyncio.create_task(ticket_from(engine, PROMPT))
-        await carrier.reached.wait()
+        await backend.reached.wait()
         assert engine.stats().kv_blocks_used > 0
         await cancelled(stream)
         await check_nothing_left(engine)
 
 
 async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_ticket_still_stands() -> None:
-    carrier = GatedCarrier("fetch")
-    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, carrier=carrier)
+    backend = GatedCarrier("fetch")
+    prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
         ticket = await ticket_from(prefill, PROMPT)
         stream = asyncio.create_task(decode(decoder, ticket))
-        await carrier.reached.wait()
+        await backend.reached.wait()
         await cancelled(stream)
         await check_nothing_left(decoder)
         assert prefill.stats().tickets_held == 1

@@ -36,7 +36,7 @@ class Side:
         self.pool = KvPool(LAYOUT, 20, windows=(None, None), device=torch.device("cpu"))
         self.staging = TransferBuffer(self.pool, 1 << 16)
         self.retired: list[TorchSequence] = []
-        self.desk = KvConnector(LoopbackBackend(), holder=1, model="m", ttl_s=60, retire=self.retired.append)
+        self.kv_connector = KvConnector(LoopbackBackend(), holder=1, model="m", ttl_s=60, retire=self.retired.append)
         parcel = self.staging.take(TOKENS, self.pool.row_bytes * 20)
         assert parcel is not None
         self.parcel = parcel
@@ -56,22 +56,24 @@ def request(phase: Phase, ticket: Any = None) -> GenerateRequest:
 
 async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
     job = TorchSequence(request=request(Phase.PREFILL), max_new_tokens=4, stop_ids=(), inbox=lambda event: None, seed=7)
-    return await holder.desk.hand_out(job, PrefillDone(holder.parcel, copies, Chunk(token_ids=token_ids([5]))), LAYOUT)
+    return await holder.kv_connector.hand_out(
+        job, PrefillDone(holder.parcel, copies, Chunk(token_ids=token_ids([5]))), LAYOUT
+    )
 
 
 async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow_one_by_one() -> None:
     holder, reader = Side(), Side()
-    await holder.desk.start(holder.staging)
-    await reader.desk.start(reader.staging)
+    await holder.kv_connector.start(holder.staging)
+    await reader.kv_connector.start(reader.staging)
     holder.staging.region.copy_(torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8))
     copies = [Copy() for _ in holder.parcel.pieces]
     assert len(copies) == 2
     chunk = await handed_out(holder, copies)
     decode = request(Phase.DECODE, chunk.ticket)
-    terms = reader.desk.redeem(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
+    terms = reader.kv_connector.redeem(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
     assert terms == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
-    fetch = asyncio.create_task(reader.desk.fetch(decode, reader.parcel, 10, on_piece=arrived.put_nowait))
+    fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.parcel, 10, on_piece=arrived.put_nowait))
     for number, copy in enumerate(copies):
         await asyncio.sleep(0.05)
         assert arrived.empty()
@@ -80,8 +82,8 @@ async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow
     await fetch
     for ours, theirs in zip(reader.parcel.pieces, holder.parcel.pieces, strict=True):
         assert torch.equal(ours, theirs)
-    await reader.desk.aclose()
-    await holder.desk.aclose()
+    await reader.kv_connector.aclose()
+    await holder.kv_connector.aclose()
     assert len(holder.retired) == 1
 
 
@@ -93,21 +95,23 @@ async def test_ticket_when_a_copy_fails_then_it_is_logged_and_the_ticket_can_sti
             raise RuntimeError("no such memory")
 
     holder = Side()
-    await holder.desk.start(holder.staging)
+    await holder.kv_connector.start(holder.staging)
     await handed_out(holder, [Broken(), Broken()])
-    await holder.desk.aclose()
+    await holder.kv_connector.aclose()
     assert "no such memory" in caplog.text
     assert len(holder.retired) == 1
 
 
 async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Side()
-    await holder.desk.start(holder.staging)
+    await holder.kv_connector.start(holder.staging)
     monkeypatch.setitem(REGION_BYTES, "cpu", 0)
     chunk = await handed_out(holder, [])
     with pytest.raises(TransferMismatch, match="pieces of 0 bytes"):
-        holder.desk.redeem(request(Phase.DECODE, chunk.ticket), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
-    await holder.desk.aclose()
+        holder.kv_connector.redeem(
+            request(Phase.DECODE, chunk.ticket), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS)
+        )
+    await holder.kv_connector.aclose()
 
 
 async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_memory_and_one_line(
@@ -133,10 +137,10 @@ async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_mem
             self.region = torch.empty(8, dtype=torch.uint8)
 
     caplog.set_level(logging.INFO)
-    carrier = HostOnly()
-    desk = KvConnector(carrier, holder=1, model="m", ttl_s=60, retire=lambda job: None)
+    backend = HostOnly()
+    kv_connector = KvConnector(backend, holder=1, model="m", ttl_s=60, retire=lambda job: None)
     staging: Any = OnGpu()
-    await desk.start(staging)
-    assert carrier.registered == ["cpu"]
+    await kv_connector.start(staging)
+    assert backend.registered == ["cpu"]
     assert caplog.text.count("KV moves through pinned host memory: not this memory") == 1
-    await desk.aclose()
+    await kv_connector.aclose()

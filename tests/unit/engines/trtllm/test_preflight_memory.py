@@ -71,7 +71,7 @@ def test_table_when_prefill_runs_on_one_gpu_then_the_room_is_what_is_left() -> N
     assert shown.weights_bytes == 65_248_815_744
     assert shown.buffer_bytes == 2 * 9216 * 36 * 1024
     free = 183_359 * (1 << 20) - 65_248_815_744 - WORKSPACE_BYTES - 2 * 9216 * 36 * 1024
-    assert shown.room_bytes == round(free * 0.8)
+    assert shown.kv_memory_bytes == round(free * 0.8)
     assert shown.blocks == round(free * 0.8) // (32 * 36 * 1024)
     assert shown.pool_tokens == shown.blocks * 32
     assert (shown.request_tokens, shown.concurrency, shown.limited_by) == (8192, 64, "max_batch_size")
@@ -99,7 +99,7 @@ def test_table_when_the_index_says_more_than_the_shape_then_the_index_is_believe
 def test_table_when_there_is_no_gpu_then_what_the_model_says_alone_is_there() -> None:
     shown = table(gpu=None)
     assert shown.kv_token_bytes == 9 * 1024
-    assert (shown.room_bytes, shown.blocks, shown.concurrency) == (None, None, None)
+    assert (shown.kv_memory_bytes, shown.blocks, shown.concurrency) == (None, None, None)
 
 
 def test_table_when_there_is_no_model_then_none() -> None:

@@ -42,7 +42,9 @@ def params(**changes: Any) -> dict[str, Any]:
     return {"first_gen_tokens": [42], "ctx_request_id": BIG, "opaque_state": b"\x00\xff\x80state", **changes}
 
 
-def desk(fields: frozenset[str] = OLD, *, line: str = "1.2", ttl_s: float = 60.0, holder: int = 5) -> TrtllmTransfers:
+def transfers(
+    fields: frozenset[str] = OLD, *, line: str = "1.2", ttl_s: float = 60.0, holder: int = 5
+) -> TrtllmTransfers:
     capabilities = Capabilities(
         release=line, line=line, disagg_fields=fields, cache_salt=True, cached_tokens=True, structural_tag_format=True
     )
@@ -73,8 +75,8 @@ def crossed(ticket: KvTransferParams) -> KvTransferParams:
 
 
 async def test_ticket_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
-    ticket = crossed(handed_out(desk(), draft_tokens=[1, 2]))
-    found = desk().redeem(request(ticket=ticket), None)
+    ticket = crossed(handed_out(transfers(), draft_tokens=[1, 2]))
+    found = transfers().redeem(request(ticket=ticket), None)
     assert found == params(draft_tokens=[1, 2], request_type="generation_only")
     assert list(ticket.first_token_ids) == [42]
     assert ticket.first_logprobs == (TokenLogprob(42, -0.5),)
@@ -83,43 +85,43 @@ async def test_ticket_when_it_has_crossed_the_wire_then_ids_and_state_are_unharm
 
 async def test_ticket_when_logprobs_are_objects_then_they_are_rebuilt() -> None:
     told = [[{42: Logprob(-0.5, 1), 7: Logprob(-1.5, None)}]]
-    ticket = crossed(handed_out(desk(NEW), first_gen_log_probs=told))
-    assert desk(NEW).redeem(request(ticket=ticket), Logprob)["first_gen_log_probs"] == told
+    ticket = crossed(handed_out(transfers(NEW), first_gen_log_probs=told))
+    assert transfers(NEW).redeem(request(ticket=ticket), Logprob)["first_gen_log_probs"] == told
 
 
 async def test_ticket_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:
-    ticket = crossed(handed_out(desk(NEW), disagg_request_id=9))
+    ticket = crossed(handed_out(transfers(NEW), disagg_request_id=9))
     with pytest.raises(TransferMismatch) as caught:
-        desk(OLD).redeem(request(ticket=ticket), None)
+        transfers(OLD).redeem(request(ticket=ticket), None)
     assert caught.value.field == "disagg_request_id"
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("release", "1.1"), ("transceiver", "NIXL"), ("attn_backend", "FA")])
 async def test_ticket_when_prefill_is_of_another_kind_then_the_difference_is_named(name: str, theirs: str) -> None:
-    ticket = handed_out(desk())
+    ticket = handed_out(transfers())
     ticket = msgspec.structs.replace(ticket, pairing={**ticket.pairing, name: theirs})
     with pytest.raises(TransferMismatch) as caught:
-        desk().redeem(request(ticket=ticket), None)
+        transfers().redeem(request(ticket=ticket), None)
     assert caught.value.field == name
 
 
 async def test_ticket_when_prompts_differ_then_refused() -> None:
     with pytest.raises(TransferMismatch, match="prompt_tokens"):
-        desk().redeem(request(41, ticket=handed_out(desk())), None)
+        transfers().redeem(request(41, ticket=handed_out(transfers())), None)
 
 
 async def test_ticket_when_it_is_late_then_expired() -> None:
-    ticket = msgspec.structs.replace(handed_out(desk()), expires_at=time.time() - 1)
+    ticket = msgspec.structs.replace(handed_out(transfers()), expires_at=time.time() - 1)
     with pytest.raises(TransferExpired):
-        desk().redeem(request(ticket=ticket), None)
+        transfers().redeem(request(ticket=ticket), None)
 
 
 async def test_ticket_when_its_inside_is_of_another_version_then_refused() -> None:
-    ticket = handed_out(desk())
+    ticket = handed_out(transfers())
     inside = codec.decode(ticket.opaque, dict)
     for opaque in (codec.encode({**inside, "version": 9}), b"nonsense"):
         with pytest.raises(TransferMismatch):
-            desk().redeem(request(ticket=msgspec.structs.replace(ticket, opaque=opaque)), None)
+            transfers().redeem(request(ticket=msgspec.structs.replace(ticket, opaque=opaque)), None)
 
 
 @pytest.mark.parametrize("lacking", ["first_gen_tokens", "ctx_request_id", "opaque_state"])
@@ -142,7 +144,7 @@ def test_carried_when_release_is_old_then_only_its_names() -> None:
 
 
 async def test_desk_when_nobody_redeems_then_the_engine_is_asked_to_give_up() -> None:
-    at, given_up = desk(), []
+    at, given_up = transfers(), []
     for outcome in (ReleaseOutcome.REDEEMED, ReleaseOutcome.REFUSED):
         ticket = at.hand_out(request(), params(), (), lambda outcome=outcome: given_up.append(outcome))
         assert len(at) == 1
@@ -153,18 +155,18 @@ async def test_desk_when_nobody_redeems_then_the_engine_is_asked_to_give_up() ->
 
 
 async def test_desk_when_closed_then_no_ticket_is_held() -> None:
-    at = desk()
+    at = transfers()
     handed_out(at)
     at.close()
     assert len(at) == 0
 
 
 def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits() -> None:
-    desks = [desk(NEW, holder=holder) for holder in (1, 2, (1 << 63) - 1)]
+    desks = [transfers(NEW, holder=holder) for holder in (1, 2, (1 << 63) - 1)]
     ids = [at.context_params()["disagg_request_id"] for at in desks for _ in range(3)]
     assert len(set(ids)) == len(ids)
     assert all(1 << 42 <= each < 1 << 63 for each in ids)
 
 
 def test_context_when_release_knows_no_global_ids_then_none_is_sent() -> None:
-    assert desk(OLD).context_params() == {"request_type": "context_only"}
+    assert transfers(OLD).context_params() == {"request_type": "context_only"}
