@@ -37,16 +37,18 @@ def create_backend(
         case "loopback":
             return LoopbackBackend(checksums)
         case _:
-            raise ConfigError(f"there is no backend {name!r}; choose one of {', '.join(BACKENDS)}", field="carrier")
+            raise ConfigError(
+                f"there is no transfer backend {name!r}; choose one of {', '.join(BACKENDS)}", field="carrier"
+            )
 
 
 def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:
     try:
         backend = NixlBackend(checksums)
     except ConfigError as exc:
-        _log.info("KV moves over backend tcp: %s", exc.message)
+        _log.info("KV moves over transfer backend tcp: %s", exc.message)
         return _tcp(config, checksums)
-    _log.info("KV moves over backend %s", backend.name)
+    _log.info("KV moves over transfer backend %s", backend.name)
     return backend
 
 

@@ -102,7 +102,7 @@ class LoopbackBackend:
         try:
             facts = codec.decode(offer, _LoopbackOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of backend {self.name}") from exc
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of transfer backend {self.name}") from exc
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         holder = self._open.get(facts.backend_id)

@@ -21,7 +21,9 @@ def require_cpu(pieces: Sequence[MemoryRegion], backend: str) -> None:
     """Raises TransferFailed naming the device when a piece is not in host memory."""
     for piece in pieces:
         if piece.device != "cpu":
-            raise TransferFailed(f"backend {backend} moves CPU memory only, not {piece.device}; use backend nixl")
+            raise TransferFailed(
+                f"transfer backend {backend} moves CPU memory only, not {piece.device}; use transfer backend nixl"
+            )
 
 
 def require_sizes(ticket_id: str, theirs: Sequence[int], pieces: Sequence[MemoryRegion]) -> None:

@@ -132,7 +132,7 @@ class TcpBackend:
     async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._listener is None:
-            raise TransferFailed("backend tcp is not running; start it before it offers")
+            raise TransferFailed("transfer backend tcp is not running; start it before it offers")
         if ticket_id in self._offers:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -198,7 +198,7 @@ class TcpBackend:
                     return
                 await self._send(connection, magic, ticket_id, held)
             except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
-                _log.debug("backend tcp: a connection ended early: %r", exc)
+                _log.debug("transfer backend tcp: a connection ended early: %r", exc)
             finally:
                 self._unasked.pop(task, None)
 
@@ -269,7 +269,7 @@ class TcpBackend:
         try:
             facts = codec.decode(offer, _TcpOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of backend {self.name}") from exc
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of transfer backend {self.name}") from exc
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)

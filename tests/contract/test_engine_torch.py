@@ -70,7 +70,7 @@ async def ask_one_process(folder: Path, sampling: dict[str, Any]) -> list[list[i
         return [await answer(whole, prompt_of(length), **sampling) for length in LENGTHS]
 
 
-@pytest.mark.parametrize(("carrier", "temperature"), [("loopback", 0.9), ("tcp", 0.0), ("nixl", 0.0)])
+@pytest.mark.parametrize(("backend", "temperature"), [("loopback", 0.9), ("tcp", 0.0), ("nixl", 0.0)])
 async def test_two_legs_at_every_boundary_then_equal_to_one_process(
     gpt_oss: Path, backend: str, temperature: float, of_one_process: dict[float, list[list[int]]]
 ) -> None:
@@ -152,7 +152,7 @@ async def test_step_when_it_breaks_then_streams_fail_and_check_raises(
         def broken(*_: Any) -> None:
             raise RuntimeError("no such kernel")
 
-        monkeypatch.setattr("dynamo_trtllm.engines.torch.scheduler.choose", broken)
+        monkeypatch.setattr("dynamo_trtllm.engines.torch.scheduler.sample", broken)
         with pytest.raises(EngineFailed, match="no such kernel"):
             await answer(engine, prompt_of(20))
         with pytest.raises(EngineFailed, match="no such kernel"):

@@ -276,7 +276,8 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
 ) -> None:
     ours, theirs = "dynamo_trtllm.engines.trtllm", "tensorrt_llm"
     bugs = [
-        (f"{ours}.{p}", "internal") for p in ("serving.make_call", "vendor.Vendor.arguments", "results.Reader.read")
+        (f"{ours}.{p}", "internal")
+        for p in ("session.build_call", "bindings.TrtllmBindings.arguments", "output_cursor.TrtllmOutputCursor.read")
     ]
     refusals = [(f"{theirs}.{p}", "engine_refused") for p in ("SamplingParams.__init__", "LLM.generate_async")]
     cases = [*product(bugs, (ValueError, AttributeError)), *product(refusals, (ValueError,))]

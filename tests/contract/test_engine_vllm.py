@@ -247,7 +247,8 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
 ) -> None:
     ours, theirs = "dynamo_trtllm.engines.vllm", "vllm.sampling_params.SamplingParams.__init__"
     bugs = [
-        (f"{ours}.{p}", "internal") for p in ("serving.make_call", "vendor.Vendor.arguments", "outputs.Reader.read")
+        (f"{ours}.{p}", "internal")
+        for p in ("session.build_call", "bindings.VllmBindings.arguments", "output_cursor.VllmOutputCursor.read")
     ]
     for (place, code), error in [
         *product(bugs, (ValueError, AttributeError)),

@@ -74,7 +74,7 @@ class NixlBackend:
 
     def _require_running(self, wanted: str) -> None:
         if self._vendor.agent is None or self._closing:
-            raise TransferFailed(f"backend nixl is not running; start it before it {wanted}")
+            raise TransferFailed(f"transfer backend nixl is not running; start it before it {wanted}")
 
     async def register(self, region: MemoryRegion) -> None:
         self._require_running("registers memory")
@@ -213,7 +213,7 @@ class NixlBackend:
                 use_devices([region.piece for region in self._vendor.regions])
                 self._vendor.progress()
             except self._vendor.errors:
-                _log.warning("backend nixl: making progress failed", exc_info=True)
+                _log.warning("transfer backend nixl: making progress failed", exc_info=True)
             read = [ticket_id for ticket_id, held in list(self._offers.items()) if self._guards.was_read(held.slot)]
             wait_s = shortest_s if woken or read else min(2 * wait_s, longest_s)
             if read:
@@ -240,7 +240,7 @@ class NixlBackend:
         try:
             facts = codec.decode(offer, NixlOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of backend {self.name}") from exc
+            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of transfer backend {self.name}") from exc
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         self._require_running("fetches")
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)

@@ -65,7 +65,7 @@ class NixlBindings:
             from nixl import _api as api
             from nixl import _bindings as bindings
         except ImportError as exc:
-            raise ConfigError(f"backend nixl: {exc}; {install_hint('nixl')}") from exc
+            raise ConfigError(f"transfer backend nixl: {exc}; {install_hint('nixl')}") from exc
         self._api: Any = api
         self.errors = _error_classes(bindings)
         self.agent: Any = None  # moves what is offered
@@ -86,7 +86,9 @@ class NixlBindings:
             page = guard_agent.register_memory([(guards.address, guards.num_bytes, 0, "")], "DRAM")
             guard_connection: bytes = guard_agent.get_partial_agent_metadata(page, True, _BACKENDS)
         except self.errors as exc:
-            raise ConfigError(f"backend nixl can't start its UCX back end: {exc!r}; choose backend tcp") from exc
+            raise ConfigError(
+                f"transfer backend nixl can't start its UCX back end: {exc!r}; choose transfer backend tcp"
+            ) from exc
         self.agent, self.guard_agent = agent, guard_agent
         return connection, guard_connection
 
@@ -137,7 +139,9 @@ def kind_of(pieces: Sequence[MemoryRegion]) -> str:
     """Raises TransferFailed for memory that NIXL can't move, or for several kinds in one transfer."""
     kinds = {piece.device.partition(":")[0] for piece in pieces}
     if not kinds <= {"cpu", "cuda"} or len(kinds) > 1:
-        raise TransferFailed(f"backend nixl moves CPU or CUDA pieces, one kind per transfer, not {sorted(kinds)}")
+        raise TransferFailed(
+            f"transfer backend nixl moves CPU or CUDA pieces, one kind per transfer, not {sorted(kinds)}"
+        )
     return "VRAM" if kinds == {"cuda"} else "DRAM"
 
 

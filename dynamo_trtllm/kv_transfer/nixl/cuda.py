@@ -27,7 +27,9 @@ def use(device: int) -> None:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as exc:
-        raise TransferFailed(f"backend nixl can't move memory of cuda:{device}: no CUDA driver ({exc})") from exc
+        raise TransferFailed(
+            f"transfer backend nixl can't move memory of cuda:{device}: no CUDA driver ({exc})"
+        ) from exc
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     for call, arguments in (
         (driver.cuInit, (ctypes.c_uint(0),)),
@@ -36,7 +38,7 @@ def use(device: int) -> None:
         (driver.cuCtxSetCurrent, (context,)),
     ):
         if status := call(*arguments):
-            raise TransferFailed(f"backend nixl can't use cuda:{device}: {call.__name__} returned {status}")
+            raise TransferFailed(f"transfer backend nixl can't use cuda:{device}: {call.__name__} returned {status}")
     _here.device = device
 
 

@@ -44,7 +44,7 @@ class ValiditySlots:
     def take(self) -> int:
         """A free slot. Raises TransferFailed when there is none."""
         if not self.free:
-            raise TransferFailed(f"backend nixl has {SLOTS} offers and fetches open; withdraw some")
+            raise TransferFailed(f"transfer backend nixl has {SLOTS} offers and fetches open; withdraw some")
         return self.free.pop()
 
     def give_back(self, slot: int) -> None:

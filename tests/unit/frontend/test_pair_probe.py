@@ -12,7 +12,6 @@ from functools import partial
 
 import msgspec
 import pytest
-from tests.unit.frontend.attempt import request
 
 from dynamo_trtllm.errors import Disconnected, DynamoError, EngineFailed, Overloaded, TransferFailed, Unreachable
 from dynamo_trtllm.frontend.known_answers import ANSWER_TOKENS
@@ -34,6 +33,7 @@ from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
 from tests.instances import CARD, make_instance, make_ticket
+from tests.unit.frontend.legs import request
 from tests.waiting import SOON_S
 
 Answer = Callable[[GenerateRequest], list[int]]

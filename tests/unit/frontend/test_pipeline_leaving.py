@@ -49,7 +49,7 @@ async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(clus
     other = await cluster.add(4, Role.DECODE, FINISHED)
     placement = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
     with pytest.raises(Draining):
-        async for _ in cluster.pipeline.legs(placement, request(), RouteTrace(), is_canary=True):
+        async for _ in cluster.pipeline.attempt(placement, request(), RouteTrace(), is_canary=True):
             pass
     assert other.requests == []
 

@@ -21,7 +21,7 @@ def test_view_when_piece_has_no_bytes_then_is_empty() -> None:
 
 def test_require_cpu_when_on_a_gpu_then_names_the_device() -> None:
     require_cpu([MemoryRegion(1, 1)], "tcp")
-    with pytest.raises(TransferFailed, match=r"cuda:1.*carrier nixl"):
+    with pytest.raises(TransferFailed, match=r"cuda:1.*transfer backend nixl"):
         require_cpu([MemoryRegion(1, 1), MemoryRegion(2, 1, "cuda:1")], "tcp")
 
 

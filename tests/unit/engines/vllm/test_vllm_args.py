@@ -11,7 +11,7 @@ from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.print_config import table
 from dynamo_trtllm.engines.vllm import manifest
-from dynamo_trtllm.engines.vllm.args import _ELSEWHERE, _NOT_DRIVEN, _OURS, _RANGES, FLAGS, VllmArgs, vllm_args
+from dynamo_trtllm.engines.vllm.args import _NOT_DRIVEN, _OURS, _RANGES, _RESERVED, FLAGS, VllmArgs, vllm_args
 from dynamo_trtllm.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"
@@ -115,7 +115,7 @@ def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[
     assert wanted in said
 
 
-@pytest.mark.parametrize("name", sorted(_ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(_RESERVED))
 def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(name: str) -> None:
     assert manifest.find(name) is None
     assert f"{name} is of the trtllm engine; with vLLM it is" in refused(override_engine_args={name: 1})
