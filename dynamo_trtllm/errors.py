@@ -106,7 +106,7 @@ class Cancelled(RequestError):
 
 
 class CapacityError(DynamoError):
-    """Nothing is wrong with the request; there is no room for it now."""
+    """The request is valid, but there is no capacity for it now."""
 
     code = "capacity"
 
@@ -133,7 +133,7 @@ class PlaneError(DynamoError):
 
 
 class Unreachable(PlaneError):
-    """Nobody answers at the subject."""
+    """No process answers at the subject."""
 
     code = "unreachable"
     retryable = True
@@ -168,7 +168,7 @@ class VersionMismatch(PlaneError):
     retryable = True
 
 
-# --- hand-off: redo the prefill leg, once --------------------------------------------------------------
+# --- KV transfer: repeat the prefill call, once --------------------------------------------------------
 
 
 class KvTransferError(DynamoError):
@@ -217,7 +217,7 @@ class RequestRejected(EngineError):
 
 
 class MigrationFailed(EngineError):
-    """The stream broke and can't be continued elsewhere."""
+    """The stream broke and can't be continued on another worker."""
 
     code = "not_migratable"
 

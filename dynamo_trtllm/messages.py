@@ -51,7 +51,7 @@ class Role(StrEnum):
 
 
 class Phase(StrEnum):
-    """Which leg of a request a call is."""
+    """Which phase of a request a call runs."""
 
     PREFILL = "prefill"  # process the prompt, keep its KV, answer with a ticket
     DECODE = "decode"  # fetch the ticket's KV, replay its first token, go on
@@ -61,21 +61,21 @@ class Phase(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop token (which is the last of the chunk's ids)
     LENGTH = "length"  # max_tokens or the context length is reached
-    HANDOFF = "handoff"  # a prefill leg ended with a ticket
+    HANDOFF = "handoff"  # the prefill phase ended with a ticket
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One form that guided output may take: `literal`, then JSON of the schema, then nothing more."""
 
     json_schema: str  # JSON Schema as JSON text; "{}": any JSON object
-    literal: str = ""  # text before the JSON, control tokens spelled out
+    literal: str = ""  # text before the JSON, control tokens as text
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Guided decoding. The output is free until `after` was written, then it takes one of the forms and ends."""
 
     alternatives: tuple[OutputFormat, ...]  # at least one
-    after: str = ""  # control tokens spelled out; "": from the first token on
+    after: str = ""  # control tokens as text; "": from the first token on
     after_ids: TokenIds = msgspec.field(default_factory=token_ids)  # `after`, encoded
 
 
@@ -135,13 +135,13 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     first_token_ids: TokenIds
     first_logprobs: tuple[TokenLogprob, ...] = ()
-    transport: str  # which carrier moves the bytes, for people
+    transport: str  # name of the KV transfer backend, for people
     kv_bytes: int
     opaque: bytes
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One leg of one request, already rendered and checked. It can't be invalid for the model's card."""
+    """One phase of one request, already rendered and checked. It can't be invalid for the model's card."""
 
     request_id: str
     model: str
@@ -151,17 +151,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     phase: Phase = Phase.WHOLE
     ticket: KvTransferParams | None = None  # set exactly when phase is DECODE
     resumed_tokens: int = 0  # so many of the last `token_ids` are the answer's: another worker made them and left
-    reservation_id: str | None = None  # decode leg: the slot that was reserved for it
+    reservation_id: str | None = None  # decode call: the slot that was reserved for it
     cache_salt: str | None = None  # KV is reused only among requests with the same salt
 
 
 class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the time of one leg went, seconds; travels on its terminal chunk."""
+    """Where the time of one call went, in seconds; sent with its terminal chunk."""
 
     queue_s: float = 0.0  # waiting for KV blocks or a batch slot
     prefill_s: float = 0.0
-    handoff_s: float = 0.0  # decode leg: from ticket to KV in place
-    decode_wait_s: float = 0.0  # decode leg: from KV in place to first own step
+    handoff_s: float = 0.0  # decode call: from ticket to KV in place
+    decode_wait_s: float = 0.0  # decode call: from KV in place to first own step
     cached_tokens: int = 0
     kv_bytes: int = 0
     transport: str = ""

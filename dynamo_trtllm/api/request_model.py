@@ -1,6 +1,6 @@
 """The base of all request models: JSON bytes to a checked model, or an error a person can act on.
 
-A field is honoured, is known to change nothing at the given value, or is refused by its name. Nothing is ignored.
+A field is supported, is accepted without effect at the given value, or is rejected by name. Nothing is ignored.
 Every string, list and object has a limit, and a collection is rejected at its first wrong element: every request costs
 memory and time in proportion to its size.
 """
@@ -53,7 +53,7 @@ class RequestModel(BaseModel):
 
     hints: ClassVar[frozenset[str]] = frozenset()  # may hold anything: they never change an answer
     no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # accepted with exactly these values, which change nothing
-    refused: ClassVar[frozenset[str]] = frozenset()  # known to the API, not honoured here
+    refused: ClassVar[frozenset[str]] = frozenset()  # known to the API, not supported here
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -141,7 +141,7 @@ def invalid(reason: str, field: str | None = None) -> NoReturn:
 
 
 def unsupported(reason: str, field: str | None = None) -> NoReturn:
-    """As `invalid`, for what is valid in the API and not honoured here."""
+    """Reject a value like `invalid`, where the API allows it and this server does not support it."""
     raise PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason, "field": field})
 
 
@@ -201,7 +201,7 @@ def request_schemas(*models: type[RequestModel]) -> dict[str, JsonSchemaValue]:
 
 
 def _plain(schema: Any) -> Any:
-    """Without what pydantic adds and nobody needs: titles, and defaults that say "not given"."""
+    """Return the schema without two things that pydantic adds: titles, and defaults that say "not given"."""
     if isinstance(schema, list):
         return [_plain(each) for each in schema]
     if not isinstance(schema, dict):
@@ -276,7 +276,7 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
 def _field_path(path: Iterable[int | str]) -> str:
     """("messages", 0, "user", "content") → "messages[0].content": the tag of a union is no field.
 
-    Tags that could be taken for one are spelled `<tag>`.
+    Tags that could be mistaken for a field are written `<tag>`.
     """
     text, after_index = "", False
     for part in path:

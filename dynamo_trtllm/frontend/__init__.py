@@ -1,1 +1,1 @@
-"""The HTTP side: OpenAI requests in, two legs over the plane, a token stream out. Knows no engine."""
+"""The HTTP frontend: takes OpenAI requests, calls prefill and decode workers, streams tokens. Imports no engine."""

@@ -1,6 +1,7 @@
-"""The seam between a generating endpoint and the machinery that runs it. Knows no JSON and no transport.
+"""The interface between a generating endpoint and the code that runs it. Handles no JSON and no transport.
 
-`exchange` and `run` do what all endpoints share; a `ApiAdapter` says how one reads its body and spells its answers.
+`generate_endpoint` and `request_handler` do what all endpoints share. An `ApiAdapter` reads one endpoint's body and
+writes its responses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Control verbs that nobody waits for: posted by the pipeline, carried to workers here, again while these are away."""
+"""Sends control verbs of the pipeline to workers in the background, and again while a worker is unreachable."""
 
 from __future__ import annotations
 

@@ -20,8 +20,9 @@ class Generator(Protocol):
     def generate(
         self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """Both legs. Consume with `aclosing`; closing it cancels both. Fills `trace` as workers answer.
+        """Run the prefill and the decode call. Consume with `aclosing`; closing it cancels both.
 
+        Fills `trace` as workers answer.
         `sink`: may be given chunks that are not yielded then, as in `Plane.generate`.
         """
         ...
@@ -61,7 +62,7 @@ class PeerProcesses(Protocol):
         ...
 
     def on_parted(self, stop: Callable[[], None]) -> None:
-        """Calls `stop` when this process is left alone, which it must not outlive."""
+        """Call `stop` when the parent process has ended."""
         ...
 
 
@@ -69,14 +70,14 @@ class SingleProcess:
     """The one process of a frontend: there are no others."""
 
     def share(self, metrics: FrontendMetrics) -> None:
-        """Its own numbers are all."""
+        """Do nothing: its own metrics are complete."""
 
     def served(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no other process waits for it."""
 
     def awaited(self) -> str | None:
         """Returns None: the process that asks takes requests, and there is no other."""
         return None
 
     def on_parted(self, stop: Callable[[], None]) -> None:
-        """There is nobody to part from."""
+        """Do nothing: there is no parent process."""

@@ -41,7 +41,10 @@ def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[
 
 
 def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
-    """`tools`: those the model is told of. Raises UnsupportedParameter for what format or engine can't do."""
+    """Return how the output is constrained. `tools`: those in the prompt.
+
+    Raises UnsupportedParameter for what the output format or the engine can't do.
+    """
     choice = options.tool_choice
     if choice.mode is ToolChoiceMode.AUTO and options.strict_tools.intersection(tool.name for tool in tools):
         return _strict_call(tools, options, served)
@@ -83,7 +86,8 @@ def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Se
     name = options.name("tools") + ".strict"
     begun = served.renderer.call_header(None)
     if begun is None:
-        reject(name, served.card, "its output format has no mark of a call; it is honoured when tool_choice names one")
+        reason = "its output format does not mark a call; it is supported when tool_choice names a function"
+        reject(name, served.card, reason)
     if options.json_schema is not None:
         reject(name, served.card, f"{options.name('response_format')} takes the one form that output can be held to")
     _check_guidable(options, "tools", served)
@@ -119,8 +123,8 @@ def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) ->
 def _json_answer(json_schema: str, has_tools: bool, options: GenerationOptions, served: ServedModel) -> Constraints:
     _check_guidable(options, "response_format", served)
     header, ids = served.renderer.answer_header()
-    if has_tools and served.card.renderer != "harmony":  # only there a call is told from an answer by its header
-        reject(options.name("response_format"), served.card, "in its output format that leaves no room for tool calls")
+    if has_tools and served.card.renderer != "harmony":  # only Harmony's headers distinguish calls from answers
+        reject(options.name("response_format"), served.card, "its output format can't combine it with tool calls")
     if len(ids) <= 1:
         alternative = OutputFormat(json_schema=json_schema)
         return Constraints(guided=StructuredOutput(alternatives=(alternative,), after=header, after_ids=ids))

@@ -43,7 +43,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlPipe:
-    """One end. `snapshot` gives what is told when the other asks; `served` is called when the other says so."""
+    """One end. `snapshot` makes the reply to the other end's request. `served` runs when the other end is ready."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ControlPipe:
             self.close()
 
     def close(self) -> None:
-        """Those who wait for an answer are told. Idempotent."""
+        """Close the pipe and fail the requests that wait for a reply. Idempotent."""
         self._is_over = True
         for future in self._waiting.values():
             if not future.done():

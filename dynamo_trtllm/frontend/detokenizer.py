@@ -156,7 +156,11 @@ class Detokenizer:
         return self._logprob_sum / max(1, self.completion_tokens)
 
     def usage(self, cached_tokens: int) -> Usage:
-        """So far. `cached_tokens`: as the engine told it, to which an answer that went on elsewhere is a prompt too."""
+        """Return the usage so far.
+
+        `cached_tokens` is the engine's count. After a migration it may include output tokens: they are part of the new
+        worker's prompt.
+        """
         prompt_tokens = len(self._prepared.request.token_ids)
         return Usage(
             prompt_tokens=prompt_tokens,
@@ -204,7 +208,7 @@ class Detokenizer:
             return "tool_calls" if self._saw_tool_call else "stop"
         if finish is FinishReason.LENGTH:
             return "length"
-        raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode leg followed")
+        raise StreamIncomplete(f"the stream ended with {finish.value!r}, and no decode call followed")
 
     def _push_each(
         self, ids: TokenIds, all_logprobs: tuple[TokenLogprob, ...]

@@ -1,6 +1,6 @@
-"""One of several frontend processes on a port: `crew` starts it, with its end of a channel as standard input.
+"""One of several frontend processes on a port. `process_group` starts it; standard input is its end of a socket pair.
 
-It serves like a frontend that is alone, and ends with its parent.
+It serves like a single frontend process, and ends with its parent.
 """
 
 from __future__ import annotations

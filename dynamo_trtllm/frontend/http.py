@@ -18,7 +18,7 @@ STALL_S = 30.0  # past its deadline, an answer is cut of which nothing was taken
 
 
 class ClientDisconnected(Exception):
-    """The client closed its connection: there is nobody to answer."""
+    """The client closed its connection before the response was complete."""
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -107,12 +107,12 @@ async def _gone(receive: Receive) -> None:
 class ClientResponse:
     """The one answer of an exchange: whole JSON, or a stream of events.
 
-    Sending waits while the client reads slowly. On our own server all raise ClientGone, the connection cut, when it
-    takes nothing for too long: what the answer holds would be held for as long as the client likes.
+    Sending waits while the client reads slowly. On our own server all methods cut the connection and raise
+    ClientDisconnected when it takes nothing for too long: otherwise it could keep the answer in memory at will.
     """
 
     def __init__(self, send: Send, writer: BodyWriter | None = None) -> None:
-        """`writer`: for whoever can't wait to send a piece, if there is a way."""
+        """`writer`: sends a piece without awaiting, where the server has such a way."""
         self._send = send
         self.writer = writer
         self.started = False

@@ -55,7 +55,7 @@ class ModelRegistry:
         self._announced: set[str] = set()  # models that the log calls served
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._rejected: dict[str, str] = {}  # key of a record to the reason
-        self.synced = asyncio.Event()  # discovery has told all that was there
+        self.synced = asyncio.Event()  # set once discovery has reported everything registered
 
     def get(self, name: str) -> ServedModel:
         """Raises ModelNotFound, naming what is served, or EngineNotReady while the model is being loaded."""

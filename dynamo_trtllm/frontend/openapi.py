@@ -24,14 +24,14 @@ MEANINGS: Final = {
     400: "the request is wrong; param names the field",
     404: "no such model, or nothing of this id is kept",
     408: "the request came too slowly",
-    409: "cancelled by somebody else's request",
+    409: "cancelled by another request",
     413: "the body is too large",
-    415: "the body says that it is no JSON",
-    429: "as much is being served as this server takes",
+    415: "the Content-Type or Content-Encoding is not supported",
+    429: "the server is at capacity",
     431: "the request line and headers are too large",
-    500: "a fault of ours",
-    502: "a worker or the hand-off between two failed",
-    503: "nobody can serve this now",
+    500: "internal server error",
+    502: "a worker or a KV transfer failed",
+    503: "no worker is available",
     504: "not done in time",
 }
 
@@ -166,8 +166,8 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "dynamo_trtllm",
             "version": dynamo_trtllm.__version__,
-            "description": "OpenAI's API over disaggregated workers. A field is honoured or refused by name; "
-            "null means: not given.",
+            "description": "OpenAI's API over disaggregated workers. A field is supported or rejected by name; "
+            "null counts as absent.",
         },
         "servers": [{"url": "/"}],
         "paths": paths,

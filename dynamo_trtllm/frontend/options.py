@@ -20,7 +20,7 @@ class ToolChoiceMode(StrEnum):
     """Whether the model calls tools."""
 
     AUTO = "auto"  # as it likes
-    NONE = "none"  # it is not told of any
+    NONE = "none"  # the prompt contains no tools
     REQUIRED = "required"  # one of them, at least
     NAMED = "named"  # the one that is named
 
@@ -29,7 +29,7 @@ class ToolChoiceMode(StrEnum):
 class ToolChoice:
     mode: ToolChoiceMode = ToolChoiceMode.AUTO
     name: str = ""  # with NAMED
-    allowed: tuple[str, ...] | None = None  # the tools the model is told of; None: all
+    allowed: tuple[str, ...] | None = None  # the tools in the prompt; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class GenerationOptions:
 def reject_unsupported(
     asked: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
 ) -> None:
-    """Raises UnsupportedParameter for a field that was set and that the model's engine does not honour."""
+    """Raises UnsupportedParameter for a field that was set and that the model's engine does not support."""
     for refused in card.refuses:
         given = cache_salt if refused == "cache_salt" else getattr(asked, refused, None)
         if given != _DEFAULTS.get(refused):

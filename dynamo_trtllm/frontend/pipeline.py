@@ -1,8 +1,8 @@
-"""One request through its legs. The only file that knows there are two; knows no HTTP and no text.
+"""Runs one request as a prefill call and a decode call. Only this module knows both; it handles no HTTP and no text.
 
-place → (decode_first: keep a decode slot) → prefill leg (one chunk with a ticket) → decode leg (all tokens) → tell the
-prefill worker that the ticket is done with. A prefill leg that finishes the request has no decode leg. When a leg
-fails, `recovery` says what follows. Closing the stream closes the leg that runs.
+Steps: select workers → (decode_first: reserve a decode slot) → prefill call (one chunk with a ticket) → decode call
+(all tokens) → release the ticket at the prefill worker. A prefill call that finishes the request needs no decode call.
+When a call fails, `retry_state` decides what follows. Closing the stream closes the current call.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from dynamo_trtllm.router.view import ClusterView, pairing_key
 _log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
-_RESERVED_S = 60.0  # longest that a slot outlives a frontend that died; a leg that comes later queues as any other
+_RESERVED_S = 60.0  # longest that a slot outlives a frontend that died; a decode call after it queues like any other
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class RouteTrace:
 
 
 class _Out(NamedTuple):
-    """Where the legs of a pair put what they learn."""
+    """Where the calls of one attempt write their results."""
 
     trace: RouteTrace
     sink: Sink | None
@@ -114,7 +114,7 @@ class Pipeline:
 
         `sink`: may be given chunks that are not yielded then, as in `Plane.generate`.
 
-        Raises NoInstances, TicketMismatch, NotMigratable and whatever a leg raises that `recovery` does not mend.
+        Raises NoInstances, TransferMismatch, MigrationFailed, and errors of a call after which there is no retry.
         """
         recovery = RetryState(request=request, limits=self._options.limits)
         sink = sink and recovery.noting(sink)
@@ -132,9 +132,7 @@ class Pipeline:
                 at, card = self.note_missed(trace, exc), placement.decode.card
                 recovery.failed(exc, at=at, prefill=trace.prefill_instance, card=card)
                 trace.retries, trace.migrations = recovery.retries, recovery.migrations
-                _log.warning(
-                    "a leg of %s failed, going on elsewhere (%s): %s", request.request_id, exc.code, exc.message
-                )
+                _log.warning("request %s: a call failed, retrying (%s): %s", request.request_id, exc.code, exc.message)
         yield Chunk(finish_reason=FinishReason.LENGTH)
 
     async def _placed(self, recovery: RetryState) -> WorkerSelection:
@@ -189,14 +187,14 @@ class Pipeline:
         return select(view, model, turn, self._book, avoid=recovery.shunned, decode_fallback=fallback)
 
     def note_missed(self, trace: RouteTrace, error: DynamoError) -> int | None:
-        """After an attempt has failed; returns the instance whose leg it was."""
+        """Note a failed attempt; return the id of the instance whose call failed."""
         at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
         if at is not None:
             self._note_missed(at, error)
         return at
 
     def _note_missed(self, instance_id: int, error: DynamoError) -> None:
-        """One that did not take a leg up is passed by for a while; none of its pairs is known to work."""
+        """Skip an instance for a while if it did not accept a call. None of its pairs is known to work any more."""
         now = time.monotonic()
         if is_refusal(error):
             self._absent.note(instance_id, now)
@@ -265,14 +263,14 @@ class Pipeline:
                     asked.add(decode.id)
         finally:
             if not begun:
-                self._verbs.unreserve(decode, slot)  # the leg may never have arrived
+                self._verbs.unreserve(decode, slot)  # the call may never have arrived
                 if ticket is not None:
                     self._verbs.release(prefill, ticket, ReleaseOutcome.REFUSED)
 
     async def _decode(
         self, prefill: Instance, decode: Instance, call: GenerateRequest, out: _Out
     ) -> AsyncGenerator[Chunk, None]:
-        """The chunks of a decode leg. The first means that the KV has arrived: its ticket is released."""
+        """Yield the chunks of a decode call. The first one means that the KV has arrived, so its ticket is released."""
         trace = out.trace
         trace.decode_instance = decode.id
         ticket = call.ticket
@@ -299,7 +297,7 @@ class Pipeline:
         return able[next(self._turns[model]) % len(able)] if able else None
 
     async def _reserve(self, decode: Instance, request: GenerateRequest, trace: RouteTrace) -> str:
-        """The id of a slot that is kept for this request's decode leg. Raises Overloaded when there is none."""
+        """Reserve a slot for this request's decode call and return its id. Raises Overloaded when there is none."""
         slot = secrets.token_hex(8)
         trace.decode_instance = decode.id  # what fails here is the decode instance's
         left_s = request.deadline - time.time()
@@ -333,7 +331,7 @@ class Pipeline:
             _log.error("%s is quarantined (%s): %s", format_pair(pair), error.code, error.message)
 
     async def _prefill(self, instance: Instance, request: GenerateRequest, trace: RouteTrace) -> Chunk:
-        """The terminal chunk of the prefill leg: with a ticket, or with the whole answer."""
+        """Return the terminal chunk of the prefill call, with a ticket or with the whole answer."""
         trace.prefill_instance = instance.id
         call = msgspec.structs.replace(request, phase=Phase.PREFILL)
         async with aclosing(self._plane.generate(instance.subject, call)) as chunks:

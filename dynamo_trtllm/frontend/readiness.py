@@ -1,4 +1,4 @@
-"""What a deployment is able to do now, as told at /health and /v1/models/{id}/ready. Pure; decides no request."""
+"""What a deployment can do now, as reported at /health and /v1/models/{id}/ready. Pure; decides no request."""
 
 from __future__ import annotations
 

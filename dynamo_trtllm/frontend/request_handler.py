@@ -79,7 +79,7 @@ class RequestHandler(Generic[B]):
         return self._reply.ended
 
     async def fail(self, error: DynamoError) -> None:
-        """A proper status while there is none yet; else an event that ends the stream; nothing when nobody is there."""
+        """Send the error as HTTP status, or as last event of a started stream. Do nothing if the client is gone."""
         with suppress(ClientDisconnected):
             if self._events is not None and self._reply.started:
                 await self._reply.events(self._events.failure(error), last=True)

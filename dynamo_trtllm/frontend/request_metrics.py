@@ -34,7 +34,7 @@ class ChoiceMetrics:
     finish: str | None = None
 
     def timings(self) -> PhaseTimings:
-        """Both legs as one: the KV moved once, and the prompt was cached where it was prefilled."""
+        """Return the timings of both calls as one. KV bytes count once; cached tokens are those of the prefill call."""
         prefill, decode = self.trace.prefill_stats or PhaseTimings(), self.trace.decode_stats or PhaseTimings()
         return PhaseTimings(
             queue_s=prefill.queue_s + decode.queue_s,

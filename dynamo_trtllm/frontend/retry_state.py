@@ -1,6 +1,6 @@
-"""After a leg has failed: give up, try again, or go on elsewhere from the tokens so far. Pure; places nothing.
+"""Decides after a failed call: give up, retry, or continue on another worker from the tokens so far. Pure.
 
-A request none of whose tokens left is tried again. One whose tokens left migrates: prompt and output so far become
+A request none of whose tokens was sent is retried. One whose tokens were sent migrates: prompt and output so far become
 the prompt of the rest, which a greedy engine continues as if nothing had happened.
 """
 
@@ -64,7 +64,7 @@ class RetryState:
 
     @property
     def is_worth_waiting(self) -> bool:
-        """Whether another instance may turn up. One that is only full won't make room by being waited for here."""
+        """Whether to wait for another instance. Not after Overloaded: waiting here frees no capacity."""
         return not isinstance(self.error, Overloaded)
 
     def pause_s(self, hold_s: float) -> float | None:
@@ -95,9 +95,9 @@ class RetryState:
         )
 
     def failed(self, error: DynamoError, *, at: int | None, prefill: int | None, card: ModelDeploymentCard) -> None:
-        """Notes the failure; `at` is the instance whose leg it was, `prefill` the attempt's prefill instance.
+        """Note the failure. `at` is the instance whose call failed, `prefill` the attempt's prefill instance.
 
-        Raises `error` when there is no further attempt, or NotMigratable for what can't go on elsewhere.
+        Raises `error` when there is no further attempt, or MigrationFailed when no other worker can continue it.
         """
         self.error = error
         if not error.retryable or (isinstance(error, Overloaded) and not self._fresh):  # the latter: a slow reader
@@ -127,7 +127,7 @@ class RetryState:
 
 
 def is_refusal(error: DynamoError) -> bool:
-    """Whether the worker never took the leg up: it leaves, or is gone."""
+    """Whether the worker never accepted the call: it is draining or unreachable."""
     return isinstance(error, Draining | Unreachable)
 
 
@@ -142,7 +142,7 @@ def _history(sampling: Sampling) -> str | None:
 
 def _not_migratable(error: DynamoError, why: str) -> MigrationFailed:
     failed = MigrationFailed(
-        f"the stream broke and can't be continued elsewhere: {why} ({error.code}: {error.message})"
+        f"the stream broke and can't be continued on another worker: {why} ({error.code}: {error.message})"
     )
     failed.__cause__ = error
     return failed

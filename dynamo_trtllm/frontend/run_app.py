@@ -1,4 +1,4 @@
-"""Everything behind the door of a frontend: wires the rooms together and keeps them running, nothing else."""
+"""Builds the components of a frontend behind its startup gate, connects them and keeps them running."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
-_HOLE = "\x00"  # in JSON spelled \u0000, which none of our other values holds
+_HOLE = "\x00"  # JSON writes it as \u0000, which none of our other values holds
 
 
 def event(value: Any) -> bytes:

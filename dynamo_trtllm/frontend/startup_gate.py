@@ -1,7 +1,7 @@
-"""The ASGI app of a frontend from its first moment on: what can be told before anything is loaded, and a place to wait.
+"""The ASGI app of a frontend from process start on: it answers status requests, and holds the others until it is open.
 
 Imported before everything heavy. A request that needs the models waits here until they are known, instead of being
-told that there are none.
+answered as if there were none.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StartupGate:
         self._decided.set()
 
     def close(self) -> None:
-        """Those that wait are told to come back. Nothing happens when it was opened before."""
+        """Answer the waiting requests with a retryable error. Does nothing if the gate was opened before."""
         self._decided.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

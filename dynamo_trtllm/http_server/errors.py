@@ -69,7 +69,7 @@ class ErrorResponse(NamedTuple):
 
 
 def to_response(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> ErrorResponse:
-    """What a client is told. A class without a row of its own takes its parent's."""
+    """Return the response for an error. A class without a row of its own takes its parent's."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     body = error_body(error.message, type=row.type, param=error.field, code=error.code)
     headers = retry_headers(row.status, retry_after_s)

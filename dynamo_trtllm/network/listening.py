@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 BACKLOG = 2048  # connections that wait to be accepted
 ACCEPTS_PER_TURN = 64  # a new request of a frontend takes 1 to 2 ms of work
 _PAUSE_S = 0.1  # after the system refused a connection
-_RELIEVED_S = 0.001  # the same, when idle connections are being closed to make room
+_RELIEVED_S = 0.001  # the same, while idle connections are being closed to free resources
 _LOG_EVERY_S = 10.0
 _UNUSABLE = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK})  # the listening socket itself is unusable
 

@@ -101,7 +101,7 @@ class PairBreakers:
         if is_wrong:
             record.is_wrong, record.is_proven = True, False
         if record.state is PairState.QUARANTINED and now < record.open_until:
-            return False  # of a leg that had begun before: many at once would count as as many canaries
+            return False  # the call began before the quarantine: each of many such would count as a failed canary
         record.failures += 1
         if not is_wrong and record.failures < limits.failures and record.state is not PairState.QUARANTINED:
             record.state = PairState.FAILING
@@ -113,8 +113,11 @@ class PairBreakers:
         return record.openings == 1
 
     def doubt(self, pair: Pair, reason: str, now: float) -> bool:
-        """A leg of it was not taken up, or the way there broke. That tells nothing of its KV: no breaker counts it, and
-        it counts as working when it is seen to again. True when it worked before."""
+        """Note that a call was not accepted or lost its connection. Return True when the pair worked before.
+
+        This says nothing about its KV transfers, so the breaker does not count it. The pair is working again when a
+        transfer succeeds.
+        """
         record = self._records.setdefault(pair, PairStatus())
         worked = record.state is PairState.WORKING
         record.seen_at = now
@@ -190,7 +193,7 @@ def pairs_of(view: ModelView) -> list[Pair]:
 def suspects(book: PairBreakers, pairs: Collection[Pair], openings: int = 3) -> set[int]:
     """Instances whose every pair's breaker opened this often in a row.
 
-    When that is so at both ends of a pair, and it can't be told whose fault it is, it is the prefill instance.
+    When that is true of both ends of a pair, and the cause is unknown, only the prefill instance is returned.
     """
     prefills = {prefill for prefill, _ in pairs if prefill is not None}
     decodes = {decode for _, decode in pairs}

@@ -1,4 +1,4 @@
-"""What the router knows: instances by model and role, as discovery told. Values in, values out."""
+"""What the router knows: instances by model and role, as reported by discovery. Values in, values out."""
 
 from __future__ import annotations
 

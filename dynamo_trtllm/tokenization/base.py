@@ -1,4 +1,4 @@
-"""The rendering seam: one `Renderer` per model card, one `OutputParser` per request."""
+"""The rendering interface: one `Renderer` per model card, one `OutputParser` per request."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Renderer(Protocol):
         ...
 
     def decode(self, token_ids: TokenIds) -> str:
-        """Whole text of the ids, special tokens as they are spelled."""
+        """Return the whole text of the ids, special tokens included."""
         ...
 
     def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
@@ -78,8 +78,10 @@ class Renderer(Protocol):
         ...
 
     def answer_header(self) -> tuple[str, TokenIds]:
-        """What the model writes right before its answer (not before reasoning or a call), spelled out and as ids;
-        empty where the answer is all the output."""
+        """Return what the model writes right before its answer (not before reasoning or a call), as text and as ids.
+
+        Both are empty where the answer is all the output.
+        """
         ...
 
     def text_parser(self) -> OutputParser:

@@ -1,4 +1,4 @@
-"""Output of a model without Harmony: text, then reasoning told from the answer, then tool calls found in the answer."""
+"""Parses output of a model without Harmony: decodes text, splits off reasoning, then finds tool calls in the answer."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _EFFORTS: Final = {
 
 
 class HarmonyRenderer:
-    """Renderer of gpt-oss models. `today` gives the date told to the model. A parser that is "none" leaves its part
+    """Renderer of gpt-oss models. `today` gives the date for the prompt. A parser that is "none" leaves its part
     of the output in the content."""
 
     stop_token_ids: tuple[int, ...] = (_RETURN, _CALL)
@@ -84,7 +84,7 @@ class HarmonyRenderer:
         return vocabulary.encode_text(self._tiktoken, text)
 
     def decode(self, token_ids: TokenIds) -> str:
-        """Text of the ids, control tokens spelled out. Raises InvalidRequest for an id outside the vocabulary."""
+        """Return the text of the ids, with control tokens. Raises InvalidRequest for an id outside the vocabulary."""
         try:
             return self._tiktoken.decode(token_ids.tolist(), errors="replace")
         except KeyError as exc:

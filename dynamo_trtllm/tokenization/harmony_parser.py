@@ -58,9 +58,9 @@ class HarmonyParser:
 
     What is not Harmony is content, control tokens left out: a header that is none, is too long or is ended
     before its message begins, text between messages, calls without a name or of tools that gpt-oss was trained
-    with and nobody offered. A header that the end of the output cuts off is dropped while it could still become one.
-    `forced` was put behind the prompt and is no output. Without `is_reasoning_split` reasoning is content, without
-    `is_call_split` the arguments of calls are.
+    with and the request does not offer. A header that the end of the output cuts off is dropped while it could still
+    become one. `forced` was put behind the prompt and is no output. Without `is_reasoning_split` reasoning is content,
+    without `is_call_split` the arguments of calls are.
     """
 
     def __init__(

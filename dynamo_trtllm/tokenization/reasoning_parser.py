@@ -1,4 +1,4 @@
-"""Reasoning between <think> and </think>, told from the answer in text that comes in pieces."""
+"""Separates reasoning between <think> and </think> from the answer, in text that comes in pieces."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _MARKERS: Final = {  # shown to the parser that looks for them even where they a
 class ChatTemplateRenderer:
     """Renderer made of a model's files. Raises ConfigError for a file that is missing or can't be read.
 
-    Control tokens spelled in a message become control tokens, as templates are text; `encode` keeps them text.
+    Control tokens written in a message become control tokens, as templates are text; `encode` keeps them text.
     The parsers are those of a model card: basic or deepseek_r1, hermes or json, or none.
     """
 
@@ -124,7 +124,7 @@ class ChatTemplateRenderer:
 
     def answer_header(self) -> tuple[str, TokenIds]:
         if self._reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():
-            return "", token_ids()  # spelled in several tokens it can't be found among the ids of an output
+            return "", token_ids()  # written as several tokens it can't be found among the ids of an output
         return END_THINK, self._control_text(END_THINK)
 
     def text_parser(self) -> OutputParser:

@@ -118,7 +118,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
                 turn.reasoning.append(_thought(item))
             case "function_call":
                 if item["status"] == "incomplete" and item["call_id"] not in answered:
-                    continue  # cut short, and nobody made the call: nothing to show to the model
+                    continue  # cut short, and the call was never made: nothing to show to the model
                 called.add(item["call_id"])
                 turn.calls.append(ToolCall(id=item["call_id"], name=item["name"], arguments=item["arguments"]))
             case "message" if item["role"] == "assistant":

@@ -1,7 +1,7 @@
 """Pieces → output items, and the events that tell of each change. Streamed and whole answers are this one fold.
 
-An event is a JSON object without its sequence number; those that come per token are spelled from a template. Pure;
-nothing that a piece holds is dropped.
+An event is a JSON object without its sequence number; those that come per token are formatted from a template.
+Pure; nothing that a piece holds is dropped.
 """
 
 from __future__ import annotations

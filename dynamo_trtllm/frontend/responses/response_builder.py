@@ -122,7 +122,7 @@ class ResponseSseEncoder:
 
 
 class ResponseAggregator:
-    """A whole response, of the same events, which nobody sees."""
+    """Builds a whole response from the same events. The events are not sent."""
 
     def __init__(self, answer: ResponseBuilder) -> None:
         self.answer = answer

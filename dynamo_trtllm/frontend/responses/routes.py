@@ -89,7 +89,7 @@ class ResponseRoutes:
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """Ends one that is being made, both legs; one that has ended is answered as it is."""
+        """Cancel a response that is being made, prefill and decode. Return one that has ended as it is."""
         making = self._made_now(request)
         if making is None or not self._running.cancel(making.id):
             return _json((await self._store.find(_id(request))).response)
@@ -108,7 +108,7 @@ def _id(request: Request) -> str:
 
 
 def _check_query(request: Request, *known: str) -> None:
-    """Raises UnsupportedParameter for what is not honoured."""
+    """Raises UnsupportedParameter for a query parameter or value that is not supported."""
     for name in request.query_params:
         if name not in known:
             raise UnsupportedParameter(f"{name} is not supported; leave it out", field=name)

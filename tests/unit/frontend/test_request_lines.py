@@ -70,7 +70,8 @@ async def test_lines_of_a_request_then_they_carry_the_id_that_its_client_gets(
     assert response.status_code == 200, response.text
     given = response.headers["x-request-id"]
     assert given == (request_id or given)
-    retried, finished = [line.split(" ") for line in caplog.text.splitlines() if "finish" in line or "a leg of" in line]
+    lines = caplog.text.splitlines()
+    retried, finished = [line.split(" ") for line in lines if "finish" in line or "a call failed" in line]
     assert retried[3] == finished[3] == given
 
 
