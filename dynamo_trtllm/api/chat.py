@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: the request as we honour it. What it means for an engine is in `frontend/preprocess`."""
+"""The supported request of `POST /v1/chat/completions`. `frontend/preprocess` translates it for an engine."""
 
 from __future__ import annotations
 

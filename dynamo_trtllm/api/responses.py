@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the request as we honour it. What its items mean is in `frontend/responses`."""
+"""The supported request of `POST /v1/responses`. `frontend/responses` interprets its items."""
 
 from __future__ import annotations
 
