@@ -1,0 +1,57 @@
+"""The gate of names finds what it is for: a second class of one name, and a private word in code or prose."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "names"
+
+
+@pytest.fixture(scope="module")
+def gate() -> ModuleType:
+    loader = SourceFileLoader("names_gate", str(SCRIPT))
+    spec = importlib.util.spec_from_loader("names_gate", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "dynamo_trtllm").mkdir()
+    (tmp_path / "docs").mkdir()
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    return tmp_path
+
+
+def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, root: Path) -> None:
+    for name in ("a", "b"):
+        (root / "dynamo_trtllm" / f"{name}.py").write_text(f"class Scheduler: ...\nclass Only{name}: ...\n")
+    (line,) = gate.repeated_classes(root)
+    assert line == "class Scheduler stands 2 times: dynamo_trtllm/a.py:1, dynamo_trtllm/b.py:1"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("dynamo_trtllm/a.py", "def _told(legs): ...", ["told", "legs"]),
+        ("docs/a.md", "Each Twin is *handed* over.", ["Twin", "handed"]),
+        ("docs/b.md", "Bedrooms, legends and a telltale handle.", []),
+        ("dynamo_trtllm/engines/torch/args.py", "carrier: str", []),
+    ],
+)
+def test_words_when_private_then_each_is_found_unless_it_is_allowed(
+    gate: ModuleType, root: Path, name: str, text: str, words: list[str]
+) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    subprocess.run(["git", "-C", root, "add", "."], check=True)
+    assert [line.split("'")[1] for line in gate.rejected_words(root)] == words
