@@ -83,7 +83,7 @@ def until(condition: Callable[[], bool]) -> float:
 
 
 def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, str]:
-    """Status and text; 0 while nobody listens."""
+    """Return status and text; status 0 while no server listens."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_WITHIN_S)
     try:
         content = None if body is None else json.dumps(body)

@@ -55,7 +55,7 @@ class StreamConnection(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, host: str, port: int, *, keep_text: bool) -> StreamConnection:
-        """Raises OSError when nobody listens."""
+        """Connect to a server. Raises OSError when none listens."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: cls(keep_text=keep_text), host, port)
         return connection

@@ -1,6 +1,6 @@
 """Writes docs/reference-configuration.md from the configuration's own models: `python -m scripts.config_reference`.
 
-A test holds the page to what this writes, so that no flag, default or variable is told wrong.
+A test compares the page with this output, so that every flag, default and variable in it is right.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ _HEAD = f"""\
 
 <!-- written by `python -m scripts.config_reference`; a test compares -->
 
-Every setting of every program, as `--help` tells it. [Configuration](configuration.md) has the rules: what beats what,
-and how engine arguments are merged. Beside the variable in the table, which begins with `{ENV_PREFIX}`, some settings
-have one that is known elsewhere too. `--no-…` switches a switch off. Every program also has `--help`, `--version` and
-`--print-config`.
+This page lists every setting of every program, as `--help` shows it. [Configuration](configuration.md) describes which
+source overrides which, and how engine arguments are merged. The variables in the table begin with `{ENV_PREFIX}`; for
+some settings, a variable that other programs use works too. `--no-…` switches a switch off. Every program also has
+`--help`, `--version` and `--print-config`.
 """
 
 

@@ -95,7 +95,7 @@ async def run(deployment: Deployment, fault: Fault, course: Course, texts: Seque
         return _of_launcher(verdict)
     await asyncio.to_thread(deployment.wait_whole, _WHOLE_S)
     if fault.migrates and await _migrations(deployment, fault) <= migrations:
-        raise NotServing("no stream had to be continued elsewhere: give it more --streams")
+        raise NotServing("no stream was continued on another worker: raise --streams")
     verdict.replace(sorted(name for name, _ in before - _instances(deployment) if name not in fault.victims))
     verdict.leak(await asyncio.to_thread(still_held, deployment))
     deployment.note_processes()

@@ -30,7 +30,7 @@ class Fault:
     victims: tuple[str, ...] = ()  # workers that may end of it; no other one may
     kills_frontend: bool = False
     spares_requests: bool = False  # none may be answered with an error before its first token
-    migrates: bool = False  # streams must have been continued elsewhere, or it has not struck
+    migrates: bool = False  # if no stream was continued on another worker, the fault had no effect
     is_launcher: bool = False  # only what is left afterwards is judged
     engine: Literal["torch"] | None = None  # makes sense with this one only; None: with each
     has_network: bool = False  # acts on the network between frontend and workers
@@ -218,7 +218,7 @@ def _of_intruders() -> list[Fault]:
             apply=intruders.failed_read,
             spares_requests=True,
         ),
-        Fault(name="garbage", what="bytes and frames that nobody meant, on all subjects", apply=intruders.garbage),
+        Fault(name="garbage", what="random bytes and invalid frames, on all subjects", apply=intruders.garbage),
         Fault(
             name="version-skew",
             what="a worker of the next wire version and one of a version far ahead",

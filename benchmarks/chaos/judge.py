@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from benchmarks.stream import Record
 
-_CONNECTION = ("connect", "cut", "no_end")  # the client's own words: nobody took it, it broke off, it ended halfway
+_CONNECTION = ("connect", "cut", "no_end")  # the client's errors: not connected, cut off, ended before the end event
 
 
 class Kind(StrEnum):

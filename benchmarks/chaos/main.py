@@ -35,7 +35,7 @@ from benchmarks.chaos.judge import Kind, Verdict
 from benchmarks.chaos.load import undisturbed
 
 MIGRATION = "migration"
-_MIGRATION = "kill -9 of decode workers until 100 greedy requests went on elsewhere (torch engine, fp32)"
+_MIGRATION = "kill -9 of decode workers until 100 greedy requests continued on another worker (torch engine, fp32)"
 _COLUMNS = ("sent", *(kind.value for kind in Kind), "leaked")
 
 

@@ -187,7 +187,7 @@ def unreadable() -> Iterator[Spoil]:
 
 @asynccontextmanager
 async def black_hole() -> AsyncIterator[Spoil]:
-    """Tickets of the tcp carrier whose KV is at a port that takes connections and never says a word."""
+    """Yield a change of tickets of the tcp backend: their KV is at a port that never sends data."""
     taken: list[asyncio.StreamWriter] = []
 
     def take(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -215,7 +215,7 @@ def flipped(data: bytes) -> bytes:
 
 @asynccontextmanager
 async def corrupting() -> AsyncIterator[Spoil]:
-    """Tickets of the tcp carrier whose KV comes through a relay that flips bits of it."""
+    """Yield a change of tickets of the tcp backend: their KV comes through a relay that flips bits of it."""
     relay = await ChangingRelay.start("127.0.0.1:0")
     relay.change = flipped
     port = int(relay.address.rpartition(":")[2])

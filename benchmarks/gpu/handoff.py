@@ -1,4 +1,4 @@
-"""KV hand-off between two GPUs through this project's carrier, against torch's peer copy in the same run.
+"""KV transfer between two GPUs through this project's transfer backend, against torch's peer copy in the same run.
 
 Two processes; GPU 0 holds, GPU 1 reads. One contiguous piece per ticket, and KV of gpt-oss-120b's shape from a
 scattered block list into another, copies out of and into the blocks included. Peer copy is timed as 64 copies queued
@@ -112,7 +112,7 @@ async def _many(reader: Reader, prompt: Prompt, at_once: int, count: int) -> flo
 
 
 async def measure(plan: Plan, wishes: Any) -> dict[str, Any]:
-    """Everything that goes through the carrier."""
+    """Measure everything that goes through the transfer backend."""
     reader = Reader(End(plan, 1), wishes)
     try:
         await reader.start()

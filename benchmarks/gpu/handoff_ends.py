@@ -225,7 +225,7 @@ class Holder:
         self._wishes.send((ticket_id, taken))
 
     def _forget(self, ticket_id: str) -> None:
-        """It was read: as the engine does it, the offer is withdrawn and its room is free."""
+        """Withdraw an offer that was read, and free its memory, as the engine does."""
         if (parcel := self._parcels.pop(ticket_id, None)) is not None:
             self._end.staging.give_back(parcel)
             self._freed.set()

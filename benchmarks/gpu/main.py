@@ -185,8 +185,8 @@ def arguments(
     )
     add = parser.add_argument
     add("--engine", choices=("vllm", "torch", "mock"), default="vllm", help="default: vllm")
-    add("--model", help="a model folder instead of gpt-oss-120b's shape with made-up weights")
-    add("--layers", type=int, default=FULL_LAYERS, help="of the made-up model; default all 36")
+    add("--model", help="model folder; default: gpt-oss-120b's architecture with dummy weights")
+    add("--layers", type=int, default=FULL_LAYERS, help="layers of the model with dummy weights; default all 36")
     add("--eager", action="store_true", help="no CUDA graphs: ready sooner, slower tokens")
     add("--gpus", help="comma-separated numbers; default all that nvidia-smi lists")
     add(

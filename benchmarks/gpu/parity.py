@@ -1,7 +1,8 @@
 """Do a prefill and a decode worker say what one worker says? Greedy answers beside those of an aggregated deployment.
 
-Sums in bf16 depend on what else is in a batch, and a made-up model is undecided between words: under load, answers of
-equal engines part. So the aggregated deployment is asked everything twice, and is compared with itself as well.
+Sums in bf16 depend on the other requests of a batch, and with dummy weights the best tokens are nearly equal. Under
+load, answers of equal engines therefore differ. So the aggregated deployment gets every prompt twice, and is compared
+with itself as well.
 """
 
 from __future__ import annotations

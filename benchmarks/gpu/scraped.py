@@ -11,7 +11,7 @@ _PHASE = re.compile(r'phase="([^"]+)"')
 
 
 def phase_split(url: str) -> dict[str, tuple[float, float]]:
-    """By phase: seconds of all requests so far, and their number. Empty where nobody tells."""
+    """Return by phase: seconds of all requests so far, and their number. Empty if the server has no metrics."""
     try:
         return parse(fetch(f"{url}/metrics").decode())
     except OSError:

@@ -156,7 +156,7 @@ def _counted(errors: Mapping[str, int]) -> str:
 
 
 async def kill(deployed: Deployed, victim: str, sizes: Sizes) -> Found:
-    """kill -9 of a worker under load: how long nobody was answered, and that the successor serves."""
+    """Kill a worker (-9) under load: measure how long no request was answered, and check that its successor serves."""
     stop = asyncio.Event()
     client = asyncio.create_task(_endless(deployed.url, sizes, stop))
     try:

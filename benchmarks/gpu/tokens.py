@@ -18,7 +18,7 @@ from benchmarks.stream import Record, StreamConnection
 Prompt = Sequence[int]
 _IDS = range(1000, 190_000)  # ordinary tokens of o200k
 _PATH = "/v1/completions"
-SAMPLED = {"temperature": 1.0}  # made-up weights repeat themselves when greedy; sampled, they say all kinds of words
+SAMPLED = {"temperature": 1.0}  # dummy weights repeat a token when greedy; sampled, they yield many
 GREEDY = {"temperature": 0}
 
 

@@ -116,7 +116,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 
 def judged(runs: Sequence[Run], bars: Sequence[Bar] = BARS) -> str:
-    """The ratio of medians for every bar that can be told, and whether it is reached."""
+    """Return the ratio of medians for every bar that both sides measured, and whether it is reached."""
     lines = [f"{'ours / Dynamo':<52}{'point':<11}{'against':<18}{'ours':>9}{'theirs':>9}{'ratio':>7}{'bar':>6}"]
     for bar in bars:
         ours = middle(runs, bar.point, "ours", bar.measure)

@@ -27,7 +27,7 @@ _STOP_S = 10.0
 
 
 class NotServing(Exception):
-    """A process that ended, or a chat that nobody answers."""
+    """A process ended, or a chat request got no answer."""
 
 
 class Recipe(Protocol):

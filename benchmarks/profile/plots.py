@@ -128,7 +128,7 @@ def _concurrencies(lines: Sequence[Line]) -> list[int]:
 
 
 def phases(series: Sequence[Series]) -> str | None:
-    """Mean time of a request in each phase, stacked. None when no server told its phases."""
+    """Plot the mean time of a request in each phase, stacked. Return None when no server reported its phases."""
     bars = [
         (f"{each.name}\n{concurrency}" if len(series) > 1 else str(concurrency), _mean_phases(each.run, concurrency))
         for each in series

@@ -139,7 +139,7 @@ def _facts(run: Run, command: str) -> str:
         "repetitions": max((point.repetition for point in run.points), default=0),
         "prompt tokens, as the server counts": ", ".join(f"{p.figures['prompt_tokens']:.0f}" for p in run.points),
         "of them cached": ", ".join(f"{p.figures['cached_tokens']:.0f}" for p in run.points),
-        "GPUs": run.gpus if run.gpus is not None else "not told (--gpus)",
+        "GPUs": run.gpus if run.gpus is not None else "not given (--gpus)",
         **run.machine,
     }
     rows = "".join(

@@ -147,7 +147,7 @@ def load_lines(folder: Path) -> list[Line]:
 
 
 def _line(found: dict[str, Any]) -> Line:
-    """By hand: `array.array` is no type that a decoder can be told."""
+    """Build a line by hand: msgspec decoders don't support `array.array`."""
     record = found["record"]
     record["gaps_s"] = array("d", record["gaps_s"])
     return Line(concurrency=found["concurrency"], repetition=found["repetition"], record=Record(**record))

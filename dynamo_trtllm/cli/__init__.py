@@ -1,1 +1,1 @@
-"""Command-line tools that start no process of a deployment: they look, judge or talk to one. May import every room."""
+"""Command-line tools that inspect, check or talk to a deployment and start none. May import every package."""

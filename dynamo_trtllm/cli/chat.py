@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from exc
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # nobody reads any more, of which the interpreter would complain at its end
+    except BrokenPipeError:  # the reader is gone; without this the interpreter complains at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     raise SystemExit(1 if failures else 0)

@@ -22,7 +22,7 @@ from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.request_plane.jetstream import BucketInfo, bucket_info, delete_bucket
 
 PROG = "python -m dynamo_trtllm.clear_namespace"
-_DESCRIPTION = "Removes what a deployment left in etcd and JetStream: instances that nobody renews, and kept responses."
+_DESCRIPTION = "Removes what a deployment left in etcd and JetStream: instances without a lease, and stored responses."
 _YES = ("y", "yes")
 
 Confirm = Callable[[], bool]
@@ -44,7 +44,7 @@ class StaleRecords:
 
     def lines(self) -> Iterator[str]:
         for key, lease in sorted(self.instances.items()):
-            state = "nobody renews it" if lease is None else f"live, {lease.ttl_s} s left of its lease"
+            state = "no live lease" if lease is None else f"live, {lease.ttl_s} s left of its lease"
             yield f"  etcd       {shown_key(key)} ({state})"
         if self.responses is not None:
             kept = self.responses
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def clear(config: ClearNamespaceConfig, confirm: Confirm) -> bool:
-    """Whether nothing is left. Raises Unreachable, and ConfigError when there is nobody to ask."""
+    """Return whether nothing is left. Raises Unreachable, and ConfigError when there is no terminal to ask on."""
     async with aclosing(EtcdStore(config.etcd_endpoints, tls_files(config))) as store:
         found = StaleRecords(
             instances=await store.leases(namespace_prefix(config.namespace)),

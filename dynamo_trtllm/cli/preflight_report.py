@@ -90,7 +90,7 @@ _ROWS: Sequence[tuple[str, Callable[[MemoryTable], str]]] = (
     ("weights", lambda table: _gib(table.weights_bytes)),
     ("transfer buffers", lambda table: _gib(table.buffer_bytes)),
     ("to work in (a guess)", lambda _: _gib(WORKSPACE_BYTES)),
-    ("room for KV", lambda table: _gib(table.kv_memory_bytes)),
+    ("memory for KV", lambda table: _gib(table.kv_memory_bytes)),
     ("KV of one token", lambda table: f"{table.kv_token_bytes / 1024:.1f} KiB"),
     ("  if windows are freed", lambda table: f"{table.windowed_token_bytes / 1024:.1f} KiB"),
     ("KV blocks", lambda table: _count(table.blocks)),

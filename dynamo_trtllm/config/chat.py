@@ -31,7 +31,7 @@ examples:
         json_schema_extra=option(MODEL),
     )
     system: str | None = Field(
-        default=None, description="what the model is told before the first question", json_schema_extra=option(MODEL)
+        default=None, description="system message, sent before the first question", json_schema_extra=option(MODEL)
     )
     reasoning_effort: Literal["low", "medium", "high"] | None = Field(
         default=None, description="how much the model thinks before it answers", json_schema_extra=option(MODEL)

@@ -21,7 +21,7 @@ exit status: 0 when it is clear, 1 when something was left or could not be reach
 
     yes: bool = Field(
         default=False,
-        description="remove without asking; needed where nobody can answer",
+        description="remove without asking; required when there is no terminal to ask on",
         json_schema_extra=option(PROCESS),
     )
     force: bool = Field(

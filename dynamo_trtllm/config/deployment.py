@@ -166,7 +166,7 @@ def _inner_model(annotation: Any) -> tuple[type[Config] | None, bool]:
 
 
 def _by_field(model: type[Config], given: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """The flags by field name. They may be spelled as on the command line, without or with dashes in front."""
+    """Return the flags by field name. They may be written as on the command line, with or without leading dashes."""
     spellings = {
         name.removeprefix("--").replace("-", "_"): flag.field for flag in flags_of(model) for name in flag.names
     }

@@ -27,7 +27,7 @@ class Flag:
     field: str
     names: tuple[str, ...]  # the first is the one shown in errors
     group: str
-    env: str | None  # well-known variable beside the DYN_TRTLLM_ twin
+    env: str | None  # well-known variable, read in addition to the DYN_TRTLLM_ one
     positional: bool
     kind: type  # bool, dict, int, float, Path or str
     choices: tuple[str, ...]
@@ -118,7 +118,7 @@ def build_parser(
         usage=f"%(prog)s {' '.join(_usage(flag) for flag in required)} [flags]",
         description=description,
         epilog=model.examples
-        + f"every flag has an environment twin, {env_prefix} and its name in capitals; a typed flag beats it",
+        + f"every flag can be set by an environment variable: {env_prefix} and its name in capitals; the flag wins",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,

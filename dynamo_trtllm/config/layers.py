@@ -1,6 +1,6 @@
 """Engine arguments from several places, merged leaf by leaf with the place that won. Pure but for reading the YAML.
 
-Knows no engine: which keys exist is the engine's business, handed to `check_keys`.
+Knows no engine: `check_keys` gets the keys that the engine accepts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
     values: Mapping[str, Any]
     source: str
-    yields: bool = False  # advice: nobody needs to hear that it was beaten
+    yields: bool = False  # advice: overriding it is not logged
 
 
 class Merged(NamedTuple):

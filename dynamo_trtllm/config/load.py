@@ -127,7 +127,7 @@ def _shown(flag: Flag, value: Any) -> str:
 
 
 def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
-    """Values by field; the DYN_TRTLLM_ twin wins over a well-known name."""
+    """Return values by field; the DYN_TRTLLM_ variable overrides a well-known one."""
     _check_environment(model, env)
     found: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):

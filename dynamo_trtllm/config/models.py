@@ -52,7 +52,7 @@ examples, one prefill and one decode worker of the same model:
     )
     dyn_reasoning_parser: Literal["gpt_oss", "basic", "deepseek_r1", "none"] | None = Field(
         default=None,
-        description="how reasoning is told from the answer: gpt_oss (Harmony), basic (between <think> and </think>), "
+        description="how reasoning is split from the answer: gpt_oss (Harmony), basic (between <think> and </think>), "
         "deepseek_r1 (up to </think>), none; without it by the model's format",
         json_schema_extra=option(MODEL),
     )
@@ -120,13 +120,13 @@ examples, one prefill and one decode worker of the same model:
     )
     disaggregation_mode: Role = Field(
         default=Role.AGGREGATED,
-        description="which leg of a request this worker serves; with --engine vllm it is decode where nothing is said",
+        description="which phases of a request this worker serves; with --engine vllm the default is decode",
         json_schema_extra=option(ROLE, words={"--is-prefill-worker": "prefill", "--is-decode-worker": "decode"}),
     )
     disaggregation_strategy: Literal["prefill_first", "decode_first"] = Field(
         default="prefill_first",
-        description="which leg begins; decode_first keeps a decode slot before the prompt is processed; equal on "
-        "prefill and decode",
+        description="which phase begins; decode_first reserves a decode slot before the prompt is processed; must be "
+        "equal on prefill and decode workers",
         json_schema_extra=option(ROLE),
     )
     endpoint: str | None = Field(
@@ -147,7 +147,7 @@ examples, one prefill and one decode worker of the same model:
         default=False, description="publish stored and removed KV blocks", json_schema_extra=option(KV)
     )
     ticket_ttl_s: PositiveFloat = Field(
-        default=60.0, description="seconds after which KV that nobody fetched is freed", json_schema_extra=option(KV)
+        default=60.0, description="seconds after which KV that was not fetched is freed", json_schema_extra=option(KV)
     )
     handoff_timeout_s: PositiveFloat = Field(
         default=30.0,
@@ -305,13 +305,13 @@ class FrontendConfig(ConnectionConfig):
     )
     retry_limit: NonNegativeInt = Field(
         default=3,
-        description="how often a request that failed before its first token is tried again, elsewhere if there is an "
-        "elsewhere",
+        description="how often a request that failed before its first token is tried again, on another worker if "
+        "there is one",
         json_schema_extra=option(HTTP),
     )
     migration_limit: NonNegativeInt = Field(
         default=3,
-        description="how often a request whose worker dies midway is continued elsewhere from the tokens so far",
+        description="how often a request whose worker dies is continued on another one from the tokens so far",
         json_schema_extra=option(HTTP),
     )
     hold_for_roles_s: NonNegativeFloat = Field(

@@ -11,7 +11,7 @@ from dynamo_trtllm.config.base import ENGINE, LOAD, MODEL, PROCESS, ROLE, Config
 
 
 class PreflightConfig(Config):
-    """Judges engine arguments on any machine: nothing is loaded and nobody is asked."""
+    """Settings of preflight, which checks engine arguments on any machine: it loads nothing and contacts no server."""
 
     examples: ClassVar[str] = """\
 example, the disaggregated Kubernetes target for gpt-oss-120b, without the model's files:

@@ -1,4 +1,4 @@
-"""How settings are told to people: the name that was meant, and tables. Every process needs it: nothing heavy here."""
+"""Texts about settings for people: suggestions for a wrong name, and tables. All processes import it: keep it light."""
 
 from __future__ import annotations
 

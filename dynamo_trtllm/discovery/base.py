@@ -1,4 +1,4 @@
-"""The discovery seam. `memory` is the in-process twin; `etcd` the real one; one contract suite holds both."""
+"""The discovery interface. Implementations: `memory` (in-process) and `etcd`; both pass the same contract tests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """All that was there when the watch began has been told; comes once, however often the watch re-lists."""
+    """All records that existed when the watch began were reported. Comes once, however often the watch re-lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Discovery(Protocol):
         ...
 
     def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
-        """Yield Up or Rejected for each record that is there, then Synced, then every change; never end. While the
+        """Yield Added or Rejected for each record that is there, then Synced, then every change; never end. While the
         store is unreachable, yield nothing. Afterwards yield the differences; a missing instance has some time to
         register again. Consume with `aclosing`."""
         ...

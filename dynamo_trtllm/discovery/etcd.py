@@ -1,10 +1,10 @@
 """Discovery on etcd: keys on leases, and a watch that lists again whenever its stream broke.
 
 Listing again, instead of resuming at a revision, is right in every case (compaction, data lost, another member) and
-costs one range read per watcher and reconnect. What is new in a list is told at once. Who is missing in it left while
-the watch was cut, or etcd lost its data. Nothing in etcd tells these apart: once written to past the old revision it
-looks as before, its ids too. So the missing get the time of a lease to register again before they are taken down; one
-that did leave costs little meanwhile, as a request that finds nobody there goes elsewhere at once.
+costs one range read per watcher and reconnect. New instances of a list are reported at once. An instance that the list
+lacks left while the watch was cut, or etcd lost its data. Nothing in etcd distinguishes these cases: after writes past
+the old revision it looks as before, its ids too. So missing instances get the time of a lease to register again before
+they are removed. One that did leave costs little meanwhile: a request to it goes to another worker at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dynamo_trtllm.messages import Instance
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 5.0  # etcd may start at the same moment as we do; an address that is wrong is told soon
+START_TIMEOUT_S = 5.0  # etcd may start at the same moment as we do; a wrong address is reported soon
 AWAY_TIMEOUT_S = 120.0  # for one that has answered before: what was loaded in minutes is not given up for less
 SAY_EVERY_S = 5.0
 

@@ -1,4 +1,4 @@
-"""The etcd calls that discovery needs, over several endpoints, with every gRPC failure told as `Unreachable`.
+"""The etcd calls that discovery needs, over several endpoints. Every gRPC failure is raised as `Unreachable`.
 
 Why these parts: etcd3aio 0.3.0 is a maintained gRPC client for asyncio (1741 puts/s one at a time, against 408 of the
 HTTP-based etcd3-py 0.1.6, whose asynchronous watch delivered 17 of 201 events and whose keep-alive thread dies for

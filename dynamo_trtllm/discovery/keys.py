@@ -84,5 +84,5 @@ def shown_key(key: str) -> str:
 
 
 def subject(endpoint_id: EndpointId, instance_id: int) -> str:
-    """Request-plane address of one instance, spelled as in the guides: `dynamo_backend.generate-694d997dbae9a315`."""
+    """Return the request-plane address of one instance, e.g. `dynamo_backend.generate-694d997dbae9a315` (as Dynamo)."""
     return f"{endpoint_id.namespace}_{endpoint_id.component}.{endpoint_id.endpoint}-{instance_id:x}"

@@ -1,4 +1,4 @@
-"""The in-process twin of etcd discovery: several `MemoryDiscovery` share one `FakeEtcd`, as processes share etcd."""
+"""In-process implementation of discovery: several `MemoryDiscovery` share one `FakeEtcd`, as processes share etcd."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The backend seam: one-sided read by the decode side. `loopback` is the in-process twin; `nixl` and `tcp` are real.
+"""The interface of KV transfer backends: `nixl` and `tcp`, and `loopback` within one process.
 
-A backend moves pieces (address, bytes, device). Gathering KV blocks into pieces and scattering them is the engine's.
+The decode side reads one-sided. A backend moves pieces (address, bytes, device). The engine gathers KV blocks into
+pieces and scatters them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TransferBackend(Protocol):
         ...
 
     async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        """Makes the pieces readable by whoever holds the returned bytes, until `withdraw`. Raises TransferFailed.
+        """Make the pieces readable for every holder of the returned bytes, until `withdraw`. Raises TransferFailed.
 
         Only the first `ready` pieces hold their data yet (None: all); a reader waits for `advance` with the others.
         """
@@ -65,7 +66,7 @@ class TransferBackend(Protocol):
         on_piece: OnRegion | None = None,
     ) -> None:
         """Read an offer of equal piece sizes into own memory and notify its holder. Nothing is written to `pieces`
-        after this returns, raises or is cancelled. Raises HandoffTimeout, TransferFailed (peer dead, offer gone, wrong
+        after this returns, raises or is cancelled. Raises TransferTimeout, TransferFailed (peer dead, offer gone, wrong
         checksum).
 
         `on_piece(index)` is called for every piece in order as soon as it is whole, on the loop or on a thread of the

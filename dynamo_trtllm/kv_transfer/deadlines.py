@@ -53,7 +53,7 @@ async def fetch(
     """Raises as the backend does; when time is over, the error of the bound that was reached."""
     first = first_deadline(ticket, within, time.time())
     if first.left_s <= 0:
-        if first.error is TransferTimeout:  # nobody is slow: it waited too long for its place
+        if first.error is TransferTimeout:  # no peer is slow: the fetch waited too long for its place
             raise TransferExpired(f"ticket {ticket.ticket_id} expired before there was a place to fetch its KV to")
         raise timeout_error(ticket, first)
     try:

@@ -1,6 +1,6 @@
-"""The in-process twin of the carriers: offers live in a table of this process, a fetch is a memmove.
+"""In-process KV transfer backend: offers are in a table of this process, a fetch is a memmove.
 
-Moves CPU memory only and reaches no other process.
+It moves CPU memory only and reaches no other process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _LoopbackPublished:
 
 
 class LoopbackBackend:
-    """A Carrier between engines of one process. Peers find each other by the id in the offer."""
+    """A transfer backend between engines of one process. Peers find each other by the id in the offer."""
 
     name = "loopback"
     _open: ClassVar[dict[str, LoopbackBackend]] = {}
@@ -98,7 +98,7 @@ class LoopbackBackend:
         timeout_s: float,
         on_piece: OnRegion | None = None,
     ) -> None:
-        """See `Carrier.fetch`. The time of the copies does not count towards `timeout_s`."""
+        """See `TransferBackend.fetch`. The time of the copies does not count towards `timeout_s`."""
         try:
             facts = codec.decode(offer, _LoopbackOffer)
         except BadFrame as exc:

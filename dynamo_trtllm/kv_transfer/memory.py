@@ -1,4 +1,4 @@
-"""What carriers share about pieces: views of raw memory and the sizes check. Owns no memory and moves nothing."""
+"""Helpers of transfer backends for pieces: views of raw memory and the sizes check. Owns and moves no memory."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class _TcpRequest(NamedTuple):
 
 
 class TcpBackend:
-    """A Carrier over TCP. `bind_host`: the IP address it listens on. `advertise_host`: where other hosts reach it."""
+    """A transfer backend over TCP. It listens on IP address `bind_host`; other hosts reach it at `advertise_host`."""
 
     name = "tcp"
 
@@ -101,7 +101,7 @@ class TcpBackend:
         self._advertise_host = advertise_host
         self._offers: dict[str, _TcpPublished] = {}
         self._unasked: dict[asyncio.Task[None], None] = {}  # connections that have asked for nothing, oldest first
-        self._closed = 0  # connections closed to make room since the last log line about it
+        self._closed = 0  # connections closed in favor of new ones since the last log line about it
         self._logged_at = -math.inf
         self._listener: socket.socket | None = None
         self._acceptor: Acceptor | None = None
@@ -181,7 +181,7 @@ class TcpBackend:
             )
 
     async def _serve(self, connection: socket.socket) -> None:
-        """One connection. What the peer does wrong ends it and concerns nobody else."""
+        """Serve one connection. A peer's mistake ends its own connection and no other."""
         with connection:
             task = asyncio.current_task()
             assert task is not None
@@ -203,7 +203,7 @@ class TcpBackend:
                 self._unasked.pop(task, None)
 
     def _can_accept(self) -> bool:
-        """Make room for another connection, if necessary by closing the oldest that has asked for nothing."""
+        """Return whether another connection fits, after closing the oldest one without a request if necessary."""
         assert self._acceptor is not None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:

@@ -1,4 +1,4 @@
-"""One question to a deployment that serves, and what is told of the answer: who did what, and how fast."""
+"""Sends one question to a ready deployment, and reports which workers answered it and how fast."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def next_step(frontend: str, model: str) -> str:
 
 def _who(instance: str | None, names: Mapping[str, str]) -> str:
     if instance is None:
-        return "nobody"
+        return "none"
     return f"{names.get(instance, 'a worker of another launcher')} (instance {instance})"
 
 

@@ -11,8 +11,8 @@ from dynamo_trtllm.launch.plan import ProcessSpec
 from dynamo_trtllm.messages import Role
 
 # Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and let go of it only when they end:
-# https://github.com/openucx/ucx/issues/11753. The torch engine lends one bounded staging region, which its successor
-# has room beside. Whether TensorRT-LLM keeps mappings is not known, so its workers are left alone.
+# https://github.com/openucx/ucx/issues/11753. The torch engine lends one bounded staging region, which leaves enough
+# memory for its successor. Whether TensorRT-LLM keeps mappings is not known, so its workers are left alone.
 KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
 
 
@@ -23,7 +23,7 @@ class ProcessState(Protocol):
 
     @property
     def is_asked(self) -> bool:
-        """Told to stop by the launcher."""
+        """Whether the launcher has asked it to stop."""
         ...
 
     @property
@@ -87,8 +87,8 @@ class DependentRestart:
         self._news = asyncio.Event()
 
     async def wanted_by(self, dead: ProcessSpec) -> None:
-        """Returns once no process that may keep memory of `dead` is left. Those that end are started again by whoever
-        keeps them. One that does not serve yet can't have read anything, and is left alone."""
+        """Return once no process that may keep memory of `dead` is left. The supervisor of each one starts it again.
+        A process that is not ready yet can't have read anything, and is left alone."""
         readers = dependents_of(dead, self._specs)
         holding = {name: life for name, life in self._living(readers) if life.is_ready}
         if not holding:
@@ -103,7 +103,7 @@ class DependentRestart:
             news = self._news  # before the look: what changes after it is not missed
             now = next_to_drain(left, is_work_done=self._serves(siblings, any), are_all_back=self._serves(readers, all))
             for name in now:
-                holding[name].ask()  # at once: nobody else takes it for one that serves
+                holding[name].ask()  # at once: no other caller may count it as ready
             if now:
                 await asyncio.gather(*(holding[name].stop() for name in now))
             else:

@@ -56,7 +56,7 @@ def main() -> None:
 
 async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": config.log_format}
-    # what is wrong is found out now, and told once, not by each process after the servers were started
+    # mistakes are found now and reported once, not by each process after the servers were started
     specs = processes(deployment, Addresses(etcd="localhost", nats="localhost"), environ)
     for spec in specs:
         _check(spec, environ)

@@ -46,7 +46,7 @@ class ManagedProcess(Child):
             transport.close()
 
     async def ended(self) -> int:
-        """Its exit status, once all its lines were told. May be awaited by several."""
+        """Return the exit status, once all output lines were passed on. Several tasks may await it."""
         status = await super().ended()
         await asyncio.wait({self._lines}, timeout=_LAST_LINES_S)
         if self._lines.done():

@@ -62,11 +62,11 @@ TABLE = (
     Metric("frontend", "output_tokens_total", "counter", "tokens generated", ("model",)),
     Metric("frontend", "phase_seconds", "histogram", "queue, prefill, handoff, decode_wait", ("model", "phase")),
     Metric("frontend", "kv_bytes_total", "counter", "KV moved from prefill to decode", ("transport",)),
-    Metric("frontend", "retries_total", "counter", "legs run again before a token left", ("model",)),
-    Metric("frontend", "migrations_total", "counter", "requests continued elsewhere after a token left", ("model",)),
+    Metric("frontend", "retries_total", "counter", "calls retried before a token was sent", ("model",)),
+    Metric("frontend", "migrations_total", "counter", "requests continued on another worker", ("model",)),
     Metric("frontend", "canaries_total", "counter", "canaries through idle pairs by outcome", ("model", "code")),
     Metric("frontend", "responses_not_stored_total", "counter", "responses that could not be stored", ("code",)),
-    Metric("worker", "requests_total", "counter", "finished legs", ("phase", "code")),
+    Metric("worker", "requests_total", "counter", "finished calls", ("phase", "code")),
     Metric("worker", "output_tokens_total", "counter", "tokens generated", ("phase",)),
     Metric("worker", "running", "gauge", "requests in the batch"),
     Metric("worker", "waiting", "gauge", "requests that wait for KV blocks or a slot"),
@@ -76,7 +76,7 @@ TABLE = (
     Metric("worker", "ticket_kv_blocks", "gauge", "KV blocks that hand-offs not yet released hold"),
     Metric("worker", "kv_checksum_mismatches_total", "counter", "KV fetches whose checksum was wrong; none was used"),
     Metric("worker", "legs", "gauge", "requests taken, those that wait in the engine included"),
-    Metric("worker", "reserved", "gauge", "decode slots kept for requests whose prompt is processed elsewhere"),
+    Metric("worker", "reserved", "gauge", "decode slots reserved while another worker processes the prompt"),
 )
 
 
@@ -103,7 +103,7 @@ _SNAPSHOT = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "tickets
 
 
 def _build(process: Process, registry: CollectorRegistry) -> dict[str, Any]:
-    # One time stamp per counter that nobody asked for.
+    # Without this, each counter also exports the time at which it was created.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     made: dict[str, Any] = {}
     for row in TABLE:
@@ -198,7 +198,7 @@ class FrontendMetrics:
         return cell
 
     def observe_call(self, *, model: str, stats: PhaseTimings) -> None:
-        """Where the time of one leg went; phases that took no time were not part of it."""
+        """Observe the time of one call in each phase; phases that took no time were not part of it."""
         phases: Sequence[tuple[str, float]] = (
             ("queue", stats.queue_s),
             ("prefill", stats.prefill_s),
@@ -241,7 +241,7 @@ class WorkerMetrics:
         self._mismatches = 0  # of the engine's, those that were counted
 
     def call_finished(self, *, phase: str, code: str, output_tokens: int) -> None:
-        """One leg ended. `code`: "ok", "cancelled" or an error's code."""
+        """Count a call that ended. `code`: "ok", "cancelled" or an error's code."""
         self._metrics["requests_total"].labels(phase, code).inc()
         self._metrics["output_tokens_total"].labels(phase).inc(output_tokens)
 

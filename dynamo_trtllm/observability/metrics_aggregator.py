@@ -35,7 +35,7 @@ Snapshot = tuple[Family, ...]
 
 
 class MetricsAggregator:
-    """What each process told last, and what those that have ended leave behind."""
+    """The last numbers that each process reported, and the counters of processes that have ended."""
 
     def __init__(self) -> None:
         self._last: dict[str, Snapshot] = {}

@@ -1,4 +1,4 @@
-"""The request-plane seam. `inproc` is the in-process twin; `nats` the real one; one contract suite holds both."""
+"""The request-plane interface. Implementations: `inproc` (in-process) and `nats`; both pass the same contract tests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ServerHandle(Protocol):
     """One service at one subject."""
 
     async def stop_accepting(self) -> None:
-        """New requests find nobody (`Unreachable`) or `Draining`; running streams and control verbs go on."""
+        """Stop taking requests: new ones get `Unreachable` or `Draining`. Running streams and control verbs go on."""
         ...
 
     async def finished(self) -> None:
@@ -62,9 +62,9 @@ class Plane(Protocol):
         ...
 
     def generate(self, subject: str, request: GenerateRequest, sink: Sink | None = None) -> AsyncGenerator[Chunk, None]:
-        """The chunks of one leg, in order and complete, or an error of the worker as the same class.
+        """Yield the chunks of one call, in order and complete, or raise the worker's error as the same class.
 
-        Raises Unreachable when nobody takes the request within the acknowledge time-out, StreamIncomplete for a gap
+        Raises Unreachable when no worker takes the request within the acknowledge time-out, StreamIncomplete for a gap
         or an end with no terminal chunk, Disconnected when the plane is lost, DeadlineExceeded when the request's
         deadline passes. Consume with `aclosing`: closing it sends the cancel, without awaiting.
 
@@ -74,7 +74,7 @@ class Plane(Protocol):
         ...
 
     async def control(self, subject: str, verb: Control, *, timeout_s: float = 5.0) -> bytes:
-        """One control verb to the instance whose generate subject this is. Raises as `generate`, HandoffError …"""
+        """Send one control verb to the instance with this generate subject. Raises as `generate`, KvTransferError."""
         ...
 
     def outage(self) -> str | None:

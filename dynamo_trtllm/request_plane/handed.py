@@ -1,4 +1,4 @@
-"""The tickets that a worker has sent and nobody has released: whose they are, so that they can be taken back. Pure."""
+"""The tickets that a worker has sent and no caller has released, with their callers, so that it can free them. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The in-process twin of the request plane: the same code as the real one over a link that is a dictionary."""
+"""In-process implementation of the request plane: the same code as over NATS, with a dictionary as transport."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class InprocTransport:
         if self._closed:
             raise Disconnected("the request plane is closed")
         if subject not in self._listeners:
-            raise Unreachable(f"nobody listens at {subject}: its worker has ended; retry")
+            raise Unreachable(f"no worker listens at {subject}: it has ended; retry")
         inbox = self.new_inbox()
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._listeners[inbox] = lambda data, _: None if reply.done() else reply.set_result(data)

@@ -176,7 +176,7 @@ class NatsTransport:
         try:
             reply: bytes = (await self._client.request(subject, data, timeout=timeout_s)).data
         except nats_errors.NoRespondersError as exc:
-            raise Unreachable(f"nobody listens at {subject}: its worker has ended; retry") from exc
+            raise Unreachable(f"no worker listens at {subject}: it has ended; retry") from exc
         except nats_errors.TimeoutError as exc:
             if not self._client.is_connected:
                 raise Disconnected(f"no connection to NATS at {self._address}") from exc
@@ -224,8 +224,8 @@ class NatsTransport:
             subject, data = await self._outgoing.get()
             try:
                 await self._client.publish(subject, data)
-            except nats_errors.BadSubjectError:  # who asked for it gave it: nobody else misses anything
-                logger.debug("nobody can be told anything at %r", subject)
+            except nats_errors.BadSubjectError:  # the caller gave this subject: no other caller misses a message
+                logger.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
                 self._tell_lost(Disconnected(f"a message to {subject} could not be sent: {exc!r}"))
             finally:

@@ -84,7 +84,7 @@ class EndpointServer:
         self._service = service
         self._calls: dict[StreamKey, ServerStream] = {}
         self._by_inbox: dict[str, dict[int, ServerStream]] = {}  # the same streams, by inbox
-        self._idle = asyncio.Event()  # no leg runs
+        self._idle = asyncio.Event()  # set while no call runs
         self._idle.set()
         self._pending_kv = Handed()
         self._outboxes: dict[str, FrameBatcher] = {}
@@ -109,7 +109,7 @@ class EndpointServer:
         link.on_lost(self.lost)
 
     async def start(self, subject: str, timeout_s: float) -> None:
-        """Returns once anybody's requests arrive. Raises PlaneError."""
+        """Return once requests of every client arrive. Raises PlaneError."""
         self._subject = subject
         self._listening.append(await self._link.listen(control_subject(subject), self._take_verb))
         self._listening.append(await self._link.listen(subject, self._take))
@@ -246,7 +246,7 @@ class EndpointServer:
         if opening.wire >= _REPORTS_SINCE:
             self._report_readers.add(opening.inbox)
         request = msgspec.structs.replace(opening.request, deadline=time.time() + opening.left_s)  # by this clock
-        call.task = asyncio.create_task(self._run(call, request), name=f"plane-leg-{request.request_id}")
+        call.task = asyncio.create_task(self._run(call, request), name=f"plane-call-{request.request_id}")
         deadline = asyncio.get_running_loop().call_later(opening.left_s, self._deadline_passed, call)
         self._keep(call.task)
         call.task.add_done_callback(lambda _: self._close(call, deadline))

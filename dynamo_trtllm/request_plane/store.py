@@ -1,6 +1,6 @@
-"""Small named values that outlive a request: the seam, and the bounded twin in this process's memory.
+"""Stores of small named values that outlive a request: the interface, and a bounded store in this process's memory.
 
-`jetstream` holds the same values for several processes; one contract suite holds both.
+`jetstream` stores the same values for several processes; both pass the same contract tests.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Transport(Protocol):
     def max_message_bytes(self) -> int: ...
 
     def new_inbox(self) -> str:
-        """A subject nobody else has."""
+        """Return a subject that no other client uses."""
         ...
 
     def on_lost(self, lost: Lost) -> None:
@@ -47,7 +47,7 @@ class Transport(Protocol):
         ...
 
     async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
-        """The reply. Raises Unreachable when nobody listens (at once) or replies in time, Disconnected."""
+        """Return the reply. Raises Unreachable when no worker listens (at once) or replies in time, Disconnected."""
         ...
 
     def post(self, subject: str, data: bytes) -> None:

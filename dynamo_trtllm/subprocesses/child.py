@@ -71,13 +71,13 @@ def end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     def wait() -> None:
         with suppress(ChildProcessError):  # somebody was quicker to ask
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # a zombie: its group can't be another's yet
-        with suppress(ProcessLookupError, PermissionError):  # nobody else in it; on macOS the latter
+        with suppress(ProcessLookupError, PermissionError):  # no other process in it; on macOS the latter
             os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
         try:
             loop.call_soon_threadsafe(settle, status)
         except RuntimeError:
-            return  # the loop has ended: nobody asks any more
+            return  # the loop has ended, and nothing waits for the status
 
     threading.Thread(target=wait, name=f"wait-{process.pid}", daemon=True).start()
     return future

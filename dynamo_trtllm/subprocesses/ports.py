@@ -1,7 +1,7 @@
-"""Ports that nobody uses, for what must be told its port before it starts.
+"""Finds free ports for servers that need their port before they start. Reserves none.
 
-They lie below those that Linux gives to connections of its own accord (`net.ipv4.ip_local_port_range`, from 32768 on):
-such a port would be gone before its server listens, or before the server's successor does. Reserves nothing.
+They lie below those that Linux gives to outgoing connections (`net.ipv4.ip_local_port_range`, from 32768 on): such a
+port could be taken before its server listens, or before the server's successor does.
 """
 
 from __future__ import annotations

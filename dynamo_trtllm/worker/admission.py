@@ -1,6 +1,6 @@
-"""How much work one worker takes at once: legs that run or wait in the engine, decode slots kept, KV under tickets.
+"""Limits the work of one worker: calls that run or wait in the engine, reserved decode slots, and KV under tickets.
 
-Refuses before the engine sees a leg, so that the frontend can ask another worker. Computes nothing, owns no clock.
+Rejects a call before the engine sees it, so that the frontend can ask another worker. Owns no clock.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Admission:
         return len(self._kept)
 
     def reserve(self, reservation_id: str, expires_at: float) -> None:
-        """Keeps a place until a leg takes it, it is given back or expires. Raises Overloaded when there is none."""
+        """Reserve a slot until a call takes it, it is released or it expires. Raises Overloaded when there is none."""
         if reservation_id not in self._kept:
             self._check_capacity()
-        if self._limits.active is not None:  # else there is always room, and nothing to keep
+        if self._limits.active is not None:  # without a limit there is nothing to reserve
             self._kept[reservation_id] = expires_at
 
     def unreserve(self, reservation_id: str) -> None:
-        """Unknown reservations are no error: a leg has taken it, or it has expired."""
+        """Release a slot. An unknown reservation is no error: a call has taken it, or it has expired."""
         self._kept.pop(reservation_id, None)
 
     @contextmanager
     def entered(self, request: GenerateRequest, stats: EngineStats | None) -> Iterator[None]:
-        """Around a leg; `stats`: the engine's, for a leg that would leave KV behind. Raises Overloaded."""
+        """Count a call while it runs. `stats`: the engine's, for a call that leaves KV behind. Raises Overloaded."""
         if request.reservation_id is None or self._kept.pop(request.reservation_id, None) is None:
             self._check_capacity()
         if stats is not None:

@@ -12,7 +12,7 @@ from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.worker.worker import Worker
 
 PROG = "python -m dynamo_trtllm"
-_DESCRIPTION = "One worker: owns an engine, serves the prefill leg, the decode leg or whole requests of one model."
+_DESCRIPTION = "Runs one worker: an engine that serves prefill calls, decode calls or complete requests of one model."
 
 _log = logging.getLogger(__name__)
 

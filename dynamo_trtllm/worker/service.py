@@ -111,7 +111,7 @@ class WorkerService:
         return self._engine.generate(request)
 
     def _stats(self, request: GenerateRequest) -> EngineStats | None:
-        """Of an engine that would keep KV of this leg and tells any."""
+        """Return the engine's stats if this call leaves KV behind and the engine has stats, else None."""
         if request.phase is Phase.PREFILL and isinstance(self._engine, HasStats):
             return self._engine.stats()
         return None
@@ -120,9 +120,9 @@ class WorkerService:
         if request.model != self._model:
             raise ModelNotFound(f"this worker serves {self._model!r}, not {request.model!r}", field="model")
         if request.phase not in self._phases:
-            raise InvalidRequest(f"a {self._role} worker does not serve the {request.phase} leg", field="phase")
+            raise InvalidRequest(f"a {self._role} worker does not serve {request.phase} calls", field="phase")
         if (request.phase is Phase.DECODE) != (request.ticket is not None):
-            raise InvalidRequest(f"the {request.phase} leg came with{'out' if request.ticket is None else ''} a ticket")
+            raise InvalidRequest(f"a {request.phase} call came with{'out' if request.ticket is None else ''} a ticket")
 
     async def control(self, verb: Control) -> bytes:
         match verb:

@@ -132,7 +132,7 @@ class Worker:
         import uvloop
 
         if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("Worker.run takes signals and needs the main thread; elsewhere await Worker.serve")
+            raise RuntimeError("Worker.run handles signals and needs the main thread; in other threads await serve")
         sys.setswitchinterval(SWITCH_S)
         allow_files(_FILES, "; until then fewer KV transfers may run at once")
         uvloop.run(self._run_with_signals())

@@ -52,7 +52,7 @@ class Lesson:
 
     @property
     def output(self) -> str:
-        """The assistant's turn after `<|start|>assistant`, markers spelled out."""
+        """Return the assistant's turn after `<|start|>assistant`, with its markers as text."""
         thought = self.reply.thought(self.conversation.reasoning_effort)
         turn = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>"
         if self.reply.call:

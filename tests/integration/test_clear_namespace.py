@@ -83,7 +83,7 @@ async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_o
     assert await deployment.run("--yes") == 0
     first, instance, bucket, last = capsys.readouterr().out.splitlines()
     assert first == f"namespace {deployment.namespace} has"
-    assert instance == f"  etcd       {key} (nobody renews it)"
+    assert instance == f"  etcd       {key} (no live lease)"
     assert bucket.startswith(f"  JetStream  dynamo_trtllm_responses_{deployment.namespace} (1 messages, ")
     assert last == "removed"
     assert await deployment.keys() == []

@@ -38,7 +38,7 @@ class _NixlPublished:
 
 
 class NixlBackend:
-    """A Carrier over NIXL. CPU and CUDA memory; the pieces of one side of one transfer are all of the same kind."""
+    """A transfer backend over NIXL, for CPU and CUDA memory. All pieces of one side of a transfer are of one kind."""
 
     name = "nixl/ucx"
 
@@ -235,7 +235,7 @@ class NixlBackend:
         timeout_s: float,
         on_piece: OnRegion | None = None,
     ) -> None:
-        """See `Carrier.fetch`. A cancelled fetch returns when its read has ended, at the latest after `timeout_s`."""
+        """See `TransferBackend.fetch`. A cancelled fetch returns when its read has ended, at most after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         try:
             facts = codec.decode(offer, NixlOffer)

@@ -65,7 +65,7 @@ class FetchDriver:
         self.peers = RemoteAgents(vendor)
 
     def read(self, ask: FetchRequest) -> PollSteps:
-        """Must be taken to its end. See `Carrier.fetch`."""
+        """Read an offer; the caller runs the steps to their end. See `TransferBackend.fetch`."""
         if time.monotonic() >= ask.deadline:
             raise TransferTimeout(f"ticket {ask.ticket_id}: too many others were fetched to begin with it in time")
         with (

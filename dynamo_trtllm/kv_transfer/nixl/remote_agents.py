@@ -1,4 +1,4 @@
-"""The holders that a reader has met: connections, and what NIXL was told of their memory. Used by all fetch threads."""
+"""The holders that a reader has connected to, and which of their memory NIXL knows. Used by all fetch threads."""
 
 from __future__ import annotations
 
