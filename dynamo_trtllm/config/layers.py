@@ -1,6 +1,6 @@
 """Engine arguments from several places, merged leaf by leaf with the place that won. Pure but for reading the YAML.
 
-Knows no engine: `check_keys` gets the keys that the engine accepts.
+Knows no engine: the caller of `check_keys` passes the keys that the engine accepts.
 """
 
 from __future__ import annotations
