@@ -1,4 +1,4 @@
-"""The seam between a worker and whatever computes tokens. Engines know neither tokenizers nor the network."""
+"""The interface between a worker and its inference engine. Engines know neither tokenizers nor the network."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Pushes(Protocol):
 
 @runtime_checkable
 class HasTickets(Protocol):
-    """Engines whose prefill leg hands out tickets."""
+    """Engines whose prefill calls return tickets."""
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """The ticket is done with: its blocks may go. Unknown or released tickets are no error."""

@@ -38,7 +38,7 @@ def count_visible(environment: Mapping[str, str]) -> int | None:
 
 
 def memory_free_bytes() -> list[tuple[int, int]]:
-    """Of each visible GPU what nobody uses, and all it has; [] without a driver or NVML. From any thread."""
+    """Return the free and total bytes of each visible GPU; [] without a driver or NVML. From any thread."""
     return _asked(_free_of_all, None)
 
 

@@ -32,7 +32,7 @@ def run_in_daemon_thread(
     def settle(value: Any, error: BaseException | None) -> None:
         if done.cancelled():
             if error is not None:
-                _log.debug("%s failed, and nobody waits for it: %s", name, error)
+                _log.debug("%s failed after its caller was cancelled: %s", name, error)
             elif unwanted is not None:
                 threading.Thread(target=unwanted, args=(value,), name=f"{name}-unwanted", daemon=True).start()
         elif error is not None:
@@ -58,7 +58,7 @@ def run_in_daemon_thread(
 
 
 class EngineLoader(Generic[T]):
-    """One construction. `discard` gets what was built when nobody waits for it any more."""
+    """Builds one engine. `discard` gets an engine that is finished after `built` was cancelled."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class EngineLoader(Generic[T]):
         gpu_bytes_used: Callable[[], int | None],
         weight_bytes: int,
     ) -> None:
-        """`weight_bytes`: of one GPU; by it loading weights and what comes after are told apart from outside."""
+        """`weight_bytes`: of one GPU; `progress` uses it to distinguish loading weights from the phase after it."""
         self._build = build
         self._discard = discard
         self._gpu_bytes_used = gpu_bytes_used

@@ -45,7 +45,7 @@ def chunk_of(step: EngineOutput, stats: PhaseTimings) -> Chunk:
 
 
 def transfer_chunk(ticket: KvTransferParams, stats: PhaseTimings) -> Chunk:
-    """The terminal chunk of a prefill leg."""
+    """Return the terminal chunk of a prefill call."""
     stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
     return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
 

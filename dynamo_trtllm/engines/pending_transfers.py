@@ -35,12 +35,12 @@ class TransferIdentity(NamedTuple):
 
 
 class PrefillResult(NamedTuple):
-    """What the call of a prefill leg left."""
+    """The result of a prefill call."""
 
     first_token_ids: Sequence[int]
     first_logprobs: tuple[TokenLogprob, ...]
     opaque: bytes
-    give_up: Callable[[], None]  # asks the engine to drop the KV, when nobody came for it
+    give_up: Callable[[], None]  # asks the engine to drop the KV when no decode worker fetched it
 
 
 class _PendingTransfer(NamedTuple):
@@ -92,8 +92,8 @@ class PendingTransfers:
         )
 
     def accept(self, request: GenerateRequest) -> KvTransferParams:
-        """A decode leg's ticket, which fits it and this worker. Raises TicketMismatch naming the field, TicketExpired,
-        or EngineRefused where there is none."""
+        """Return a decode call's ticket if it fits the call and this worker. Raises TransferMismatch naming the field,
+        TransferExpired, or RequestRejected when the call has no ticket."""
         ticket, terms = ticket_of(request), self._terms
         params.check(
             ticket,
@@ -114,7 +114,7 @@ class PendingTransfers:
         return ticket
 
     def let_go(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """Unknown tickets are no error. One that nobody redeemed is given up in the engine too, as far as it goes."""
+        """Release a ticket; an unknown one is no error. KV that was not fetched is dropped in the engine, if it can."""
         held = self._held.pop(ticket_id, None)
         if held is None:
             return
@@ -124,7 +124,7 @@ class PendingTransfers:
         self._on_change()
 
     def _expire(self, ticket_id: str) -> None:
-        _log.warning("ticket %s expired after %.0f s: no decode worker told that it fetched it", ticket_id, self._ttl_s)
+        _log.warning("ticket %s expired after %.0f s: no decode worker reported a fetch", ticket_id, self._ttl_s)
         self.let_go(ticket_id, ReleaseOutcome.REFUSED)
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class PendingTransfers:
 
 def ticket_of(request: GenerateRequest) -> KvTransferParams:
     if request.ticket is None:
-        raise RequestRejected("a decode leg needs a ticket", field="ticket")
+        raise RequestRejected("a decode call needs a ticket", field="ticket")
     return request.ticket
 
 

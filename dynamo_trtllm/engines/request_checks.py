@@ -18,17 +18,18 @@ _DEFAULTS = Sampling(max_tokens=1)
 
 
 def check(request: GenerateRequest, *, role: Role, vocab_size: int, refuses: Iterable[str], library: str) -> None:
-    """Raises EngineRefused naming the field. `refuses`: fields of Sampling, and "cache_salt"."""
+    """Raises RequestRejected naming the field. `refuses`: fields of Sampling, and "cache_salt"."""
     if not request.token_ids:
         raise RequestRejected("the prompt is empty", field="token_ids")
     if (largest := max(request.token_ids)) >= vocab_size:
         raise RequestRejected(f"token id {largest} is not in the vocabulary of {vocab_size}", field="token_ids")
     if request.phase is not Phase.WHOLE and role is Role.AGGREGATED:
-        raise RequestRejected(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
+        raise RequestRejected(f"this worker is aggregated and serves no {request.phase} calls", field="phase")
     for name in refuses:
         if _is_used(request, name):
             raise RequestRejected(
-                f"{name} can't be honored by this worker's {library}; leave it out, or see why in its log", field=name
+                f"{name} is not supported by this worker's {library}; leave it out, or see its log for the reason",
+                field=name,
             )
 
 

@@ -124,9 +124,9 @@ class MockScheduler:
         )
 
     async def run(self) -> None:
-        """Steps for ever; sleeps when there is nothing to do. Its end fails whoever waits for a token.
+        """Run steps for ever; sleep when there is nothing to do. Its end fails each request that waits for a token.
 
-        A step begins when the one before is over: what the loop takes for other work does not make it longer.
+        A step begins when the one before is over: other work on the event loop does not make it longer.
         """
         begun_s = 0.0
         try:
@@ -138,7 +138,8 @@ class MockScheduler:
                     begun_s = time.monotonic()
                     continue
                 await asyncio.sleep(begun_s + self._args.step_s - time.monotonic())
-                begun_s = max(begun_s + self._args.step_s, time.monotonic() - self._args.step_s)  # none is made up for
+                # At most one missed step is caught up.
+                begun_s = max(begun_s + self._args.step_s, time.monotonic() - self._args.step_s)
                 self._step()
         finally:
             for sequence in (*self._waiting, *self._running):

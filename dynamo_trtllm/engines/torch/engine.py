@@ -217,7 +217,7 @@ class TorchEngine:
             while True:
                 event = await inbox.get()
                 if isinstance(event, PrefillDone) and self._kv_connector is not None:
-                    is_exported = True  # from here on the desk retires the job
+                    is_exported = True  # from here on the KV connector retires the job
                     yield await self._kv_connector.hand_out(job, event, info.layout)
                     return
                 if isinstance(event, BlocksReserved):
@@ -237,7 +237,7 @@ class TorchEngine:
     async def _fetch(self, request: GenerateRequest, reserved: BlocksReserved) -> None:
         """Returns when the copies of all pieces into the pool are queued; nothing is queued for this job after that."""
         if self._kv_connector is None or self._memory is None or self._memory.staging is None:
-            raise RuntimeError(f"request {request.request_id} has KV to fetch and no room for it")
+            raise RuntimeError(f"request {request.request_id} has KV to fetch, but this engine has no transfer buffer")
         scatter = partial(self._memory.staging.scatter, reserved.parcel, reserved.rows)
         await self._kv_connector.fetch(request, reserved.parcel, self._handoff_timeout_s, on_piece=scatter)
 
@@ -248,14 +248,15 @@ class TorchEngine:
             raise RequestRejected("the prompt is empty", field="token_ids")
         if prompt_tokens >= info.context_length:
             raise ContextTooLong(
-                f"a prompt of {prompt_tokens} tokens leaves no room in the context of {info.context_length}; shorten it"
+                f"a prompt of {prompt_tokens} tokens leaves no space for output in the context of "
+                f"{info.context_length}; shorten it"
             )
         if max(request.token_ids) >= info.vocab_size:
             raise RequestRejected(
                 f"token id {max(request.token_ids)} is not in the vocabulary of {info.vocab_size}", field="token_ids"
             )
         if request.phase is not Phase.WHOLE and self._kv_connector is None:
-            raise RequestRejected(f"this worker is aggregated and serves no {request.phase} leg", field="phase")
+            raise RequestRejected(f"this worker is aggregated and serves no {request.phase} calls", field="phase")
         job = TorchSequence(
             request=request,
             max_new_tokens=min(request.sampling.max_tokens, info.context_length - prompt_tokens),

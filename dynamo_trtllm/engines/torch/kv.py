@@ -21,7 +21,7 @@ _WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class KvPool:
-    """Free blocks are handed out last freed first, so that memory never touched stays untouched."""
+    """The KV blocks. The most recently freed one is allocated first, so that memory never touched stays untouched."""
 
     def __init__(
         self, layout: KvLayout, num_blocks: int, *, windows: Sequence[int | None], device: torch.device

@@ -127,7 +127,7 @@ class KvConnector:
         return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
 
     def _follow(self, ticket_id: str, copied: Sequence[torch.cuda.Event]) -> None:
-        """The reader hears of each piece when its copy is done; nobody here waits for that."""
+        """Report each piece to the reader when its copy is done. A thread waits for the copies, not the caller."""
         if copied:
             loop = asyncio.get_running_loop()
 
@@ -177,7 +177,7 @@ class KvConnector:
         task.add_done_callback(self._withdrawals.discard)
 
     def _expire(self, ticket_id: str) -> None:
-        _log.warning("ticket %s expired after %.0f s: nobody fetched its KV, which is freed", ticket_id, self._ttl_s)
+        _log.warning("ticket %s expired after %.0f s: no worker fetched its KV, freeing it", ticket_id, self._ttl_s)
         self.let_go(ticket_id)
 
     async def _withdraw(self, ticket_id: str, held: _ExportedKv) -> None:
@@ -213,7 +213,7 @@ def _complain(copying: Future[None]) -> None:
 
 def _ticket(request: GenerateRequest) -> KvTransferParams:
     if request.ticket is None:
-        raise RequestRejected("a decode leg needs a ticket", field="ticket")
+        raise RequestRejected("a decode call needs a ticket", field="ticket")
     return request.ticket
 
 

@@ -68,7 +68,7 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         _require_supported(config, folder)
-        make = _made_up if args.load_format == "dummy" else _from_files
+        make = _dummy_weights if args.load_format == "dummy" else _from_files
         module: Any = make(config, folder, device, getattr(torch, dtype)).eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as exc:
         raise ConfigError(f"model folder {folder} does not load: {exc}", field="model_path") from exc
@@ -84,10 +84,10 @@ def _from_files(config: Any, folder: Path, _device: torch.device, dtype: torch.d
     )
 
 
-def _made_up(config: Any, _folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+def _dummy_weights(config: Any, _folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Random weights, the same in every process on the same kind of device: its generator is seeded."""
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # of the files that are not read; what is made up has the type of the engine
+        del config.quantization_config  # it describes files that are not read; dummy weights have the engine's dtype
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)  # type: ignore[no-untyped-call]

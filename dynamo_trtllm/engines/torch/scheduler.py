@@ -77,8 +77,8 @@ class Scheduler:
         self._reserved: set[TorchSequence] = set()  # decode jobs whose KV is on its way
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
-        self._unstaged: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, without room to be handed off from
-        self._held: set[TorchSequence] = set()  # handed off, blocks counted
+        self._unstaged: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, wait for transfer-buffer space
+        self._held: set[TorchSequence] = set()  # copied to the transfer buffer, blocks still counted
         self._events: Delivery = []
         self._non_finite: dict[str, float] = {}  # when each request with NaN or infinity ended
         self._stopping = False
@@ -137,7 +137,7 @@ class Scheduler:
         first = Chunk(token_ids=ticket.first_token_ids, logprobs=ticket.first_logprobs)
         if job.made < job.max_new_tokens:
             self._decoding.append(job)
-        else:  # the decode leg was given less room than the prefill leg
+        else:  # the decode call has a lower token limit than the prefill call
             first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=phase_timings(job))
             self._drop(job)
         self._events.append((job, first))
@@ -252,7 +252,7 @@ class Scheduler:
         return self._staging.take(job.prompt_tokens, piece_bytes) if self._staging is not None else None
 
     def _hand_off(self) -> None:
-        """In order, while there is room: each prompt's KV is copied to where the carrier reads it."""
+        """Copy each prefilled prompt's KV to where the transfer backend reads it, in order, while there is space."""
         while self._unstaged and self._staging is not None:
             job, first = self._unstaged[0]
             job.parcel = self._allocate(job, REGION_BYTES[self._pool.device.type])

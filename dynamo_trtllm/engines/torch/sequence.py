@@ -18,14 +18,14 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings
 
 
 class BlocksReserved(NamedTuple):
-    """A decode job has its blocks and room for what is fetched, whose pieces go to these rows of the pool."""
+    """A decode job has its blocks and its transfer-buffer space; fetched pieces go to these rows of the pool."""
 
     parcel: Allocation
     rows: Tensor
 
 
 class PrefillDone(NamedTuple):
-    """A prefill job is done and must be handed off; its blocks stay counted until the job is dropped."""
+    """A prefill job is done and its KV must be transferred; its blocks stay counted until the job is dropped."""
 
     parcel: Allocation
     copied: list[torch.cuda.Event]  # on a GPU: when each piece may be read

@@ -39,7 +39,10 @@ def block_bytes(layout: KvLayout) -> int:
 
 
 def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, staged: bool) -> int:
-    """Raises ConfigError when not one block fits. `staged`: on a GPU staging memory comes out of the same room."""
+    """Return the number of KV blocks. Raises ConfigError when not one block fits.
+
+    `staged`: the engine has a transfer buffer, which on a GPU is taken from the same memory.
+    """
     if args.kv_cache_blocks is not None:
         return args.kv_cache_blocks
     longest = min(model.context_length, args.max_seq_len or model.context_length)
@@ -64,7 +67,7 @@ def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, staged: 
 
 
 def _beside_staging(model: LoadedModel, args: TorchArgs, layout: KvLayout, kv_memory_bytes: int) -> int:
-    """The most blocks that leave room for `staging_bytes` of them."""
+    """Return the most blocks that leave enough memory for their `staging_bytes`."""
     each = block_bytes(layout)
     if args.kv_staging_gib is not None:
         return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each

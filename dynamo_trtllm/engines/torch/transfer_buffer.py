@@ -52,7 +52,7 @@ class TransferBuffer:
         self._bouncing = threading.Lock()  # two copies by way of it follow each other, whichever threads queue them
 
     def move_to_host(self) -> None:
-        """Pinned host memory instead of the GPU's, for carriers that can't read that; before anything is taken."""
+        """Use pinned host memory, for transfer backends that can't read the GPU's. To be called before any `take`."""
         self.region = torch.empty(0)  # or both would be there at once
         torch.cuda.empty_cache()
         self.region = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -70,7 +70,7 @@ class TransferBuffer:
     # --- places ----------------------------------------------------------------------------------------
 
     def take(self, tokens: int, piece_bytes: int) -> Allocation | None:
-        """Room for the KV of that many tokens, or None while there is none."""
+        """Return space for the KV of that many tokens, or None while there is none."""
         wanted = self._pool.moved_bytes(tokens)
         aligned = -(-wanted // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self._reap(wait=False)
@@ -84,7 +84,7 @@ class TransferBuffer:
         )
 
     def give_back(self, parcel: Allocation) -> None:
-        """The room can be taken again once the copies that were queued so far are done."""
+        """Free the space. It can be taken again once the copies that were queued so far are done."""
         freed = Range(parcel.begin, parcel.begin + parcel.num_bytes)
         if (event := self.mark()) is None:
             self._merge(freed)

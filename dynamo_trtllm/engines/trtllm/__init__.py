@@ -1,1 +1,1 @@
-"""TensorRT-LLM's PyTorch-backend `LLM` behind the engine protocol: the one room that imports `tensorrt_llm`."""
+"""TensorRT-LLM's PyTorch-backend `LLM` behind the engine protocol: the only package that imports `tensorrt_llm`."""

@@ -35,7 +35,7 @@ FLAGS: Mapping[str, str] = {
     "kv_block_size": "kv_cache_config.tokens_per_block",
 }
 
-# What the engine says itself, so that nobody else may.
+# Arguments that the engine sets itself: a configuration must not.
 _OURS = {
     "model": "give --model-path",
     "backend": "only pytorch is driven here; leave it out",

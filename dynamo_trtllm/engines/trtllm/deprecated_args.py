@@ -24,7 +24,7 @@ _TRANSCEIVER = "cache_transceiver_config"
 
 
 class Translated(NamedTuple):
-    """The arguments with today's keys, and a line for each that was spelled another way."""
+    """The arguments with today's keys, and a line for each that was given in a deprecated form."""
 
     values: dict[str, Any]
     notes: list[str]

@@ -1,4 +1,4 @@
-"""One call of `generate_async` under way: its results step by step, and its end when nobody wants it any more.
+"""One running call of `generate_async`: its results step by step, and its abort when they are no longer needed.
 
 The vendor's result object must be read until it ends, also after an abort; but there are cases in which it never
 answers, so every wait here has a deadline of our own.
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 # What comes out of the vendor when its executor, a queue or a request breaks. It has no common base class.
 VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
 
-KV_WAIT_S = 30.0  # longest wait for the KV of a cancelled decode leg: aborting it before breaks transfers
+KV_WAIT_S = 30.0  # longest wait for the KV of a cancelled decode call: aborting it earlier breaks transfers
 ANSWER_S = 10.0  # longest wait for the answer to an abort
 
 
@@ -42,9 +42,9 @@ class TrtllmInflightRequest:
         self.request_id = request.request_id
         self.result = result
         self.fetches_kv = request.phase is Phase.DECODE
-        self.started = False  # a result has come: for a decode leg, its KV has arrived
+        self.started = False  # a result has come: for a decode call, its KV has arrived
         self.finished = False  # no result will follow
-        self.winding_down = False  # nobody reads it but `wind_down`
+        self.winding_down = False  # only `wind_down` reads the results
         self.had_tokens = False
         self.bound: Deadline | None = None  # of the wait for the first result
         self.born = time.monotonic()
@@ -102,7 +102,7 @@ class TrtllmInflightRequest:
         try:
             await self._result()
         except asyncio.CancelledError:
-            if self._rang and task.uncancel() <= cancels:  # ours, and nobody else's
+            if self._rang and task.uncancel() <= cancels:  # only our own alarm cancelled the task
                 raise TimeoutError from None
             raise
         finally:
@@ -136,7 +136,7 @@ class TrtllmInflightRequest:
     async def wind_down(self, *, kv_wait_s: float = KV_WAIT_S, answer_s: float = ANSWER_S) -> None:
         """Aborts, and reads on until the engine has answered or `answer_s` is over. Raises nothing of the vendor's.
 
-        A decode leg is aborted only after its first result, because a transfer under way can't be taken back.
+        A decode call is aborted only after its first result, because a running KV transfer can't be stopped.
         """
         try:
             if self.fetches_kv and not self.started:

@@ -1,7 +1,7 @@
 """From TensorRT-LLM's results to what is new in them. Pure: reads a completion's plain attributes.
 
 The vendor yields the same object again and again, with all tokens so far: what is needed is copied at once, and
-counted here, because its own difference properties skip the first token of some releases' decode legs.
+counted here, because its own difference properties skip the first token of some releases' decode calls.
 """
 
 from __future__ import annotations

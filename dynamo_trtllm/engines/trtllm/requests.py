@@ -1,6 +1,6 @@
-"""From a leg of a request to the arguments of `LLM.generate_async`. Pure: plain values, no vendor objects.
+"""From a prefill, decode or whole call to the arguments of `LLM.generate_async`. Pure: plain values, no vendor objects.
 
-What can't be served is refused here, by name, before the engine sees it.
+Unsupported fields are rejected here, by name, before the engine sees them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TrtllmModelLimits:
 
     role: Role
     context_length: int  # prompt and output
-    prompt_limits: Mapping[Phase, PromptLimit]  # each leaves room for a token in the context
+    prompt_limits: Mapping[Phase, PromptLimit]  # each leaves space for one output token in the context
     vocab_size: int
     end_ids: tuple[int, ...]  # the model's own stop tokens, the chief one first
     refuses: tuple[str, ...]  # fields of Sampling, and "cache_salt"
@@ -42,7 +42,7 @@ class TrtllmCall:
 
     prompt: list[int]
     streaming: bool
-    max_tokens: int  # what may still be generated for the request, whatever the leg
+    max_tokens: int  # what may still be generated for the request, in any phase
     sampling: dict[str, Any]  # of SamplingParams
     guided: dict[str, Any] | None  # of GuidedDecodingParams
     bias: tuple[tuple[int, float], ...]  # becomes a tensor where the vendor's classes are
@@ -117,5 +117,5 @@ def _greedy() -> dict[str, Any]:
 
 
 def _random(sampling: Sampling) -> dict[str, Any]:
-    # Said in full: a release that is told nothing decodes greedily.
+    # All three are passed: a release that gets none of them decodes greedily.
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}

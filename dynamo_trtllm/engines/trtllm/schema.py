@@ -52,7 +52,7 @@ class Found(NamedTuple):
 
 
 class Unverified(NamedTuple):
-    """A key that nobody could check."""
+    """A key that could not be verified."""
 
     release: str
     key: str

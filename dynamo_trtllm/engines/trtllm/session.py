@@ -1,6 +1,6 @@
-"""A built LLM at work: the legs of requests over its calls, tickets, deadlines and errors, on the event loop.
+"""Serve requests with a built LLM: its calls, tickets, deadlines and errors, on the event loop.
 
-Loads nothing and judges no configuration: the engine hands it what was built and the rules that were settled.
+Loads nothing and checks no configuration: the engine passes in what was built and the limits that apply.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class TrtllmSession:
         return flight
 
     async def _context_only(self, request: GenerateRequest, call: TrtllmCall, flight: TrtllmInflightRequest) -> Chunk:
-        """The terminal chunk of a prefill leg. A first token that ends the answer leaves no KV behind."""
+        """Return the terminal chunk of a prefill call. A first token that ends the answer leaves no KV behind."""
         step = await self._step(request, flight)
         if step.finish not in KV_PENDING:
             return self._chunk(request, flight, step)
@@ -274,7 +274,7 @@ class TrtllmSession:
 
 
 def _broken(request: GenerateRequest, flight: TrtllmInflightRequest, step: EngineOutput) -> DynamoError:
-    """The vendor ended a request that nobody here ended."""
+    """Return the error for a request that the vendor ended and this worker did not."""
     if flight.fetches_kv and not flight.had_tokens:
         error = TransferTimeout if step.finish == "timeout" else TransferFailed
         return error(f"TensorRT-LLM gave up taking the prompt's KV over ({step.finish})")

@@ -107,7 +107,7 @@ def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
-    """The longest prompt of such a leg, and the argument that sets it."""
+    """Return the longest prompt of a call in this phase, and the argument that sets it."""
     context = context_length(facts)
     found = [PromptLimit(context - 1, f"max_seq_len {context}")]
     buffer = facts.number(BUFFER)

@@ -16,7 +16,7 @@ from dynamo_trtllm.messages import KvTransferParams
 OPAQUE_VERSION = 1
 
 # What a decode engine needs of the context engine's answer. Ids are 64 bits wide, the state is bytes: both travel as
-# they are. Left behind on purpose: the request type (each leg's own), logits (never asked for), schedule_style
+# they are. Left out on purpose: the request type (each call's own), logits (never asked for), schedule_style
 # (context first is the default) and ctx_usage (the frontend counts).
 CARRIED = (
     "first_gen_tokens",

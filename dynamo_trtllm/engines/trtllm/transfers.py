@@ -48,7 +48,7 @@ class TrtllmTransfers(PendingTransfers):
         logprobs: tuple[TokenLogprob, ...],
         give_up: Callable[[], None],
     ) -> KvTransferParams:
-        """A ticket over what a context-only call left. `give_up`: asks the engine to drop it, when nobody came."""
+        """Return a ticket for a context-only call's KV. `give_up`: asks the engine to drop KV that is not fetched."""
         opaque = wire.pack(params, release=self._capabilities.release)
         return self.write(request, PrefillResult(params["first_gen_tokens"][:1], logprobs, opaque, give_up))
 

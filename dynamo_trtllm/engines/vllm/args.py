@@ -44,7 +44,7 @@ _RESERVED = {
     "cache_transceiver_config": "nothing: the connector is always NixlConnector",
 }
 
-# What the engine says itself, so that nobody else may.
+# Arguments that the engine sets itself: a configuration must not.
 _OURS = {
     "model": "give --model-path",
     "served_model_name": "give --served-model-name",

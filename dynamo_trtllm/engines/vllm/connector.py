@@ -2,10 +2,10 @@
 in the processes of engines that hand over or take.
 
 A decode engine reads a whole prompt and then steps back by one token, to have one to compute (0.24.0,
-`_update_waiting_for_remote_kv`). By then layers with a sliding window have let go, on both sides, of what that token
-still sees, where a KV block ends just there: prompts of one length in `block_size` lose a key in each such layer, and
-nobody says so. Layers that see by chunks lose a whole one, where it ends with the prompt. And a token behind the prompt
-would need a block that the prefill engine does not have, where the prompt fills its last one. Knows no requests but by
+`_update_waiting_for_remote_kv`). By then layers with a sliding window have freed, on both sides, a key that this token
+still sees, if a KV block ends just there: prompts of one length in `block_size` lose a key in each such layer, without
+an error. Layers with chunked attention lose a whole chunk, if it ends with the prompt. And a token after the prompt
+would need a block that the prefill engine does not have, if the prompt fills its last one. Knows requests only by
 vLLM's own records of them.
 
 A read that fails does not end its request in 0.24.0 where layers are in several KV groups (sliding window and full

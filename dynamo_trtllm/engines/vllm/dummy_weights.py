@@ -1,6 +1,6 @@
-"""Made-up weights that a prompt has a say in, for `load_format: dummy`. Runs in vLLM's worker processes.
+"""Dummy weights with which answers depend on the prompt, for `load_format: dummy`. Runs in vLLM's worker processes.
 
-vLLM's own are within a thousandth of zero, norms too, and packed ones are left as memory came (0.24.0,
+vLLM's own are within a thousandth of zero, norms too, and packed ones are uninitialized memory (0.24.0,
 `initialize_dummy_weights`): answers then depend on a prompt's last token at most, so that KV which never arrived goes
 unnoticed, and a router sends every token to the same few experts, which makes them cheap. These keep activations of
 ordinary size. They depend on a weight's name alone and are equal in every worker. Knows no requests.

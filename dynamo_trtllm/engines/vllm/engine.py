@@ -31,7 +31,8 @@ from dynamo_trtllm.network.addresses import LOOPBACK
 _log = logging.getLogger(__name__)
 
 _WANTED_BY = "the vllm engine"
-# vLLM's processes are spawned: this one has threads. It tells nobody that it runs. flashinfer's cubins may be left out.
+# vLLM's processes are spawned, because this one has threads. vLLM reports no usage statistics. flashinfer's cubins are
+# optional.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",

@@ -16,8 +16,11 @@ FreeAndAll = Sequence[tuple[int, int]]  # bytes of each visible GPU
 
 
 def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll) -> str | None:
-    """`values`: engine arguments; `before` and `after` the start that failed. None when each GPU of the engine had room
-    at one of the two times: then it failed for something else."""
+    """Return why an engine did not start, if a GPU had too little free memory both before and after.
+
+    `values`: engine arguments; `before` and `after`: memory of each visible GPU before and after the start that failed.
+    None when each GPU of the engine had enough free memory at one of the two times: then the cause is another one.
+    """
     share = values.get(_SHARE, _default(_SHARE))
     if not isinstance(share, (int, float)):
         return None

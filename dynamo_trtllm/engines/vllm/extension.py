@@ -1,5 +1,5 @@
-"""What this project adds to vLLM's worker processes: freeing the KV of a ticket that nobody will redeem, an end of
-vLLM's processes when the worker they belong to was killed, and made-up weights for measuring.
+"""What this project adds to vLLM's worker processes: freeing the KV of a ticket that will not be redeemed, ending
+vLLM's processes when the worker they belong to was killed, and dummy weights for benchmarks.
 
 Loaded there by name (`worker_extension_cls`) and called over `collective_rpc`. vLLM itself frees such KV only when its
 lease is over; this ends the lease now, on the connector's own path for expired requests.

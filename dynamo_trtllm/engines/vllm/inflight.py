@@ -18,7 +18,7 @@ class VllmInflightRequest:
         self.call_id = call_id
         self.reason: Callable[[], DynamoError] | None = None
         self.finished = False  # the engine has said the last word
-        self.started = False  # an output has come: of a decode leg, its KV has arrived
+        self.started = False  # an output has come: of a decode call, its KV has arrived
         self._request = request
         self._end = end
         self._born = self._started_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Asks vLLM's workers to free the KV of prefill requests that nobody will fetch. One task; posting never waits.
+"""Asks vLLM's workers to free the KV of prefill requests that no worker will fetch. One task; posting never waits.
 
 A request whose end has not reached the workers yet is asked for again, a few times; then its lease frees it.
 """

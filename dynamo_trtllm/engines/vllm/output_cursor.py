@@ -1,6 +1,6 @@
 """From vLLM's outputs to what is new in them. Pure: reads plain attributes.
 
-Outputs are differences (`RequestOutputKind.DELTA`); those of several steps come as one when nobody has read meanwhile.
+Outputs are differences (`RequestOutputKind.DELTA`); several steps that were not read one by one come as one output.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class VllmOutputCursor:
         self, *, alternatives: int | None, first: tuple[int, ...] = (), first_logprobs: tuple[TokenLogprob, ...] = ()
     ) -> None:
         """`alternatives` per token; None: no log-probabilities. `first`: tokens to emit before the engine's own, in
-        its first step. `first_logprobs`: those of the answer's first token, whoever makes it."""
+        its first step. `first_logprobs`: those of the answer's first token, from either engine."""
         self._alternatives = alternatives
         self._first = first
         self._first_logprobs = first_logprobs

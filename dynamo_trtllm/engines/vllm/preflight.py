@@ -1,4 +1,4 @@
-"""What can be told of a vLLM worker's arguments before anything loads: limits of vLLM, its connector and the GPU."""
+"""Check a vLLM worker's arguments before anything loads: against limits of vLLM, its connector and the GPU."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         name="vllm-dummy-weights",
         severity="warning",
         field="load_format",
-        why="weights are made up: answers mean nothing",
+        why="dummy weights are loaded: answers mean nothing",
         cure="leave --load-format out, except for measuring",
         test=_dummy_weights,
     ),

@@ -1,6 +1,6 @@
-"""From a leg of a request to the arguments of `AsyncLLM.generate`. Pure: plain values, no vendor objects.
+"""From a prefill, decode or whole call to the arguments of `AsyncLLM.generate`. Pure: plain values, no vendor objects.
 
-What can't be served is refused here, by name, before the engine sees it.
+Unsupported fields are rejected here, by name, before the engine sees them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class VllmModelLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedKv:
-    """What a ticket brings to its decode leg."""
+    """The part of a ticket that its decode call uses."""
 
     first_token: int
     seed: int | None
@@ -57,12 +57,12 @@ class VllmCall:
     cache_salt: str | None
     stop_ids: frozenset[int]
     hands_over: bool  # the KV stays for a decode engine
-    seed: int | None  # that a decode leg must use too
+    seed: int | None  # that the decode call must use too
     first: tuple[int, ...] = ()  # a token to emit before the engine's own
 
 
 def build_call(request: GenerateRequest, rules: VllmModelLimits, redeemed: FetchedKv | None = None) -> VllmCall:
-    """Raises ContextTooLong, or EngineRefused naming the field. `redeemed`: of a decode leg's ticket."""
+    """Raises ContextTooLong, or RequestRejected naming the field. `redeemed`: of a decode call's ticket."""
     _check(request, rules)
     sampling = request.sampling
     max_tokens = min(sampling.max_tokens, rules.context_length - len(request.token_ids))
@@ -117,10 +117,10 @@ def resamples_first_token(request: GenerateRequest) -> bool:
 
 
 def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -> int:
-    """Of a decode engine's prompt: how many tokens' KV to take over from the prefill engine, which holds `held_tokens`.
+    """Return how many tokens of a prompt a decode engine fetches from the prefill engine, which holds `held_tokens`.
 
-    All but the last token, which is computed: that one may lie in a block of its own, which nobody holds. But as many
-    blocks as are held: the connector pairs them from the end.
+    All but the last token, which is computed: it may lie in a block of its own, which the prefill engine does not hold.
+    But as many blocks as are held: the connector pairs them from the end.
     """
     wanted = min(prompt_tokens - 1, held_tokens)
     if -(-wanted // block_tokens) == -(-held_tokens // block_tokens):
@@ -133,8 +133,8 @@ def _check(request: GenerateRequest, rules: VllmModelLimits) -> None:
     tokens = len(request.token_ids)
     if tokens >= rules.context_length:
         raise ContextTooLong(
-            f"a prompt of {tokens} tokens leaves no room in the context of {rules.context_length} (max_model_len); "
-            "shorten it"
+            f"a prompt of {tokens} tokens leaves no space for output in the context of {rules.context_length} "
+            "(max_model_len); shorten it"
         )
     wanted = request.sampling.logprobs
     if wanted is not None and -1 < rules.max_logprobs < wanted:

@@ -1,6 +1,6 @@
-"""A built AsyncLLM at work: the legs of requests over its calls, tickets, deadlines and errors, on the event loop.
+"""Serve requests with a built AsyncLLM: its calls, tickets, deadlines and errors, on the event loop.
 
-Loads nothing and judges no configuration: the engine hands it what was built and the rules that were settled.
+Loads nothing and checks no configuration: the engine passes in what was built and the limits that apply.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class VllmSession:
     def _hand_out(
         self, request: GenerateRequest, call: VllmCall, flight: VllmInflightRequest, output: Any, step: EngineOutput
     ) -> Chunk:
-        """The terminal chunk of a prefill leg."""
+        """Return the terminal chunk of a prefill call."""
         expires_at = time.monotonic() + self._times.ticket_ttl_s
         ticket = self._transfers.hand_out(
             request,
@@ -262,7 +262,8 @@ class VllmSession:
     # --- tickets and statistics ------------------------------------------------------------------------
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """Redeemed is bookkeeping: the decode engine's connector has told this one's, which frees the KV itself."""
+        """Release a ticket. For a redeemed one this is bookkeeping: the decode engine's connector has notified this
+        engine's connector, which frees the KV itself."""
         self._transfers.let_go(ticket_id, outcome)
 
     def stats(self, counts: Counts) -> EngineStats:

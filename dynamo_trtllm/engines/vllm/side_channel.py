@@ -1,4 +1,4 @@
-"""Where NixlConnector listens for the handshake of decode engines: an address others can reach, ports nobody uses.
+"""Where NixlConnector listens for the handshake of decode engines: a reachable address and free ports.
 
 vLLM 0.24.0 takes both from its environment, and counts the port among what compiled code depends on
 (`envs.compile_factors`): one chosen anew at each start would have everything compiled anew. So both go to our connector
@@ -33,7 +33,7 @@ def choose(kv_transfer_host: str, ranks: int, environment: Mapping[str, str]) ->
     if port is None:
         return SideChannel(host, free_ports(ranks, host))
     if not (port.isdecimal() and 0 < int(port) <= 65_536 - ranks):
-        raise ConfigError(f"{PORT} is {port!r}: give a port with room for {ranks} of them up to 65535, or none")
+        raise ConfigError(f"{PORT} is {port!r}: give the first of {ranks} ports in a row up to 65535, or none")
     return SideChannel(host, int(port))
 
 

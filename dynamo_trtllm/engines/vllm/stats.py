@@ -27,7 +27,7 @@ class StepStats:
 
     def counts(self, ranks: int = 1) -> Counts:
         """Of all data-parallel ranks together."""
-        usable = max(0, self.blocks_per_rank - 1)  # one is the null block, which nobody gets
+        usable = max(0, self.blocks_per_rank - 1)  # one is the null block, which no request gets
         return Counts(
             waiting=sum(each.num_waiting_reqs + each.num_skipped_waiting_reqs for each in self._last.values()),
             kv_blocks_used=sum(round(each.kv_cache_usage * usable) for each in self._last.values()),

@@ -34,7 +34,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
     params: TransferParams
-    seed: int | None = None  # of a request that had none, where both legs make the first token
+    seed: int | None = None  # of a request without one, where prefill and decode each sample the first token
 
 
 def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) -> bytes:

@@ -28,7 +28,7 @@ class VllmTransfers(PendingTransfers):
         seed: int | None,
         give_up: Callable[[], None],
     ) -> KvTransferParams:
-        """A ticket over what a prefill call left. `give_up`: asks the engine to drop it, when nobody came."""
+        """Return a ticket for a prefill call's KV. `give_up`: asks the engine to drop KV that is not fetched."""
         opaque = wire.pack(params, release=self._release, seed=seed if request.sampling.seed is None else None)
         return self.write(request, PrefillResult(step.token_ids[:1], step.logprobs[:1], opaque, give_up))
 

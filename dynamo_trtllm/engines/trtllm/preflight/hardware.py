@@ -157,7 +157,7 @@ RULES = (
         field=_MOE,
         why="these kernels do not run this quantization on this GPU: TensorRT-LLM takes CUTLASS instead, with one "
         "line in its log",
-        cure="set it to TRITON on Hopper, CUTLASS elsewhere",
+        cure="set it to TRITON on Hopper, CUTLASS on other GPUs",
         test=_moe_falls_back,
     ),
     RoleRule(
@@ -213,7 +213,7 @@ RULES = (
         name="kv-fp8-hopper",
         severity="warning",
         field=_KV,
-        why="on Hopper gpt-oss is published with KV of type auto alone; with fp8 nobody vouches for accuracy",
+        why="on Hopper gpt-oss is published with KV of type auto alone; accuracy with fp8 is unverified",
         cure="set it to auto, on both sides",
         test=_fp8_kv_on_hopper,
     ),

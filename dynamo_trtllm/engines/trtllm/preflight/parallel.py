@@ -171,7 +171,7 @@ RULES = (
         name="attention-dp-alone",
         severity="note",
         field="enable_attention_dp",
-        why="one rank has nobody to share requests with",
+        why="one rank has no other rank to share requests with",
         cure="leave it out, or raise tensor_parallel_size",
         test=_attention_dp_alone,
     ),

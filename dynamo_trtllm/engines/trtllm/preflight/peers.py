@@ -83,7 +83,7 @@ def _name(peer: Instance) -> str:
 # Why and cure, by rule.
 PEER_RULES: Mapping[str, tuple[str, str]] = {
     "peer-engine": ("KV of one engine means nothing to another", "start both workers with the same --engine"),
-    "peer-strategy": ("the two legs would wait for one another", "give both the same --disaggregation-strategy"),
+    "peer-strategy": ("prefill and decode would wait for one another", "give both the same --disaggregation-strategy"),
     "peer-layout": ("blocks are copied as they are, so both sides must lay KV out alike", _SAME),
     "peer-pairing": ("both sides must share this to hand KV over", _SAME),
     "peer-context": (

@@ -190,7 +190,7 @@ RULES = (
         name="beam-width",
         severity="error",
         field="max_beam_width",
-        why="beam search can't be handed over",
+        why="KV transfer does not support beam search",
         cure="set it to 1, or leave it out",
         test=_beams,
     ),
