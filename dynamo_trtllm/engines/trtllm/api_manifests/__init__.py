@@ -36,7 +36,7 @@ class Presence(StrEnum):
 
     PRESENT = "present"
     ABSENT = "absent"
-    NOT_READ = "not read"  # that part of the release was not read, so nobody knows
+    NOT_READ = "not read"  # that part of the release was not read, so it is unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
