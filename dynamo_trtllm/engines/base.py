@@ -66,8 +66,8 @@ class Engine(Protocol):
         """Zero or more chunks, then exactly one with `finish_reason`. Safe to call concurrently.
 
         PREFILL ends with HANDOFF and a ticket, or with STOP or LENGTH and the tokens when the request is finished
-        after its first token. DECODE emits the ticket's first token as its own. Raises EngineRefused for a request
-        this engine can't serve, Overloaded when its queue is full, HandoffError when the KV can't be fetched.
+        after its first token. DECODE emits the ticket's first token as its own. Raises RequestRejected for a request
+        this engine can't serve, Overloaded when its queue is full, KvTransferError when the KV can't be fetched.
         """
         ...
 

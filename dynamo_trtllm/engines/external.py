@@ -39,7 +39,7 @@ class Times(NamedTuple):
 def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     """Construct one of the library's request objects.
 
-    `library`: its name for people. Raise EngineRefused, with the library's reason, for values that it refuses. Its
+    `library`: its name for people. Raise RequestRejected, with the library's reason, for values that it refuses. Its
     other exceptions are bugs of this adapter and are not caught.
     """
     try:

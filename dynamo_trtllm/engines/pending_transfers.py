@@ -152,7 +152,7 @@ F = TypeVar("F", bound=EngineState)
 
 
 def decode_state(ticket: KvTransferParams, form: type[F], version: int) -> F:
-    """Raises TicketMismatch where it is of another form or version."""
+    """Raises TransferMismatch where it is of another form or version."""
     try:
         opaque = codec.decode(ticket.opaque, form)
     except BadFrame as exc:

@@ -45,7 +45,7 @@ async def read_body(
     Raises:
         PayloadTooLarge: the body is too large; raised as soon as this is known.
         RequestTimeout: the client did not send it in time.
-        ClientGone: the client left before the end.
+        ClientDisconnected: the client left before the end.
     """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
@@ -80,7 +80,7 @@ def _too_large(max_bytes: int) -> PayloadTooLarge:
 async def run_until_disconnect(
     work: Coroutine[Any, Any, None], receive: Receive, is_answered: Callable[[], bool]
 ) -> None:
-    """Runs `work`. When the client leaves first, cancels it once, waits for its end and raises ClientGone.
+    """Runs `work`. When the client leaves first, cancels it once, waits for its end and raises ClientDisconnected.
 
     A server tells the same of a client that has its whole answer; what `work` does after that is waited for.
     """

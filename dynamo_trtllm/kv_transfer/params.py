@@ -17,7 +17,7 @@ EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "ten
 def check(
     ticket: KvTransferParams, *, engine: str, model: str, layout: KvLayout, now: float, pairing: Mapping[str, str] = {}
 ) -> None:
-    """Raises TicketMismatch naming the field and both values, or TicketExpired. `now`: seconds since the epoch."""
+    """Raises TransferMismatch naming the field and both values, or TransferExpired. `now`: seconds since the epoch."""
     pairs = [
         ("version", ticket.version, TICKET_VERSION),
         ("engine", ticket.engine, engine),

@@ -72,7 +72,7 @@ class Supervisor:
     async def run(self, on_ready: OnReady) -> None:
         """Until `stop`, or until `on_ready`, awaited once all serve, says that it was enough.
 
-        Raises ConfigError before anything is started when a port is in use; else GivenUp and ConfigError after all was
+        Raises ConfigError before anything is started when a port is in use; else RestartLimitReached and ConfigError after all was
         stopped.
         """
         failure: RestartLimitReached | ConfigError | None = None

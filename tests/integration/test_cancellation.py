@@ -60,7 +60,7 @@ class Scene:
         return {
             "held": self.living.held(),
             "legs": [serving.running for serving in servings],
-            "tickets on their way": [len(serving._handed) for serving in servings],
+            "tickets on their way": [len(serving._pending_kv) for serving in servings],
             "admitted": [serving._service._admission.active() for serving in servings],
             "watched": [sorted(serving._callers._streams) for serving in servings]
             + [[*self.side.plane._workers._streams]],

@@ -80,7 +80,7 @@ class MockScheduler:
         self._work = asyncio.Event()
 
     def add(self, sequence: MockSequence) -> None:
-        """Raises ContextTooLong, EngineRefused for what never fits, Overloaded when the queue is full."""
+        """Raises ContextTooLong, RequestRejected for what never fits, Overloaded when the queue is full."""
         total = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
         if total > self._args.max_seq_len:
             raise ContextTooLong(f"{total} tokens do not fit the context of {self._args.max_seq_len}")

@@ -242,7 +242,7 @@ class TorchEngine:
         await self._kv_connector.fetch(request, reserved.parcel, self._handoff_timeout_s, on_piece=scatter)
 
     def _job(self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]) -> TorchSequence:
-        """Raises EngineRefused, ContextTooLong or a HandoffError for what can't be served here."""
+        """Raises RequestRejected, ContextTooLong or a KvTransferError for what can't be served here."""
         prompt_tokens = len(request.token_ids)
         if prompt_tokens == 0:
             raise RequestRejected("the prompt is empty", field="token_ids")
@@ -271,7 +271,7 @@ class TorchEngine:
         return job
 
     async def _guide(self, sampling: Sampling, job: TorchSequence) -> grammar.GrammarMatcher | None:
-        """Raises EngineRefused for a form that can't be followed, before anything is computed for the request."""
+        """Raises RequestRejected for a form that can't be followed, before anything is computed for the request."""
         if sampling.guided is None:
             return None
         if self._guides is None:

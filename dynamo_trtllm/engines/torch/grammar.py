@@ -94,7 +94,7 @@ class GrammarCompiler:
         self._specials: dict[str, int] = {}
 
     def compile(self, guided: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
-        """Blocking. Raises EngineRefused for a schema that can't be followed, with the reason."""
+        """Blocking. Raises RequestRejected for a schema that can't be followed, with the reason."""
         import llguidance
 
         tokenizer = self._ready()

@@ -110,7 +110,7 @@ class TrtllmBindings:
     def arguments(self, call: TrtllmCall, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
         """Keywords of `generate_async`, by name only: releases insert parameters in the middle.
 
-        Raises EngineRefused for values that the vendor's classes refuse.
+        Raises RequestRejected for values that the vendor's classes refuse.
         """
         sampling = dict(call.sampling)
         if call.guided is not None:

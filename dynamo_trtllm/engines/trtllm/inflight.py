@@ -77,7 +77,7 @@ class TrtllmInflightRequest:
             self._waiter.cancel()
 
     async def step(self) -> EngineOutput:
-        """The next result. Raises TimeoutError when it is overdue, NotMigratable for a stream that ends with no
+        """The next result. Raises TimeoutError when it is overdue, MigrationFailed for a stream that ends with no
         reason, and VendorError for what the vendor raises."""
         await self._advance()
         if self.finished and self.result.outputs[0].finish_reason is None:

@@ -52,7 +52,7 @@ class TrtllmCall:
 
 
 def build_call(request: GenerateRequest, rules: TrtllmModelLimits) -> TrtllmCall:
-    """Raises ContextTooLong, or EngineRefused naming the field."""
+    """Raises ContextTooLong, or RequestRejected naming the field."""
     _check(request, rules)
     sampling = request.sampling
     max_tokens = min(sampling.max_tokens, rules.context_length - len(request.token_ids))

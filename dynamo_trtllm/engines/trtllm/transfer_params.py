@@ -42,7 +42,7 @@ def carried(known: Iterable[str]) -> tuple[str, ...]:
 
 
 def pack(params: Mapping[str, Any], *, release: str) -> bytes:
-    """Raises EngineRefused when something a decode engine can't do without is missing, or can't travel."""
+    """Raises RequestRejected when something a decode engine can't do without is missing, or can't travel."""
     missing = [name for name in _NEEDED if not params.get(name) and params.get(name) != 0]
     if missing:
         raise RequestRejected(
@@ -56,7 +56,7 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
 def unpack(ticket: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
     """Arguments of DisaggregatedParams. `logprob` makes the vendor's log-probability objects, where it has them.
 
-    Raises TicketMismatch naming the field.
+    Raises TransferMismatch naming the field.
     """
     opaque = decode_state(ticket, _TrtllmState, OPAQUE_VERSION)
     unknown = sorted(set(opaque.params) - set(known))

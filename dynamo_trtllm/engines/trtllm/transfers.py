@@ -53,6 +53,6 @@ class TrtllmTransfers(PendingTransfers):
         return self.write(request, PrefillResult(params["first_gen_tokens"][:1], logprobs, opaque, give_up))
 
     def redeem(self, request: GenerateRequest, logprob: Callable[..., Any] | None) -> dict[str, Any]:
-        """Arguments of the generation-only call's DisaggregatedParams. Raises TicketMismatch or TicketExpired."""
+        """Arguments of the generation-only call's DisaggregatedParams. Raises TransferMismatch or TransferExpired."""
         params = wire.unpack(self.accept(request), known=self._capabilities.disagg_fields, logprob=logprob)
         return params | {"request_type": "generation_only"}

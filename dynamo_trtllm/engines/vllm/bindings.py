@@ -74,7 +74,7 @@ class VllmBindings:
             llm.output_handler.cancel()
 
     def arguments(self, call: VllmCall) -> dict[str, Any]:
-        """Return the keywords of `generate`. Raises EngineRefused for values that vLLM's classes reject."""
+        """Return the keywords of `generate`. Raises RequestRejected for values that vLLM's classes reject."""
         sampling = dict(call.sampling)
         if call.guided is not None:
             sampling["structured_outputs"] = construct(_LIBRARY, self.structured_outputs, call.guided)

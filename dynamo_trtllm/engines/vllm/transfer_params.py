@@ -38,7 +38,7 @@ class _VllmState(EngineState, frozen=True, kw_only=True):
 
 
 def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) -> bytes:
-    """Raises EngineRefused when the connector answered nothing, or what can't travel."""
+    """Raises RequestRejected when the connector answered nothing, or what can't travel."""
     if not params or not params.get("remote_block_ids"):
         raise RequestRejected(
             "vLLM's connector left nothing to hand over; see its log for NixlConnector", field="kv_transfer_config"
@@ -58,6 +58,6 @@ class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unpack(ticket: KvTransferParams) -> Unpacked:
-    """Raises TicketMismatch naming the field."""
+    """Raises TransferMismatch naming the field."""
     opaque = decode_state(ticket, _VllmState, OPAQUE_VERSION)
     return Unpacked(params=msgspec.structs.asdict(opaque.params), seed=opaque.seed)

@@ -33,7 +33,7 @@ class VllmTransfers(PendingTransfers):
         return self.write(request, PrefillResult(step.token_ids[:1], step.logprobs[:1], opaque, give_up))
 
     def redeem(self, request: GenerateRequest) -> FetchedKv:
-        """Raises TicketMismatch or TicketExpired."""
+        """Raises TransferMismatch or TransferExpired."""
         ticket = self.accept(request)
         found = wire.unpack(ticket)
         params = found.params | {EXPIRES_AT: ticket.expires_at}
