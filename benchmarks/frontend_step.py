@@ -40,7 +40,7 @@ CARD = ModelDeploymentCard(
     name="openai/gpt-oss-120b", context_length=1 << 20, vocab_size=201088, eos_token_ids=(200002,), renderer="harmony"
 )
 SERVED = ServedModel(CARD, RENDERER)
-PROSE = 'The quick brown fox jumps over the lazy dog, says the engine; "why" it does so nobody knows.\n' * 50
+PROSE = 'The quick brown fox jumps over the lazy dog, says the engine; "why" it does so no one knows.\n' * 50
 ARGUMENTS = '{"place": "Łódź", "unit": "celsius", "days": [1, 2, 3], "detailed": true}' * 50
 HEADERS = {
     "content": "<|channel|>final<|message|>",

@@ -28,7 +28,7 @@ RESULTS: Mapping[str, tuple[str, ...]] = {
     "LLM.get_stats": ("timeout",),
 }
 
-_HEAD = """# TensorRT-LLM: names nobody could check
+_HEAD = """# TensorRT-LLM: names that could not be checked
 
 The API of each release was read from its published sources (`dynamo_trtllm/engines/trtllm/api_manifests/`). A name that
 the engine uses, or that a file in `engine_configs/` sets, is *present*, *absent* or *not read* in a release. Absent

@@ -34,7 +34,8 @@ def select(
     leave out as long as there is another for the same decode instance. With `decode_fallback` a decode instance that
     can does the whole request while there is no prefill instance at all. Disaggregated pairs are preferred to
     aggregated instances, because a cluster that has pairs was built for them. Raises NoInstances naming the missing
-    roles or why all pairs are shut, or TransferMismatch naming the fields when there are both roles and no pair matches.
+    roles or why all pairs are shut, or TransferMismatch naming the fields when there are both roles and no pair
+    matches.
     """
     if not view.prefill or not view.decode:
         return WorkerSelection(None, _whole(view, model, turn, book, decode_fallback=decode_fallback))

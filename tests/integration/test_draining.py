@@ -64,7 +64,7 @@ async def test_prefill_worker_when_it_drains_then_a_ticket_that_nobody_wants_is_
         assert 1.4 < time.monotonic() - begun_s < SOON_S
 
 
-async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_ticket_is_redeemed_elsewhere(
+async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_ticket_is_redeemed_on_another_worker(
     etcd_server: str, nats_server: str, living: Living
 ) -> None:
     """The prompt takes a second; the decode worker that was chosen leaves meanwhile."""

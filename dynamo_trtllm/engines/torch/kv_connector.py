@@ -139,7 +139,7 @@ class KvConnector:
             self._copying.submit(follow).add_done_callback(_complain)
 
     def redeem(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TransferTerms:
-        """What a ticket that fits says about the request. Raises TransferMismatch, TransferExpired or RequestRejected."""
+        """Return the terms of a ticket that fits. Raises TransferMismatch, TransferExpired or RequestRejected."""
         ticket = _ticket(request)
         params.check(ticket, engine="torch", model=self._model, layout=layout, now=time.time())
         here = {"prompt_tokens": len(request.token_ids), "kv_bytes": kv_bytes}

@@ -140,7 +140,7 @@ def names(message: dict[str, Any]) -> list[str]:
     return [call["function"]["name"] for call in message.get("tool_calls", ())]
 
 
-def test_second_round_when_made_of_our_first_answer_then_the_tools_word_is_told(tiny: httpx.Client) -> None:
+def test_second_round_when_made_of_our_first_answer_then_the_model_gets_the_tools_word(tiny: httpx.Client) -> None:
     first = tiny.post(CHAT, json=REQUESTS[FIRST]).json()["choices"][0]
     assert first["finish_reason"] == "tool_calls"
     question, _, result = REQUESTS[SECOND]["messages"]

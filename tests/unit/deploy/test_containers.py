@@ -200,7 +200,7 @@ def test_container_run_when_dry_then_the_guides_flags(tmp_path: Path) -> None:
     assert words[-2:] == [f"dynamo-trtllm/trtllm:{__version__}", "bash"]
 
 
-def test_container_run_when_told_otherwise_then_image_command_and_program_change(tmp_path: Path) -> None:
+def test_container_run_when_variables_are_set_then_image_command_and_program_change(tmp_path: Path) -> None:
     command = ["python3", "-m", "dynamo_trtllm", "--print-config"]
     done = run("--dry-run", "--gpus", "none", "--", *command, DOCKER="podman", DYNAMO_CONTAINER_IMAGE="mine:1")
     words = shlex.split(done.stdout)
