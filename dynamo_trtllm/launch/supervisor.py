@@ -72,8 +72,8 @@ class Supervisor:
     async def run(self, on_ready: OnReady) -> None:
         """Until `stop`, or until `on_ready`, awaited once all serve, says that it was enough.
 
-        Raises ConfigError before anything is started when a port is in use; otherwise RestartLimitReached and ConfigError
-        after all was stopped.
+        Raises ConfigError before anything is started when a port is in use; otherwise RestartLimitReached and
+        ConfigError after all was stopped.
         """
         failure: RestartLimitReached | ConfigError | None = None
         for spec in processes(self._deployment, Addresses(etcd="localhost", nats="localhost"), self._environ):
