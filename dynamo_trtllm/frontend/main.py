@@ -1,6 +1,6 @@
 """`python -m dynamo_trtllm.frontend`: from configuration to a process that answers, at once, while the rest loads.
 
-Imports what the first answer needs and nothing that is heavy: `serving` has the rest, and is imported beside the loop.
+Imports what the first answer needs and nothing that is heavy: `run_app` has the rest, and is imported beside the loop.
 """
 
 from __future__ import annotations

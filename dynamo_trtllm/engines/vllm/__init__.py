@@ -1,1 +1,1 @@
-"""vLLM's `AsyncLLM` as an engine. The package is imported when such a worker starts, and in `vendor.py` alone."""
+"""vLLM's `AsyncLLM` as an engine. The package is imported when such a worker starts, and in `bindings.py` alone."""
