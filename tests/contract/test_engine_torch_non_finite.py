@@ -120,7 +120,7 @@ async def test_outputs_when_three_requests_within_a_minute_have_none_then_the_en
             with pytest.raises(NonFinite):
                 await collect(engine, msgspec.structs.replace(ask(prompt(9)), request_id=name))
         async with asyncio.timeout(10):
-            await asyncio.to_thread(engine._batcher.join)  # type: ignore[union-attr]
+            await asyncio.to_thread(engine._scheduler.join)  # type: ignore[union-attr]
             await asyncio.sleep(0)
         with pytest.raises(EngineFailed, match="3 requests within 60 s"):
             await engine.check()
@@ -164,8 +164,8 @@ class Poison:
         self._random = random.Random(5)
         self.put: Counter[str] = Counter()
         for engine in (prefill, decode):
-            step = scheduler.Scheduler._step.__get__(engine._batcher)
-            monkeypatch.setattr(engine._batcher, "_step", lambda step=step, engine=engine: self._before(engine, step))
+            step = scheduler.Scheduler._step.__get__(engine._scheduler)
+            monkeypatch.setattr(engine._scheduler, "_step", lambda step=step, engine=engine: self._before(engine, step))
         assert prefill._memory is not None
         assert prefill._memory.staging is not None
         gather = prefill._memory.staging.gather

@@ -1,6 +1,6 @@
-"""The engine protocol over the batcher: streams and their ends, on the event loop.
+"""The engine protocol over the scheduler: streams and their ends, on the event loop.
 
-Computes nothing itself: the model, the KV pool and every job belong to the batcher's thread.
+Computes nothing itself: the model, the KV pool and every job belong to the scheduler's thread.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class TorchEngine:
                 ttl_s=config.ticket_ttl_s,
                 retire=self._retire,
             )
-        self._jobs: set[TorchSequence] = set()  # until the batcher says that their blocks are free
-        self._batcher: Scheduler | None = None
+        self._jobs: set[TorchSequence] = set()  # until the scheduler says that their blocks are free
+        self._scheduler: Scheduler | None = None
         self._memory: KvMemory | None = None
         self._guides: grammar.GrammarCompiler | None = None
         self._info: EngineInfo | None = None
@@ -83,8 +83,8 @@ class TorchEngine:
         self._info = info = self._prepare(model)
         if self._kv_connector is not None and self._memory is not None and self._memory.staging is not None:
             await self._kv_connector.start(self._memory.staging)
-        if self._batcher is not None:
-            self._batcher.start()
+        if self._scheduler is not None:
+            self._scheduler.start()
         await self._warm_up()
         _log.info(
             "torch engine ready on %s: context %d, %d KV blocks of %d tokens",
@@ -125,7 +125,7 @@ class TorchEngine:
             staging = TransferBuffer(pool, sizing.staging_bytes(model, args, layout, num_blocks, context_length))
         self._memory = KvMemory(pool, staging)
         loop = asyncio.get_running_loop()
-        self._batcher = Scheduler(
+        self._scheduler = Scheduler(
             model.module,
             self._memory,
             limits,
@@ -170,19 +170,19 @@ class TorchEngine:
     def _ready(self) -> tuple[Scheduler, EngineInfo]:
         if self._ended is not None:
             raise EngineFailed(self._ended.message)
-        if self._batcher is None or self._info is None:
+        if self._scheduler is None or self._info is None:
             raise EngineNotReady("the torch engine has not been started")
-        if not self._batcher.alive():
+        if not self._scheduler.alive():
             raise EngineFailed("the torch engine's thread is gone")
-        return self._batcher, self._info
+        return self._scheduler, self._info
 
     async def drain(self) -> None:
         await self._idle.wait()
 
     async def aclose(self) -> None:
-        if self._batcher is not None:
-            self._batcher.post(self._batcher.stop)
-            await asyncio.to_thread(self._batcher.join)
+        if self._scheduler is not None:
+            self._scheduler.post(self._scheduler.stop)
+            await asyncio.to_thread(self._scheduler.join)
         self._end(EngineFailed("the engine was closed"))
         if self._kv_connector is not None:
             await self._kv_connector.aclose()
@@ -198,7 +198,7 @@ class TorchEngine:
         return self._stream(request, push)
 
     async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
-        batcher, info = self._ready()
+        scheduler, info = self._ready()
         inbox: asyncio.Queue[Event] = asyncio.Queue()  # never more than the request's tokens
 
         def take(event: Event) -> None:
@@ -213,7 +213,7 @@ class TorchEngine:
         is_exported = False
         try:
             job.shaping = logits_processor_for(request, await self._guide(request.sampling, job))
-            batcher.post(partial(batcher.submit, job))
+            scheduler.post(partial(scheduler.submit, job))
             while True:
                 event = await inbox.get()
                 if isinstance(event, PrefillDone) and self._kv_connector is not None:
@@ -222,7 +222,7 @@ class TorchEngine:
                     return
                 if isinstance(event, BlocksReserved):
                     await self._fetch(request, event)
-                    batcher.post(partial(batcher.install, job))
+                    scheduler.post(partial(scheduler.install, job))
                 elif isinstance(event, Chunk):
                     yield event
                     if event.finish_reason is not None:
@@ -281,8 +281,8 @@ class TorchEngine:
         return await asyncio.to_thread(self._guides.compile, sampling.guided, job.stop_ids)
 
     def _retire(self, job: TorchSequence) -> None:
-        if self._batcher is not None and self._ended is None:
-            self._batcher.post(partial(self._batcher.retire, job))
+        if self._scheduler is not None and self._ended is None:
+            self._scheduler.post(partial(self._scheduler.retire, job))
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """See `HasTickets.release`."""
@@ -291,14 +291,14 @@ class TorchEngine:
             self._kv_connector.let_go(ticket_id)
 
     def stats(self) -> EngineStats:
-        if self._batcher is None:
+        if self._scheduler is None:
             return EngineStats(
                 running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0
             )
         mismatches = 0 if self._kv_connector is None else self._kv_connector.checksum_mismatches
-        return dataclasses.replace(self._batcher.stats(), kv_checksum_mismatches=mismatches)
+        return dataclasses.replace(self._scheduler.stats(), kv_checksum_mismatches=mismatches)
 
-    # --- called by the batcher, on the loop ------------------------------------------------------------
+    # --- called by the scheduler, on the loop ------------------------------------------------------------
 
     def _receive(self, delivery: Delivery) -> None:
         for job, event in delivery:

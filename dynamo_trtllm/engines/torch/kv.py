@@ -1,6 +1,6 @@
 """The bounded KV memory of one engine: blocks of tokens, reserved per request, and where they lie as rows that move.
 
-Owned by the batcher's thread. Every layer keeps all its tokens here; a sliding layer reads only its window, and only
+Owned by the scheduler's thread. Every layer keeps all its tokens here; a sliding layer reads only its window, and only
 the blocks of that window travel. A row is one block of one layer's keys, or of its values.
 """
 

@@ -1,4 +1,4 @@
-"""A model folder becomes a model that the batcher can run. The only module that names transformers' loaders.
+"""A model folder becomes a model that the scheduler can run. The only module that names transformers' loaders.
 
 A folder that holds nothing but a GGUF file is converted once into the user's cache folder.
 """

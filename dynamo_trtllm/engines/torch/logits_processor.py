@@ -16,7 +16,7 @@ from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds
 
 
 class LogitsProcessor:
-    """Lives on the batcher's thread, which tells it each token of the answer once."""
+    """Lives on the scheduler's thread, which tells it each token of the answer once."""
 
     def __init__(self, sampling: Sampling, prompt: TokenIds, guide: GrammarMatcher | None) -> None:
         self._sampling = sampling

@@ -98,7 +98,7 @@ class Scheduler:
             self._thread.join()
 
     def post(self, message: Callable[[], None]) -> None:
-        """Runs `message` on the batcher's thread before its next step."""
+        """Runs `message` on the scheduler's thread before its next step."""
         self._posted.put(message)
 
     def stats(self) -> EngineStats:

@@ -1,4 +1,4 @@
-"""One request inside the torch engine, and what the batcher says about it. Values; computes nothing."""
+"""One request inside the torch engine, and what the scheduler says about it. Values; computes nothing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Delivery: TypeAlias = list[tuple["TorchSequence", Event | Freed]]
 
 @dataclass(slots=True, eq=False)
 class TorchSequence:
-    """One request. Its fields below `inbox` belong to the batcher's thread."""
+    """One request. Its fields below `inbox` belong to the scheduler's thread."""
 
     request: GenerateRequest
     max_new_tokens: int

@@ -4,7 +4,7 @@ Why a prompt's KV is copied into it as soon as prefill is done, and not offered 
 is thousands of rows, each of which costs a backend 5 to 7 microseconds; a copy on the GPU runs at terabytes a second.
 And not layer by layer during prefill: the copy takes a hundredth of the prefill, and one offer per prompt stays one.
 
-All copies are queued on the device's own stream behind the step that wrote the KV, so the batcher waits for none of
+All copies are queued on the device's own stream behind the step that wrote the KV, so the scheduler waits for none of
 them; a copy's event says when its piece may be read. Knows no tickets.
 """
 
@@ -48,7 +48,7 @@ class TransferBuffer:
         self.num_bytes = num_bytes
         self.region = zeros(num_bytes, pool.device)
         self._bounce: Tensor | None = None  # where a piece in host memory passes through the GPU
-        self._checking: torch.cuda.Stream | None = None  # where checksums are computed, beside the batcher's steps
+        self._checking: torch.cuda.Stream | None = None  # where checksums are computed, beside the scheduler's steps
         self._bouncing = threading.Lock()  # two copies by way of it follow each other, whichever threads queue them
 
     def move_to_host(self) -> None:
