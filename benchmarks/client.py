@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -239,6 +240,10 @@ def chosen_model(url: str, wanted: str | None) -> tuple[str, int | None]:
     try:
         with urlopen(url.rstrip("/") + "/v1/models", timeout=10) as answer:
             models = {str(each["id"]): each.get("max_model_len") for each in orjson.loads(answer.read())["data"]}
+    except HTTPError as exc:
+        if wanted is not None:
+            return wanted, None
+        raise SystemExit(f"{url} does not list its models ({exc}); name one with --model") from exc
     except OSError as exc:
         raise SystemExit(f"no server answers at {url} ({exc}); start a deployment or name --url") from exc
     names = ", ".join(models) or "none yet"

@@ -20,6 +20,7 @@ from benchmarks.figures import Figures, ProcessMeter
 from benchmarks.stream import Record
 
 HOPELESS = 8  # requests that ended, warm-up included, without one that was answered
+_BUSY = (429, 503)  # a later request may be answered
 PROGRESS_S = 5.0  # between two reports
 
 
@@ -32,11 +33,13 @@ class Tally:
 
     def __init__(self, context: SpawnContext, processes: int) -> None:
         self._ok, self._failed = context.RawArray("q", processes), context.RawArray("q", processes)
+        self._hopeless = context.RawArray("q", processes)  # failed for another reason than load
 
     def goes_on(self, process: int, record: Record) -> bool:
         """Count the record of this process. Return whether there is any use in sending more."""
         (self._ok if record.is_ok else self._failed)[process] += 1
-        return self.ok > 0 or self.failed < HOPELESS
+        self._hopeless[process] += not record.is_ok and record.status not in _BUSY
+        return self.ok > 0 or sum(self._hopeless) < HOPELESS
 
     @property
     def ok(self) -> int:
@@ -93,7 +96,8 @@ def measured(
 ) -> tuple[Figures, list[Record]]:
     """As `client.measured`; records come process by process, numbered anew.
 
-    Raises EOFError when a process fails, and NoAnswer when the first HOPELESS requests all failed.
+    Raises EOFError when a process fails, and NoAnswer when the first HOPELESS requests that ended all failed for
+    another reason than too much load.
     """
     parts = part(load, processes)
     context = multiprocessing.get_context("spawn")
@@ -119,7 +123,7 @@ def measured(
     if any(share.is_stopped for share in shares):
         errors = Counter(record.error for record in records if not record.is_ok)
         counts = ", ".join(f"{error} {count} times" for error, count in errors.most_common())
-        raise NoAnswer(f"the first {errors.total()} requests all failed ({counts}), so no more were sent")
+        raise NoAnswer(f"the first {HOPELESS} requests that ended all failed, so no more were sent ({counts})")
     found = metered(shares, meter, osl=load.osl)
     for index, record in enumerate(records, 1):
         record.index = index

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _LOG.error("%s: %s", PROG, exc)
         raise SystemExit(2) from exc
     target = Target(url=args.url, model=model, timeout_s=args.timeout_s)
-    run, lines = _run(args, shape, target)
+    run, lines, is_complete = _run(args, shape, target)
     folder = args.out or Path("benchmark-results") / f"{shape.name}-{datetime.now():%Y%m%d-%H%M%S}"
     save(run, lines, folder)
     (folder / REPORT_FILE).write_text(draw(run, lines, earlier, shlex.join([*PROG.split(), *words])))
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     answered = sum(each.figures["ok"] for each in run.points)
     if not answered:
         _LOG.error("no request was answered")
-    if lacking or not answered:
+    if lacking or not answered or not is_complete:
         raise SystemExit(1)
 
 
@@ -90,7 +90,8 @@ def _drawing() -> Draw:
     return draw
 
 
-def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, list[Line]]:
+def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, list[Line], bool]:
+    """Measure all points. The last value says whether all of them could be measured."""
     run = Run(
         shape=shape,
         url=target.url,
@@ -105,21 +106,24 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
     for repetition in range(1, args.repetitions + 1):
         for concurrency in shape.concurrency:
             _LOG.info("concurrency %d, repetition %d of %d", concurrency, repetition, args.repetitions)
-            found, records = _measure(program, shape, target, concurrency, repetition, args)
+            try:
+                found, records = _measure(program, shape, target, concurrency, repetition, args)
+            except NoAnswer as exc:
+                if not run.points:
+                    raise SystemExit(f"{PROG}: {exc}") from exc
+                _LOG.error("%s; the report has the points before", exc)
+                return run, lines, False
             _LOG.info("%s", table(found.figures).rstrip())
             run.points.append(found)
             lines += [Line(concurrency=concurrency, repetition=repetition, record=record) for record in records]
-    return run, lines
+    return run, lines, True
 
 
 def _measure(
     program: Path | None, shape: Shape, target: Target, concurrency: int, repetition: int, args: argparse.Namespace
 ) -> tuple[Point, list[Record]]:
     if program is None:
-        try:
-            return point.measure(shape, target, concurrency, repetition)
-        except NoAnswer as exc:
-            raise SystemExit(f"{PROG}: {exc}") from exc
+        return point.measure(shape, target, concurrency, repetition)
     folder = args.aiperf_dir / "artifacts" / f"{shape.name}-{concurrency}-{repetition}"
     try:
         return aiperf.measure(program, shape, target, concurrency, repetition, folder)

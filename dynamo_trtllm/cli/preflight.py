@@ -105,12 +105,18 @@ def _judged(role: Role, path: Path, flags: str | None, config: PreflightConfig, 
 
 
 def _check_engine_of(path: Path) -> None:
-    """Raise ConfigError when the file has an argument that another engine has, and no TensorRT-LLM."""
+    """Raise ConfigError when half of the arguments or more are not TensorRT-LLM's, and another engine has one."""
     others: dict[str, Callable[[str], bool]] = {
         "vllm": lambda key: manifest.find(key) is not None,
         "torch": lambda key: key in TorchArgs.model_fields,
     }
-    keys = [key for key in read_yaml(find_file(path)) if not schema.is_known(key)]
+    try:
+        given = read_yaml(find_file(path))
+    except ConfigError:
+        return  # that it can't be read is already the finding
+    keys = [key for key in given if not schema.is_known(key)]
+    if 2 * len(keys) < len(given):
+        return
     for engine, has in others.items():
         if found := next((key for key in keys if has(key)), None):
             raise ConfigError(

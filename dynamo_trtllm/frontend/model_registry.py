@@ -120,7 +120,10 @@ class ModelRegistry:
     def _remove(self, instance_id: int) -> None:
         _log.info("instance %x is gone", instance_id)
         self._view.remove(instance_id)
-        self._announced = {name for name in self._announced if self._view.model(name).is_complete}
+        for name in [each for each in self._announced if not self._view.model(each).is_complete]:
+            self._announced.discard(name)
+            reason = readiness.not_ready_reason(self._view.model(name), name, None)
+            _log.info("model %s is not served any more: %s", name, reason)
         # A model stays known while its workers are away: its requests are answered 503, not 404.
         self._load_changed()  # the card that counts may have been this instance's
 

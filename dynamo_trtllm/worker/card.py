@@ -18,6 +18,8 @@ from dynamo_trtllm.tokenization.formats import PARSERS
 
 _log = logging.getLogger(__name__)
 
+_NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # change nothing
+
 
 def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
     """Return what --generation-config asks for. Reads a file.
@@ -36,9 +38,9 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
 def without_refused(defaults: SamplingDefaults, refuses: Collection[str]) -> SamplingDefaults:
     """Return the defaults that the engine supports: another one would make each request fail. Logs what is dropped."""
     dropped = [name for name in defaults.given() if name in refuses]
-    if dropped:
+    if missed := [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]:
         _log.warning(
-            "%s of the model's generation config is not applied: this engine does not support it", ", ".join(dropped)
+            "%s of the model's generation config is not applied: this engine does not support it", ", ".join(missed)
         )
     return msgspec.structs.replace(defaults, **dict.fromkeys(dropped))
 

@@ -176,11 +176,23 @@ async def test_run_when_cancelled_then_its_connections_are_closed() -> None:
 
 async def test_measured_when_the_first_requests_all_fail_then_no_more_are_sent() -> None:
     bodies: list[Any] = []
-    async with serving(refused, bodies) as url:
+
+    async def invalid(writer: asyncio.StreamWriter) -> None:
+        body = REFUSAL.replace(b"overloaded", b"invalid")
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+
+    async with serving(invalid, bodies) as url:
         load = Load(url=url, model="m", requests=500, concurrency=4)
-        with pytest.raises(shares.NoAnswer, match=r"the first \d+ requests all failed \(overloaded \d+ times\)"):
+        with pytest.raises(shares.NoAnswer, match=r"the first 8 requests that ended all failed.*\(invalid \d+ times\)"):
             await asyncio.to_thread(shares.measured, load, processes=2, warmup=2, pids={})
     assert shares.HOPELESS <= len(bodies) < shares.HOPELESS + load.concurrency
+
+
+async def test_measured_when_the_server_is_only_too_busy_then_it_goes_on() -> None:
+    async with serving(refused) as url:
+        load = Load(url=url, model="m", requests=20, concurrency=4)
+        found, records = await asyncio.to_thread(shares.measured, load, processes=2, warmup=2, pids={})
+    assert (len(records), found["ok"]) == (20, 0)
 
 
 async def test_measured_when_it_runs_then_its_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

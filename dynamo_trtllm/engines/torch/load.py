@@ -31,7 +31,8 @@ from dynamo_trtllm.engines.torch.attention import NAME, paged_attention
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 
 _log = logging.getLogger(__name__)
-_CONVERSION_S = 600.0  # a GGUF file of 90 MB takes 25 s on two cores
+_CONVERSION_S = 600.0  # longest wait for a small file; one of 90 MB takes 25 s on two cores
+_BYTES_PER_S = 300_000  # a tenth of that speed: a larger file may take longer
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -115,7 +116,8 @@ def _device(wanted: str) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
         requested = process_environment().get(VISIBLE, "")
-        if wanted == "cpu" and requested.replace(",", "").isdecimal():
+        names = [word.strip() for word in requested.split(",")]
+        if wanted == "cpu" and any(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names):
             raise ConfigError(
                 f"GPUs {requested} are requested ({VISIBLE}), and torch {torch.__version__} can use none; install a "
                 f"build of torch for CUDA, or give an empty {VISIBLE} to run on the CPU",
@@ -141,6 +143,7 @@ def _converted(gguf: Path) -> Path:
     Raises ConfigError as `load`, EngineFailed when another process does not finish in time.
     """
     stat = gguf.stat()
+    longest_s = max(_CONVERSION_S, stat.st_size / _BYTES_PER_S)
     key = hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:12]
     target = Path.home() / ".cache" / "dynamo_trtllm" / "models" / f"{gguf.stem}-{key}"
     if (target / "config.json").is_file():
@@ -152,7 +155,7 @@ def _converted(gguf: Path) -> Path:
             lock.acquire(blocking=False)
         except Timeout:
             _log.info("waiting for another process that converts %s", gguf.name)
-            lock.acquire(timeout=_CONVERSION_S)
+            lock.acquire(timeout=longest_s)
         try:
             if not (target / "config.json").is_file():
                 _convert(gguf, target)
@@ -160,7 +163,7 @@ def _converted(gguf: Path) -> Path:
             lock.release()
     except Timeout as exc:
         raise EngineFailed(
-            f"another process has not finished converting {gguf} after {_CONVERSION_S:g} s: end it, and start this "
+            f"another process has not finished converting {gguf} after {longest_s:.0f} s: end it, and start this "
             "worker again"
         ) from exc
     except OSError as exc:
