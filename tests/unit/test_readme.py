@@ -82,7 +82,7 @@ def test_engine_config_when_of_the_torch_engine_then_it_takes_it(path: Path) -> 
 
 
 def test_what_happens_when_each_row_names_tests_that_are_there() -> None:
-    table = README[README.index("## What happens when") : README.index("## What stands in place")]
+    table = README[README.index("## What happens when") : README.index("## Replacements for common choices")]
     rows = [line.rsplit("|", 2)[1] for line in table.splitlines() if line.startswith("| ")][1:]
     files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     named = [re.findall(r"`([^`]+)`", row) for row in rows]
