@@ -25,7 +25,7 @@ from dynamo_trtllm.launch.plan import (
     with_engine,
     with_model,
 )
-from dynamo_trtllm.launch.supervisor import DeploymentStatus, RestartLimitReached, Supervisor
+from dynamo_trtllm.launch.supervisor import DeploymentStatus, LaunchFailed, Supervisor
 from dynamo_trtllm.observability import logging as observe_logging
 
 PROG = "python -m dynamo_trtllm.launch"
@@ -49,7 +49,7 @@ def main() -> None:
         asyncio.run(_run(config, deployment))
     except ConfigError as exc:
         exit_with(PROG, exc)
-    except RestartLimitReached as exc:
+    except LaunchFailed as exc:
         sys.stderr.write(f"{PROG}: {exc}\n")
         raise SystemExit(exc.exit_status) from exc
 
@@ -79,7 +79,7 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
 
     await supervisor.run(on_ready)
     if config.once and not is_done:
-        raise RestartLimitReached("stopped before all served and the demo was done")
+        raise LaunchFailed("stopped before all served and the demo was done")
 
 
 def _check(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
@@ -96,7 +96,7 @@ async def _demonstrate(frontend: str, model: str, names: Mapping[str, str], *, i
     try:
         answer = await asyncio.to_thread(demo.ask, frontend, model, given_up)
     except demo.DemoFailed as exc:
-        raise RestartLimitReached(str(exc)) from exc
+        raise LaunchFailed(str(exc)) from exc
     finally:
         given_up.set()  # stopped: this process waits for the thread
     return demo.report(answer, model, names, is_mock=is_mock) + "\n" + demo.next_step(frontend, model)

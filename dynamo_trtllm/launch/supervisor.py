@@ -25,7 +25,7 @@ from dynamo_trtllm.subprocesses.ports import free_ports
 from dynamo_trtllm.subprocesses.restart import decide, describe
 
 
-class RestartLimitReached(Exception):
+class LaunchFailed(Exception):
     """The deployment can't go on. `exit_status` is the launcher's."""
 
     def __init__(self, text: str, exit_status: int = 1) -> None:
@@ -70,19 +70,19 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self, on_ready: OnReady) -> None:
-        """Until `stop`, or until `on_ready`, awaited once all serve, says that it was enough.
+        """Run the deployment until `stop` is called, or until `on_ready`, awaited once all are ready, returns True.
 
-        Raises ConfigError before anything is started when a port is in use; otherwise RestartLimitReached and
+        Raises ConfigError before anything is started when a port is in use; otherwise LaunchFailed and
         ConfigError after all was stopped.
         """
-        failure: RestartLimitReached | ConfigError | None = None
+        failure: LaunchFailed | ConfigError | None = None
         for spec in processes(self._deployment, Addresses(etcd="localhost", nats="localhost"), self._environ):
             _check_port(spec)
         with scratch_folder("dynamo-launch-") as folder:
             try:
                 addresses = await self._unless_stopped(self._start_servers(folder))
                 await self._keep_all(processes(self._deployment, addresses, self._environ), on_ready)
-            except* (RestartLimitReached, ConfigError) as group:
+            except* (LaunchFailed, ConfigError) as group:
                 failure = _first(group)
             except* _Stopped:
                 self._console.say("stopped")
@@ -149,7 +149,7 @@ class Supervisor:
             status = await server.ended()
             verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=False)
             if not verdict.is_restart:
-                raise RestartLimitReached(f"{name} {verdict.text}", verdict.exit_status)
+                raise LaunchFailed(f"{name} {verdict.text}", verdict.exit_status)
             self._console.say(f"{name} {verdict.text}")
             restarts.append(time.monotonic())
             if await self._stopped_within(verdict.pause_s):
@@ -173,9 +173,7 @@ class Supervisor:
             lost_port = not spec.port and not life.is_ready and await is_taken(spec.host, life.port)
             verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=not lost_port)
             if not verdict.is_restart:
-                raise RestartLimitReached(
-                    f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status
-                )
+                raise LaunchFailed(f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status)
             self._console.say(f"{spec.name} {verdict.text}")
             restarts.append(time.monotonic())
             may_be_read = may_be_read or life.is_ready
@@ -226,7 +224,7 @@ class Supervisor:
         try:
             answer = await until(partial(ready, spec.host, running.port), limit_s)
         except NotYet as exc:
-            raise RestartLimitReached(
+            raise LaunchFailed(
                 f"{spec.name} did not serve within {limit_s:g} s ({exc}); raise ready_timeout_s"
             ) from None
         running.is_ready = True
@@ -262,7 +260,7 @@ def _check_port(spec: ProcessSpec) -> None:
         raise ConfigError(f"{spec.name}: {exc.message}{hint}", field=exc.field) from exc
 
 
-def _first(group: BaseExceptionGroup[RestartLimitReached | ConfigError]) -> RestartLimitReached | ConfigError:
+def _first(group: BaseExceptionGroup[LaunchFailed | ConfigError]) -> LaunchFailed | ConfigError:
     """The first of possibly several processes that failed at once."""
     found = group.exceptions[0]
     return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -173,7 +173,9 @@ def _converted(gguf: Path) -> Path:
 
 def _convert(gguf: Path, target: Path) -> None:
     """Write the folder beside its place, and move it there when it is whole."""
-    _log.info("converting %s (%d MB) into %s, once; half a minute", gguf.name, gguf.stat().st_size >> 20, target)
+    _log.info(
+        "converting %s (%d MB) into %s, once; 4 MB take about a second", gguf.name, gguf.stat().st_size >> 20, target
+    )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
         made = Path(scratch) / "model"

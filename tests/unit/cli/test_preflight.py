@@ -88,6 +88,25 @@ def test_main_when_the_release_refuses_an_argument_then_it_is_an_error_among_the
 
 
 @pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("max_num_tokens: 20000\nmax_batch_size: 32\ngpu_memory_utilization: 0.9\n", "gpu_memory_utilization"),
+        ("max_num_tokens: [\n", "expected"),
+    ],
+    ids=["one key of vLLM", "no YAML"],
+)
+def test_main_when_a_file_is_wrong_and_not_another_engines_then_the_report_has_it_as_a_finding(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, why: str
+) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(text)
+    status, out, _ = run(capsys, "--prefill", str(file), "--decode", str(file), *KNOWN)
+    assert status == 1
+    assert "argument-refused" in out
+    assert why in out
+
+
+@pytest.mark.parametrize(
     ("file", "engine", "key"),
     [
         ("vllm/gpt-oss-120b/prefill.yaml", "vllm", "gpu_memory_utilization"),

@@ -52,7 +52,7 @@ async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that
     def said(part: str) -> int:
         return sum(part in record.getMessage() for record in caplog.records)
 
-    await frontend.add(1, HARMONY, role=Role.PREFILL)
+    prefill = await frontend.add(1, HARMONY, role=Role.PREFILL)
     await served(frontend, "oss")
     assert said("model oss is loaded, and not served yet: model oss has no decode worker") == 1
     assert said("is served") == 0
@@ -61,6 +61,8 @@ async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that
     await frontend.add(3, HARMONY, role=Role.DECODE)
     await until(lambda: len(frontend.models.instances()) == 3)
     assert said("model oss is served") == 1
+    await prefill.aclose()
+    await until(lambda: said("model oss is not served any more: model oss has no prefill worker") == 1)
 
 
 async def test_watch_when_discovery_has_told_all_then_synced_is_set(frontend: Frontend) -> None:

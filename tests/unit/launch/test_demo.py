@@ -12,7 +12,7 @@ import pytest
 from dynamo_trtllm.config.deployment import load_deployment
 from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.launch import demo, main
-from dynamo_trtllm.launch.supervisor import DeploymentStatus, RestartLimitReached
+from dynamo_trtllm.launch.supervisor import DeploymentStatus, LaunchFailed
 
 STATS = {
     "prefill_instance": "a1",
@@ -110,5 +110,5 @@ async def test_run_when_stopped_before_all_served_then_it_failed_if_it_was_to_do
     deployment = load_deployment(config.deployment, {})
     await main._run(config, deployment)
     monkeypatch.setattr(Supervised, "serves", False)
-    with pytest.raises(RestartLimitReached, match="stopped before") if once else nullcontext():
+    with pytest.raises(LaunchFailed, match="stopped before") if once else nullcontext():
         await main._run(config, deployment)

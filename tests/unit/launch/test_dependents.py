@@ -9,7 +9,7 @@ import pytest
 
 from dynamo_trtllm.launch.dependents import dependents_of, next_to_drain
 from dynamo_trtllm.launch.plan import Addresses, processes
-from dynamo_trtllm.launch.supervisor import RestartLimitReached
+from dynamo_trtllm.launch.supervisor import LaunchFailed
 from tests.unit.launch.supervised import (
     ALL,
     KILLED,
@@ -111,7 +111,7 @@ async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_
         for name in ("decode", "frontend"):
             await until(partial(getattr, now(name), "is_asked"))
             now(name).die(0)
-        with pytest.raises(RestartLimitReached, match="prefill was killed by SIGKILL; it was restarted 2 times"):
+        with pytest.raises(LaunchFailed, match="prefill was killed by SIGKILL; it was restarted 2 times"):
             await made.running
 
 

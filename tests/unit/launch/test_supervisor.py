@@ -12,7 +12,7 @@ from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import supervisor
 from dynamo_trtllm.launch.plan import with_address
 from dynamo_trtllm.launch.readiness_checks import NotYet
-from dynamo_trtllm.launch.supervisor import RestartLimitReached
+from dynamo_trtllm.launch.supervisor import LaunchFailed
 from dynamo_trtllm.network.listening import bind
 from dynamo_trtllm.subprocesses.restart import BAD_CONFIG
 from tests.unit.launch.supervised import ALL, KILLED, World, deployment, lives_reach, now, settle, until, worker, world
@@ -65,7 +65,7 @@ async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_i
     for child in ALL:
         child.die(KILLED)
     with pytest.raises(
-        RestartLimitReached, match=r"did not serve within 120 s \(loading: reading weights\); raise ready_timeout_s"
+        LaunchFailed, match=r"did not serve within 120 s \(loading: reading weights\); raise ready_timeout_s"
     ):
         await made.running
 
@@ -87,7 +87,7 @@ async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() 
     now("w").die(BAD_CONFIG)
     await until(lambda: now("frontend").is_asked)
     now("frontend").die(0)
-    with pytest.raises(RestartLimitReached) as given_up:
+    with pytest.raises(LaunchFailed) as given_up:
         await made.running
     assert given_up.value.exit_status == BAD_CONFIG
 
@@ -100,7 +100,7 @@ async def test_process_when_it_served_and_then_refuses_its_configuration_then_it
         now("w").die(BAD_CONFIG)
         await until(lambda: now("frontend").is_asked)
         now("frontend").die(0)
-        with pytest.raises(RestartLimitReached):
+        with pytest.raises(LaunchFailed):
             await made.running
 
 

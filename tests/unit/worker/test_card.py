@@ -124,3 +124,11 @@ def test_without_refused_when_the_engine_cant_do_a_default_then_it_is_dropped_wi
     defaults = SamplingDefaults(temperature=0.6, min_p=0.1)
     assert without_refused(defaults, ("min_p", "seed")).given() == {"temperature": 0.6}
     assert "min_p of the model's generation config is not applied" in caplog.text
+    caplog.clear()
+    neutral = SamplingDefaults(repetition_penalty=1.0)  # the same answers without it
+    assert (without_refused(neutral, ("repetition_penalty",)), caplog.text) == (SamplingDefaults(), "")
+
+
+def test_sampling_defaults_when_top_k_is_written_as_a_float_then_it_is_a_number_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_k": 50.0}')
+    assert sampling_defaults(WorkerConfig(model_path=str(tmp_path)), str(tmp_path)) == SamplingDefaults(top_k=50)

@@ -8,10 +8,11 @@ from dynamo_trtllm.engines.torch.load import load
 from dynamo_trtllm.errors import ConfigError
 
 
-def test_load_when_gpus_are_requested_and_torch_can_use_none_then_it_does_not_load_on_the_cpu(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+@pytest.mark.parametrize("requested", ["0", "0, 1", "GPU-8f2e"])
+def test_load_when_gpus_are_requested_and_torch_can_use_none_then_it_does_not_load_on_the_cpu(monkeypatch, requested):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", requested)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"GPUs 0 are requested .* can use none"):
+    with pytest.raises(ConfigError, match=rf"GPUs {requested} are requested .* can use none"):
         load("no/folder", TorchArgs())
     with pytest.raises(ConfigError, match="no/folder does not exist"):
         load("no/folder", TorchArgs(device="cpu"))
