@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import sys
+from collections import deque
 
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.create import create_backend
@@ -16,7 +17,12 @@ def content(seed: str, num_bytes: int) -> bytearray:
     return bytearray(random.Random(seed).randbytes(num_bytes))
 
 
+# A holder's threads may read what it offered until its backend is closed: after the test's own variables are gone.
+_OFFERED: deque[bytearray] = deque(maxlen=8)
+
+
 def split(buffer: bytearray, sizes: list[int]) -> list[MemoryRegion]:
+    _OFFERED.append(buffer)
     start, pieces = address_of(buffer), []
     for size in sizes:
         pieces.append(MemoryRegion(start, size))

@@ -119,6 +119,7 @@ async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_
         offer = msgspec.msgpack.encode(facts)
     await reader.fetch("t", offer, split(target, LARGE), timeout_s=SOON_S)
     assert target == source
+    await holder.withdraw("t")  # until then a thread may read the memory
 
 
 async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer_failed_says_what_to_do(
@@ -171,3 +172,4 @@ async def test_fetch_when_its_holder_can_not_compute_the_checksum_then_transfer_
     offer = await holder.offer("t", split(source, LARGE))
     with pytest.raises(TransferFailed, match="no longer offers"):
         await reader.fetch("t", offer, split(target, LARGE), timeout_s=SOON_S)
+    await holder.withdraw("t")
