@@ -19,8 +19,8 @@ from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight
 from dynamo_trtllm.frontend.api_adapter import PreparedRequest, ResponseMeta
+from dynamo_trtllm.frontend.app import CHAT
 from dynamo_trtllm.frontend.detokenizer import Detokenizer
-from dynamo_trtllm.frontend.endpoints import CHAT
 from dynamo_trtllm.frontend.generate_endpoint import GenerateEndpoint
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.pipeline import RouteTrace

@@ -24,9 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.blocking import wait_for
-from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import start_etcd, start_nats
-from dynamo_trtllm.subprocesses.spawn import spawn
+from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
 
 MODEL = "mock"
 STAGES = {"first word": "dynamo_trtllm.frontend.main", "whole frontend": "dynamo_trtllm.frontend.run_app"}

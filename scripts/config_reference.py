@@ -17,14 +17,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from dynamo_trtllm.config.base import GROUPS, Config
-from dynamo_trtllm.config.chat import ChatConfig
-from dynamo_trtllm.config.clear_namespace import ClearNamespaceConfig
+from dynamo_trtllm.config.commands import ChatConfig, ClearNamespaceConfig, LaunchConfig, PreflightConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, RestartConfig, ServicesConfig, WorkerSpec
 from dynamo_trtllm.config.flags import Flag, flags_of
-from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import ENV_PREFIX
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from dynamo_trtllm.config.layers import read_yaml
 from dynamo_trtllm.engines.trtllm import schema
 from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, releases
+from dynamo_trtllm.engines.trtllm.args import translate
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
-from dynamo_trtllm.engines.trtllm.deprecated_args import translate
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "trtllm-not-read.md"

@@ -50,11 +50,11 @@ def trap_names() -> list[str]:
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter waits milliseconds where it would wait seconds, for answers that do not come and for statistics."""
-    from dynamo_trtllm.engines.trtllm import stats
+    from dynamo_trtllm.engines.trtllm import inflight
     from dynamo_trtllm.engines.trtllm.inflight import TrtllmInflightRequest
 
-    monkeypatch.setattr(stats, "_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(stats, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(inflight, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(inflight, "_PAUSE_S", 0.01)
     defaults = TrtllmInflightRequest.wind_down.__kwdefaults__
     monkeypatch.setitem(defaults, "kv_wait_s", 0.5)
     monkeypatch.setitem(defaults, "answer_s", 0.5)

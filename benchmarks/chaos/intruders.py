@@ -31,7 +31,7 @@ from dynamo_trtllm.messages import WIRE_VERSION, Instance, Role
 from dynamo_trtllm.request_plane.frames import PING, Batch, ClientMessage, Frame, OpenStream
 from dynamo_trtllm.request_plane.nats import NatsTransport
 from dynamo_trtllm.request_plane.server import control_subject
-from dynamo_trtllm.worker.loading import live_peers
+from dynamo_trtllm.worker.startup import live_peers
 
 _ANSWERS = {"200", "400", "413", "429"}
 _LARGE_BODY = 300_000

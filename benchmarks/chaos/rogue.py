@@ -26,8 +26,8 @@ from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import Plane, Service
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.loading import live_peers
 from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.startup import live_peers
 
 Spoil = Callable[[Chunk], Chunk]  # of a last chunk, which has a ticket
 

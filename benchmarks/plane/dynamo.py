@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.plane.points import STEP_S
 from benchmarks.plane.stack import HOST, MODEL
-from dynamo_trtllm.demo_models.tokenizer import write_tokenizer
+from dynamo_trtllm.demo_models.expand import write_tokenizer
 from dynamo_trtllm.tokenization.vocabulary import default_cache_dir
 
 VERSION = "1.6.1"

@@ -15,7 +15,7 @@ import psutil
 from benchmarks.figures import Figures
 from benchmarks.plane.points import Point
 from benchmarks.plane.stack import MODEL, NotServing, Stack
-from dynamo_trtllm.subprocesses.spawn import spawn
+from dynamo_trtllm.subprocesses.child import spawn
 
 _MOST_WARMUP = 256
 _STREAMS_PER_CLIENT = 1024

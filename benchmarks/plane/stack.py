@@ -16,9 +16,8 @@ import orjson
 
 from benchmarks.blocking import wait_for
 from benchmarks.plane.points import Engines
-from dynamo_trtllm.launch.scratch import scratch_folder
 from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
-from dynamo_trtllm.subprocesses.spawn import spawn
+from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
 
 MODEL = "openai/gpt-oss-120b"
 HOST = "127.0.0.1"

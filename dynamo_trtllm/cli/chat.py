@@ -9,9 +9,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, suppress
 from typing import Any, Final, TextIO
 
-from dynamo_trtllm.cli.chat_http import ChatFailed, models, stream_chat
-from dynamo_trtllm.cli.chat_turn import ChatTurn, Screen
-from dynamo_trtllm.config.chat import ChatConfig
+from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Screen, models, stream_chat
+from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import exit_with, is_color_refused, load
 from dynamo_trtllm.errors import ConfigError
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from dynamo_trtllm.config.clear_namespace import ClearNamespaceConfig
+from dynamo_trtllm.config.commands import ClearNamespaceConfig
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.discovery.etcd import tls_files
 from dynamo_trtllm.discovery.etcd_store import EtcdStore, Lease

@@ -2,32 +2,169 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from dynamo_trtllm.cli import preflight_report
-from dynamo_trtllm.cli.preflight_report import Report, RoleReport
+from dynamo_trtllm.config.commands import PreflightConfig
 from dynamo_trtllm.config.layers import find_file, read_yaml
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engines.base import Finding
-from dynamo_trtllm.engines.checkpoint import Checkpoint, read_checkpoint
+from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint
 from dynamo_trtllm.engines.gpu import Gpu, visible_gpus
-from dynamo_trtllm.engines.known_models import SHAPES
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.trtllm import schema
 from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, release_for
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
-from dynamo_trtllm.engines.trtllm.preflight import Load, RoleFacts, check_pair, check_role, memory_table
-from dynamo_trtllm.engines.trtllm.preflight.gpus import known_gpu
-from dynamo_trtllm.engines.trtllm.preflight.memory import transfer_s
+from dynamo_trtllm.engines.trtllm.preflight import Load, MemoryTable, RoleFacts, check_pair, check_role, memory_table
+from dynamo_trtllm.engines.trtllm.preflight.facts import known_gpu
+from dynamo_trtllm.engines.trtllm.preflight.memory import WORKSPACE_BYTES, transfer_s
 from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleReport:
+    """One role."""
+
+    role: Role
+    facts: RoleFacts | None  # None: its arguments were refused
+    notes: tuple[str, ...]  # what merging the arguments had to say
+    findings: tuple[Finding, ...]
+    memory: MemoryTable | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    release: str
+    gpu: str | None
+    roles: tuple[RoleReport, ...]
+    pair: tuple[Finding, ...] = ()
+    handoff_tokens: int | None = None
+    handoff_s: Mapping[str, float] = field(default_factory=dict)
+
+    def findings(self) -> Iterator[tuple[str, Finding]]:
+        """(role or "pair", finding), role by role."""
+        for judged in self.roles:
+            yield from ((str(judged.role), finding) for finding in judged.findings)
+        yield from (("pair", finding) for finding in self.pair)
+
+    def count(self, severity: str) -> int:
+        return sum(finding.severity == severity for _, finding in self.findings())
+
+
+def as_json(report: Report) -> str:
+    body: dict[str, Any] = {
+        "release": report.release,
+        "gpu": report.gpu,
+        "errors": report.count("error"),
+        "warnings": report.count("warning"),
+        "findings": [{"role": role, **asdict(finding)} for role, finding in report.findings()],
+        "memory": [asdict(judged.memory) for judged in report.roles if judged.memory is not None],
+        "handoff": {"tokens": report.handoff_tokens, "seconds": dict(report.handoff_s)},
+    }
+    return json.dumps(body, indent=2) + "\n"
+
+
+def as_text(report: Report) -> str:
+    blocks = [_head(report), *_findings(report), *_notes(report), _memory(report), _handoff(report), _end(report)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _head(report: Report) -> str:
+    return f"TensorRT-LLM {report.release} on {report.gpu or 'an unknown GPU (see --gpu)'}"
+
+
+def _findings(report: Report) -> Iterator[str]:
+    rows = [(finding.severity, role, finding.rule, finding) for role, finding in report.findings()]
+    order = ("error", "warning", "note")
+    for severity, role, rule, finding in sorted(rows, key=lambda row: order.index(row[0])):
+        sides = [finding.value, finding.other] if finding.other else [finding.value]
+        lines = [
+            f"{severity:<8} {role}: {finding.field}  [{rule}]",
+            *(f"         {side}" for side in sides),
+            f"         why:  {finding.why}",
+            f"         cure: {finding.cure}",
+        ]
+        yield "\n".join(lines)
+
+
+def _notes(report: Report) -> Iterator[str]:
+    lines = [f"  {judged.role}: {note}" for judged in report.roles for note in judged.notes]
+    if lines:
+        yield "how the arguments were read:\n" + "\n".join(lines)
+
+
+_ROWS: Sequence[tuple[str, Callable[[MemoryTable], str]]] = (
+    ("GPU memory", lambda table: _gib(table.gpu_bytes)),
+    ("weights", lambda table: _gib(table.weights_bytes)),
+    ("transfer buffers", lambda table: _gib(table.buffer_bytes)),
+    ("to work in (a guess)", lambda _: _gib(WORKSPACE_BYTES)),
+    ("memory for KV", lambda table: _gib(table.kv_memory_bytes)),
+    ("KV of one token", lambda table: f"{table.kv_token_bytes / 1024:.1f} KiB"),
+    ("  if windows are freed", lambda table: f"{table.windowed_token_bytes / 1024:.1f} KiB"),
+    ("KV blocks", lambda table: _count(table.blocks)),
+    ("tokens of KV", lambda table: _count(table.pool_tokens)),
+    ("tokens of one request", lambda table: _count(table.request_tokens)),
+    ("requests at once", lambda table: _concurrency(table)),
+)
+
+
+def _memory(report: Report) -> str:
+    tables = [(judged, judged.memory) for judged in report.roles if judged.memory is not None]
+    if not tables:
+        return "no memory estimate: it needs --model-path" if report.roles else ""
+    head = ["memory of one GPU, estimated", *(_who(judged) for judged, _ in tables)]
+    rows = [head, *([name, *(shown(table) for _, table in tables)] for name, shown in _ROWS)]
+    return _aligned(rows)
+
+
+def _who(judged: RoleReport) -> str:
+    facts = judged.facts
+    ranks = facts.tensor_parallel if facts is not None else 1
+    return f"{judged.role}, {ranks} GPU{'s' if ranks > 1 else ''}"
+
+
+def _handoff(report: Report) -> str:
+    if not report.handoff_s:
+        return ""
+    rows = [[f"hand-off of {report.handoff_tokens} tokens at full rate", "time"]]
+    rows += [[link, f"{seconds * 1000:.1f} ms"] for link, seconds in report.handoff_s.items()]
+    return _aligned(rows)
+
+
+def _end(report: Report) -> str:
+    return f"{report.count('error')} errors, {report.count('warning')} warnings, {report.count('note')} notes"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def _line(row: Iterable[str], widths: Sequence[int]) -> str:
+    first, *others = row
+    cells = [f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True)]
+    return "  ".join([f"{first:<{widths[0]}}", *cells]).rstrip()
+
+
+def _gib(count: int | None) -> str:
+    return "-" if count is None else f"{count / (1 << 30):.1f} GiB"
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _concurrency(table: MemoryTable) -> str:
+    return "-" if table.concurrency is None else f"{table.concurrency:,} (by {table.limited_by})"
+
 
 PROG = "python -m dynamo_trtllm.preflight"
 _DESCRIPTION = (
@@ -52,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = evaluate(config)
     except ConfigError as exc:
         exit_with(PROG, exc)
-    sys.stdout.write(preflight_report.as_json(report) if config.json_output else preflight_report.as_text(report))
+    sys.stdout.write(as_json(report) if config.json_output else as_text(report))
     raise SystemExit(1 if report.count("error") else 0)
 
 

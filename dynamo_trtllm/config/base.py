@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
@@ -12,6 +13,26 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, 
 from pydantic.config import JsonDict
 
 from dynamo_trtllm.network.addresses import is_wildcard
+
+_ALIKE = 0.7  # of 1; at 0.6 --help was offered for --tp
+
+
+def suggest(name: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed name that `name` is probably a mistyping of, or None. Dashes and capitals don't count."""
+    plain = {_plain(each): each for each in allowed}
+    found = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=_ALIKE)
+    return plain[found[0]] if found else None
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("_", "-").lower()
+
+
+def format_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of texts as lines, in columns."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
+    return "".join("  ".join([*map(str.ljust, row, widths), row[-1]]) + "\n" for row in rows)
+
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dynamo_trtllm.config.wording import suggest
+from dynamo_trtllm.config.base import suggest
 from dynamo_trtllm.errors import ConfigError
 
 OVERRIDE_SOURCE = "--override-engine-args"

@@ -17,12 +17,11 @@ from typing import Any, Generic, NoReturn, TypeVar
 from pydantic import SecretStr, ValidationError
 
 from dynamo_trtllm import __version__
-from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config
+from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, suggest
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
-from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.config.unknown import refuse
-from dynamo_trtllm.config.wording import suggest, table
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import MASK, mask_address, mask_credentials
 
@@ -90,7 +89,7 @@ def config_table(loaded: Loaded[C]) -> str:
     rows = [
         (name, _shown(flags[name], getattr(loaded.config, name)), source) for name, source in loaded.sources.items()
     ]
-    return table([("field", "value", "source"), *rows])
+    return format_table([("field", "value", "source"), *rows])
 
 
 def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
-from dynamo_trtllm.config.base import Config
+from dynamo_trtllm.config.base import Config, suggest
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.flags import flags_of
-from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.wording import suggest
 from dynamo_trtllm.errors import ConfigError
 
 _WORKER, _LAUNCHER = "python -m dynamo_trtllm", "python -m dynamo_trtllm.launch"

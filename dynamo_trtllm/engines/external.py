@@ -7,20 +7,152 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+import msgspec
+
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.loading import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.engines.pending_transfers import PendingTransfers
 from dynamo_trtllm.errors import DynamoError, EngineFailed, EngineNotReady, RequestRejected
-from dynamo_trtllm.messages import Chunk, GenerateRequest, ReleaseOutcome, Sampling, token_ids
+from dynamo_trtllm.messages import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    KvTransferParams,
+    PhaseTimings,
+    ReleaseOutcome,
+    Sampling,
+    TokenLogprob,
+    token_ids,
+)
+
+# The libraries' words for an end that is an answer.
+ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """What one answer of the library added."""
+
+    token_ids: list[int]
+    logprobs: tuple[TokenLogprob, ...]
+    finish: str | None  # the library's word
+
+    @property
+    def is_broken(self) -> bool:
+        """It ends the request, and is no end of an answer."""
+        return self.finish is not None and self.finish not in ENDS
+
+
+def chunk_of(step: EngineOutput, stats: PhaseTimings) -> Chunk:
+    """Of one that is not broken. `stats` goes with the last one only."""
+    if step.finish is None:
+        return Chunk(token_ids=token_ids(step.token_ids), logprobs=step.logprobs)
+    return Chunk(
+        token_ids=token_ids(step.token_ids), logprobs=step.logprobs, finish_reason=ENDS[step.finish], stats=stats
+    )
+
+
+def transfer_chunk(ticket: KvTransferParams, stats: PhaseTimings) -> Chunk:
+    """Return the terminal chunk of a prefill call."""
+    stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
+    return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+
+
+def phase_timings(request: GenerateRequest, first_s: float, *, cached_tokens: int) -> PhaseTimings:
+    """Seen from outside the library: `first_s`, to the first answer, holds queue and work, or queue and transfer."""
+    ticket = request.ticket
+    if ticket is None:
+        return PhaseTimings(prefill_s=first_s, cached_tokens=cached_tokens)
+    return PhaseTimings(handoff_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
+
 
 _log = logging.getLogger(__name__)
+_LOOK_EVERY_S = 2.0  # the driver is not asked more often
+_GIB = 1 << 30
+
+T = TypeVar("T")
+
+
+def run_in_daemon_thread(
+    call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None
+) -> asyncio.Future[T]:
+    """Runs `call` on a daemon thread, so that one that never returns holds up neither the loop's end nor the process.
+
+    `unwanted` gets the result, on that thread, when the future was cancelled meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if done.cancelled():
+            if error is not None:
+                _log.debug("%s failed after its caller was cancelled: %s", name, error)
+            elif unwanted is not None:
+                threading.Thread(target=unwanted, args=(value,), name=f"{name}-unwanted", daemon=True).start()
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(value)
+
+    def run() -> None:
+        value: T | None = None
+        error: BaseException | None = None
+        try:
+            value = call()
+        except BaseException as exc:  # noqa: BLE001 - carried to the loop, where it is raised
+            error = exc
+        try:
+            loop.call_soon_threadsafe(settle, value, error)
+        except RuntimeError:  # the loop is closed
+            if error is None and unwanted is not None and value is not None:
+                unwanted(value)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
+class EngineLoader(Generic[T]):
+    """Builds one engine. `discard` gets an engine that is finished after `built` was cancelled."""
+
+    def __init__(
+        self,
+        build: Callable[[], T],
+        *,
+        discard: Callable[[T], None],
+        gpu_bytes_used: Callable[[], int | None],
+        weight_bytes: int,
+    ) -> None:
+        """`weight_bytes`: of one GPU; `progress` uses it to distinguish loading weights from the phase after it."""
+        self._build = build
+        self._discard = discard
+        self._gpu_bytes_used = gpu_bytes_used
+        self._weight_bytes = weight_bytes
+        self._bytes_before = self._bytes_now = gpu_bytes_used()
+        self._looked_at = time.monotonic()
+
+    async def built(self) -> T:
+        """Raises what `build` raises. Cancelled it lets go at once; what is still built then is discarded."""
+        return await run_in_daemon_thread(self._build, name="engine-load", unwanted=self._discard)
+
+    def progress(self) -> str:
+        """What can be seen from outside: how much GPU memory is taken, and so which phase it is."""
+        if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            self._bytes_now = self._gpu_bytes_used()
+        if self._bytes_now is None or self._bytes_before is None:
+            return "building the engine"
+        own = max(0, self._bytes_now - self._bytes_before)
+        phase = "capturing CUDA graphs and warming up" if own >= self._weight_bytes else "loading weights"
+        return f"{phase}, {own / _GIB:.1f} GiB of GPU memory taken"
+
 
 _SHUTDOWN_S = 60.0
 _CANARY_S = 600.0

@@ -95,7 +95,7 @@ class PendingTransfers:
         """Return a decode call's ticket if it fits the call and this worker. Raises TransferMismatch naming the field,
         TransferExpired, or RequestRejected when the call has no ticket."""
         ticket, terms = ticket_of(request), self._terms
-        params.check(
+        params.check_params(
             ticket,
             engine=terms.engine,
             model=terms.model,

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
-from dynamo_trtllm.errors import UnsupportedParameter
-from dynamo_trtllm.messages import ModelDeploymentCard, Sampling
+from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
+from dynamo_trtllm.frontend.model_registry import ServedModel
+from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds, Tool
+from dynamo_trtllm.tokenization.base import NOTHING_FORCED
 
 ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
@@ -67,3 +70,142 @@ def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine can't
     raise UnsupportedParameter(
         f"{name} is not supported by {card.name}: {reason}; leave it out", field=name.partition("=")[0]
     )
+
+
+class Constraints(NamedTuple):
+    forced: TokenIds = NOTHING_FORCED  # put after the prompt, as if the model had written it
+    guided: StructuredOutput | None = None
+
+
+def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[Tool, ...]:
+    """The tools that go into the prompt. Raises InvalidRequest for a choice among tools that are not there."""
+    choice = options.tool_choice
+    known = {tool.name for tool in tools}
+    wanted = (choice.name,) if choice.mode is ToolChoiceMode.NAMED else choice.allowed or ()
+    for name in wanted:
+        if name not in known:
+            raise InvalidRequest(
+                f"{options.name('tool_choice')} names the function {name!r}, which is not among the tools",
+                field=options.name("tool_choice"),
+            )
+    if choice.mode is ToolChoiceMode.NONE:
+        return ()
+    visible = tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
+    if choice.mode is ToolChoiceMode.REQUIRED and not visible:
+        raise InvalidRequest(
+            f"{options.name('tool_choice')} requires a call and there are no tools", field=options.name("tool_choice")
+        )
+    return visible
+
+
+def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
+    """Return how the output is constrained. `tools`: those in the prompt.
+
+    Raises UnsupportedParameter for what the output format or the engine can't do.
+    """
+    choice = options.tool_choice
+    if choice.mode is ToolChoiceMode.AUTO and options.strict_tools.intersection(tool.name for tool in tools):
+        return _strict_call(tools, options, served)
+    if choice.mode is ToolChoiceMode.NAMED:
+        return _one_call(next(tool for tool in tools if tool.name == choice.name), options, served)
+    if choice.mode is ToolChoiceMode.REQUIRED:
+        return _one_call(tools[0], options, served) if len(tools) == 1 else _some_call(tools, options, served)
+    if options.json_schema is not None:
+        return _json_answer(options.json_schema, bool(tools), options, served)
+    return Constraints()
+
+
+def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Constraints:
+    """The header is forced. The arguments are held to the schema if it is strict, else to JSON where that can be had:
+    a model that did not mean to call would go on with prose."""
+    header = _call_header(tool, options, served)
+    if tool.name in options.strict_tools:
+        _check_guidable(options, "tool_choice", served)
+        return Constraints(
+            forced=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
+        )
+    asked = options.sampling
+    if "guided" in served.card.refuses or asked.ignore_eos or asked.min_tokens:
+        return Constraints(forced=header)
+    return Constraints(forced=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=ANY_OBJECT),)))
+
+
+def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
+    """What the calls' headers share is forced where the format can begin in the middle of one; the rest is guided."""
+    _check_guidable(options, "tool_choice", served)
+    forced = served.renderer.call_header(None) or NOTHING_FORCED
+    return Constraints(
+        forced=forced, guided=StructuredOutput(alternatives=tuple(_alternatives(tools, forced, options, served)))
+    )
+
+
+def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
+    """The model may call or not; once it has begun a call in the format's own words, that is held to the schemas."""
+    name = options.name("tools") + ".strict"
+    begun = served.renderer.call_header(None)
+    if begun is None:
+        reason = "its output format does not mark a call; it is supported when tool_choice names a function"
+        reject(name, served.card, reason)
+    if options.json_schema is not None:
+        reject(name, served.card, f"{options.name('response_format')} takes the one form that output can be held to")
+    _check_guidable(options, "tools", served)
+    begun = begun[:-1]  # a model writes its last token, ".", as one with what follows
+    alternatives = tuple(
+        msgspec.structs.replace(each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT)
+        for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
+    )
+    return Constraints(
+        guided=StructuredOutput(alternatives=alternatives, after=served.renderer.decode(begun), after_ids=begun)
+    )
+
+
+def _alternatives(
+    tools: tuple[Tool, ...], begun: TokenIds, options: GenerationOptions, served: ServedModel
+) -> list[OutputFormat]:
+    """Each tool's call, from where `begun` ends."""
+    shared = served.renderer.decode(begun)
+    headers = [served.renderer.decode(_call_header(tool, options, served)) for tool in tools]
+    return [
+        OutputFormat(literal=header.removeprefix(shared), json_schema=_schema(tool))
+        for tool, header in zip(tools, headers, strict=True)
+    ]
+
+
+def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) -> TokenIds:
+    header = served.renderer.call_header(tool.name)
+    if header is None:
+        reject(options.name("tool_choice"), served.card, "its output format has no call that can be forced")
+    return header
+
+
+def _json_answer(json_schema: str, has_tools: bool, options: GenerationOptions, served: ServedModel) -> Constraints:
+    _check_guidable(options, "response_format", served)
+    header, ids = served.renderer.answer_header()
+    if has_tools and served.card.renderer != "harmony":  # only Harmony's headers distinguish calls from answers
+        reject(options.name("response_format"), served.card, "its output format can't combine it with tool calls")
+    if len(ids) <= 1:
+        alternative = OutputFormat(json_schema=json_schema)
+        return Constraints(guided=StructuredOutput(alternatives=(alternative,), after=header, after_ids=ids))
+    # the header's last token is forced: models also write "final <|constrain|>json" and must not slip out by it
+    last = served.renderer.decode(ids[-1:])
+    alternative = OutputFormat(literal=last, json_schema=json_schema)
+    return Constraints(
+        guided=StructuredOutput(alternatives=(alternative,), after=header.removesuffix(last), after_ids=ids[:-1])
+    )
+
+
+def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:
+    """What makes the model go on can't be held together with a form that ends."""
+    name = options.name(field)
+    if "guided" in served.card.refuses:
+        reject(name, served.card, "its engine has no guided decoding")
+    for other in ("ignore_eos", "min_tokens"):
+        if getattr(options.sampling, other):
+            raise InvalidRequest(
+                f"{options.name(other)} can't be used with this {name}, whose output ends by its form; leave it out",
+                field=options.name(other),
+            )
+
+
+def _schema(tool: Tool) -> str:
+    return json.dumps(dict(tool.parameters) or {"type": "object"})

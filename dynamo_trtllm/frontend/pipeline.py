@@ -33,8 +33,7 @@ from dynamo_trtllm.errors import (
     Unreachable,
 )
 from dynamo_trtllm.frontend.background_control import BackgroundControl
-from dynamo_trtllm.frontend.cooldown import Cooldown
-from dynamo_trtllm.frontend.retry_state import RecoveryLimits, RetryState, is_refusal
+from dynamo_trtllm.frontend.retry_state import Cooldown, RecoveryLimits, RetryState, is_refusal
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

@@ -11,10 +11,16 @@ from dynamo_trtllm.api.chat import ChatRequest
 from dynamo_trtllm.api.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from dynamo_trtllm.api.sampling import SEED_LIMIT
 from dynamo_trtllm.errors import ContextTooLong, InvalidRequest
-from dynamo_trtllm.frontend.constraints import constraints_of, visible_tools
 from dynamo_trtllm.frontend.conversation import chat_conversation, chat_options, render_prompt, sampling_of
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from dynamo_trtllm.frontend.options import ANY_OBJECT, GenerationOptions, reject, reject_unsupported
+from dynamo_trtllm.frontend.options import (
+    ANY_OBJECT,
+    GenerationOptions,
+    constraints_of,
+    reject,
+    reject_unsupported,
+    visible_tools,
+)
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import OutputParser, Renderer
 

@@ -19,11 +19,9 @@ from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, FrontendProcessConfig
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.control_pipe import ControlPipe
-from dynamo_trtllm.network.listening import bind, listen
+from dynamo_trtllm.network.addresses import bind, listen
 from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Snapshot
-from dynamo_trtllm.subprocesses.child import Child
-from dynamo_trtllm.subprocesses.restart import decide, describe
-from dynamo_trtllm.subprocesses.spawn import spawn
+from dynamo_trtllm.subprocesses.child import Child, decide, describe, spawn
 
 _MODULE = "dynamo_trtllm.frontend.frontend_process"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process gives running requests 30 s

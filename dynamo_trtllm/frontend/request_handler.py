@@ -6,13 +6,16 @@ Headers leave only after the first piece came, so that every earlier error has i
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Generic
+
+import msgspec
 
 from dynamo_trtllm.api.request_model import parse
 from dynamo_trtllm.config.models import FrontendConfig
@@ -20,7 +23,6 @@ from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InvalidRequest, 
 from dynamo_trtllm.frontend.admission import BodyBudget, ConcurrencyLimiter, InFlight, in_thread
 from dynamo_trtllm.frontend.api_adapter import ApiAdapter, B, PreparedRequest, ResponseMeta, SseEncoder
 from dynamo_trtllm.frontend.base import Generator, ModelCatalog
-from dynamo_trtllm.frontend.choices import merge_streams, pick_best_of
 from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, detokenize_stream
 from dynamo_trtllm.frontend.http import ClientDisconnected, ClientResponse
 from dynamo_trtllm.frontend.preprocess import ChoiceRequest, GenerationPlan, RequestContext
@@ -29,6 +31,60 @@ from dynamo_trtllm.http_server.errors import RETRY_AFTER_S
 from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.base import Sink
+
+AHEAD = 16  # pieces per choice that wait for a client that reads slowly; then the choices wait
+
+Pieces = AsyncGenerator[ChoiceDelta, None]
+
+
+async def merge_streams(streams: Sequence[Pieces]) -> Pieces:
+    """Pieces as they come. The first error of a stream ends all and is raised; closing closes all."""
+    came: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
+    slots = asyncio.Semaphore(AHEAD * len(streams))
+
+    async def pump(stream: Pieces) -> None:
+        async with aclosing(stream):
+            async for piece in stream:
+                await slots.acquire()
+                came.put_nowait(piece)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    for task in tasks:
+        task.add_done_callback(came.put_nowait)  # behind all its pieces
+    try:
+        running = len(tasks)
+        while running:
+            item = await came.get()
+            if isinstance(item, ChoiceDelta):
+                slots.release()
+                yield item
+            else:
+                item.result()
+                running -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def pick_best_of(
+    pieces: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
+) -> Iterator[ChoiceDelta]:
+    """Of the pieces of all candidates those of each prompt's `keep` likeliest, best first and numbered anew.
+
+    `likelihood`: of the candidate at this place of the plan.
+    """
+    of: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
+    for piece in pieces:
+        of[piece.index].append(piece)
+    answers = itertools.count()
+    for first in range(0, len(of), plan.candidates):
+        ranked = sorted(range(first, first + plan.candidates), key=likelihood, reverse=True)
+        for candidate in ranked[: plan.keep]:
+            index = next(answers)
+            for piece in of[candidate]:
+                yield msgspec.structs.replace(piece, index=index)
+
 
 THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so as not to delay other streams
 _LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # such bodies that are parsed and rendered at the same time

@@ -13,8 +13,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dynamo_trtllm.api.errors import error_body
-from dynamo_trtllm.api.models import model_list, model_object
+from dynamo_trtllm.api.common import error_body, model_list, model_object
 from dynamo_trtllm.discovery.keys import endpoint_of
 from dynamo_trtllm.errors import DynamoError, EngineNotReady, ModelNotFound
 from dynamo_trtllm.frontend.base import ModelCatalog

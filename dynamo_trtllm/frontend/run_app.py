@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
@@ -12,7 +13,6 @@ from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.errors import DynamoError
-from dynamo_trtllm.frontend import gc_tuning
 from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.base import PeerProcesses
 from dynamo_trtllm.frontend.model_registry import ModelRegistry
@@ -78,7 +78,7 @@ async def run_app(
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await _first(_settled(models), tasks.until_failed())
-        gc_tuning.tune_gc()
+        tune_gc()
         door.open(app)
         colleagues.served()
         await _until_failed(tasks, stop)
@@ -140,3 +140,13 @@ async def _store(config: FrontendConfig) -> Store:
     if config.shares_responses:
         return await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
     return MemoryResponseStore(store_limits(config))
+
+
+THRESHOLDS = (10_000, 50, 100)  # of each generation, in allocations or collections of the younger one
+
+
+def tune_gc() -> None:
+    """Everything that exists now stays for good. Takes tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*THRESHOLDS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dynamo_trtllm import errors
-from dynamo_trtllm.api.errors import ErrorBody, error_body
+from dynamo_trtllm.api.common import ErrorBody, error_body
 from dynamo_trtllm.errors import DynamoError
 
 INVALID = "invalid_request_error"

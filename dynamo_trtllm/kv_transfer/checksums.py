@@ -20,8 +20,7 @@ from typing import Any, Literal, TypeAlias
 import xxhash
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
-from dynamo_trtllm.kv_transfer.memory import view
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 
 _log = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, require_cpu, require_sizes
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, combined, ended, results
-from dynamo_trtllm.kv_transfer.memory import require_cpu, require_sizes
 
 
 class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,11 +26,9 @@ import msgspec
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, ConfigError, EngineFailed, TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, require_cpu, require_sizes, view
 from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksum, blocks, combined, ended, results
-from dynamo_trtllm.kv_transfer.memory import require_cpu, require_sizes, view
-from dynamo_trtllm.network.addresses import LOOPBACK
-from dynamo_trtllm.network.listening import Acceptor
+from dynamo_trtllm.network.addresses import LOOPBACK, Acceptor
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ import sys
 import threading
 from collections.abc import Mapping
 
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import DeploymentConfig, load_deployment
-from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, exit_with, load, process_environment
 from dynamo_trtllm.demo_models import locate
-from dynamo_trtllm.engines.prerequisites import check
+from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.launch import demo
 from dynamo_trtllm.launch.console import Console
@@ -86,7 +86,7 @@ def _check(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
     if spec.worker is None:
         return
     try:
-        check(spec.worker, {**environ, **spec.env}, locate)
+        check_prerequisites(spec.worker, {**environ, **spec.env}, locate)
     except ConfigError as exc:
         raise ConfigError(f"{spec.name}: {exc.message}", field=exc.field) from exc
 

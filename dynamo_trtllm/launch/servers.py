@@ -20,10 +20,8 @@ from typing import Any
 
 from dynamo_trtllm.errors import ConfigError, install_hint
 from dynamo_trtllm.launch.readiness_checks import NotYet, etcd_serves, is_taken, nats_serves, until
-from dynamo_trtllm.subprocesses.child import Child
+from dynamo_trtllm.subprocesses.child import Child, describe, spawn
 from dynamo_trtllm.subprocesses.ports import free_ports
-from dynamo_trtllm.subprocesses.restart import describe
-from dynamo_trtllm.subprocesses.spawn import spawn
 
 INSTALL = install_hint("local")
 JETSTREAM = ("--jetstream",)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
 
 import msgspec
 
@@ -87,3 +88,42 @@ class Renderer(Protocol):
     def text_parser(self) -> OutputParser:
         """For output of a plain prompt: everything is content, special tokens left out."""
         ...
+
+
+@dataclass(slots=True)
+class DeltaBuilder:
+    """Pieces in the order they came; those of one call become one `ToolCallDelta`."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, tuple[str | None, list[str]]] = field(default_factory=dict)
+    reasoning_tokens: int = 0
+
+    def begin_call(self, index: int, name: str) -> None:
+        self.calls[index] = (name, [])
+
+    def add_arguments(self, index: int, text: str) -> None:
+        if text:
+            self.calls.setdefault(index, (None, []))[1].append(text)
+
+    def delta(self) -> Delta:
+        calls = tuple(
+            ToolCallDelta(index=index, name=name, arguments="".join(parts))
+            for index, (name, parts) in self.calls.items()
+        )
+        return Delta(
+            content="".join(self.content),
+            reasoning="".join(self.reasoning),
+            tool_calls=calls,
+            reasoning_tokens=self.reasoning_tokens,
+        )
+
+
+# renderer -> parsers by the card's field, the one meant when none is named first
+PARSERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "harmony": {"reasoning_parser": ("gpt_oss", "none"), "tool_call_parser": ("harmony", "none")},
+    "chat_template": {
+        "reasoning_parser": ("none", "basic", "deepseek_r1"),
+        "tool_call_parser": ("none", "hermes", "json"),
+    },
+}

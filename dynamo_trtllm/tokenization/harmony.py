@@ -23,8 +23,7 @@ from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, OutputParser
 from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
-from dynamo_trtllm.tokenization.text import BytesTextParser, TokenTextCache
-from dynamo_trtllm.tokenization.tokenization_cache import TokenizationCache
+from dynamo_trtllm.tokenization.text import BytesTextParser, TokenizationCache, TokenTextCache
 
 _RETURN: Final = 200002
 _CALL: Final = 200012

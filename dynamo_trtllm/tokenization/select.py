@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import ModelDeploymentCard
-from dynamo_trtllm.tokenization.base import Renderer
-from dynamo_trtllm.tokenization.formats import PARSERS
+from dynamo_trtllm.tokenization.base import PARSERS, Renderer
 
 
 def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:

@@ -11,8 +11,7 @@ import re
 from enum import Enum, auto
 from typing import Final
 
-from dynamo_trtllm.tokenization.base import TOOL_NAME
-from dynamo_trtllm.tokenization.delta_builder import DeltaBuilder
+from dynamo_trtllm.tokenization.base import TOOL_NAME, DeltaBuilder
 
 _ARGUMENTS: Final = frozenset(("arguments", "parameters"))
 _KEYS: Final = _ARGUMENTS | {"name", "id", "type"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Final, Protocol
 
-from dynamo_trtllm.tokenization.delta_builder import DeltaBuilder
+from dynamo_trtllm.tokenization.base import DeltaBuilder
 from dynamo_trtllm.tokenization.streaming_json_call import StreamingJsonCall
 from dynamo_trtllm.tokenization.text import overlap
 

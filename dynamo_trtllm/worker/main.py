@@ -2,14 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from pathlib import Path
+from typing import Any
 
+from dynamo_trtllm.config import layers
+from dynamo_trtllm.config.base import format_table as columns
 from dynamo_trtllm.config.load import exit_with, load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import print_config
+from dynamo_trtllm.engines.arguments import Described, described_arguments
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.worker.worker import Worker
+
+
+def described(config: WorkerConfig) -> Described:
+    """Raises ConfigError naming the flag, file or key at fault. No engine's vendor needs to be installed."""
+    match config.engine:
+        case "torch":
+            from dynamo_trtllm.engines.torch.args import TorchArgs
+
+            return described_arguments(config, TorchArgs, "torch")
+        case "vllm":
+            from dynamo_trtllm.engines.vllm import args as vllm_args
+
+            return vllm_args.described(config)
+        case "mock":
+            from dynamo_trtllm.engines.mock.args import MockArgs
+
+            return described_arguments(config, MockArgs, "mock")
+        case _:
+            return _trtllm(config)
+
+
+def table(config: WorkerConfig) -> str:
+    """Every argument with its value and source, then the lines there are to say."""
+    found = described(config)
+    rows = [(key, _shown(leaf.value), leaf.source) for key, leaf in found.every.items()]
+    notes = "".join(f"note: {note}\n" for note in found.notes)
+    return f"\narguments of {found.title}\n" + columns([("argument", "value", "source"), *rows]) + notes
+
+
+def dump(config: WorkerConfig, path: Path) -> None:
+    """Writes what was set as YAML that `--extra-engine-args` takes, each with its source. Raises ConfigError."""
+    found = described(config)
+    try:
+        path.write_text(f"# {found.title}\n{layers.as_yaml(found.given)}", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"--dump-config-to {path}: {exc.strerror or exc}", field="dump_config_to") from exc
+
+
+def _trtllm(config: WorkerConfig) -> Described:
+    from dynamo_trtllm.engines.trtllm import args, bindings
+    from dynamo_trtllm.engines.trtllm.api_manifests import newest, release_for
+
+    if bindings.installed():
+        return args.described(config, release_for(bindings.installed_version()))
+    found = args.described(config, newest())
+    return found._replace(title=f"{found.title}; TensorRT-LLM is not installed here, this is the newest known")
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+
 
 PROG = "python -m dynamo_trtllm"
 _DESCRIPTION = "Runs one worker: an engine that serves prefill calls, decode calls or complete requests of one model."
@@ -20,10 +76,10 @@ _log = logging.getLogger(__name__)
 def main() -> None:
     """Exit status: 0 after a drain, 2 for a bad configuration, 1 for anything that failed later."""
     try:
-        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=print_config.table).config
+        config = load(WorkerConfig, prog=PROG, description=_DESCRIPTION, more=table).config
         observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
         if config.dump_config_to is not None:
-            print_config.dump(config, config.dump_config_to)
+            dump(config, config.dump_config_to)
         Worker(config).run()
     except ConfigError as exc:
         exit_with(PROG, exc)

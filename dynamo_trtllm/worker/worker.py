@@ -26,21 +26,18 @@ from dynamo_trtllm.discovery.base import Registration
 from dynamo_trtllm.discovery.etcd import EtcdDiscovery, tls_files
 from dynamo_trtllm.discovery.records import check_model_name
 from dynamo_trtllm.engines.base import Engine, EngineInfo, HasStats
-from dynamo_trtllm.engines.factory import create_engine
-from dynamo_trtllm.engines.prerequisites import check
+from dynamo_trtllm.engines.factory import check_prerequisites, create_engine
 from dynamo_trtllm.errors import ConfigError, DynamoError, EngineFailed
 from dynamo_trtllm.messages import WIRE_VERSION, Instance, ModelDeploymentCard, Role, SamplingDefaults
-from dynamo_trtllm.network.addresses import address_towards, is_wildcard, resolve_host
-from dynamo_trtllm.network.listening import allow_files
+from dynamo_trtllm.network.addresses import address_towards, allow_files, is_wildcard, resolve_host
 from dynamo_trtllm.observability.metrics import WorkerMetrics
 from dynamo_trtllm.request_plane.base import ServerHandle
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
-from dynamo_trtllm.worker import card, loading
+from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
-from dynamo_trtllm.worker.draining import drain
 from dynamo_trtllm.worker.health import Health, HealthServer
-from dynamo_trtllm.worker.service import WorkerService, digest
+from dynamo_trtllm.worker.service import WorkerService, digest, drain
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +74,7 @@ def _resolved(config: WorkerConfig) -> WorkerConfig:
 
     Raises ConfigError for what this machine lacks.
     """
-    check(config, process_environment(), locate)
+    check_prerequisites(config, process_environment(), locate)
     if config.engine == "mock":
         return config  # it has no weights: the path only gives the name
     name = config.served_model_name or config.model_path.rstrip("/").rpartition("/")[2]
@@ -198,9 +195,9 @@ class Worker:
     async def _start(self, stack: AsyncExitStack) -> _RunningWorker:
         model = self._config.model_path
         self._config = config = await asyncio.to_thread(_resolved, self._config)
-        self._sampling_defaults = await asyncio.to_thread(card.sampling_defaults, config, model)
+        self._sampling_defaults = await asyncio.to_thread(startup.sampling_defaults, config, model)
         check_model_name(self._model_name())
-        await asyncio.to_thread(card.check_flags, config)
+        await asyncio.to_thread(startup.check_flags, config)
         self._config = config = await asyncio.to_thread(_with_kv_transfer_host, config)
         engine = create_engine(config, instance_id=self.instance_id)
         stack.push_async_callback(engine.aclose)
@@ -221,11 +218,11 @@ class Worker:
         )
         stack.push_async_callback(discovery.aclose)
         self._health.phase = "loading"
-        peers = await loading.live_peers(
+        peers = await startup.live_peers(
             discovery, endpoint_of(self._config).namespace, model=self._model_name(), role=config.disaggregation_mode
         )
-        await loading.preflight(engine, peers)
-        info = await loading.start_engine(engine, self._health)
+        await startup.preflight(engine, peers)
+        info = await startup.start_engine(engine, self._health)
         instance, files = self._describe(info)
         admission = Admission(_limits(config, info), time.time)
         service = WorkerService(engine, instance, admission, files=files, metrics=self._metrics)
@@ -248,10 +245,10 @@ class Worker:
             vocab_size=info.vocab_size,
             eos_token_ids=info.eos_token_ids,
             renderer=info.renderer,
-            **card.parsers(config, info.renderer),
+            **startup.parsers(config, info.renderer),
             refuses=info.refuses,
             files=digests,
-            sampling_defaults=card.without_refused(self._sampling_defaults, info.refuses),
+            sampling_defaults=startup.without_refused(self._sampling_defaults, info.refuses),
         )
         instance = Instance(
             id=self.instance_id,

@@ -8,9 +8,8 @@ import random
 import sys
 from collections import deque
 
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, address_of
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.kv_transfer.memory import address_of
 
 
 def content(seed: str, num_bytes: int) -> bytearray:

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
-from dynamo_trtllm.kv_transfer.memory import view
 from dynamo_trtllm.messages import Role, token_ids
 from tests.engines import check_nothing_left, make, prompt_of, started, stats, tokens, two_legs
 

@@ -21,9 +21,8 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferMismatch,
 )
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
-from dynamo_trtllm.kv_transfer.memory import view
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,

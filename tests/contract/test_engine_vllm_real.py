@@ -21,7 +21,7 @@ import pytest
 import pytest_asyncio
 
 from dynamo_trtllm.engines.vllm import manifest
-from dynamo_trtllm.engines.vllm.transfer_params import unpack
+from dynamo_trtllm.engines.vllm.transfers import unpack
 from dynamo_trtllm.errors import EngineFailed
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseOutcome
 from tests.contract.vllm_real import ROOT, SPOILED, Pair, all_failed_reads, save_model, started

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
-from dynamo_trtllm.kv_transfer.nixl import NixlBackend, poller, remote_agents
+from dynamo_trtllm.kv_transfer.nixl import NixlBackend, fetch, poller
 from tests.contract.handoff_holder import content, split
 from tests.waiting import SOON_S
 
@@ -35,7 +35,7 @@ async def pair(fetched: list[str]) -> AsyncIterator[tuple[NixlBackend, NixlBacke
 async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_still_arrive(
     pair: tuple[NixlBackend, NixlBackend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_agents, "PEER_LOADS", 3)
+    monkeypatch.setattr(fetch, "PEER_LOADS", 3)
     holder, reader = pair
     known, kept = [], []
     for i in range(7):

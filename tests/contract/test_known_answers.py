@@ -17,8 +17,8 @@ from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.frontend.pair_probe import PairProbeOptions, PairProbes
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
+from dynamo_trtllm.kv_transfer.base import view as bytes_of
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
-from dynamo_trtllm.kv_transfer.memory import view as bytes_of
 from dynamo_trtllm.kv_transfer.tcp import TcpBackend
 from dynamo_trtllm.messages import GenerateRequest, ModelDeploymentCard, Role, token_ids
 from dynamo_trtllm.observability.metrics import WorkerMetrics

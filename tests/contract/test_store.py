@@ -16,7 +16,7 @@ from dynamo_trtllm.errors import Disconnected, PayloadTooLarge, Unreachable
 from dynamo_trtllm.launch.servers import _nats_binary
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore, bucket_of
 from dynamo_trtllm.request_plane.store import MemoryResponseStore, Store, StoreLimits
-from dynamo_trtllm.subprocesses.spawn import spawn
+from dynamo_trtllm.subprocesses.child import spawn
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 

@@ -17,7 +17,7 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.base import Engine
-from dynamo_trtllm.engines.vllm import transfer_params as wire
+from dynamo_trtllm.engines.vllm import transfers as wire
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
 from dynamo_trtllm.subprocesses.ports import free_ports

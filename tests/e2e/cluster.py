@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from dynamo_trtllm.subprocesses.spawn import spawn
+from dynamo_trtllm.subprocesses.child import spawn
 
 TINY = "tiny-gpt-oss"
 START_TIMEOUT_S = 100.0  # processes that import much, several at once, beside other busy ones

@@ -8,13 +8,10 @@ import pytest
 
 from benchmarks.chaos.faults import FAULTS
 from dynamo_trtllm.config.base import Config
-from dynamo_trtllm.config.chat import ChatConfig
-from dynamo_trtllm.config.clear_namespace import ClearNamespaceConfig
+from dynamo_trtllm.config.commands import ChatConfig, ClearNamespaceConfig, LaunchConfig, PreflightConfig
 from dynamo_trtllm.config.deployment import load_deployment
-from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.preflight import PreflightConfig
 from dynamo_trtllm.engines.arguments import engine_arguments
 from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.engines.torch.args import TorchArgs

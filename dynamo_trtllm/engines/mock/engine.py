@@ -28,7 +28,7 @@ from dynamo_trtllm.errors import EngineFailed, RequestRejected, TransferMismatch
 from dynamo_trtllm.kv_transfer import params
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.create import create_backend
-from dynamo_trtllm.kv_transfer.deadlines import Destination, FetchLimits, fetch
+from dynamo_trtllm.kv_transfer.params import Destination, FetchLimits, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -138,7 +138,7 @@ class MockEngine:
 
     async def _redeem(self, sequence: MockSequence, ticket: KvTransferParams) -> Chunk:
         """Fetches the seed and replays the first tokens."""
-        params.check(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
+        params.check_params(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
             raise RequestRejected(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
         kv_bytes = self._prompt_blocks(len(sequence.request.token_ids)) * _KV_WORDS * array("I").itemsize

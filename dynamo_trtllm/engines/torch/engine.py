@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.torch import grammar
 from dynamo_trtllm.engines.torch.args import torch_args
 from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.kv_connector import KvConnector
-from dynamo_trtllm.engines.torch.logits_processor import logits_processor_for
+from dynamo_trtllm.engines.torch.sampler import logits_processor_for
 from dynamo_trtllm.engines.torch.scheduler import BatchLimits, KvMemory, Scheduler
 from dynamo_trtllm.engines.torch.sequence import BlocksReserved, Delivery, Event, Freed, PrefillDone, TorchSequence
 from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
@@ -101,19 +101,19 @@ class TorchEngine:
         return load(self._model_path, self._args)
 
     def _prepare(self, model: LoadedModel) -> EngineInfo:
-        from dynamo_trtllm.engines.torch import sizing
+        from dynamo_trtllm.engines.torch import load
 
         args = self._args
-        layout = sizing.kv_layout(model, args)
+        layout = load.kv_layout(model, args)
         hands_over = self._kv_connector is not None
-        num_blocks = sizing.kv_blocks(model, args, layout, staged=hands_over)
-        context_length = sizing.context_length(model, args, num_blocks * layout.block_tokens)
+        num_blocks = load.kv_blocks(model, args, layout, staged=hands_over)
+        context_length = load.context_length(model, args, num_blocks * layout.block_tokens)
         limits = BatchLimits(
             max_batch_size=args.max_batch_size,
             max_num_tokens=args.max_num_tokens or args.prefill_chunk_tokens + args.max_batch_size,
             max_queue=args.max_queue,
             prefill_chunk_tokens=args.prefill_chunk_tokens,
-            num_threads=sizing.num_threads(model, args),
+            num_threads=load.num_threads(model, args),
         )
         if model.tokenizer is not None and grammar.is_available():
             self._guides = grammar.GrammarCompiler(
@@ -122,7 +122,7 @@ class TorchEngine:
         pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
         staging = None
         if hands_over:
-            staging = TransferBuffer(pool, sizing.staging_bytes(model, args, layout, num_blocks, context_length))
+            staging = TransferBuffer(pool, load.staging_bytes(model, args, layout, num_blocks, context_length))
         self._memory = KvMemory(pool, staging)
         loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(

@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.torch.transfer_buffer import REGION_BYTES, Allocation
 from dynamo_trtllm.errors import BadFrame, DynamoError, RequestRejected, TransferFailed, TransferMismatch
 from dynamo_trtllm.kv_transfer import params
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
-from dynamo_trtllm.kv_transfer.deadlines import Destination, FetchLimits, fetch
+from dynamo_trtllm.kv_transfer.params import Destination, FetchLimits, fetch
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -141,7 +141,7 @@ class KvConnector:
     def redeem(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TransferTerms:
         """Return the terms of a ticket that fits. Raises TransferMismatch, TransferExpired or RequestRejected."""
         ticket = _ticket(request)
-        params.check(ticket, engine="torch", model=self._model, layout=layout, now=time.time())
+        params.check_params(ticket, engine="torch", model=self._model, layout=layout, now=time.time())
         here = {"prompt_tokens": len(request.token_ids), "kv_bytes": kv_bytes}
         for name, ours in here.items():
             if getattr(ticket, name) != ours:

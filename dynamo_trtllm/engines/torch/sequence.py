@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor
+from dynamo_trtllm.engines.torch.sampler import LogitsProcessor
 from dynamo_trtllm.engines.torch.transfer_buffer import Allocation
 from dynamo_trtllm.errors import DynamoError
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings

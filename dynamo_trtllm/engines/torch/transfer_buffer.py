@@ -10,6 +10,7 @@ them; a copy's event says when its piece may be read. Knows no tickets.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from typing import NamedTuple
@@ -17,9 +18,54 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dynamo_trtllm.engines.torch import checksum
 from dynamo_trtllm.engines.torch.kv import KvPool, zeros
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
+
+_COLUMNS = 8192
+_ROWS_AT_ONCE = 512  # 16 MiB: they and their products fit into the cache of a large GPU
+
+
+def checksum(memory: Tensor) -> int:
+    """Return the checksum of contiguous bytes. Waits for the current stream of its device."""
+    words = _words(memory)
+    while True:
+        words = _row_sums(words)
+        if len(words) == 1:
+            return int(words.item())
+        words = words.view(torch.int32)
+
+
+def _words(memory: Tensor) -> Tensor:
+    """Return the memory as 32-bit words, the last one padded with zeros."""
+    if lacking := -len(memory) % 4:
+        memory = torch.nn.functional.pad(memory, (0, lacking))
+    elif memory.data_ptr() % 4:
+        memory = memory.clone()
+    return memory.view(torch.int32)
+
+
+def _row_sums(words: Tensor) -> Tensor:
+    """Return the weighted sum of each row; the last row may be shorter."""
+    factors = _factors(words.device)
+    whole = len(words) // _COLUMNS * _COLUMNS
+    sums = [(some * factors).sum(1) for some in torch.split(words[:whole].view(-1, _COLUMNS), _ROWS_AT_ONCE)]
+    if whole < len(words):
+        sums.append((words[whole:] * factors[: len(words) - whole]).sum().view(1))
+    return torch.cat(sums)
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Return odd pseudo-random numbers (SplitMix64), the same in every process."""
+    mask, state, found = (1 << 64) - 1, 0, []
+    for _ in range(_COLUMNS):
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+        odd = (mixed ^ (mixed >> 31)) | 1
+        found.append(odd - (1 << 64) if odd >> 63 else odd)
+    return torch.tensor(found, dtype=torch.int64).to(device)
+
 
 REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
 _ALIGNED_BYTES = 4096
@@ -158,11 +204,11 @@ class TransferBuffer:
         begin = piece.address - self.region.data_ptr()
         memory = self.region[begin : begin + piece.num_bytes]
         if memory.device.type != "cuda":
-            return checksum.checksum(memory)
+            return checksum(memory)
         with torch.cuda.device(memory.device):
             self._checking = self._checking or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._checking):
-                return checksum.checksum(memory)
+                return checksum(memory)
 
     def _as_rows(self, piece: Tensor) -> Tensor:
         return piece.view(self._pool.width).view(-1, self._pool.all_rows.shape[1])

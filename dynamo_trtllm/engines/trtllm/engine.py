@@ -14,9 +14,8 @@ from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
-from dynamo_trtllm.engines.checkpoint import read_checkpoint
-from dynamo_trtllm.engines.external import NO_STATS, ExternalEngine, Times
-from dynamo_trtllm.engines.loading import EngineLoader
+from dynamo_trtllm.engines.checkpoint import read_checkpoint, weight_bytes
+from dynamo_trtllm.engines.external import NO_STATS, EngineLoader, ExternalEngine, Times
 from dynamo_trtllm.engines.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.trtllm import kernels, settings
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
@@ -26,7 +25,6 @@ from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
 from dynamo_trtllm.engines.trtllm.session import TrtllmSession
-from dynamo_trtllm.engines.weights import weight_bytes
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
 

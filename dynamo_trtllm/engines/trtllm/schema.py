@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from dynamo_trtllm.config.wording import suggest
+from dynamo_trtllm.config.base import suggest
 from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, ManifestField, Presence, in_development, releases
 from dynamo_trtllm.errors import ConfigError
 

@@ -12,15 +12,19 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.external import Times, engine_stats
-from dynamo_trtllm.engines.outputs import EngineOutput, chunk_of, transfer_chunk
+from dynamo_trtllm.engines.external import EngineOutput, Times, chunk_of, engine_stats, transfer_chunk
 from dynamo_trtllm.engines.pending_transfers import TransferIdentity, ticket_of
-from dynamo_trtllm.engines.trtllm import transfer_params as wire
+from dynamo_trtllm.engines.trtllm import transfers as wire
 from dynamo_trtllm.engines.trtllm.bindings import TrtllmBindings
-from dynamo_trtllm.engines.trtllm.inflight import VENDOR_ERRORS, TrtllmInflightRequest, VendorError
-from dynamo_trtllm.engines.trtllm.output_cursor import KV_PENDING, TrtllmOutputCursor
+from dynamo_trtllm.engines.trtllm.inflight import (
+    KV_PENDING,
+    VENDOR_ERRORS,
+    StatsPoller,
+    TrtllmInflightRequest,
+    TrtllmOutputCursor,
+    VendorError,
+)
 from dynamo_trtllm.engines.trtllm.requests import TrtllmCall, TrtllmModelLimits, build_call
-from dynamo_trtllm.engines.trtllm.stats import StatsPoller
 from dynamo_trtllm.engines.trtllm.transfers import TrtllmTransfers
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
@@ -31,7 +35,7 @@ from dynamo_trtllm.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from dynamo_trtllm.kv_transfer.deadlines import FetchLimits, first_deadline, timeout_error
+from dynamo_trtllm.kv_transfer.params import FetchLimits, first_deadline, timeout_error
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
 
 _log = logging.getLogger(__name__)

@@ -9,15 +9,56 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.external import construct
-from dynamo_trtllm.engines.vllm import explain_oom, manifest
+from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.engines.vllm.requests import VllmCall
 from dynamo_trtllm.errors import ConfigError, EngineFailed, install_hint
+
+_GIB = 1 << 30
+_SHARE = "gpu_memory_utilization"
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+FreeAndAll = Sequence[tuple[int, int]]  # bytes of each visible GPU
+
+
+def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll) -> str | None:
+    """Return why an engine did not start, if a GPU had too little free memory both before and after.
+
+    `values`: engine arguments; `before` and `after`: memory of each visible GPU before and after the start that failed.
+    None when each GPU of the engine had enough free memory at one of the two times: then the cause is another one.
+    """
+    share = values.get(_SHARE, _default(_SHARE))
+    if not isinstance(share, (int, float)):
+        return None
+    ranks = math.prod(int(values.get(name) or 1) for name in _RANKS)
+    for number, ((was, total), (now, _)) in enumerate(zip(before[:ranks], after[:ranks], strict=False)):
+        free = max(was, now)
+        if free < share * total:
+            return _explanation(number, free, total, share)
+    return None
+
+
+def _explanation(number: int, free: int, total: int, share: float) -> str:
+    fits = math.floor(100 * free / total) / 100
+    cure = f", or give --free-gpu-memory-fraction {fits:g}, if weights and KV fit that" if fits else ""
+    return (
+        f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB are free on its GPU {number}, and {share:g} of all "
+        f"({_SHARE}) is {share * total / _GIB:.1f} GiB: another process holds the rest. When nvidia-smi lists none, a "
+        "worker that read KV from a dead one over CUDA IPC keeps that one's memory until it ends itself "
+        "(https://github.com/openucx/ucx/issues/11753): restart the decode workers of this machine" + cure
+    )
+
+
+def _default(name: str) -> Any:
+    field = manifest.find(name)
+    return None if field is None else field.default
+
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +104,7 @@ class VllmBindings:
             )
         except VENDOR_ERRORS as exc:
             # vLLM says it in another process, which logs it and dies: here it is "initialization failed"
-            lack = explain_oom.explain_oom(values, before, gpu.memory_free_bytes())
+            lack = explain_oom(values, before, gpu.memory_free_bytes())
             if lack is not None:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc

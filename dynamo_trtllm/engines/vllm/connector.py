@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dynamo_trtllm.engines.vllm import bindings, side_channel
+from dynamo_trtllm.engines.vllm import bindings, settings
 from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, num_remote_tokens
 
 _log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typ
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
-            side_channel.listen_there(self.connector_scheduler, vllm_config)
+            settings.listen_there(self.connector_scheduler, vllm_config)
         self._failed: queue.SimpleQueue[str] = queue.SimpleQueue()  # handshakes fail on another thread
         if self.connector_worker is not None:
             self._watch_reads(self.connector_worker)

@@ -8,25 +8,51 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dynamo_trtllm.config import environ
 from dynamo_trtllm.config.load import process_environment
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines import gpu
 from dynamo_trtllm.engines.base import EngineInfo, EngineStats, Finding
-from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint
-from dynamo_trtllm.engines.external import NO_STATS, ExternalEngine, Times
-from dynamo_trtllm.engines.loading import EngineLoader
+from dynamo_trtllm.engines.checkpoint import TOKENIZER, read_checkpoint, weight_bytes
+from dynamo_trtllm.engines.external import NO_STATS, Counts, EngineLoader, ExternalEngine, Times
 from dynamo_trtllm.engines.pending_transfers import TransferIdentity
-from dynamo_trtllm.engines.vllm import preflight, settings, side_channel
+from dynamo_trtllm.engines.vllm import preflight, settings
 from dynamo_trtllm.engines.vllm.args import vllm_args
 from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, VllmBindings, installed_version, load_bindings
 from dynamo_trtllm.engines.vllm.session import VllmSession
-from dynamo_trtllm.engines.vllm.stats import StepStats
-from dynamo_trtllm.engines.weights import weight_bytes
 from dynamo_trtllm.messages import Instance, Role
 from dynamo_trtllm.network.addresses import LOOPBACK
+
+
+class SchedulerStats(Protocol):
+    """What is read of the vendor's class of that name."""
+
+    num_waiting_reqs: int
+    num_skipped_waiting_reqs: int  # waiting for KV to come, or for a form to be compiled
+    kv_cache_usage: float
+
+
+class StepStats:
+    """Keeps the last step of each rank. Called and read on the event loop."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, SchedulerStats] = {}
+        self.blocks_per_rank = 0  # settled once the engine is built
+
+    def record(self, rank: int, stats: SchedulerStats) -> None:
+        self._last[rank] = stats
+
+    def counts(self, ranks: int = 1) -> Counts:
+        """Of all data-parallel ranks together."""
+        usable = max(0, self.blocks_per_rank - 1)  # one is the null block, which no request gets
+        return Counts(
+            waiting=sum(each.num_waiting_reqs + each.num_skipped_waiting_reqs for each in self._last.values()),
+            kv_blocks_used=sum(round(each.kv_cache_usage * usable) for each in self._last.values()),
+            kv_blocks_total=usable * ranks,
+        )
+
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +119,7 @@ class VllmEngine(ExternalEngine[VllmSession]):
         channel = None
         if self._role is not Role.AGGREGATED:
             ranks = self._args.count("data_parallel_size")
-            channel = side_channel.choose(self._kv_transfer_host, ranks, process_environment())
+            channel = settings.choose(self._kv_transfer_host, ranks, process_environment())
             _log.info("NixlConnector listens for handshakes at %s port %d", channel.host, channel.port)
         vendor = load_bindings()
         values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)

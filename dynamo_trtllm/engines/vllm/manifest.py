@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from importlib import resources
 from typing import Any, NamedTuple, NoReturn
 
-from dynamo_trtllm.config.wording import suggest
+from dynamo_trtllm.config.base import suggest
 from dynamo_trtllm.errors import ConfigError
 
 VERSION = "0.24.0"

@@ -15,15 +15,12 @@ from contextlib import aclosing
 from typing import Any
 
 from dynamo_trtllm.engines.base import EngineStats
-from dynamo_trtllm.engines.external import Counts, Times, engine_stats
-from dynamo_trtllm.engines.outputs import EngineOutput, chunk_of, transfer_chunk
+from dynamo_trtllm.engines.external import Counts, EngineOutput, Times, chunk_of, engine_stats, transfer_chunk
 from dynamo_trtllm.engines.pending_transfers import TransferIdentity
 from dynamo_trtllm.engines.vllm.bindings import VENDOR_ERRORS, VllmBindings
-from dynamo_trtllm.engines.vllm.inflight import VllmInflightRequest
-from dynamo_trtllm.engines.vllm.kv_releaser import KvReleaser
-from dynamo_trtllm.engines.vllm.output_cursor import VllmOutputCursor
+from dynamo_trtllm.engines.vllm.inflight import VllmInflightRequest, VllmOutputCursor
 from dynamo_trtllm.engines.vllm.requests import VllmCall, VllmModelLimits, build_call
-from dynamo_trtllm.engines.vllm.transfers import VllmTransfers
+from dynamo_trtllm.engines.vllm.transfers import KvReleaser, VllmTransfers
 from dynamo_trtllm.errors import (
     DeadlineExceeded,
     DynamoError,
@@ -32,7 +29,7 @@ from dynamo_trtllm.errors import (
     RequestRejected,
     TransferFailed,
 )
-from dynamo_trtllm.kv_transfer.deadlines import FetchLimits, first_deadline, timeout_error
+from dynamo_trtllm.kv_transfer.params import FetchLimits, first_deadline, timeout_error
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, ReleaseOutcome
 
 _log = logging.getLogger(__name__)

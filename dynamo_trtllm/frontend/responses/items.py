@@ -5,18 +5,47 @@ A normalized item is the JSON object that `input_items` lists: a field of the AP
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
 
-from dynamo_trtllm.api.response_items import (
+from dynamo_trtllm.api.responses import (
     FunctionCallItem,
     FunctionOutputItem,
     MessageItem,
     ReasoningItem,
 )
 from dynamo_trtllm.errors import InvalidRequest
-from dynamo_trtllm.frontend.responses.ids import input_id
 from dynamo_trtllm.messages import Message, ToolCall
+
+PREFIX: Final = "resp_"
+MARK_CHARS: Final = 8
+_RESPONSE: Final = re.compile(r"resp_[0-9a-f]{40}")
+_ITEM: Final = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{40})[io][0-9a-f]{4,}")
+
+
+def is_response_id(text: str) -> bool:
+    return _RESPONSE.fullmatch(text) is not None
+
+
+def mark_of(response_id: str) -> str:
+    """The mark of the frontend that made the response."""
+    return response_id[len(PREFIX) : len(PREFIX) + MARK_CHARS]
+
+
+def response_of(item_id: str) -> str | None:
+    """The response that the item is of; None when the name is not one of ours."""
+    match = _ITEM.fullmatch(item_id)
+    return None if match is None else PREFIX + match.group(1)
+
+
+def input_id(kind: str, response_id: str, index: int) -> str:
+    return f"{kind}_{response_id.removeprefix(PREFIX)}i{index:04x}"
+
+
+def output_id(kind: str, response_id: str, index: int) -> str:
+    return f"{kind}_{response_id.removeprefix(PREFIX)}o{index:04x}"
+
 
 Item: TypeAlias = dict[str, Any]
 

@@ -14,7 +14,7 @@ import orjson
 
 from dynamo_trtllm.frontend.aggregators import chat_logprobs, tool_call_id
 from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
-from dynamo_trtllm.frontend.responses.ids import output_id
+from dynamo_trtllm.frontend.responses.items import output_id
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 

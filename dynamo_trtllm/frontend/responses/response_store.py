@@ -16,7 +16,7 @@ import msgspec
 from dynamo_trtllm import codec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InternalError, InvalidRequest, ResponseNotFound
-from dynamo_trtllm.frontend.responses.ids import MARK_CHARS, PREFIX, is_response_id, mark_of, response_of
+from dynamo_trtllm.frontend.responses.items import MARK_CHARS, PREFIX, is_response_id, mark_of, response_of
 from dynamo_trtllm.request_plane.store import Store, StoreLimits
 
 _log = logging.getLogger(__name__)

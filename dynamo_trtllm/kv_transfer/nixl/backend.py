@@ -15,9 +15,8 @@ from typing import Any
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.errors import BadFrame, EngineFailed, TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, require_sizes
 from dynamo_trtllm.kv_transfer.checksums import Checksums, OfferChecksum, ended
-from dynamo_trtllm.kv_transfer.memory import require_sizes
 from dynamo_trtllm.kv_transfer.nixl.bindings import NixlBindings, NixlOffer, Region, descriptor_of, kind_of, use_devices
 from dynamo_trtllm.kv_transfer.nixl.fetch import FetchDriver, FetchRequest
 from dynamo_trtllm.kv_transfer.nixl.poller import TransferPoller

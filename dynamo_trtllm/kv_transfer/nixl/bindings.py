@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,8 +13,55 @@ import msgspec
 from dynamo_trtllm.config.environ import export
 from dynamo_trtllm.errors import ConfigError, TransferFailed, install_hint
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
-from dynamo_trtllm.kv_transfer.nixl import cuda
 from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
+
+_MOST_GPUS = 64
+
+
+class _Here(threading.local):
+    device: int | None = None
+
+
+_here = _Here()
+
+
+def use(device: int) -> None:
+    """For the calling thread; cheap when it is so already. Raises TransferFailed where there is no such GPU."""
+    if _here.device == device:
+        return
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as exc:
+        raise TransferFailed(
+            f"transfer backend nixl can't move memory of cuda:{device}: no CUDA driver ({exc})"
+        ) from exc
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    for call, arguments in (
+        (driver.cuInit, (ctypes.c_uint(0),)),
+        (driver.cuDeviceGet, (ctypes.byref(handle), ctypes.c_int(device))),
+        (driver.cuDevicePrimaryCtxRetain, (ctypes.byref(context), handle)),
+        (driver.cuCtxSetCurrent, (context,)),
+    ):
+        if status := call(*arguments):
+            raise TransferFailed(f"transfer backend nixl can't use cuda:{device}: {call.__name__} returned {status}")
+    _here.device = device
+
+
+def join() -> None:
+    """Uses the first GPU that this process uses already; nothing where it uses none."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    for device in range(_MOST_GPUS):
+        if driver.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)):  # no more of them, or no driver call so far
+            return
+        driver.cuDevicePrimaryCtxGetState(handle, ctypes.byref(flags), ctypes.byref(is_active))
+        if is_active.value:
+            use(device)
+            return
+
 
 _VARIABLES = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "FATAL"}
 _BACKENDS = ["UCX"]
@@ -78,7 +127,7 @@ class NixlBindings:
         # listener and the readers' polling make progress instead.
         sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync)
-        cuda.join()
+        join()
         try:
             agent = self._api.nixl_agent(name, settings)
             connection: bytes = agent.get_agent_metadata()
@@ -148,7 +197,7 @@ def kind_of(pieces: Sequence[MemoryRegion]) -> str:
 def use_devices(pieces: Sequence[MemoryRegion]) -> None:
     """The calling thread is about to hand these to NIXL."""
     for device in {_device(piece) for piece in pieces if piece.device.startswith("cuda")}:
-        cuda.use(device)
+        use(device)
 
 
 def _device(piece: MemoryRegion) -> int:

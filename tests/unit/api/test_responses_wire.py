@@ -14,8 +14,16 @@ from openai.types.responses.response_create_params import (
 from openai.types.responses.response_includable import ResponseIncludable
 
 from dynamo_trtllm.api.request_model import parse
-from dynamo_trtllm.api.response_items import FunctionCallItem, FunctionOutputItem, ItemReference, MessageItem
-from dynamo_trtllm.api.responses import LOGPROBS, NamedTool, ResponseRequest, ResponsesAllowedTools
+from dynamo_trtllm.api.responses import (
+    LOGPROBS,
+    FunctionCallItem,
+    FunctionOutputItem,
+    ItemReference,
+    MessageItem,
+    NamedTool,
+    ResponseRequest,
+    ResponsesAllowedTools,
+)
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 
 TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}

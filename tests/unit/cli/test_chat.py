@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.cli.chat import HELP, Chat, Notices, main, only_model
-from dynamo_trtllm.cli.chat_http import ChatFailed, error_text, events
-from dynamo_trtllm.cli.chat_turn import ChatTurn, Kind, Screen, Shown
-from dynamo_trtllm.config.chat import ChatConfig
+from dynamo_trtllm.cli.chat_turn import ChatFailed, ChatTurn, Kind, Screen, Shown, error_text, events
+from dynamo_trtllm.config.commands import ChatConfig
 from dynamo_trtllm.config.load import is_color_refused, load
 from dynamo_trtllm.errors import ConfigError
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.config import layers
+from dynamo_trtllm.config.base import format_table
 from dynamo_trtllm.config.layers import Source, check_keys, merge, nested, read_yaml
-from dynamo_trtllm.config.wording import table
 from dynamo_trtllm.errors import ConfigError
 
 
@@ -84,7 +84,7 @@ def test_as_yaml_when_read_back_then_the_same_values_with_their_sources_beside_t
 
 
 def test_table_when_printed_then_columns_stand_below_each_other():
-    assert table([("a", "bb", "c"), ("aaa", "b", "cc")]) == "a    bb  c\naaa  b   cc\n"
+    assert format_table([("a", "bb", "c"), ("aaa", "b", "cc")]) == "a    bb  c\naaa  b   cc\n"
 
 
 def test_check_keys_when_one_is_unknown_then_the_nearest_is_offered():

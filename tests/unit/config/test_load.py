@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from dynamo_trtllm.config.launch import LaunchConfig
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.load import Loaded, config_table, exit_with, load, to_argv
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
 from dynamo_trtllm.errors import ConfigError
@@ -289,7 +289,7 @@ def test_exit_with_when_called_then_one_line_and_status_two(capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "model"), [("models", "WorkerConfig"), ("models", "FrontendConfig"), ("launch", "LaunchConfig")]
+    ("module", "model"), [("models", "WorkerConfig"), ("models", "FrontendConfig"), ("commands", "LaunchConfig")]
 )
 def test_help_when_asked_then_every_flag_is_explained_and_no_engine_library_is_imported(module, model):
     code = f"""

@@ -1,6 +1,6 @@
 import pytest
 
-from dynamo_trtllm.config.substitute import expand_env
+from dynamo_trtllm.config.deployment import expand_env
 from dynamo_trtllm.errors import ConfigError
 
 SET = {"A": "x", "EMPTY": "", "PATH_LIKE": "/m: #1"}

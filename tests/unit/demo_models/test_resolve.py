@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dynamo_trtllm.demo_models import expand, resolve, tokenizer
+from dynamo_trtllm.demo_models import expand, resolve
 from dynamo_trtllm.errors import ConfigError
 
 VOCAB = 50
@@ -23,7 +23,7 @@ VOCAB = 50
 def small_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real tokenizer takes seconds to build: the ranks are the bytes and two merges."""
     ranks = {bytes([byte]): byte for byte in range(256)} | {b"ab": 256, b"abc": 257}
-    monkeypatch.setattr(tokenizer, "mergeable_ranks", lambda: ranks)
+    monkeypatch.setattr(expand, "mergeable_ranks", lambda: ranks)
 
 
 @pytest.fixture
@@ -104,11 +104,11 @@ def test_packaged_weights_when_read_then_hash_and_size_are_as_recorded() -> None
 
 def test_merges_when_token_splits_in_two_ways_then_both_are_listed_in_rank_order() -> None:
     ranks = {b"a": 0, b"b": 1, b"c": 2, b"ab": 3, b"bc": 4, b"abc": 5}
-    assert tokenizer.merges(ranks) == [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc"), (b"ab", b"c")]
+    assert expand.merges(ranks) == [(b"a", b"b"), (b"b", b"c"), (b"a", b"bc"), (b"ab", b"c")]
 
 
 def test_byte_letters_when_listed_then_all_are_distinct_and_printable() -> None:
-    letters = tokenizer.byte_letters()
+    letters = expand.byte_letters()
     assert len(set(letters)) == 256
     assert all(letter.isprintable() for letter in letters)
     assert letters[ord("A")] == "A"

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from dynamo_trtllm import __version__
-from dynamo_trtllm.engines.print_config import described
 from dynamo_trtllm.engines.trtllm.api_manifests import releases
 from dynamo_trtllm.engines.trtllm.args import trtllm_args
 from dynamo_trtllm.frontend.openapi import document
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.worker.health import Health, health_app
+from dynamo_trtllm.worker.main import described
 from tests.unit.deploy.kustomize import Doc, documents
 from tests.unit.deploy.recipes import (
     MODEL,

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.checkpoint import Checkpoint, read_checkpoint
-from dynamo_trtllm.engines.known_models import SHAPES
-from dynamo_trtllm.engines.weights import weight_bytes
+from dynamo_trtllm.engines.checkpoint import SHAPES, Checkpoint, read_checkpoint, weight_bytes
 from dynamo_trtllm.errors import ConfigError
 
 GPT_OSS_120B = {

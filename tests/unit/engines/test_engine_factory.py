@@ -11,9 +11,9 @@ import pytest
 
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.factory import create_engine
-from dynamo_trtllm.engines.print_config import described
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.worker.main import described
 from tests.standin import playing
 
 

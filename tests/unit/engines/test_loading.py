@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dynamo_trtllm.engines import loading
-from dynamo_trtllm.engines.loading import EngineLoader, run_in_daemon_thread
+from dynamo_trtllm.engines import external
+from dynamo_trtllm.engines.external import EngineLoader, run_in_daemon_thread
 from dynamo_trtllm.errors import EngineFailed
 from tests.waiting import SOON_S
 
@@ -74,7 +74,7 @@ async def test_thread_when_call_never_returns_then_a_deadline_ends_the_wait() ->
 
 
 def test_progress_when_memory_grows_then_the_phase_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "_LOOK_EVERY_S", -1.0)
+    monkeypatch.setattr(external, "_LOOK_EVERY_S", -1.0)
     load, _ = make(str, used=[2 * GIB, 5 * GIB, 13 * GIB])
     assert load.progress() == "loading weights, 3.0 GiB of GPU memory taken"
     assert load.progress() == "capturing CUDA graphs and warming up, 11.0 GiB of GPU memory taken"

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.external import Counts, engine_stats
-from dynamo_trtllm.engines.outputs import EngineOutput, chunk_of, phase_timings, transfer_chunk
+from dynamo_trtllm.engines.external import Counts, EngineOutput, chunk_of, engine_stats, phase_timings, transfer_chunk
 from dynamo_trtllm.messages import (
     FinishReason,
     GenerateRequest,

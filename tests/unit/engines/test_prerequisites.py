@@ -15,7 +15,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.demo_models import locate
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.prerequisites import check
+from dynamo_trtllm.engines.factory import check_prerequisites
 from dynamo_trtllm.errors import ConfigError
 
 Makes = Callable[..., str]
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Makes:
 
 def refused(config: WorkerConfig, environment: dict[str, str] | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        check(config, environment or {}, locate)
+        check_prerequisites(config, environment or {}, locate)
     return caught.value.message
 
 
@@ -69,7 +69,7 @@ def test_model_folder_when_it_lacks_a_file_then_it_is_named(
 def test_model_folder_when_it_has_what_the_engine_needs_then_it_is_taken(
     folder: Makes, files: dict[str, Any], engine: Any
 ) -> None:
-    check(WorkerConfig(model_path=folder(files), engine=engine), {}, locate)
+    check_prerequisites(WorkerConfig(model_path=folder(files), engine=engine), {}, locate)
 
 
 def test_model_when_it_looks_like_a_hugging_face_name_then_the_download_line_is_given() -> None:
@@ -101,7 +101,7 @@ def test_gpus_when_they_are_requested_and_there_are_none_then_the_worker_does_no
         assert wrong in said
         assert "this machine shows 0" in said
     else:
-        check(config, environment, locate)
+        check_prerequisites(config, environment, locate)
 
 
 DEPLOYMENT = """\

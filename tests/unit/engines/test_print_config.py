@@ -7,9 +7,9 @@ import pytest
 from dynamo_trtllm.config.layers import read_yaml
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines import print_config
 from dynamo_trtllm.engines.trtllm import bindings
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.worker import main
 from dynamo_trtllm.worker import main as worker_main
 
 
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 def test_table_when_the_engine_is_ours_then_each_argument_has_its_source(engine: str, file: Path) -> None:
     env = {"DYN_TRTLLM_MAX_SEQ_LEN": "77"}
     config = worker("--engine", engine, "--extra-engine-args", str(file), "--kv-block-size", "16", env=env)
-    found = rows(print_config.table(config))
+    found = rows(main.table(config))
     assert found["max_batch_size"].split(maxsplit=1) == ["8", f"YAML {file}"]
     assert found["max_seq_len"].split(maxsplit=1) == ["77", "environment DYN_TRTLLM_MAX_SEQ_LEN"]
     assert found["kv_block_size"].split(maxsplit=1) == ["16", "flag --kv-block-size"]
@@ -42,12 +42,12 @@ def test_table_when_the_engine_is_ours_then_each_argument_has_its_source(engine:
 
 
 def test_table_when_a_flag_beats_the_file_then_a_note_says_so(file: Path) -> None:
-    text = print_config.table(worker("--engine", "mock", "--extra-engine-args", str(file), "--max-batch-size", "9"))
+    text = main.table(worker("--engine", "mock", "--extra-engine-args", str(file), "--max-batch-size", "9"))
     assert f"note: --max-batch-size 9 beats max_batch_size 8 of YAML {file}\n" in text
 
 
 def test_table_when_code_built_the_config_then_the_source_is_the_configuration() -> None:
-    found = rows(print_config.table(WorkerConfig(model_path="m", engine="mock", max_batch_size=3)))
+    found = rows(main.table(WorkerConfig(model_path="m", engine="mock", max_batch_size=3)))
     assert found["max_batch_size"].split() == ["3", "configuration"]
 
 
@@ -56,7 +56,7 @@ def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said
     engine: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bindings, "installed", lambda: False)
-    text = print_config.table(worker(*engine, "--kernels-profile", "hopper", "--tensor-parallel-size", "4"))
+    text = main.table(worker(*engine, "--kernels-profile", "hopper", "--tensor-parallel-size", "4"))
     title = text.splitlines()[1]
     assert "TensorRT-LLM 1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)" in title
     assert "not installed here" in title
@@ -69,7 +69,7 @@ def test_table_when_tensorrt_llm_is_not_installed_then_the_newest_known_and_said
 def test_table_when_tensorrt_llm_is_installed_then_its_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bindings, "installed", lambda: True)
     monkeypatch.setattr(bindings, "installed_version", lambda: "1.1.0")
-    text = print_config.table(worker("--engine", "trtllm", "--kernels-profile", "fallback"))
+    text = main.table(worker("--engine", "trtllm", "--kernels-profile", "fallback"))
     assert text.splitlines()[1] == "arguments of TensorRT-LLM 1.1.0, kernels profile fallback"
     assert rows(text)["sampler_type"].split(maxsplit=1) == ["auto", "default (1.1.0)"]
     assert "num_serve_frontends" not in rows(text)  # of 1.3
@@ -77,14 +77,14 @@ def test_table_when_tensorrt_llm_is_installed_then_its_release(monkeypatch: pyte
 
 def test_dump_when_read_back_then_what_was_set_and_nothing_else(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.yaml"
-    print_config.dump(worker("--engine", "mock", "--extra-engine-args", str(file), "--kv-block-size", "16"), out)
+    main.dump(worker("--engine", "mock", "--extra-engine-args", str(file), "--kv-block-size", "16"), out)
     assert read_yaml(out) == {"max_batch_size": 8, "kv_block_size": 16}
     assert f"max_batch_size: 8  # YAML {file}\n" in out.read_text()
 
 
 def test_dump_when_the_file_can_not_be_written_then_refused_by_its_flag(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--dump-config-to .*: No such file or directory"):
-        print_config.dump(worker("--engine", "mock"), tmp_path / "missing" / "out.yaml")
+        main.dump(worker("--engine", "mock"), tmp_path / "missing" / "out.yaml")
 
 
 def test_main_when_a_dump_is_asked_for_then_it_is_written_and_the_worker_goes_on(

@@ -14,10 +14,10 @@ import pytest
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.config.models import FrontendConfig
-from dynamo_trtllm.frontend.choices import AHEAD, merge_streams, pick_best_of
 from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.frontend.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.request_handler import AHEAD, merge_streams, pick_best_of
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.request_plane.base import Sink
 from tests.unit.frontend.scripted import CALL, MODEL, Front, Scripted, chunk, stop

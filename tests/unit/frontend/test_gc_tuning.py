@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamo_trtllm.frontend import gc_tuning
+from dynamo_trtllm.frontend import run_app
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ class Link:
 
 def test_settle_then_what_exists_is_not_looked_through_again() -> None:
     loaded = [Link() for _ in range(100)]
-    gc_tuning.tune_gc()
+    run_app.tune_gc()
     assert gc.get_freeze_count() > len(loaded)
     assert not any(isinstance(each, Link) for each in gc.get_objects())
 
@@ -38,7 +38,7 @@ def test_settle_then_cycles_made_before_and_after_are_freed() -> None:
     before.ring = before
     gone.append(weakref.ref(before))
     del before
-    gc_tuning.tune_gc()
+    run_app.tune_gc()
     after = Link()
     after.ring = after
     gone.append(weakref.ref(after))
@@ -48,6 +48,6 @@ def test_settle_then_cycles_made_before_and_after_are_freed() -> None:
 
 
 def test_settle_then_collections_are_rare() -> None:
-    gc_tuning.tune_gc()
-    assert gc.get_threshold() == gc_tuning.THRESHOLDS
+    run_app.tune_gc()
+    assert gc.get_threshold() == run_app.THRESHOLDS
     assert gc.isenabled()

@@ -8,9 +8,8 @@ from typing import NoReturn
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, address_of
 from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, NOTHING, Checksums, OfferChecksum, combined
-from dynamo_trtllm.kv_transfer.memory import address_of
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
-from dynamo_trtllm.kv_transfer.deadlines import Destination, FetchLimits, fetch, first_deadline
+from dynamo_trtllm.kv_transfer.params import Destination, FetchLimits, fetch, first_deadline
 from dynamo_trtllm.messages import KvTransferParams
 from tests.instances import make_ticket
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dynamo_trtllm.errors import TransferFailed
-from dynamo_trtllm.kv_transfer.base import MemoryRegion
-from dynamo_trtllm.kv_transfer.memory import address_of, require_cpu, require_sizes, view
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, address_of, require_cpu, require_sizes, view
 
 
 def test_view_when_written_then_the_memory_itself_changes() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.errors import TransferExpired, TransferMismatch
-from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT, TICKET_VERSION, check
+from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT, TICKET_VERSION, check_params
 from dynamo_trtllm.messages import KvLayout, KvTransferParams, token_ids
 
 LAYOUT = KvLayout(dtype="bfloat16", block_tokens=32, num_layers=24, num_kv_heads=8, head_dim=64)
@@ -27,7 +27,7 @@ TICKET = KvTransferParams(
 
 
 def check_at(ticket: KvTransferParams, now: float = 99.0) -> None:
-    check(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, now=now)
+    check_params(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, now=now)
 
 
 def test_check_when_all_agree_then_accepts() -> None:
@@ -68,7 +68,7 @@ def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
 ) -> None:
     ticket = msgspec.structs.replace(TICKET, pairing=theirs)
     with pytest.raises(TransferMismatch, match=r"'1\.2'") as caught:
-        check(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, pairing=ours, now=50.0)
+        check_params(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, pairing=ours, now=50.0)
     assert caught.value.field == "release"
 
 

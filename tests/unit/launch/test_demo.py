@@ -9,8 +9,8 @@ from contextlib import nullcontext
 
 import pytest
 
+from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.deployment import load_deployment
-from dynamo_trtllm.config.launch import LaunchConfig
 from dynamo_trtllm.launch import demo, main
 from dynamo_trtllm.launch.supervisor import DeploymentStatus, LaunchFailed
 

@@ -7,12 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-from dynamo_trtllm.launch.scratch import scratch_folder
+from dynamo_trtllm.subprocesses.child import scratch_folder
 from tests.waiting import SOON_S
 
 _HOLDER = """
 import sys
-from dynamo_trtllm.launch.scratch import scratch_folder
+from dynamo_trtllm.subprocesses.child import scratch_folder
 with scratch_folder("scratch-test-") as folder:
     (folder / "deep").mkdir()
     (folder / "deep" / "file").write_text("x")

@@ -13,8 +13,8 @@ from dynamo_trtllm.launch import supervisor
 from dynamo_trtllm.launch.plan import with_address
 from dynamo_trtllm.launch.readiness_checks import NotYet
 from dynamo_trtllm.launch.supervisor import LaunchFailed
-from dynamo_trtllm.network.listening import bind
-from dynamo_trtllm.subprocesses.restart import BAD_CONFIG
+from dynamo_trtllm.network.addresses import bind
+from dynamo_trtllm.subprocesses.child import BAD_CONFIG
 from tests.unit.launch.supervised import ALL, KILLED, World, deployment, lives_reach, now, settle, until, worker, world
 
 pytestmark = pytest.mark.usefixtures("scripted")

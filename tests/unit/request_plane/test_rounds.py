@@ -8,16 +8,16 @@ import pytest
 
 from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenLogprob, token_ids
-from dynamo_trtllm.request_plane import rounds
+from dynamo_trtllm.request_plane import client
+from dynamo_trtllm.request_plane.client import Rounds
 from dynamo_trtllm.request_plane.frames import Batch, Frame, StreamBuffer, StreamDemux
-from dynamo_trtllm.request_plane.rounds import Rounds
 
 PER_TURN = 6
 
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "CHUNKS_PER_TURN", PER_TURN)
+    monkeypatch.setattr(client, "CHUNKS_PER_TURN", PER_TURN)
 
 
 class Reader:

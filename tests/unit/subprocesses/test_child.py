@@ -9,8 +9,7 @@ import sys
 
 import psutil
 
-from dynamo_trtllm.subprocesses.child import Child
-from dynamo_trtllm.subprocesses.spawn import spawn
+from dynamo_trtllm.subprocesses.child import Child, spawn
 from tests.waiting import SOON_S
 
 LEAVES_ONE_BEHIND = """

@@ -8,8 +8,7 @@ import pytest
 
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization.base import Delta
-from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
-from dynamo_trtllm.tokenization.reasoning_parser import ReasoningParser
+from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser, ReasoningParser
 from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
 from tests.unit.tokenization.folding import Characters, Seen, cut, fold
 

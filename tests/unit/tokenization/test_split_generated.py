@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamo_trtllm.messages import token_ids
-from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser
-from dynamo_trtllm.tokenization.reasoning_parser import ReasoningParser
+from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser, ReasoningParser
 from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
 from tests.unit.tokenization.folding import Characters, Seen, cut, fold
 

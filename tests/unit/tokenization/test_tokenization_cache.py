@@ -7,7 +7,7 @@ import pytest
 
 from dynamo_trtllm.messages import TokenIds, token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.tokenization_cache import TokenizationCache
+from dynamo_trtllm.tokenization.text import TokenizationCache
 
 SAMPLES = (
     "The quick brown fox jumps over the lazy dog. It's 3,141,592 o'clock; DON'T panic!",

@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import SamplingDefaults
-from dynamo_trtllm.worker.card import check_flags, parsers, sampling_defaults, without_refused
+from dynamo_trtllm.worker.startup import check_flags, parsers, sampling_defaults, without_refused
 
 
 @pytest.mark.parametrize(

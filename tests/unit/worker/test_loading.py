@@ -13,7 +13,7 @@ from dynamo_trtllm.discovery.memory import FakeEtcd, MemoryDiscovery
 from dynamo_trtllm.engines.base import EngineInfo, Finding
 from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import Instance, Limits, Role
-from dynamo_trtllm.worker import loading
+from dynamo_trtllm.worker import startup
 from dynamo_trtllm.worker.health import Health
 from tests.instances import LAYOUT, make_instance
 from tests.waiting import SOON_S
@@ -72,7 +72,7 @@ async def peers_of(role: Role, **fields: Any) -> list[int]:
     ):
         await discovery.register(make_instance(number, role=kind, namespace=namespace))
     asked = {"model": "tiny", **fields}
-    found = await loading.live_peers(discovery, "dynamo", role=role, **asked)
+    found = await startup.live_peers(discovery, "dynamo", role=role, **asked)
     await discovery.aclose()
     return [peer.id for peer in found]
 
@@ -94,7 +94,7 @@ async def test_preflight_when_nothing_is_an_error_then_it_passes_and_all_is_logg
     caplog.set_level(logging.INFO)
     engine: Any = Judging("warning", "note")
     peers = [make_instance(7)]
-    await loading.preflight(engine, peers)
+    await startup.preflight(engine, peers)
     assert engine.seen == peers
     assert [(record.levelname, record.message.split(": ")[1]) for record in caplog.records] == [
         ("WARNING", "warning"),
@@ -108,7 +108,7 @@ async def test_preflight_when_one_is_an_error_then_config_error_names_field_valu
 ) -> None:
     engine: Any = Judging("note", "error", "error")
     with pytest.raises(ConfigError) as caught:
-        await loading.preflight(engine, [])
+        await startup.preflight(engine, [])
     assert caught.value.field == "field_1"
     assert caught.value.message == (
         "preflight: field_1 1 (YAML file p.yaml) against 2: one is not two; set it to 2 [rule-1] "
@@ -119,18 +119,18 @@ async def test_preflight_when_one_is_an_error_then_config_error_names_field_valu
 
 async def test_preflight_when_the_engine_has_none_then_nothing_happens() -> None:
     plain: Any = object()
-    await loading.preflight(plain, [])
+    await startup.preflight(plain, [])
 
 
 async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_cleared(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(startup, "_LOOK_EVERY_S", 0.005)
     caplog.set_level(logging.INFO)
     engine: Any = Judging()
     health = Health(phase="loading")
     engine.stage = "weights"
-    starting = asyncio.create_task(loading.start_engine(engine, health))
+    starting = asyncio.create_task(startup.start_engine(engine, health))
     await until(health, "weights")
     engine.stage = "graphs"
     await until(health, "graphs")
@@ -144,12 +144,12 @@ async def test_start_when_the_engine_tells_then_health_shows_each_stage_and_is_c
 async def test_start_when_a_stage_lasts_then_it_is_said_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_LOOK_EVERY_S", 0.005)
-    monkeypatch.setattr(loading, "_SAY_EVERY_S", 0.01)
+    monkeypatch.setattr(startup, "_LOOK_EVERY_S", 0.005)
+    monkeypatch.setattr(startup, "_SAY_EVERY_S", 0.01)
     caplog.set_level(logging.INFO)
     engine: Any = Judging()
     engine.stage = "weights"
-    starting = asyncio.create_task(loading.start_engine(engine, Health()))
+    starting = asyncio.create_task(startup.start_engine(engine, Health()))
     async with asyncio.timeout(SOON_S):
         while caplog.text.count("weights") < 3:  # noqa: ASYNC110  # a log tells nobody
             await asyncio.sleep(0.005)
@@ -163,13 +163,13 @@ async def test_start_when_the_engine_fails_then_its_error_comes_out_and_health_i
     engine.ready.set()
     health = Health()
     with pytest.raises(EngineFailed, match="no memory"):
-        await loading.start_engine(engine, health)
+        await startup.start_engine(engine, health)
     assert health.reason == ""
 
 
 async def test_start_when_cancelled_then_the_engines_start_ends_too() -> None:
     engine: Any = Judging()
-    starting = asyncio.create_task(loading.start_engine(engine, Health()))
+    starting = asyncio.create_task(startup.start_engine(engine, Health()))
     await asyncio.sleep(0)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -5,12 +5,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dynamo_trtllm.engines.base import Finding
-from dynamo_trtllm.engines.rules import evaluate, to_finding
+from dynamo_trtllm.engines.rules import RoleRule, Violation, evaluate, to_finding
+from dynamo_trtllm.engines.trtllm.preflight import hardware, lengths, memory, parallel, transfer
 from dynamo_trtllm.engines.trtllm.preflight.facts import RoleFacts
-from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES
-from dynamo_trtllm.engines.trtllm.preflight.peers import evaluate_peers
-from dynamo_trtllm.engines.trtllm.preflight.table import ROLE_RULES
+from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES, evaluate_peers
 from dynamo_trtllm.messages import Instance
+
+_RAY = ("ray_worker_extension_cls", "ray_placement_config", "ray_worker_nsight_options")
+
+
+def _ray_without_ray(facts: RoleFacts) -> Violation | None:
+    if facts.args.get("orchestrator_type") == "ray":
+        return None
+    for key in _RAY:
+        if facts.section(key):
+            return Violation(field=key, value="set", other=f"orchestrator_type {facts.shown('orchestrator_type')}")
+    return None
+
+
+def _dummy_weights(facts: RoleFacts) -> Violation | None:
+    return Violation() if str(facts.args.get("load_format")).rpartition(".")[2].upper() == "DUMMY" else None
+
+
+VALUE_RULES = (
+    RoleRule(
+        name="ray-without-ray",
+        severity="error",
+        field="ray_placement_config",
+        why="TensorRT-LLM refuses settings of Ray when another launcher starts the ranks",
+        cure="set orchestrator_type: ray, or leave it out",
+        test=_ray_without_ray,
+    ),
+    RoleRule(
+        name="dummy-weights",
+        severity="warning",
+        field="load_format",
+        why="the weights are random numbers: answers have no meaning",
+        cure="leave load_format out, except for measuring",
+        test=_dummy_weights,
+    ),
+)
+
+
+ROLE_RULES = (
+    *VALUE_RULES,
+    *lengths.RULES,
+    *parallel.RULES,
+    *transfer.RULES,
+    *hardware.ENVIRONMENT_RULES,
+    *hardware.RULES,
+    *memory.MEMORY_RULES,
+)
+
 
 _ORDER = {"error": 0, "warning": 1, "note": 2}
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.logits_processor import LogitsProcessor, logits_processor_for
-from dynamo_trtllm.engines.torch.sampler import SamplingMetadata, sample
+from dynamo_trtllm.engines.torch.sampler import LogitsProcessor, SamplingMetadata, logits_processor_for, sample
 from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 
 LOGITS = [2.0, -1.0, 0.5, 3.0, 0.0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch import sizing
+from dynamo_trtllm.engines.torch import load
 from dynamo_trtllm.engines.torch.args import TorchArgs
 from dynamo_trtllm.engines.torch.kv import most_bytes
 from dynamo_trtllm.errors import ConfigError
@@ -46,29 +46,29 @@ def test_blocks_when_kv_is_handed_over_on_a_gpu_then_staging_fits_beside_them(
 ) -> None:
     args = TorchArgs(kv_cache_gib=room_gib, max_seq_len=max_seq_len, max_batch_size=1000)
     made = model()
-    layout = sizing.kv_layout(made, args)
-    blocks = sizing.kv_blocks(made, args, layout, staged=True)
-    context = sizing.context_length(made, args, blocks * layout.block_tokens)
-    staging = sizing.staging_bytes(made, args, layout, blocks, context)
-    used = blocks * sizing.block_bytes(layout) + staging
+    layout = load.kv_layout(made, args)
+    blocks = load.kv_blocks(made, args, layout, staged=True)
+    context = load.context_length(made, args, blocks * layout.block_tokens)
+    staging = load.staging_bytes(made, args, layout, blocks, context)
+    used = blocks * load.block_bytes(layout) + staging
     assert 0.45 * room_gib * GIB < used <= room_gib * GIB + 4096  # or all that a thousand requests can use
     assert staging >= most_bytes(layout, made.windows, context)
-    assert sizing.kv_blocks(made, args, layout, staged=False) >= blocks
+    assert load.kv_blocks(made, args, layout, staged=False) >= blocks
 
 
 def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request() -> None:
     made, args = model(), TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
-    layout = sizing.kv_layout(made, args)
-    blocks = sizing.kv_blocks(made, args, layout, staged=True)
-    assert blocks == 15 * GIB // sizing.block_bytes(layout)
-    assert sizing.staging_bytes(made, args, layout, blocks, 131072) == 5 * GIB
+    layout = load.kv_layout(made, args)
+    blocks = load.kv_blocks(made, args, layout, staged=True)
+    assert blocks == 15 * GIB // load.block_bytes(layout)
+    assert load.staging_bytes(made, args, layout, blocks, 131072) == 5 * GIB
     small = TorchArgs(kv_cache_gib=20, kv_staging_gib=1)
     with pytest.raises(ConfigError, match="raise it or lower max_seq_len"):
-        sizing.staging_bytes(made, small, layout, blocks, 131072)
-    assert sizing.staging_bytes(made, small, layout, blocks, 20000) == GIB
+        load.staging_bytes(made, small, layout, blocks, 131072)
+    assert load.staging_bytes(made, small, layout, blocks, 20000) == GIB
 
 
 def test_blocks_when_staging_takes_all_room_then_config_error() -> None:
     args = TorchArgs(kv_cache_gib=2, kv_staging_gib=4)
     with pytest.raises(ConfigError, match="hold no KV block"):
-        sizing.kv_blocks(model(), args, sizing.kv_layout(model(), args), staged=True)
+        load.kv_blocks(model(), args, load.kv_layout(model(), args), staged=True)

@@ -7,9 +7,8 @@ import random
 import pytest
 import torch
 
-from dynamo_trtllm.engines.torch.checksum import checksum
 from dynamo_trtllm.engines.torch.kv import KvPool
-from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer
+from dynamo_trtllm.engines.torch.transfer_buffer import Allocation, TransferBuffer, checksum
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.messages import KvLayout
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.outputs import EngineOutput
-from dynamo_trtllm.engines.trtllm.output_cursor import TrtllmOutputCursor
+from dynamo_trtllm.engines.external import EngineOutput
+from dynamo_trtllm.engines.trtllm.inflight import TrtllmOutputCursor
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import TokenLogprob
 

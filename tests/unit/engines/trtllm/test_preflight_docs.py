@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES
-from dynamo_trtllm.engines.trtllm.preflight.peers import PEER_RULES
-from dynamo_trtllm.engines.trtllm.preflight.table import ROLE_RULES
+from dynamo_trtllm.engines.trtllm.preflight.checks import ROLE_RULES
+from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES, PEER_RULES
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "preflight.md"
 ROW = re.compile(r"^\| `(?P<rule>[a-z0-9-]+)` \| (?P<rest>.+) \|$", re.MULTILINE)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.cli.preflight import evaluate
-from dynamo_trtllm.config.preflight import PreflightConfig
+from dynamo_trtllm.config.commands import PreflightConfig
 
 FOLDER = Path(__file__).resolve().parents[4] / "engine_configs"
 LAUNCH_PREFILL = "--max-num-tokens 20000 --max-batch-size 32 --free-gpu-memory-fraction 0.9"

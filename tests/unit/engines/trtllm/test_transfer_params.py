@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm import codec
 from dynamo_trtllm.engines.pending_transfers import TransferIdentity
-from dynamo_trtllm.engines.trtllm import transfer_params as wire
+from dynamo_trtllm.engines.trtllm import transfers as wire
 from dynamo_trtllm.engines.trtllm.bindings import Capabilities
 from dynamo_trtllm.engines.trtllm.transfers import TrtllmTransfers
 from dynamo_trtllm.errors import RequestRejected, TransferExpired, TransferMismatch

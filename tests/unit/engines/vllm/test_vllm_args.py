@@ -9,10 +9,10 @@ import pytest
 
 from dynamo_trtllm.config.load import load
 from dynamo_trtllm.config.models import WorkerConfig
-from dynamo_trtllm.engines.print_config import table
 from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.engines.vllm.args import _NOT_DRIVEN, _OURS, _RANGES, _RESERVED, FLAGS, VllmArgs, vllm_args
 from dynamo_trtllm.errors import ConfigError
+from dynamo_trtllm.worker.main import table
 
 CONFIGS = Path(__file__).parents[4] / "engine_configs" / "vllm"
 

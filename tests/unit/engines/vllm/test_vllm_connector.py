@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dynamo_trtllm.engines.vllm.side_channel import SideChannel, extra_config
+from dynamo_trtllm.engines.vllm.settings import SideChannel, extra_config
 from tests.standin import playing_vllm
 
 WINDOW = 128

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dynamo_trtllm.engines.vllm.dummy_weights import Bytes, Normal, drawn_from, fill_dummy
+from dynamo_trtllm.engines.vllm.extension import Bytes, Normal, drawn_from, fill_dummy
 
 
 def test_drawn_from_when_weights_are_gpt_oss_then_norms_pass_and_products_keep_their_size() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines import gpu
-from dynamo_trtllm.engines.vllm.bindings import VllmBindings
-from dynamo_trtllm.engines.vllm.explain_oom import explain_oom
+from dynamo_trtllm.engines.vllm.bindings import VllmBindings, explain_oom
 from dynamo_trtllm.errors import EngineFailed
 
 GIB = 1 << 30

@@ -15,13 +15,12 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.engines.gpu import Gpu
-from dynamo_trtllm.engines.vllm import bindings, manifest, preflight, side_channel, transfer_params
+from dynamo_trtllm.engines.vllm import bindings, manifest, preflight, settings, transfers
 from dynamo_trtllm.engines.vllm.args import vllm_args
+from dynamo_trtllm.engines.vllm.engine import StepStats
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
-from dynamo_trtllm.engines.vllm.inflight import VllmInflightRequest
-from dynamo_trtllm.engines.vllm.kv_releaser import KvReleaser
-from dynamo_trtllm.engines.vllm.output_cursor import VllmOutputCursor
-from dynamo_trtllm.engines.vllm.stats import StepStats
+from dynamo_trtllm.engines.vllm.inflight import VllmInflightRequest, VllmOutputCursor
+from dynamo_trtllm.engines.vllm.transfers import KvReleaser
 from dynamo_trtllm.errors import ConfigError, DeadlineExceeded, RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import (
     GenerateRequest,
@@ -113,7 +112,7 @@ def ticket_with(opaque: bytes) -> KvTransferParams:
 
 
 def test_ticket_when_unpacked_then_what_the_connector_answered_and_the_seed() -> None:
-    found = transfer_params.unpack(ticket_with(transfer_params.pack(ANSWERED, release="0.24.0", seed=2**62)))
+    found = transfers.unpack(ticket_with(transfers.pack(ANSWERED, release="0.24.0", seed=2**62)))
     assert found.params == {**ANSWERED, "remote_block_ids": [[1, 2], [2]]}
     assert found.seed == 2**62
 
@@ -123,32 +122,32 @@ def test_ticket_when_unpacked_then_what_the_connector_answered_and_the_seed() ->
 )
 def test_ticket_when_the_connector_answered_something_else_then_refused(params: Any) -> None:
     with pytest.raises(RequestRejected) as caught:
-        transfer_params.pack(params, release="0.24.0", seed=None)
+        transfers.pack(params, release="0.24.0", seed=None)
     assert caught.value.field == "kv_transfer_config"
 
 
 @pytest.mark.parametrize("opaque", [b"", b"\x80", b"junk"])
 def test_ticket_when_it_is_not_ours_then_mismatch(opaque: bytes) -> None:
     with pytest.raises(TransferMismatch):
-        transfer_params.unpack(ticket_with(opaque))
+        transfers.unpack(ticket_with(opaque))
 
 
 # --- side channel ------------------------------------------------------------------------------------------
 
 
 def test_channel_when_chosen_then_free_ports_and_what_the_user_set_stays() -> None:
-    host, port = side_channel.choose("127.0.0.1", 2, {})
+    host, port = settings.choose("127.0.0.1", 2, {})
     assert host == "127.0.0.1"
     for each in (port, port + 1):
         socket.create_server((host, each)).close()
-    theirs = {side_channel.HOST: "10.1.2.3", side_channel.PORT: "65534"}
-    assert side_channel.choose("127.0.0.1", 2, theirs) == ("10.1.2.3", 65534)
+    theirs = {settings.HOST: "10.1.2.3", settings.PORT: "65534"}
+    assert settings.choose("127.0.0.1", 2, theirs) == ("10.1.2.3", 65534)
 
 
 @pytest.mark.parametrize("port", ["", "x", "0", "-1", "65535", "70000"])
 def test_channel_when_the_users_port_is_none_then_refused_by_name(port: str) -> None:
-    with pytest.raises(ConfigError, match=side_channel.PORT):
-        side_channel.choose("127.0.0.1", 2, {side_channel.PORT: port})
+    with pytest.raises(ConfigError, match=settings.PORT):
+        settings.choose("127.0.0.1", 2, {settings.PORT: port})
 
 
 # --- statistics --------------------------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def test_docs_when_compared_then_each_rule_of_a_worker_is_there_with_its_severit
 
 
 async def test_reclaimer_when_a_request_is_not_there_yet_then_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamo_trtllm.engines.vllm.kv_releaser._AGAIN_S", 0.0)
+    monkeypatch.setattr("dynamo_trtllm.engines.vllm.transfers._AGAIN_S", 0.0)
     asked: list[list[str]] = []
     done = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The bodies of `GET /v1/models` and `GET /v1/models/{id}`."""
+"""Define the response bodies that most endpoints share: errors, and the model list of `GET /v1/models`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from dynamo_trtllm.messages import ModelDeploymentCard
+from dynamo_trtllm.sanitize import shorten
 
 OWNER = "dynamo_trtllm"
 
@@ -36,3 +37,21 @@ def model_object(card: ModelDeploymentCard, created: int) -> ModelObject:
 
 def model_list(models: Sequence[ModelObject]) -> ModelList:
     return {"object": "list", "data": list(models)}
+
+
+LONGEST = 1000  # characters of an error's words: what a request holds may be megabytes, and is quoted
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetail
+
+
+def error_body(message: str, *, type: str, param: str | None = None, code: str | None = None) -> ErrorBody:
+    return {"error": {"message": shorten(message, LONGEST), "type": type, "param": param, "code": code}}
