@@ -248,7 +248,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     ours, theirs = "dynamo_trtllm.engines.vllm", "vllm.sampling_params.SamplingParams.__init__"
     bugs = [
         (f"{ours}.{p}", "internal")
-        for p in ("session.build_call", "bindings.VllmBindings.arguments", "output_cursor.VllmOutputCursor.read")
+        for p in ("session.build_call", "bindings.VllmBindings.arguments", "inflight.VllmOutputCursor.read")
     ]
     for (place, code), error in [
         *product(bugs, (ValueError, AttributeError)),
