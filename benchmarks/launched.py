@@ -1,4 +1,4 @@
-"""A deployment of real processes under the launcher, driven from outside: started, signalled, asked over HTTP, ended.
+"""A deployment of real processes under the launcher, driven from outside: started, signaled, asked over HTTP, ended.
 
 It knows each process by name; it judges nothing. What runs in it is a subclass' to say.
 """

@@ -57,7 +57,7 @@ class InvalidRequest(RequestError):
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A field we do not honour is refused by its name, never ignored."""
+    """A field we do not honor is refused by its name, never ignored."""
 
     code = "unsupported_parameter"
 

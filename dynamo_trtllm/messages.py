@@ -1,4 +1,4 @@
-"""Values that cross a process: requests, chunks, tickets, instances. No behaviour beyond simple properties.
+"""Values that cross a process: requests, chunks, tickets, instances. No behavior beyond simple properties.
 
 They are msgspec structs, frozen and keyword-only, because they are encoded on the hot path (`codec`); unknown
 fields are skipped when decoding, so that an older process reads what a newer one wrote. Nothing here imports
@@ -216,7 +216,7 @@ class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     renderer: str  # "harmony" or "chat_template"
     reasoning_parser: str = "none"  # as in --dyn-reasoning-parser
     tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
-    refuses: tuple[str, ...] = ()  # what the engine can't honour, see EngineInfo
+    refuses: tuple[str, ...] = ()  # what the engine can't honor, see EngineInfo
     files: Mapping[str, str] = {}  # file name -> sha256; fetched over the plane with the control verb `file`
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 

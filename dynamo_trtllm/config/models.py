@@ -338,7 +338,7 @@ class FrontendConfig(ConnectionConfig):
     stall_timeout_s: PositiveFloat = Field(
         default=5.0,
         description="seconds without an answer after which a worker counts as dead; also the longest wait for the "
-        "acknowledgement of a request. Streams are checked for lost messages three times in this time",
+        "acknowledgment of a request. Streams are checked for lost messages three times in this time",
         json_schema_extra=option(HTTP, "--stall-timeout"),
     )
     response_store: Literal["auto", "memory", "jetstream"] = Field(

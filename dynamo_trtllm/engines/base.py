@@ -22,7 +22,7 @@ class EngineInfo:
     layout: KvLayout
     limits: Limits
     pairing: Mapping[str, str] = field(default_factory=dict)  # what else both roles must share to hand KV over
-    # Fields of Sampling, "cache_salt", and "resumed_tokens" that it can't honour. The last: it takes an answer that
+    # Fields of Sampling, "cache_salt", and "resumed_tokens" that it can't honor. The last: it takes an answer that
     # another worker began for a prompt, which is the same only for greedy requests without form and penalties.
     refuses: tuple[str, ...] = ()
     serves_whole: bool = False  # in every role it can do a request of Phase.WHOLE too

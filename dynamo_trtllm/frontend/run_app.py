@@ -45,7 +45,7 @@ async def run_app(
     """
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
-        # Under overload this process reads an acknowledgement seconds after it arrived. A shorter timeout would count
+        # Under overload this process reads an acknowledgment seconds after it arrived. A shorter timeout would count
         # the worker as unreachable and send the request again.
         limits = PlaneLimits(ack_timeout_s=config.stall_timeout_s, ping_interval_s=config.stall_timeout_s / 3)
         plane = await NatsPlane.connect(config.nats_server, limits, tasks)

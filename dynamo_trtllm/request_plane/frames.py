@@ -80,7 +80,7 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
-    """Reply to a control verb and, with no data, the acknowledgement of an opening."""
+    """Reply to a control verb and, with no data, the acknowledgment of an opening."""
 
     failure: ErrorPayload | None = None
     data: bytes = b""

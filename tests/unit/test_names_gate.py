@@ -1,4 +1,4 @@
-"""The gate of names finds what it is for: a second class of one name, and a private word in code or prose."""
+"""The gate of names finds what it is for: a class name used twice, a private word, a small module of one importer."""
 
 from __future__ import annotations
 
@@ -55,3 +55,15 @@ def test_words_when_private_then_each_is_found_unless_it_is_allowed(
     path.write_text(text)
     subprocess.run(["git", "-C", root, "add", "."], check=True)
     assert [line.split("'")[1] for line in gate.rejected_words(root)] == words
+
+
+def test_module_when_it_is_small_and_has_one_importer_then_it_is_reported_with_it(gate: ModuleType, root: Path) -> None:
+    package = root / "dynamo_trtllm"
+    (package / "router").mkdir()
+    for name in ("one", "two", "long"):
+        (package / "router" / f"{name}.py").write_text("x = 1\n" * (60 if name == "long" else 3))
+    (package / "router" / "a.py").write_text("from dynamo_trtllm.router import one, two, long\n" + "x = 1\n" * 60)
+    (package / "main.py").write_text("from dynamo_trtllm.router.two import x\n")
+    assert list(gate.small_modules(root)) == [
+        "dynamo_trtllm/router/one.py: 3 lines and one importer (dynamo_trtllm.router.a); move it there"
+    ]

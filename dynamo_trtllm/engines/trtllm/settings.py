@@ -44,7 +44,7 @@ def has_statistics(args: LlmArguments) -> bool:
 
 
 def unsupported_features(args: LlmArguments, release: ApiManifest, *, cache_salt: bool) -> tuple[str, ...]:
-    """Fields of Sampling, and "cache_salt", that this release can't honour with these arguments."""
+    """Fields of Sampling, and "cache_salt", that this release can't honor with these arguments."""
     found = [] if cache_salt else ["cache_salt"]
     if not args.get("guided_decoding_backend"):
         found.append("guided")
