@@ -19,7 +19,7 @@ _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
 STEP_S = 0.02  # of the mock engine: a token's time
 ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
     "mock": {"step_s": STEP_S, "kv_cache_blocks": 1024},
-    "torch": {"carrier": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
+    "torch": {"transfer_backend": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
 }
 
 

@@ -28,7 +28,7 @@ ENVIRONMENT = {
 # vLLM's own names, as its server takes them too: both sides of a comparison get the same.
 _OF_ENGINE: dict[str, dict[str, Any]] = {
     "mock": {"step_s": 0.005},
-    "torch": {"carrier": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
+    "torch": {"transfer_backend": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
 }
 
 

@@ -35,6 +35,10 @@ ENGINE_FLAGS = (
 )
 
 
+# Former names of arguments, which are accepted until the next release.
+_RENAMED = {"carrier": "transfer_backend"}
+
+
 class Described(NamedTuple):
     """An engine's arguments for people: what they are of, those that were set, and all of them."""
 
@@ -95,10 +99,26 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
         _refuse_foreign(config, name, schema, engine)
     if config.kernels_profile is not None:
         _refuse_foreign(config, "kernels_profile", schema, engine)
-    yaml, override = file_layer(config), override_layer(config)
+    yaml, override = (_renamed(layer, schema) for layer in (file_layer(config), override_layer(config)))
     layers.check_keys(yaml.values, schema.model_fields, yaml.source)
     layers.check_keys(override.values, schema.model_fields, override.source)
     return layers.merge([yaml, *flag_layers(config, {name: name for name in names}), override])
+
+
+def _renamed(layer: Source, schema: type[BaseModel]) -> Source:
+    """Return the layer with today's names of arguments, and log a warning for each former name.
+
+    Raises ConfigError when the layer sets an argument by both names.
+    """
+    values = dict(layer.values)
+    for old, new in _RENAMED.items():
+        if old not in values or new not in schema.model_fields:
+            continue
+        if new in values:
+            raise ConfigError(f"{layer.source}: {old} is the former name of {new}; leave {old} out", field=old)
+        _log.warning("%s: %s is now called %s; the former name goes with the next release", layer.source, old, new)
+        values[new] = values.pop(old)
+    return layer._replace(values=values)
 
 
 def _checked(merged: Merged, schema: type[S], engine: str) -> S:

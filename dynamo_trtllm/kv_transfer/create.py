@@ -38,7 +38,7 @@ def create_backend(
             return LoopbackBackend(checksums)
         case _:
             raise ConfigError(
-                f"there is no transfer backend {name!r}; choose one of {', '.join(BACKENDS)}", field="carrier"
+                f"there is no transfer backend {name!r}; choose one of {', '.join(BACKENDS)}", field="transfer_backend"
             )
 
 

@@ -138,7 +138,7 @@ async def cluster() -> AsyncIterator[Cluster]:
             engine="mock",
             disaggregation_mode=role,
             ticket_ttl_s=TICKET_TTL_S,
-            override_engine_args={"step_s": 0, "carrier": "loopback"},
+            override_engine_args={"step_s": 0, "transfer_backend": "loopback"},
         )
         engine = MockEngine(config, instance_id=number)
         await engine.start()

@@ -44,7 +44,7 @@ def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, roo
         ("dynamo_trtllm/a.py", "def _told(legs): ...", ["told", "legs"]),
         ("docs/a.md", "Each Twin is *handed* over.", ["Twin", "handed"]),
         ("docs/b.md", "Bedrooms, legends and a telltale handle.", []),
-        ("dynamo_trtllm/engines/torch/args.py", "carrier: str", []),
+        ("dynamo_trtllm/engines/arguments.py", "carrier: str", []),
     ],
 )
 def test_words_when_private_then_each_is_found_unless_it_is_allowed(

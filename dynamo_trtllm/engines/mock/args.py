@@ -19,5 +19,5 @@ class MockArgs(BaseModel):
     max_batch_size: Annotated[int, Field(gt=0)] = Field(4096, description="requests in one step")
     max_queue: Annotated[int, Field(gt=0)] = Field(4096, description="requests that may wait for a slot")
     max_seq_len: Annotated[int, Field(gt=0)] = Field(131072, description="prompt and output tokens of a request")
-    carrier: Literal["tcp", "loopback", "nixl"] = Field("tcp", description="what moves the simulated KV")
+    transfer_backend: Literal["tcp", "loopback", "nixl"] = Field("tcp", description="what moves the simulated KV")
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)

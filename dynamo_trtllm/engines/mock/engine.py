@@ -68,7 +68,7 @@ class MockEngine:
         self._args = args = engine_arguments(config, MockArgs, "mock")
         self._model = config.served_model_name or Path(config.model_path).name
         self._instance_id = instance_id
-        self._backend = backend or create_backend(args.carrier, config, kv_checksums=args.kv_checksums)
+        self._backend = backend or create_backend(args.transfer_backend, config, kv_checksums=args.kv_checksums)
         self._ticket_ttl_s = config.ticket_ttl_s
         self._handoff_timeout_s = config.handoff_timeout_s
         self._layout = KvLayout(

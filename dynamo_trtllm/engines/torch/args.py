@@ -27,7 +27,9 @@ class TorchArgs(BaseModel):
         None, description="type of weights and KV; default float32 on CPU, bfloat16 on a GPU"
     )
     num_threads: _Count | None = Field(None, description="CPU threads; default 1 on CPU, untouched on a GPU")
-    carrier: Literal["auto", "nixl", "tcp", "loopback"] = Field("auto", description="what moves KV between workers")
+    transfer_backend: Literal["auto", "nixl", "tcp", "loopback"] = Field(
+        "auto", description="what moves KV between workers"
+    )
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)
     max_num_tokens: _Count | None = Field(None, description="tokens in one step; default chunk plus batch size")
     max_batch_size: _Count = Field(16, description="requests in one step")

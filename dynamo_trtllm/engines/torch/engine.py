@@ -54,7 +54,7 @@ class TorchEngine:
         self._model_path = config.model_path
         self._model_name = config.served_model_name or Path(config.model_path).name
         if backend is None and config.disaggregation_mode is not Role.AGGREGATED:
-            name = None if args.carrier == "auto" else args.carrier
+            name = None if args.transfer_backend == "auto" else args.transfer_backend
             backend = create_backend(name, config, kv_checksums=args.kv_checksums)
         self._handoff_timeout_s = config.handoff_timeout_s
         self._kv_connector: KvConnector | None = None
