@@ -55,28 +55,28 @@ class Phase(StrEnum):
 
     PREFILL = "prefill"  # process the prompt, keep its KV, answer with a ticket
     DECODE = "decode"  # fetch the ticket's KV, replay its first token, go on
-    WHOLE = "whole"  # both, in one worker
+    AGGREGATED = "whole"  # both, in one worker
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop token (which is the last of the chunk's ids)
     LENGTH = "length"  # max_tokens or the context length is reached
-    HANDOFF = "handoff"  # the prefill phase ended with a ticket
+    KV_TRANSFER = "handoff"  # the prefill phase ended with a ticket
 
 
 class OutputFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One form that guided output may take: `literal`, then JSON of the schema, then nothing more."""
+    """One form that guided output may take: `prefix`, then JSON of the schema, then nothing more."""
 
     json_schema: str  # JSON Schema as JSON text; "{}": any JSON object
-    literal: str = ""  # text before the JSON, control tokens as text
+    prefix: str = msgspec.field(default="", name="literal")  # text before the JSON, control tokens as text
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Guided decoding. The output is free until `after` was written, then it takes one of the forms and ends."""
+    """Guided decoding. The output is free until `trigger` was written, then it takes one of the forms and ends."""
 
     alternatives: tuple[OutputFormat, ...]  # at least one
-    after: str = ""  # control tokens as text; "": from the first token on
-    after_ids: TokenIds = msgspec.field(default_factory=token_ids)  # `after`, encoded
+    trigger: str = msgspec.field(default="", name="after")  # control tokens as text; "": from the first token on
+    trigger_ids: TokenIds = msgspec.field(default_factory=token_ids, name="after_ids")  # `trigger`, encoded
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -115,13 +115,13 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    tensor_parallel_size: int = 1  # may differ: an engine that needs it equal says so in its `pairing`
+    tensor_parallel_size: int = 1  # may differ: an engine that needs it equal says so in its `kv_compat`
 
 
 class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Lets a decode engine fetch one request's KV from the prefill engine that holds it.
 
-    `opaque` belongs to the engine kind named in `engine`; nothing between the two engines reads it.
+    `engine_state` belongs to the engine kind named in `engine`; nothing between the two engines reads it.
     """
 
     version: int
@@ -129,15 +129,16 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     model: str
     layout: KvLayout
-    pairing: Mapping[str, str] = {}  # what else must be equal at both ends, in the engine's own words
-    holder: int  # instance id of the prefill worker
+    # what else must be equal at both ends, in the engine's own words
+    kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
+    prefill_instance_id: int = msgspec.field(name="holder")  # instance id of the prefill worker
     expires_at: float  # seconds since the epoch; the holder may free the blocks after it
     prompt_tokens: int
     first_token_ids: TokenIds
     first_logprobs: tuple[TokenLogprob, ...] = ()
     transport: str  # name of the KV transfer backend, for people
     kv_bytes: int
-    opaque: bytes
+    engine_state: bytes = msgspec.field(name="opaque")
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -148,9 +149,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     token_ids: TokenIds
     sampling: Sampling
     deadline: float  # seconds since the epoch
-    phase: Phase = Phase.WHOLE
+    phase: Phase = Phase.AGGREGATED
     ticket: KvTransferParams | None = None  # set exactly when phase is DECODE
-    resumed_tokens: int = 0  # so many of the last `token_ids` are the answer's: another worker made them and left
+    # so many of the last `token_ids` are the answer's: another worker made them and left
+    num_resumed_output_tokens: int = msgspec.field(default=0, name="resumed_tokens")
     reservation_id: str | None = None  # decode call: the slot that was reserved for it
     cache_salt: str | None = None  # KV is reused only among requests with the same salt
 
@@ -160,8 +162,9 @@ class PhaseTimings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     queue_s: float = 0.0  # waiting for KV blocks or a batch slot
     prefill_s: float = 0.0
-    handoff_s: float = 0.0  # decode call: from ticket to KV in place
-    decode_wait_s: float = 0.0  # decode call: from KV in place to first own step
+    kv_transfer_s: float = msgspec.field(default=0.0, name="handoff_s")  # decode call: from ticket to KV in place
+    # decode call: from KV in place to first own step
+    decode_queue_s: float = msgspec.field(default=0.0, name="decode_wait_s")
     cached_tokens: int = 0
     kv_bytes: int = 0
     transport: str = ""
@@ -177,7 +180,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=Fa
     token_ids: TokenIds = msgspec.field(default_factory=token_ids)
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token when asked for
     finish_reason: FinishReason | None = None
-    ticket: KvTransferParams | None = None  # set exactly when finish_reason is HANDOFF
+    ticket: KvTransferParams | None = None  # set exactly when finish_reason is KV_TRANSFER
     stats: PhaseTimings | None = None  # set on the terminal chunk
 
 
@@ -216,7 +219,8 @@ class ModelDeploymentCard(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     renderer: str  # "harmony" or "chat_template"
     reasoning_parser: str = "none"  # as in --dyn-reasoning-parser
     tool_call_parser: str = "none"  # as in --dyn-tool-call-parser
-    refuses: tuple[str, ...] = ()  # what the engine can't honor, see EngineInfo
+    # what the engine can't honor, see EngineInfo
+    unsupported_features: tuple[str, ...] = msgspec.field(default=(), name="refuses")
     files: Mapping[str, str] = {}  # file name -> sha256; fetched over the plane with the control verb `file`
     sampling_defaults: SamplingDefaults = SamplingDefaults()
 
@@ -234,8 +238,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     card: ModelDeploymentCard
     layout: KvLayout
     limits: Limits = Limits()
-    pairing: Mapping[str, str] = {}  # what else prefill and decode must share, in the engine's own words
-    serves_whole: bool = False  # a decode worker that can also prefill
+    # what else prefill and decode must share, in the engine's own words
+    kv_compat: Mapping[str, str] = msgspec.field(default_factory=dict, name="pairing")
+    can_aggregate: bool = msgspec.field(default=False, name="serves_whole")  # a decode worker that can also prefill
     strategy: str = "prefill_first"
     version: str = ""  # of dynamo_trtllm
     wire: int = 1  # WIRE_VERSION of the worker; version 1 does not send it
@@ -245,8 +250,8 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ReleaseOutcome(StrEnum):
-    REDEEMED = "redeemed"
-    REFUSED = "refused"
+    FETCHED = "redeemed"
+    ABORTED = "refused"
 
 
 class ReleaseKv(msgspec.Struct, frozen=True, tag="release"):

@@ -113,9 +113,9 @@ def prompt_of(length: int, seed: int = 1) -> array[int]:
 def ask(
     prompt: array[int],
     *,
-    phase: Phase = Phase.WHOLE,
+    phase: Phase = Phase.AGGREGATED,
     ticket: KvTransferParams | None = None,
-    resumed_tokens: int = 0,
+    num_resumed_output_tokens: int = 0,
     **sampling: Any,
 ) -> GenerateRequest:
     chosen = Sampling(**{"max_tokens": 8, "temperature": 0.0, **sampling})
@@ -127,7 +127,7 @@ def ask(
         deadline=time.time() + 60,
         phase=phase,
         ticket=ticket,
-        resumed_tokens=resumed_tokens,
+        num_resumed_output_tokens=num_resumed_output_tokens,
     )
 
 
@@ -159,7 +159,7 @@ async def answer(engine: Engine, prompt: array[int], **sampling: Any) -> list[in
 
 async def ticket_from(engine: Engine, prompt: array[int], **sampling: Any) -> KvTransferParams:
     last = (await collect(engine, ask(prompt, phase=Phase.PREFILL, **sampling)))[-1]
-    assert last.finish_reason is FinishReason.HANDOFF
+    assert last.finish_reason is FinishReason.KV_TRANSFER
     assert last.ticket is not None
     assert list(last.token_ids) == []
     return last.ticket
@@ -171,7 +171,7 @@ async def two_legs(prefill: Engine, decode: Engine, prompt: array[int], **sampli
     try:
         return await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling))
     finally:
-        release(prefill, ticket, ReleaseOutcome.REDEEMED)
+        release(prefill, ticket, ReleaseOutcome.FETCHED)
 
 
 def stats(engine: Engine) -> EngineStats:
@@ -179,7 +179,7 @@ def stats(engine: Engine) -> EngineStats:
     return engine.stats()
 
 
-def release(engine: Engine, ticket: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.REFUSED) -> None:
+def release(engine: Engine, ticket: KvTransferParams, outcome: ReleaseOutcome = ReleaseOutcome.ABORTED) -> None:
     assert isinstance(engine, HasTickets)
     engine.release(ticket.ticket_id, outcome)
 

@@ -26,7 +26,7 @@ def make_instance(instance_id: int, *, namespace: str = "dynamo", role: Role = R
     )
 
 
-def make_ticket(ticket_id: str, *, holder: int = 1, ttl_s: float = 60.0) -> KvTransferParams:
+def make_ticket(ticket_id: str, *, prefill_instance_id: int = 1, ttl_s: float = 60.0) -> KvTransferParams:
     """A ticket with one token whose KV is nowhere."""
     return KvTransferParams(
         version=1,
@@ -34,11 +34,11 @@ def make_ticket(ticket_id: str, *, holder: int = 1, ttl_s: float = 60.0) -> KvTr
         engine="mock",
         model="tiny",
         layout=LAYOUT,
-        holder=holder,
+        prefill_instance_id=prefill_instance_id,
         expires_at=time.time() + ttl_s,
         prompt_tokens=3,
         first_token_ids=token_ids([10]),
         transport="none",
         kv_bytes=7,
-        opaque=b"",
+        engine_state=b"",
     )

@@ -55,7 +55,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(inflight, "_TIMEOUT_S", 0.05)
     monkeypatch.setattr(inflight, "_PAUSE_S", 0.01)
-    defaults = TrtllmInflightRequest.wind_down.__kwdefaults__
+    defaults = TrtllmInflightRequest.abort_and_drain.__kwdefaults__
     monkeypatch.setitem(defaults, "kv_wait_s", 0.5)
     monkeypatch.setitem(defaults, "answer_s", 0.5)
 

@@ -308,10 +308,10 @@ async def _probe(scene: Scene, process: psutil.Process, enough: int) -> int:
 async def garbage(scene: Scene) -> None:
     """Random bytes and well-formed frames with the wrong number, to workers and to the frontend."""
     deployment = scene.deployment
-    link = NatsTransport(deployment.servers["nats"].address)
-    await link.connect(_CONNECT_S)
+    transport = NatsTransport(deployment.servers["nats"].address)
+    await transport.connect(_CONNECT_S)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(link.aclose)
+        stack.push_async_callback(transport.aclose)
         health = orjson.loads(await asyncio.to_thread(fetch, f"{deployment.url}/health"))
         subjects = [instance["transport"]["nats_tcp"] for instance in health["instances"]]
         openings: list[OpenStream] = []
@@ -322,11 +322,11 @@ async def garbage(scene: Scene) -> None:
                 openings.append(opening)
 
         for subject in subjects:
-            stack.push_async_callback((await link.listen(subject, overhear)).stop)
+            stack.push_async_callback((await transport.subscribe(subject, overhear)).stop)
         hits = 0
         for _ in range(max(1, int(scene.outage_s / _GARBAGE_EVERY_S))):
             await asyncio.sleep(min(scene.outage_s, _GARBAGE_EVERY_S))
-            hits += _throw(link, subjects, openings)
+            hits += _throw(transport, subjects, openings)
         if not hits:
             raise NotServing("no stream was overheard that garbage could be sent to: give it more --seconds")
 
@@ -341,16 +341,16 @@ def _opening(data: bytes) -> OpenStream | None:
     return body if isinstance(body, OpenStream) else None
 
 
-def _throw(link: NatsTransport, subjects: list[str], openings: list[OpenStream]) -> bool:
+def _throw(transport: NatsTransport, subjects: list[str], openings: list[OpenStream]) -> bool:
     """Whether the frontend got its share."""
     for subject in subjects:
         for target in (subject, control_subject(subject)):
-            link.post(target, secrets.token_bytes(64))
-            link.post(target, encode({"not": "an envelope"}))
+            transport.publish(target, secrets.token_bytes(64))
+            transport.publish(target, encode({"not": "an envelope"}))
     if not openings:
         return False
     last = openings[-1]
-    link.post(last.inbox, encode(Batch([Frame(last.stream, 9999)])))
-    link.post(last.inbox, secrets.token_bytes(64))
+    transport.publish(last.inbox, encode(Batch([Frame(last.stream, 9999)])))
+    transport.publish(last.inbox, secrets.token_bytes(64))
     openings.clear()
     return True

@@ -97,7 +97,7 @@ async def poisoned(deployment: Deployment) -> AsyncIterator[None]:
             stack.push_async_callback(engine.aclose)
             await engine.start()
             _poison(engine)
-            admission = Admission(AdmissionLimits(active=None, ticket_kv_fraction=1.0), time.time)
+            admission = Admission(AdmissionLimits(active=None, max_pending_transfer_fraction=1.0), time.time)
             return WorkerService(engine, own, admission, files={}, metrics=WorkerMetrics())
 
         async with _joined(deployment, serve, WIRE_VERSION):
@@ -155,19 +155,19 @@ def newer(chunk: Chunk) -> Chunk:
 
 
 def _offer(chunk: Chunk) -> dict[str, Any]:
-    """Return the tcp offer of the chunk's ticket, which is all of `opaque` or its `offer`."""
+    """Return the tcp offer of the chunk's ticket, which is all of `engine_state` or its `offer`."""
     assert chunk.ticket is not None
-    opaque: dict[str, Any] = msgspec.msgpack.decode(chunk.ticket.opaque)
-    return msgspec.msgpack.decode(opaque["offer"]) if "offer" in opaque else opaque
+    engine_state: dict[str, Any] = msgspec.msgpack.decode(chunk.ticket.engine_state)
+    return msgspec.msgpack.decode(engine_state["offer"]) if "offer" in engine_state else engine_state
 
 
 def _offering(chunk: Chunk, changes: dict[str, Any]) -> Chunk:
     """Return the chunk with other values in the tcp offer of its ticket."""
     assert chunk.ticket is not None
-    opaque = msgspec.msgpack.decode(chunk.ticket.opaque)
+    engine_state = msgspec.msgpack.decode(chunk.ticket.engine_state)
     offer = _offer(chunk) | changes
-    opaque = opaque | {"offer": msgspec.msgpack.encode(offer)} if "offer" in opaque else offer
-    ticket = msgspec.structs.replace(chunk.ticket, opaque=msgspec.msgpack.encode(opaque))
+    engine_state = engine_state | {"offer": msgspec.msgpack.encode(offer)} if "offer" in engine_state else offer
+    ticket = msgspec.structs.replace(chunk.ticket, engine_state=msgspec.msgpack.encode(engine_state))
     return msgspec.structs.replace(chunk, ticket=ticket)
 
 

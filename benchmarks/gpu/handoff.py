@@ -83,7 +83,7 @@ async def blocks(reader: Reader, prompt: Prompt, repeats: int) -> dict[str, Any]
         "scatter_alone_s": scatter_s,
         "phases_s": _phases(alone),
     }
-    at_once = min(AT_ONCE, reader.end.staging.num_bytes // (num_bytes + MIB) - 1)
+    at_once = min(AT_ONCE, reader.end.transfer_buffer.num_bytes // (num_bytes + MIB) - 1)
     if at_once > 1:
         found |= {"at_once": at_once, "queued_s": await _many(reader, prompt, at_once, at_once * repeats)}
     return found

@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
     device: str  # cpu or cuda
     most_tokens: int
-    staging_bytes: int
+    transfer_buffer_bytes: int
     kv_checksums: ChecksumMode = "auto"
     only_bytes: bool = False  # no prompts
 
@@ -77,13 +77,13 @@ class End:
             torch.cuda.set_device(self.device)
         blocks = -(-plan.most_tokens // LAYOUT.block_tokens)
         self.pool = KvPool(LAYOUT, blocks + blocks // 8, windows=WINDOWS, device=self.device)
-        self.staging = TransferBuffer(self.pool, plan.staging_bytes)
+        self.transfer_buffer = TransferBuffer(self.pool, plan.transfer_buffer_bytes)
         self.backend = NixlBackend(Checksums(plan.kv_checksums))
-        self.backend.checksums.device_checksum = self.staging.checksum
+        self.backend.checksums.device_checksum = self.transfer_buffer.checksum
 
     async def start(self, on_fetched: Any) -> None:
         await self.backend.start(on_fetched)
-        await self.backend.register(piece_of(self.staging.region))
+        await self.backend.register(piece_of(self.transfer_buffer.region))
 
     def rows(self, tokens: int, number: int | None = None) -> Tensor:
         """Of a prompt in blocks that lie all over the pool; `number`: as the other end has them."""
@@ -112,7 +112,7 @@ class End:
         found = {}
         for width in (torch.complex128, torch.int64, torch.bfloat16):
             pool = self.pool.all_rows.view(torch.uint8).view(width)
-            copy = self.staging.region[:num_bytes].view(width).view(len(rows), -1)
+            copy = self.transfer_buffer.region[:num_bytes].view(width).view(len(rows), -1)
             for name, way in {
                 "index_select": partial(torch.index_select, pool, 0, rows, out=copy),
                 "index_copy": partial(pool.index_copy_, 0, rows, copy),
@@ -123,7 +123,7 @@ class End:
 
     async def done(self) -> float:
         """When all copies that were queued so far are done."""
-        await over(self.staging.mark())
+        await over(self.transfer_buffer.mark())
         return time.perf_counter()
 
 
@@ -141,7 +141,7 @@ class Holder:
     def __init__(self, end: End, wishes: Connection) -> None:
         self._end = end
         self._wishes = wishes
-        self._parcels: dict[str, Allocation] = {}
+        self._allocations: dict[str, Allocation] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
         self._over = asyncio.Event()
@@ -187,54 +187,57 @@ class Holder:
 
     async def _allocation(self, prompt: Prompt) -> Allocation:
         """Waits: that the last prompt was read comes to be known a little later."""
-        while (parcel := self._end.staging.take(prompt.tokens, prompt.piece_bytes)) is None:
+        while (allocation := self._end.transfer_buffer.allocate(prompt.tokens, prompt.piece_bytes)) is None:
             self._freed.clear()
             await self._freed.wait()
-        return parcel
+        return allocation
 
     async def _prompt(self, ticket_id: str, prompt: Prompt) -> None:
         end = self._end
         rows = end.rows(prompt.tokens)
         await end.done()
-        parcel = await self._allocation(prompt)
-        self._parcels[ticket_id] = parcel
+        allocation = await self._allocation(prompt)
+        self._allocations[ticket_id] = allocation
         began = time.perf_counter()
-        copied = end.staging.gather(parcel, rows)
+        copied = end.transfer_buffer.gather(allocation, rows)
         if prompt.whole:
             await end.done()
             copied = []
-        pieces = [piece_of(piece) for piece in parcel.pieces]
-        offer = await end.backend.offer(ticket_id, pieces, ready=0 if copied else None)
+        pieces = [piece_of(piece) for piece in allocation.pieces]
+        offer = await end.backend.publish(ticket_id, pieces, ready=0 if copied else None)
         self._wishes.send((ticket_id, (offer, began, time.perf_counter())))
         for ready, event in enumerate(copied, start=1):
             await over(event)
-            end.backend.advance(ticket_id, ready)
+            end.backend.mark_ready(ticket_id, ready)
 
     async def _bytes(self, ticket_id: str, num_bytes: int) -> None:
         """One piece, where it lies."""
-        piece = piece_of(self._end.staging.region[:num_bytes])
-        self._wishes.send((ticket_id, await self._end.backend.offer(ticket_id, [piece])))
+        piece = piece_of(self._end.transfer_buffer.region[:num_bytes])
+        self._wishes.send((ticket_id, await self._end.backend.publish(ticket_id, [piece])))
 
     async def _copies(self, ticket_id: str, prompt: Prompt) -> None:
         """Seconds of a gather alone and of a scatter alone."""
         end = self._end
-        rows, parcel = end.rows(prompt.tokens), await self._allocation(prompt)
-        ways = (partial(end.staging.gather, parcel, rows), partial(_scatter, end.staging, parcel, rows))
+        rows, allocation = end.rows(prompt.tokens), await self._allocation(prompt)
+        ways = (
+            partial(end.transfer_buffer.gather, allocation, rows),
+            partial(_scatter, end.transfer_buffer, allocation, rows),
+        )
         taken = [await end.median_s(way) for way in ways]
-        end.staging.give_back(parcel)
+        end.transfer_buffer.free(allocation)
         self._wishes.send((ticket_id, taken))
 
     def _forget(self, ticket_id: str) -> None:
         """Withdraw an offer that was read, and free its memory, as the engine does."""
-        if (parcel := self._parcels.pop(ticket_id, None)) is not None:
-            self._end.staging.give_back(parcel)
+        if (allocation := self._allocations.pop(ticket_id, None)) is not None:
+            self._end.transfer_buffer.free(allocation)
             self._freed.set()
-        self._keep(self._end.backend.withdraw(ticket_id))
+        self._keep(self._end.backend.unpublish(ticket_id))
 
 
-def _scatter(staging: TransferBuffer, parcel: Allocation, rows: Tensor) -> None:
-    for index in range(len(parcel.pieces)):
-        staging.scatter(parcel, rows, index)
+def _scatter(transfer_buffer: TransferBuffer, allocation: Allocation, rows: Tensor) -> None:
+    for index in range(len(allocation.pieces)):
+        transfer_buffer.scatter(allocation, rows, index)
 
 
 class Reader:
@@ -277,16 +280,16 @@ class Reader:
     async def prompt(self, prompt: Prompt, rows: Tensor) -> Times:
         """One prompt's KV, from the holder's blocks into these rows."""
         end = self.end
-        parcel = end.staging.take(prompt.tokens, prompt.piece_bytes)
-        assert parcel is not None, "no more are asked for at once than fit"
+        allocation = end.transfer_buffer.allocate(prompt.tokens, prompt.piece_bytes)
+        assert allocation is not None, "no more are asked for at once than fit"
         ticket_id, (offer, began, offered) = await self.ask("prompt", prompt)
         arrived = time.perf_counter()
-        pieces = [piece_of(piece) for piece in parcel.pieces]
-        scatter = partial(end.staging.scatter, parcel, rows)
-        await end.backend.fetch(ticket_id, offer, pieces, timeout_s=TIMEOUT_S, on_piece=scatter)
+        pieces = [piece_of(piece) for piece in allocation.pieces]
+        scatter = partial(end.transfer_buffer.scatter, allocation, rows)
+        await end.backend.read(ticket_id, offer, pieces, timeout_s=TIMEOUT_S, on_piece=scatter)
         fetched = time.perf_counter()
         ended = await end.done()
-        end.staging.give_back(parcel)
+        end.transfer_buffer.free(allocation)
         return Times(began, offered, arrived, fetched, ended)
 
     async def offers(self, num_bytes: int, count: int) -> list[tuple[str, bytes]]:
@@ -294,9 +297,9 @@ class Reader:
 
     async def bytes(self, tickets: Sequence[tuple[str, bytes]], num_bytes: int) -> float:
         """Seconds to fetch one piece by each of these tickets, all at once."""
-        piece = piece_of(self.end.staging.region[:num_bytes])
+        piece = piece_of(self.end.transfer_buffer.region[:num_bytes])
         begun = time.perf_counter()
-        fetches = (self.end.backend.fetch(name, offer, [piece], timeout_s=TIMEOUT_S) for name, offer in tickets)
+        fetches = (self.end.backend.read(name, offer, [piece], timeout_s=TIMEOUT_S) for name, offer in tickets)
         await asyncio.gather(*fetches)
         return time.perf_counter() - begun
 

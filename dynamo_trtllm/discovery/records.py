@@ -26,7 +26,7 @@ _MOST_PAIRING: Final = 64
 _MOST_REFUSES: Final = 256
 _SHORT: Final = 64  # characters of a kind, as "torch" or "bfloat16"
 _LONG: Final = 256
-_PATH: Final = 4096  # engines put the folder of their model into `pairing`
+_PATH: Final = 4096  # engines put the folder of their model into `kv_compat`
 _MOST_FILE_NAME: Final = 255
 _SHOWN: Final = 80  # characters of a value in a reason
 _MOST_REASON: Final = 400
@@ -109,8 +109,8 @@ def _check_kinds(instance: Instance) -> None:
     _check_kind("engine", instance.engine)
     _check_kind("strategy", instance.strategy)
     _check_text("version", instance.version, least=0, most=_LONG)
-    _check_size("pairing", instance.pairing, _MOST_PAIRING)
-    for name, value in instance.pairing.items():
+    _check_size("pairing", instance.kv_compat, _MOST_PAIRING)
+    for name, value in instance.kv_compat.items():
         _check_text("a name in pairing", name, most=_LONG)
         _check_text(f"pairing.{name}", value, least=0, most=_PATH)
 
@@ -135,8 +135,8 @@ def _check_card(card: ModelDeploymentCard) -> None:
         _check_number("an id in card.eos_token_ids", token_id, 0, card.vocab_size - 1)
     for field in ("renderer", "reasoning_parser", "tool_call_parser"):
         _check_kind(f"card.{field}", getattr(card, field))
-    _check_size("card.refuses", card.refuses, _MOST_REFUSES)
-    for name in card.refuses:
+    _check_size("card.refuses", card.unsupported_features, _MOST_REFUSES)
+    for name in card.unsupported_features:
         _check_text("a name in card.refuses", name, most=_LONG)
     _check_size("card.files", card.files, _MOST_FILES)
     for name, sha256 in card.files.items():

@@ -21,11 +21,11 @@ class EngineInfo:
     renderer: str  # "harmony" or "chat_template"
     layout: KvLayout
     limits: Limits
-    pairing: Mapping[str, str] = field(default_factory=dict)  # what else both roles must share to hand KV over
+    kv_compat: Mapping[str, str] = field(default_factory=dict)  # what else both roles must share to hand KV over
     # Fields of Sampling, "cache_salt", and "resumed_tokens" that it can't honor. The last: it takes an answer that
     # another worker began for a prompt, which is the same only for greedy requests without form and penalties.
-    refuses: tuple[str, ...] = ()
-    serves_whole: bool = False  # in every role it can do a request of Phase.WHOLE too
+    unsupported_features: tuple[str, ...] = ()
+    can_aggregate: bool = False  # in every role it can do a request of Phase.AGGREGATED too
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
 
 
@@ -65,7 +65,7 @@ class Engine(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """Zero or more chunks, then exactly one with `finish_reason`. Safe to call concurrently.
 
-        PREFILL ends with HANDOFF and a ticket, or with STOP or LENGTH and the tokens when the request is finished
+        PREFILL ends with KV_TRANSFER and a ticket, or with STOP or LENGTH and the tokens when the request is finished
         after its first token. DECODE emits the ticket's first token as its own. Raises RequestRejected for a request
         this engine can't serve, Overloaded when its queue is full, KvTransferError when the KV can't be fetched.
         """

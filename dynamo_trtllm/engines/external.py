@@ -63,7 +63,7 @@ def chunk_of(step: EngineOutput, stats: PhaseTimings) -> Chunk:
 def transfer_chunk(ticket: KvTransferParams, stats: PhaseTimings) -> Chunk:
     """Return the terminal chunk of a prefill call."""
     stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
-    return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+    return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=ticket, stats=stats)
 
 
 def phase_timings(request: GenerateRequest, first_s: float, *, cached_tokens: int) -> PhaseTimings:
@@ -71,7 +71,7 @@ def phase_timings(request: GenerateRequest, first_s: float, *, cached_tokens: in
     ticket = request.ticket
     if ticket is None:
         return PhaseTimings(prefill_s=first_s, cached_tokens=cached_tokens)
-    return PhaseTimings(handoff_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
+    return PhaseTimings(kv_transfer_s=first_s, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
 
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def run_in_daemon_thread(
 
 
 class EngineLoader(Generic[T]):
-    """Builds one engine. `discard` gets an engine that is finished after `built` was cancelled."""
+    """Builds one engine. `discard` gets an engine that is finished after `load` was cancelled."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class EngineLoader(Generic[T]):
         self._bytes_before = self._bytes_now = gpu_bytes_used()
         self._looked_at = time.monotonic()
 
-    async def built(self) -> T:
+    async def load(self) -> T:
         """Raises what `build` raises. Cancelled it lets go at once; what is still built then is discarded."""
         return await run_in_daemon_thread(self._build, name="engine-load", unwanted=self._discard)
 
@@ -155,7 +155,7 @@ class EngineLoader(Generic[T]):
 
 
 _SHUTDOWN_S = 60.0
-_CANARY_S = 600.0
+_WARM_UP_S = 600.0
 NO_STATS = EngineStats(running=0, waiting=0, kv_blocks_used=0, kv_blocks_total=0, tickets_held=0, ticket_kv_blocks=0)
 
 V = TypeVar("V")
@@ -233,7 +233,7 @@ class ExternalEngine(ABC, Generic[S]):
         self._library = library
         self._loading: EngineLoader[Any] | None = None
         self._llm: Any = None  # the library's own object
-        self._serving: S | None = None
+        self._session: S | None = None
         self._closed = False
 
     def progress(self) -> str:
@@ -245,19 +245,19 @@ class ExternalEngine(ABC, Generic[S]):
         """The vendor; the library's object is kept. Raises what building it raises."""
         self._loading = loading
         try:
-            vendor, self._llm = await loading.built()
+            bindings, self._llm = await loading.load()
         finally:
             self._loading = None
-        return vendor
+        return bindings
 
-    async def _canary(self, model: str) -> None:
+    async def _warm_up(self, model: str) -> None:
         """One token, so that `start` returns only when the library answers. Moves no KV."""
         request = GenerateRequest(
             request_id="canary",
             model=model,
             token_ids=token_ids([0]),
             sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
-            deadline=time.time() + _CANARY_S,
+            deadline=time.time() + _WARM_UP_S,
         )
         try:
             async with aclosing(self.generate(request)) as stream:
@@ -271,13 +271,13 @@ class ExternalEngine(ABC, Generic[S]):
         self._ready().check()
 
     async def drain(self) -> None:
-        if self._serving is not None:
-            await self._serving.drain()
+        if self._session is not None:
+            await self._session.drain()
 
     async def aclose(self) -> None:
         self._closed = True
-        if self._serving is not None:
-            await self._serving.aclose()
+        if self._session is not None:
+            await self._session.aclose()
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -303,14 +303,14 @@ class ExternalEngine(ABC, Generic[S]):
                 yield chunk
 
     def _ready(self) -> S:
-        if self._serving is None:
+        if self._session is None:
             if self._closed:
                 raise EngineFailed("the engine was closed")
             raise EngineNotReady(f"the {self._engine} engine has not been started")
-        return self._serving
+        return self._session
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """See `HasTickets.release`."""
         _log.debug("ticket %s: %s", ticket_id, outcome)
-        if self._serving is not None:
-            self._serving.release(ticket_id, outcome)
+        if self._session is not None:
+            self._session.release(ticket_id, outcome)

@@ -27,10 +27,10 @@ class TransferIdentity(NamedTuple):
     """What a ticket of this worker says of it, and a ticket for it must say."""
 
     engine: str
-    holder: int
+    prefill_instance_id: int
     model: str
     layout: KvLayout
-    pairing: Mapping[str, str]
+    kv_compat: Mapping[str, str]
     transport: str  # for people: a ticket from another one is as good
 
 
@@ -39,69 +39,71 @@ class PrefillResult(NamedTuple):
 
     first_token_ids: Sequence[int]
     first_logprobs: tuple[TokenLogprob, ...]
-    opaque: bytes
-    give_up: Callable[[], None]  # asks the engine to drop the KV when no decode worker fetched it
+    engine_state: bytes
+    abort: Callable[[], None]  # asks the engine to drop the KV when no decode worker fetched it
 
 
 class _PendingTransfer(NamedTuple):
     kv_blocks: int
-    give_up: Callable[[], None]
+    abort: Callable[[], None]
     expiry: asyncio.TimerHandle
 
 
 class PendingTransfers:
     """`on_change` is called whenever the number of tickets held has changed."""
 
-    def __init__(self, terms: TransferIdentity, *, ttl_s: float, on_change: Callable[[], None]) -> None:
-        self._terms = terms
+    def __init__(self, identity: TransferIdentity, *, ttl_s: float, on_change: Callable[[], None]) -> None:
+        self._identity = identity
         self._ttl_s = ttl_s
         self._on_change = on_change
         self._numbers = itertools.count(1)
-        self._held: dict[str, _PendingTransfer] = {}
+        self._awaiting_fetch: dict[str, _PendingTransfer] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._awaiting_fetch)
 
     @property
     def kv_blocks(self) -> int:
         """Of all tickets held, by their prompts: the library does not tell."""
-        return sum(held.kv_blocks for held in self._held.values())
+        return sum(pending.kv_blocks for pending in self._awaiting_fetch.values())
 
-    def write(self, request: GenerateRequest, left: PrefillResult) -> KvTransferParams:
+    def create(self, request: GenerateRequest, result: PrefillResult) -> KvTransferParams:
         """A ticket, held from now on."""
-        terms, prompt_tokens = self._terms, len(request.token_ids)
-        ticket_id = f"{terms.holder:x}-{next(self._numbers)}"
+        identity, prompt_tokens = self._identity, len(request.token_ids)
+        ticket_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        self._held[ticket_id] = _PendingTransfer(kv_blocks(terms.layout, prompt_tokens), left.give_up, expiry)
+        self._awaiting_fetch[ticket_id] = _PendingTransfer(
+            kv_blocks(identity.layout, prompt_tokens), result.abort, expiry
+        )
         self._on_change()
         return KvTransferParams(
             version=params.TICKET_VERSION,
             ticket_id=ticket_id,
-            engine=terms.engine,
-            model=terms.model,
-            layout=terms.layout,
-            pairing=terms.pairing,
-            holder=terms.holder,
+            engine=identity.engine,
+            model=identity.model,
+            layout=identity.layout,
+            kv_compat=identity.kv_compat,
+            prefill_instance_id=identity.prefill_instance_id,
             expires_at=time.time() + self._ttl_s,
             prompt_tokens=prompt_tokens,
-            first_token_ids=token_ids(left.first_token_ids),
-            first_logprobs=left.first_logprobs,
-            transport=terms.transport,
-            kv_bytes=kv_bytes(terms.layout, prompt_tokens),
-            opaque=left.opaque,
+            first_token_ids=token_ids(result.first_token_ids),
+            first_logprobs=result.first_logprobs,
+            transport=identity.transport,
+            kv_bytes=kv_bytes(identity.layout, prompt_tokens),
+            engine_state=result.engine_state,
         )
 
-    def accept(self, request: GenerateRequest) -> KvTransferParams:
+    def validate(self, request: GenerateRequest) -> KvTransferParams:
         """Return a decode call's ticket if it fits the call and this worker. Raises TransferMismatch naming the field,
         TransferExpired, or RequestRejected when the call has no ticket."""
-        ticket, terms = ticket_of(request), self._terms
+        ticket, identity = ticket_of(request), self._identity
         params.check_params(
             ticket,
-            engine=terms.engine,
-            model=terms.model,
-            layout=terms.layout,
+            engine=identity.engine,
+            model=identity.model,
+            layout=identity.layout,
             now=time.time(),
-            pairing=terms.pairing,
+            kv_compat=identity.kv_compat,
         )
         if ticket.prompt_tokens != len(request.token_ids):
             raise TransferMismatch(
@@ -113,25 +115,25 @@ class PendingTransfers:
             raise TransferMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
         return ticket
 
-    def let_go(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
+    def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """Release a ticket; an unknown one is no error. KV that was not fetched is dropped in the engine, if it can."""
-        held = self._held.pop(ticket_id, None)
-        if held is None:
+        pending = self._awaiting_fetch.pop(ticket_id, None)
+        if pending is None:
             return
-        held.expiry.cancel()
-        if outcome is ReleaseOutcome.REFUSED:
-            held.give_up()
+        pending.expiry.cancel()
+        if outcome is ReleaseOutcome.ABORTED:
+            pending.abort()
         self._on_change()
 
     def _expire(self, ticket_id: str) -> None:
         _log.warning("ticket %s expired after %.0f s: no decode worker reported a fetch", ticket_id, self._ttl_s)
-        self.let_go(ticket_id, ReleaseOutcome.REFUSED)
+        self.release(ticket_id, ReleaseOutcome.ABORTED)
 
     def close(self) -> None:
         """Forgets all tickets; the engine, and their KV with it, is about to go."""
-        for held in self._held.values():
-            held.expiry.cancel()
-        self._held.clear()
+        for pending in self._awaiting_fetch.values():
+            pending.expiry.cancel()
+        self._awaiting_fetch.clear()
         self._on_change()
 
 
@@ -154,16 +156,16 @@ F = TypeVar("F", bound=EngineState)
 def decode_state(ticket: KvTransferParams, form: type[F], version: int) -> F:
     """Raises TransferMismatch where it is of another form or version."""
     try:
-        opaque = codec.decode(ticket.opaque, form)
+        engine_state = codec.decode(ticket.engine_state, form)
     except BadFrame as exc:
         raise TransferMismatch(f"ticket {ticket.ticket_id} is not one of this engine's: {exc}", field="opaque") from exc
-    if opaque.version != version:
+    if engine_state.version != version:
         raise TransferMismatch(
-            f"ticket {ticket.ticket_id}: opaque.version is {opaque.version} at prefill and {version} at decode; "
+            f"ticket {ticket.ticket_id}: opaque.version is {engine_state.version} at prefill and {version} at decode; "
             "run one version of dynamo_trtllm",
             field="opaque.version",
         )
-    return opaque
+    return engine_state
 
 
 def kv_blocks(layout: KvLayout, tokens: int) -> int:

@@ -17,15 +17,17 @@ HARMONY_STOP_IDS = (200002, 200012)
 _DEFAULTS = Sampling(max_tokens=1)
 
 
-def check(request: GenerateRequest, *, role: Role, vocab_size: int, refuses: Iterable[str], library: str) -> None:
-    """Raises RequestRejected naming the field. `refuses`: fields of Sampling, and "cache_salt"."""
+def check(
+    request: GenerateRequest, *, role: Role, vocab_size: int, unsupported_features: Iterable[str], library: str
+) -> None:
+    """Raises RequestRejected naming the field. `unsupported_features`: fields of Sampling, and "cache_salt"."""
     if not request.token_ids:
         raise RequestRejected("the prompt is empty", field="token_ids")
     if (largest := max(request.token_ids)) >= vocab_size:
         raise RequestRejected(f"token id {largest} is not in the vocabulary of {vocab_size}", field="token_ids")
-    if request.phase is not Phase.WHOLE and role is Role.AGGREGATED:
+    if request.phase is not Phase.AGGREGATED and role is Role.AGGREGATED:
         raise RequestRejected(f"this worker is aggregated and serves no {request.phase} calls", field="phase")
-    for name in refuses:
+    for name in unsupported_features:
         if _is_used(request, name):
             raise RequestRejected(
                 f"{name} is not supported by this worker's {library}; leave it out, or see its log for the reason",
@@ -47,7 +49,7 @@ def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
 
 def is_plain(guided: StructuredOutput) -> bool:
     """Whether it is one JSON Schema for the whole answer."""
-    return len(guided.alternatives) == 1 and not guided.alternatives[0].literal and not guided.after
+    return len(guided.alternatives) == 1 and not guided.alternatives[0].prefix and not guided.trigger
 
 
 def guided_params(guided: StructuredOutput) -> dict[str, Any]:
@@ -60,21 +62,23 @@ def guided_params(guided: StructuredOutput) -> dict[str, Any]:
 
 def _structural_tag(guided: StructuredOutput) -> str:
     """The form as the JSON text of a structural tag."""
-    form = _after(guided) if guided.after else _one_of([_written(each) for each in guided.alternatives])
+    form = _triggered_tags(guided) if guided.trigger else _one_of([_written(each) for each in guided.alternatives])
     return json.dumps({"type": "structural_tag", "format": form})
 
 
-def _after(guided: StructuredOutput) -> dict[str, Any]:
-    """Free text up to `after`, then one of the forms, then nothing more."""
-    tags = [{"begin": guided.after + each.literal, "content": _schema(each), "end": ""} for each in guided.alternatives]
-    return {"type": "triggered_tags", "triggers": [guided.after], "tags": tags, "stop_after_first": True}
+def _triggered_tags(guided: StructuredOutput) -> dict[str, Any]:
+    """Free text up to `trigger`, then one of the forms, then nothing more."""
+    tags = [
+        {"begin": guided.trigger + each.prefix, "content": _schema(each), "end": ""} for each in guided.alternatives
+    ]
+    return {"type": "triggered_tags", "triggers": [guided.trigger], "tags": tags, "stop_after_first": True}
 
 
 def _written(alternative: OutputFormat) -> dict[str, Any]:
-    if not alternative.literal:
+    if not alternative.prefix:
         return _schema(alternative)
-    literal = {"type": "const_string", "value": alternative.literal}
-    return {"type": "sequence", "elements": [literal, _schema(alternative)]}
+    prefix = {"type": "const_string", "value": alternative.prefix}
+    return {"type": "sequence", "elements": [prefix, _schema(alternative)]}
 
 
 def _schema(alternative: OutputFormat) -> dict[str, Any]:

@@ -60,19 +60,19 @@ class PairRule(Generic[F]):
 def evaluate(rules: Sequence[RoleRule[F]], facts: F) -> Iterator[Finding]:
     """The findings of one role, in the rules' order."""
     for rule in rules:
-        clash = rule.test(facts)
-        if clash is not None:
-            yield to_finding(rule, clash, clash.value or facts.shown(clash.field or rule.field))
+        violation = rule.test(facts)
+        if violation is not None:
+            yield to_finding(rule, violation, violation.value or facts.shown(violation.field or rule.field))
 
 
-def to_finding(rule: RoleRule[F] | PairRule[F], clash: Violation, value: str) -> Finding:
+def to_finding(rule: RoleRule[F] | PairRule[F], violation: Violation, value: str) -> Finding:
     """`value`: the field as it is, with its source."""
     return Finding(
         severity=rule.severity,
         rule=rule.name,
-        field=clash.field or rule.field,
+        field=violation.field or rule.field,
         value=value,
-        other=clash.other,
-        why=clash.why or rule.why,
-        cure=clash.cure or rule.cure,
+        other=violation.other,
+        why=violation.why or rule.why,
+        cure=violation.cure or rule.cure,
     )

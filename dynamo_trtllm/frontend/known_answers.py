@@ -40,7 +40,7 @@ class ProbeCall(Protocol):
     """
 
     async def __call__(
-        self, placement: WorkerSelection, prompt: TokenIds, max_tokens: int, *, resumed_tokens: int = 0
+        self, placement: WorkerSelection, prompt: TokenIds, max_tokens: int, *, num_resumed_output_tokens: int = 0
     ) -> list[int]: ...
 
 
@@ -127,7 +127,7 @@ def _prompt_tokens(placement: WorkerSelection) -> int:
 
 def is_salted(placement: WorkerSelection) -> bool:
     """Whether the pair's workers keep the prefix caches of different salts apart."""
-    return not any("cache_salt" in instance.card.refuses for instance in _instances(placement))
+    return not any("cache_salt" in instance.card.unsupported_features for instance in _instances(placement))
 
 
 def _instances(placement: WorkerSelection) -> list[Instance]:
@@ -143,7 +143,7 @@ def _sources(placement: WorkerSelection, view: ModelView) -> list[Instance]:
     wanted = [*_instances(placement), *view.aggregated]
     if not is_salted(placement):
         wanted.remove(placement.decode)
-    return [instance for instance in wanted if instance.serves_whole or instance.role is Role.AGGREGATED]
+    return [instance for instance in wanted if instance.can_aggregate or instance.role is Role.AGGREGATED]
 
 
 async def _make(placement: WorkerSelection, sources: Iterable[Instance], ask: ProbeCall) -> KnownAnswer | None:
@@ -151,7 +151,7 @@ async def _make(placement: WorkerSelection, sources: Iterable[Instance], ask: Pr
         alone, prompt, other = WorkerSelection(None, source), random_prompt(placement), random_prompt(placement)
         try:
             tokens = await ask(alone, prompt, ANSWER_TOKENS)
-            follows = await ask(alone, other + token_ids(tokens[:1]), ANSWER_TOKENS - 1, resumed_tokens=1)
+            follows = await ask(alone, other + token_ids(tokens[:1]), ANSWER_TOKENS - 1, num_resumed_output_tokens=1)
         except (DynamoError, TimeoutError) as exc:
             refused = isinstance(exc, (RequestRejected, RequestError))  # it runs aggregated requests, but not this one
             if source in _instances(placement) and not refused:

@@ -75,7 +75,7 @@ class ModelRegistry:
 
     def lacking(self, name: str) -> str | None:
         """See `Catalog`."""
-        return self._plane.outage() or readiness.not_ready_reason(self._view.model(name), name, self._book)
+        return self._plane.unavailable_reason() or readiness.not_ready_reason(self._view.model(name), name, self._book)
 
     def standing(self) -> ReadinessReport:
         """See `Catalog`."""

@@ -59,7 +59,7 @@ def reject_unsupported(
     asked: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
 ) -> None:
     """Raises UnsupportedParameter for a field that was set and that the model's engine does not support."""
-    for refused in card.refuses:
+    for refused in card.unsupported_features:
         given = cache_salt if refused == "cache_salt" else getattr(asked, refused, None)
         if given != _DEFAULTS.get(refused):
             reject(names.get(refused, refused), card)
@@ -125,7 +125,7 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
             forced=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
         )
     asked = options.sampling
-    if "guided" in served.card.refuses or asked.ignore_eos or asked.min_tokens:
+    if "guided" in served.card.unsupported_features or asked.ignore_eos or asked.min_tokens:
         return Constraints(forced=header)
     return Constraints(forced=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=ANY_OBJECT),)))
 
@@ -155,7 +155,7 @@ def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Se
         for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
     )
     return Constraints(
-        guided=StructuredOutput(alternatives=alternatives, after=served.renderer.decode(begun), after_ids=begun)
+        guided=StructuredOutput(alternatives=alternatives, trigger=served.renderer.decode(begun), trigger_ids=begun)
     )
 
 
@@ -166,7 +166,7 @@ def _alternatives(
     shared = served.renderer.decode(begun)
     headers = [served.renderer.decode(_call_header(tool, options, served)) for tool in tools]
     return [
-        OutputFormat(literal=header.removeprefix(shared), json_schema=_schema(tool))
+        OutputFormat(prefix=header.removeprefix(shared), json_schema=_schema(tool))
         for tool, header in zip(tools, headers, strict=True)
     ]
 
@@ -185,19 +185,19 @@ def _json_answer(json_schema: str, has_tools: bool, options: GenerationOptions, 
         reject(options.name("response_format"), served.card, "its output format can't combine it with tool calls")
     if len(ids) <= 1:
         alternative = OutputFormat(json_schema=json_schema)
-        return Constraints(guided=StructuredOutput(alternatives=(alternative,), after=header, after_ids=ids))
+        return Constraints(guided=StructuredOutput(alternatives=(alternative,), trigger=header, trigger_ids=ids))
     # the header's last token is forced: models also write "final <|constrain|>json" and must not slip out by it
     last = served.renderer.decode(ids[-1:])
-    alternative = OutputFormat(literal=last, json_schema=json_schema)
+    alternative = OutputFormat(prefix=last, json_schema=json_schema)
     return Constraints(
-        guided=StructuredOutput(alternatives=(alternative,), after=header.removesuffix(last), after_ids=ids[:-1])
+        guided=StructuredOutput(alternatives=(alternative,), trigger=header.removesuffix(last), trigger_ids=ids[:-1])
     )
 
 
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:
     """What makes the model go on can't be held together with a form that ends."""
     name = options.name(field)
-    if "guided" in served.card.refuses:
+    if "guided" in served.card.unsupported_features:
         reject(name, served.card, "its engine has no guided decoding")
     for other in ("ignore_eos", "min_tokens"):
         if getattr(options.sampling, other):

@@ -215,7 +215,7 @@ class PairProbes:
         prompt: TokenIds,
         max_tokens: int,
         *,
-        resumed_tokens: int = 0,
+        num_resumed_output_tokens: int = 0,
     ) -> list[int]:
         """See `Ask`. Each request has its own salt: otherwise a prefix cache could replace the KV transfer."""
         trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
@@ -225,7 +225,7 @@ class PairProbes:
             token_ids=prompt,
             sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
             deadline=time.time() + self._options.timeout_s,
-            resumed_tokens=resumed_tokens,
+            num_resumed_output_tokens=num_resumed_output_tokens,
             cache_salt=secrets.token_hex(8) if is_salted(placement) else None,
         )
         tokens: list[int] = []

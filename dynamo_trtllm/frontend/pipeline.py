@@ -264,7 +264,7 @@ class Pipeline:
             if not begun:
                 self._verbs.unreserve(decode, slot)  # the call may never have arrived
                 if ticket is not None:
-                    self._verbs.release(prefill, ticket, ReleaseOutcome.REFUSED)
+                    self._verbs.release(prefill, ticket, ReleaseOutcome.ABORTED)
 
     async def _decode(
         self, prefill: Instance, decode: Instance, call: GenerateRequest, out: _Out
@@ -277,7 +277,7 @@ class Pipeline:
             async with aclosing(self._plane.generate(decode.subject, call, out.sink)) as chunks:
                 async for chunk in chunks:
                     if ticket is not None:
-                        self._verbs.release(prefill, ticket, ReleaseOutcome.REDEEMED)
+                        self._verbs.release(prefill, ticket, ReleaseOutcome.FETCHED)
                         if not out.is_canary:
                             self.note_passed((prefill.id, decode.id))
                         ticket = None
@@ -337,7 +337,7 @@ class Pipeline:
             async for chunk in chunks:
                 if chunk.finish_reason is None:
                     continue
-                if (chunk.finish_reason is FinishReason.HANDOFF) != (chunk.ticket is not None):
+                if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.ticket is not None):
                     raise StreamIncomplete(f"prefill instance {instance.id:x} ended with no ticket; restart it")
                 trace.prefill_stats = chunk.stats
                 return chunk

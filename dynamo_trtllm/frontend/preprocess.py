@@ -113,7 +113,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Request
     options = GenerationOptions(sampling=asked, stop=tuple(body.stop), names={"messages": "prompt"})
     reject_unsupported(asked, body.salt, served.card, options.names)
     ranks = body.candidates > body.n
-    if ranks and "logprobs" in served.card.refuses:
+    if ranks and "logprobs" in served.card.unsupported_features:
         reject("best_of", served.card, "its engine gives no log-probabilities to choose by")
     if ranks and asked.logprobs is None:
         asked = msgspec.structs.replace(asked, logprobs=0)

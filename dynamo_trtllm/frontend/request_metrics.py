@@ -39,8 +39,8 @@ class ChoiceMetrics:
         return PhaseTimings(
             queue_s=prefill.queue_s + decode.queue_s,
             prefill_s=prefill.prefill_s + decode.prefill_s,
-            handoff_s=prefill.handoff_s + decode.handoff_s,
-            decode_wait_s=prefill.decode_wait_s + decode.decode_wait_s,
+            kv_transfer_s=prefill.kv_transfer_s + decode.kv_transfer_s,
+            decode_queue_s=prefill.decode_queue_s + decode.decode_queue_s,
             cached_tokens=prefill.cached_tokens if self.trace.prefill_stats else decode.cached_tokens,
             kv_bytes=decode.kv_bytes or prefill.kv_bytes,
             transport=decode.transport or prefill.transport,
@@ -148,8 +148,8 @@ class RequestMetrics:
             "phase_s": {
                 "queue": max(timings.queue_s for timings in timings),
                 "prefill": max(timings.prefill_s for timings in timings),
-                "handoff": max(timings.handoff_s for timings in timings),
-                "decode_wait": max(timings.decode_wait_s for timings in timings),
+                "handoff": max(timings.kv_transfer_s for timings in timings),
+                "decode_wait": max(timings.decode_queue_s for timings in timings),
             },
         }
 

@@ -127,7 +127,7 @@ class RetryState:
             sampling, max_tokens=sampling.max_tokens - made, min_tokens=max(0, sampling.min_tokens - made)
         )
         return msgspec.structs.replace(
-            self.request, token_ids=self.request.token_ids + self.made, sampling=rest, resumed_tokens=made
+            self.request, token_ids=self.request.token_ids + self.made, sampling=rest, num_resumed_output_tokens=made
         )
 
     def failed(self, error: DynamoError, *, at: int | None, prefill: int | None, card: ModelDeploymentCard) -> None:
@@ -155,7 +155,7 @@ class RetryState:
 
     def _migrate(self, error: DynamoError, card: ModelDeploymentCard) -> None:
         history = _history(self.request.sampling)
-        if history is not None and "resumed_tokens" in card.refuses:
+        if history is not None and "resumed_tokens" in card.unsupported_features:
             raise _not_migratable(error, f"its engine can't take up {history} midway; send it without")
         self.migrations += not is_refusal(error)
         if self.migrations > self.limits.migrations:

@@ -45,22 +45,22 @@ class TransferBackend(Protocol):
         """
         ...
 
-    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        """Make the pieces readable for every holder of the returned bytes, until `withdraw`. Raises TransferFailed.
+    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+        """Make the pieces readable for every holder of the returned bytes, until `unpublish`. Raises TransferFailed.
 
-        Only the first `ready` pieces hold their data yet (None: all); a reader waits for `advance` with the others.
+        Only the first `ready` pieces hold their data yet (None: all); a reader waits for `mark_ready` with the others.
         """
         ...
 
-    def advance(self, ticket_id: str, ready: int) -> None:
+    def mark_ready(self, ticket_id: str, ready: int) -> None:
         """The first `ready` pieces of an offer hold their data. Unknown tickets are no error."""
         ...
 
-    async def withdraw(self, ticket_id: str) -> None:
+    async def unpublish(self, ticket_id: str) -> None:
         """Ends an offer; its memory may be reused when this returns. Unknown tickets are no error."""
         ...
 
-    async def fetch(
+    async def read(
         self,
         ticket_id: str,
         offer: bytes,

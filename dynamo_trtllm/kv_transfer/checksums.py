@@ -156,7 +156,7 @@ class OfferChecksum:
         if not self._left:
             self._complete()
 
-    def advance(self, ready: int) -> None:
+    def mark_ready(self, ready: int) -> None:
         """Begin to hash the first `ready` pieces, which hold their data. Call it on the loop."""
         if self._stopped:  # the copies of a withdrawn offer may still end
             return

@@ -42,7 +42,7 @@ class LoopbackBackend:
     def __init__(self, checksums: Checksums | None = None) -> None:
         self.checksums = checksums or Checksums()
         self._id = uuid.uuid4().hex
-        self._offers: dict[str, _LoopbackPublished] = {}
+        self._published: dict[str, _LoopbackPublished] = {}
         self._changed = asyncio.Event()  # an offer advanced or ended; replaced each time
         self._on_fetched: Callable[[str], None] | None = None
 
@@ -53,42 +53,42 @@ class LoopbackBackend:
     async def register(self, region: MemoryRegion) -> None:
         require_cpu([region], self.name)  # and that is all that it takes
 
-    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._id not in self._open:
             raise TransferFailed("the loopback backend is not running; start it before it offers")
-        if ticket_id in self._offers:
+        if ticket_id in self._published:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         method = self.checksums.method(pieces)
-        held = _LoopbackPublished(tuple(pieces), len(pieces) if ready is None else ready)
+        entry = _LoopbackPublished(tuple(pieces), len(pieces) if ready is None else ready)
         if method:
-            held.checksum = OfferChecksum(self.checksums, held.pieces)
-            held.checksum.advance(held.ready)
-        self._offers[ticket_id] = held
+            entry.checksum = OfferChecksum(self.checksums, entry.pieces)
+            entry.checksum.mark_ready(entry.ready)
+        self._published[ticket_id] = entry
         sizes_bytes = [piece.num_bytes for piece in pieces]
         return codec.encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
-    def advance(self, ticket_id: str, ready: int) -> None:
-        held = self._offers.get(ticket_id)
-        if held is not None:
-            held.ready = ready
-            if held.checksum is not None:
-                held.checksum.advance(ready)
+    def mark_ready(self, ticket_id: str, ready: int) -> None:
+        entry = self._published.get(ticket_id)
+        if entry is not None:
+            entry.ready = ready
+            if entry.checksum is not None:
+                entry.checksum.mark_ready(ready)
             self._tell_readers()
 
-    async def withdraw(self, ticket_id: str) -> None:
-        held = self._offers.pop(ticket_id, None)
-        if held is None:
+    async def unpublish(self, ticket_id: str) -> None:
+        entry = self._published.pop(ticket_id, None)
+        if entry is None:
             return
         self._tell_readers()
-        if held.checksum is not None:
-            await held.checksum.stop()
+        if entry.checksum is not None:
+            await entry.checksum.stop()
 
     def _tell_readers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def fetch(
+    async def read(
         self,
         ticket_id: str,
         offer: bytes,
@@ -97,7 +97,7 @@ class LoopbackBackend:
         timeout_s: float,
         on_piece: OnRegion | None = None,
     ) -> None:
-        """See `TransferBackend.fetch`. The time of the copies does not count towards `timeout_s`."""
+        """See `TransferBackend.read`. The time of the copies does not count towards `timeout_s`."""
         try:
             facts = codec.decode(offer, _LoopbackOffer)
         except BadFrame as exc:
@@ -112,19 +112,19 @@ class LoopbackBackend:
         try:
             async with asyncio.timeout(timeout_s):
                 for index, target in enumerate(pieces):
-                    held = await holder._with_ready(ticket_id, index)
-                    source = held.pieces[index]
+                    entry = await holder._with_ready(ticket_id, index)
+                    source = entry.pieces[index]
                     ctypes.memmove(target.address, source.address, source.num_bytes)
-                    if is_checked and held.checksum is not None:
+                    if is_checked and entry.checksum is not None:
                         ours = combined(ours, await self._hashes(target))
-                        theirs = combined(theirs, await held.checksum.hashes(index))
+                        theirs = combined(theirs, await entry.checksum.hashes(index))
                         if ours != theirs:
                             raise self.checksums.mismatch(ticket_id)
                     if on_piece is not None:
                         on_piece(index)
         except TimeoutError as exc:
             raise TransferTimeout(f"ticket {ticket_id}: its pieces were not ready within {timeout_s:g} s") from exc
-        holder._held(ticket_id)
+        holder._entry(ticket_id)
         if holder._on_fetched is not None:
             asyncio.get_running_loop().call_soon(holder._on_fetched, ticket_id)
 
@@ -136,21 +136,21 @@ class LoopbackBackend:
             await ended(jobs)
 
     async def _with_ready(self, ticket_id: str, index: int) -> _LoopbackPublished:
-        while (held := self._held(ticket_id)).ready <= index:
+        while (entry := self._entry(ticket_id)).ready <= index:
             await self._changed.wait()
-        return held
+        return entry
 
-    def _held(self, ticket_id: str) -> _LoopbackPublished:
-        held = self._offers.get(ticket_id)
-        if held is None:
+    def _entry(self, ticket_id: str) -> _LoopbackPublished:
+        entry = self._published.get(ticket_id)
+        if entry is None:
             raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
-        return held
+        return entry
 
     def check(self) -> None:
         """Do nothing: there is no background work."""
 
     async def aclose(self) -> None:
         self._open.pop(self._id, None)
-        self._offers.clear()
+        self._published.clear()
         self._tell_readers()
         await asyncio.to_thread(self.checksums.close)

@@ -13,12 +13,18 @@ from dynamo_trtllm.messages import KvLayout, KvTransferParams
 TICKET_VERSION = 1
 
 
-# Of a KvLayout, all but the number of ranks must be equal: whether that may differ the engine says (`pairing`).
+# Of a KvLayout, all but the number of ranks must be equal: whether that may differ the engine says (`kv_compat`).
 EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
 
 
 def check_params(
-    ticket: KvTransferParams, *, engine: str, model: str, layout: KvLayout, now: float, pairing: Mapping[str, str] = {}
+    ticket: KvTransferParams,
+    *,
+    engine: str,
+    model: str,
+    layout: KvLayout,
+    now: float,
+    kv_compat: Mapping[str, str] = {},
 ) -> None:
     """Raises TransferMismatch naming the field and both values, or TransferExpired. `now`: seconds since the epoch."""
     pairs = [
@@ -27,7 +33,9 @@ def check_params(
         ("model", ticket.model, model),
     ]
     pairs += [(f"layout.{name}", getattr(ticket.layout, name), getattr(layout, name)) for name in EQUAL_LAYOUT]
-    pairs += [(name, ticket.pairing.get(name), pairing.get(name)) for name in sorted({*ticket.pairing, *pairing})]
+    pairs += [
+        (name, ticket.kv_compat.get(name), kv_compat.get(name)) for name in sorted({*ticket.kv_compat, *kv_compat})
+    ]
     for name, theirs, ours in pairs:
         if theirs != ours:
             raise TransferMismatch(
@@ -54,10 +62,10 @@ class Deadline(NamedTuple):
     why: str
 
 
-def first_deadline(ticket: KvTransferParams, within: FetchLimits, now: float) -> Deadline:
-    timeout_s = within.timeout_s
+def first_deadline(ticket: KvTransferParams, limits: FetchLimits, now: float) -> Deadline:
+    timeout_s = limits.timeout_s
     bounds = (
-        Deadline(within.deadline - now, DeadlineExceeded, "the request's deadline passed"),
+        Deadline(limits.deadline - now, DeadlineExceeded, "the request's deadline passed"),
         Deadline(ticket.expires_at - now, TransferTimeout, "its ticket expired"),
         Deadline(timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
     )
@@ -69,22 +77,22 @@ def timeout_error(ticket: KvTransferParams, reached: Deadline) -> DynamoError:
 
 
 class Destination(NamedTuple):
-    """Where a ticket's KV goes, and who hears of each piece of it (see `TransferBackend.fetch`)."""
+    """Where a ticket's KV goes, and who hears of each piece of it (see `TransferBackend.read`)."""
 
     pieces: Sequence[MemoryRegion]
     on_piece: OnRegion | None = None
 
 
 async def fetch(
-    backend: TransferBackend, ticket: KvTransferParams, offer: bytes, to: Destination, within: FetchLimits
+    backend: TransferBackend, ticket: KvTransferParams, offer: bytes, to: Destination, limits: FetchLimits
 ) -> None:
     """Raises as the backend does; when time is over, the error of the bound that was reached."""
-    first = first_deadline(ticket, within, time.time())
+    first = first_deadline(ticket, limits, time.time())
     if first.left_s <= 0:
         if first.error is TransferTimeout:  # no peer is slow: the fetch waited too long for its place
             raise TransferExpired(f"ticket {ticket.ticket_id} expired before there was a place to fetch its KV to")
         raise timeout_error(ticket, first)
     try:
-        await backend.fetch(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_piece=to.on_piece)
+        await backend.read(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_piece=to.on_piece)
     except TransferTimeout as exc:
         raise timeout_error(ticket, first) from exc

@@ -75,12 +75,12 @@ class _TcpRequest(NamedTuple):
     facts: _TcpOffer
     magic: bytes
 
-    def check_reply(self, magic: bytes, stands: bool, total_bytes: int) -> None:
+    def check_reply(self, magic: bytes, is_published: bool, total_bytes: int) -> None:
         """Raises TransferFailed unless the holder will send what it offered."""
         ticket_id, facts = self.ticket_id, self.facts
         if magic != self.magic:
             raise TransferFailed(f"ticket {ticket_id}: {facts.host}:{facts.port} is no KV holder")
-        if not stands:
+        if not is_published:
             raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
         if total_bytes != sum(facts.sizes_bytes):
             raise TransferFailed(f"ticket {ticket_id}: its holder sends {total_bytes} bytes, not as it offered")
@@ -97,7 +97,7 @@ class TcpBackend:
         self.checksums = checksums or Checksums()
         self._bind_host = bind_host
         self._advertise_host = advertise_host
-        self._offers: dict[str, _TcpPublished] = {}
+        self._published: dict[str, _TcpPublished] = {}
         self._unasked: dict[asyncio.Task[None], None] = {}  # connections that have asked for nothing, oldest first
         self._closed = 0  # connections closed in favor of new ones since the last log line about it
         self._logged_at = -math.inf
@@ -127,22 +127,22 @@ class TcpBackend:
     async def register(self, region: MemoryRegion) -> None:
         require_cpu([region], self.name)  # and that is all that it takes
 
-    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._listener is None:
             raise TransferFailed("transfer backend tcp is not running; start it before it offers")
-        if ticket_id in self._offers:
+        if ticket_id in self._published:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
         token = secrets.token_bytes(_TOKEN_BYTES)
         method = self.checksums.method(pieces)
-        held = self._offers[ticket_id] = _TcpPublished(
+        entry = self._published[ticket_id] = _TcpPublished(
             pieces=tuple(pieces),
             token=token,
             ready=len(pieces) if ready is None else ready,
             checksum=OfferChecksum(self.checksums, tuple(pieces)) if method else None,
         )
-        if held.checksum is not None:
-            held.checksum.advance(held.ready)
+        if entry.checksum is not None:
+            entry.checksum.mark_ready(entry.ready)
         return codec.encode(
             _TcpOffer(
                 host=self._advertise_host,
@@ -153,24 +153,24 @@ class TcpBackend:
             )
         )
 
-    def advance(self, ticket_id: str, ready: int) -> None:
-        held = self._offers.get(ticket_id)
-        if held is not None:
-            held.ready = ready
-            if held.checksum is not None:
-                held.checksum.advance(ready)
-            held.advanced.set()
-            held.advanced = asyncio.Event()
+    def mark_ready(self, ticket_id: str, ready: int) -> None:
+        entry = self._published.get(ticket_id)
+        if entry is not None:
+            entry.ready = ready
+            if entry.checksum is not None:
+                entry.checksum.mark_ready(ready)
+            entry.advanced.set()
+            entry.advanced = asyncio.Event()
 
-    async def withdraw(self, ticket_id: str) -> None:
-        held = self._offers.pop(ticket_id, None)
-        if held is None:
+    async def unpublish(self, ticket_id: str) -> None:
+        entry = self._published.pop(ticket_id, None)
+        if entry is None:
             return
         try:
-            await _stop(set(held.readers))
+            await _stop(set(entry.readers))
         finally:
-            if held.checksum is not None:
-                await held.checksum.stop()
+            if entry.checksum is not None:
+                await entry.checksum.stop()
 
     def check(self) -> None:
         if self._acceptor is not None and self._acceptor.broken is not None:
@@ -188,13 +188,13 @@ class TcpBackend:
             self._unasked[task] = None
             try:
                 async with asyncio.timeout(_REQUEST_TIMEOUT_S):
-                    magic, ticket_id, token = await _read_ask(connection)
+                    magic, ticket_id, token = await _read_request(connection)
                 self._unasked.pop(task, None)
-                held = self._offers.get(ticket_id)
-                if held is None or not hmac.compare_digest(held.token, token):
+                entry = self._published.get(ticket_id)
+                if entry is None or not hmac.compare_digest(entry.token, token):
                     await asyncio.get_running_loop().sock_sendall(connection, _REPLY.pack(magic, False, 0))
                     return
-                await self._send(connection, magic, ticket_id, held)
+                await self._send(connection, magic, ticket_id, entry)
             except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
                 _log.debug("transfer backend tcp: a connection ended early: %r", exc)
             finally:
@@ -233,29 +233,29 @@ class TcpBackend:
             _log.warning("KV transfer over tcp: too many connections; closed before they asked: %d", self._closed)
             self._closed, self._logged_at = 0, now
 
-    async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, held: _TcpPublished) -> None:
+    async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, entry: _TcpPublished) -> None:
         reader = asyncio.current_task()
         assert reader is not None
-        held.readers.add(reader)  # `withdraw` ends it: the memory is not ours any more
+        entry.readers.add(reader)  # `unpublish` ends it: the memory is not ours any more
         try:
             loop = asyncio.get_running_loop()
-            total_bytes = sum(piece.num_bytes for piece in held.pieces)
+            total_bytes = sum(piece.num_bytes for piece in entry.pieces)
             checksum = NOTHING
             await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
-            for index, piece in enumerate(held.pieces):
-                await held.until_ready(index)
+            for index, piece in enumerate(entry.pieces):
+                await entry.until_ready(index)
                 await loop.sock_sendall(connection, view(piece))
-                if magic == _CHECKED and held.checksum is not None:
-                    checksum = combined(checksum, await held.checksum.hashes(index))
+                if magic == _CHECKED and entry.checksum is not None:
+                    checksum = combined(checksum, await entry.checksum.hashes(index))
                     await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
             await _receive(connection, memoryview(bytearray(len(_ACK))))
         finally:
-            held.readers.discard(reader)
+            entry.readers.discard(reader)
         self._on_fetched(ticket_id)
 
     # --- the reader's side ---------------------------------------------------------------------------------
 
-    async def fetch(
+    async def read(
         self,
         ticket_id: str,
         offer: bytes,
@@ -271,31 +271,31 @@ class TcpBackend:
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
-        ask = _TcpRequest(ticket_id, facts, _CHECKED if is_checked else _PLAIN)
+        request = _TcpRequest(ticket_id, facts, _CHECKED if is_checked else _PLAIN)
         where = f"ticket {ticket_id}: its holder at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
-                await self._read(ask, pieces, on_piece)
+                await self._read(request, pieces, on_piece)
         except TimeoutError as exc:
             raise TransferTimeout(f"{where} did not send all of it within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
             raise TransferFailed(f"{where} broke off: {exc}") from exc
 
-    async def _read(self, ask: _TcpRequest, pieces: Sequence[MemoryRegion], on_piece: OnRegion | None) -> None:
-        loop, facts = asyncio.get_running_loop(), ask.facts
+    async def _read(self, request: _TcpRequest, pieces: Sequence[MemoryRegion], on_piece: OnRegion | None) -> None:
+        loop, facts = asyncio.get_running_loop(), request.facts
         family = socket.AF_INET6 if ":" in facts.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as connection:
             _prepare(connection)
             await loop.sock_connect(connection, (facts.host, facts.port))
-            ticket = ask.ticket_id.encode()
-            await loop.sock_sendall(connection, _REQUEST.pack(ask.magic, facts.token, len(ticket)) + ticket)
+            ticket = request.ticket_id.encode()
+            await loop.sock_sendall(connection, _REQUEST.pack(request.magic, facts.token, len(ticket)) + ticket)
             head = bytearray(_REPLY.size)
             await _receive(connection, memoryview(head))
-            ask.check_reply(*_REPLY.unpack(head))
+            request.check_reply(*_REPLY.unpack(head))
             checksum = NOTHING
             for index, piece in enumerate(pieces):
-                if ask.magic == _CHECKED:
-                    checksum = await self._receive_checked(connection, ask.ticket_id, piece, checksum)
+                if request.magic == _CHECKED:
+                    checksum = await self._receive_checked(connection, request.ticket_id, piece, checksum)
                 else:
                     await _receive(connection, view(piece))
                 if on_piece is not None:
@@ -327,7 +327,7 @@ class TcpBackend:
         if self._acceptor is not None:
             await self._acceptor.aclose()
         listener.close()
-        self._offers.clear()
+        self._published.clear()
         await asyncio.to_thread(self.checksums.close)
 
 
@@ -336,7 +336,7 @@ def _prepare(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-async def _read_ask(connection: socket.socket) -> tuple[bytes, str, bytes]:
+async def _read_request(connection: socket.socket) -> tuple[bytes, str, bytes]:
     head = bytearray(_REQUEST.size)
     await _receive(connection, memoryview(head))
     magic, token, ticket_bytes = _REQUEST.unpack(head)

@@ -252,13 +252,13 @@ class FrontendMetrics:
         phases: Sequence[tuple[str, float]] = (
             ("queue", stats.queue_s),
             ("prefill", stats.prefill_s),
-            ("handoff", stats.handoff_s),
-            ("decode_wait", stats.decode_wait_s),
+            ("handoff", stats.kv_transfer_s),
+            ("decode_wait", stats.decode_queue_s),
         )
         for phase, seconds in phases:
             if seconds > 0:
                 self._labelled("phase_seconds", model, phase).observe(seconds)
-        if stats.kv_bytes and stats.handoff_s > 0:
+        if stats.kv_bytes and stats.kv_transfer_s > 0:
             self._labelled("kv_bytes_total", stats.transport).inc(stats.kv_bytes)
 
     def snapshot(self) -> Snapshot:

@@ -77,7 +77,7 @@ class Plane(Protocol):
         """Send one control verb to the instance with this generate subject. Raises as `generate`, KvTransferError."""
         ...
 
-    def outage(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """What keeps every request from being carried now, for people; None: nothing that is known."""
         ...
 

@@ -346,8 +346,8 @@ class StreamDemux:
     def open(self) -> tuple[int, StreamBuffer]:
         """A new stream's id, never used before in this inbox, and its receiving end."""
         self._last += 1
-        arrivals = self._streams[self._last] = StreamBuffer(self._max_pending_tokens)
-        return self._last, arrivals
+        buffer = self._streams[self._last] = StreamBuffer(self._max_pending_tokens)
+        return self._last, buffer
 
     def close(self, stream: int) -> None:
         """Frames that still come for it are ignored."""
@@ -356,13 +356,13 @@ class StreamDemux:
     def feed(self, batch: Batch) -> None:
         streams = self._streams
         for frame in batch.frames:
-            arrivals = streams.get(frame.stream)
-            if arrivals is not None:
-                arrivals.feed(frame)
+            buffer = streams.get(frame.stream)
+            if buffer is not None:
+                buffer.feed(frame)
 
     def fail_all(self, error: DynamoError) -> None:
-        for arrivals in self._streams.values():
-            arrivals.fail(error)
+        for buffer in self._streams.values():
+            buffer.fail(error)
 
     def __len__(self) -> int:
         return len(self._streams)

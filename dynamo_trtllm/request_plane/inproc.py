@@ -7,7 +7,7 @@ import itertools
 
 from dynamo_trtllm.errors import Disconnected, Unreachable
 from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
-from dynamo_trtllm.request_plane.transport import Lost, Receive
+from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive
 
 
 class InprocTransport:
@@ -23,17 +23,17 @@ class InprocTransport:
     def new_inbox(self) -> str:
         return f"_INBOX.{next(self._numbers)}"
 
-    def on_lost(self, lost: Lost) -> None:
+    def on_disconnect(self, callback: OnDisconnect) -> None:
         """Nothing is ever lost here."""
 
-    def outage(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         return "the request plane is closed" if self._closed else None
 
-    async def listen(self, subject: str, receive: Receive) -> InprocSubscription:
+    async def subscribe(self, subject: str, receive: Receive) -> InprocSubscription:
         self._listeners[subject] = receive
         return InprocSubscription(self._listeners, subject)
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if self._closed:
             raise Disconnected("the request plane is closed")
         if subject not in self._listeners:
@@ -52,7 +52,7 @@ class InprocTransport:
         finally:
             del self._listeners[inbox]
 
-    def post(self, subject: str, data: bytes) -> None:
+    def publish(self, subject: str, data: bytes) -> None:
         self._deliver_soon(subject, data, "")
 
     def _deliver_soon(self, subject: str, data: bytes, reply: str) -> None:

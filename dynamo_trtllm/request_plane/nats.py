@@ -21,7 +21,7 @@ from nats.aio.transport import TcpTransport
 from dynamo_trtllm.background import BackgroundTasks
 from dynamo_trtllm.errors import Disconnected, DynamoError, StreamIncomplete, Unreachable
 from dynamo_trtllm.request_plane.client import PlaneLimits, TransportPlane
-from dynamo_trtllm.request_plane.transport import Lost, Receive
+from dynamo_trtllm.request_plane.transport import OnDisconnect, Receive
 from dynamo_trtllm.sanitize import mask_address
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,11 @@ async def connect_or_abort(client: Client, timeout_s: float) -> AsyncIterator[No
         if caller.cancelling() > cancels:  # the `wait_for` in there, up to Python 3.11, drops a cancel beside a result
             raise asyncio.CancelledError
     except BaseException:
-        _abandon(client)
+        _force_close(client)
         raise
 
 
-def _abandon(client: Client) -> None:
+def _force_close(client: Client) -> None:
     """Does not wait: nothing that comes between may keep it from its end."""
     for task in (client._reading_task, client._ping_interval_task, client._flusher_task, client._reconnection_task):
         if task is not None:
@@ -107,7 +107,7 @@ class NatsTransport:
         self._client = Client()
         self._ended = asyncio.Event()  # for good, and not by us
         self._up = asyncio.Event()  # there is a connection, as far as the client knows
-        self._lost: list[Lost] = []
+        self._on_disconnect: list[OnDisconnect] = []
         self._outgoing: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue(_OUTGOING_MESSAGES)
         self._writer: asyncio.Task[None] | None = None
         self._writing = True
@@ -146,13 +146,13 @@ class NatsTransport:
     def new_inbox(self) -> str:
         return self._client.new_inbox()
 
-    def on_lost(self, lost: Lost) -> None:
-        self._lost.append(lost)
+    def on_disconnect(self, callback: OnDisconnect) -> None:
+        self._on_disconnect.append(callback)
 
-    def outage(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         return None if self._up.is_set() else f"there is no connection to NATS at {self._address}; is it running?"
 
-    async def listen(self, subject: str, receive: Receive) -> NatsSubscription:
+    async def subscribe(self, subject: str, receive: Receive) -> NatsSubscription:
         async def take(message: Msg) -> None:
             receive(message.data, message.reply)
 
@@ -164,7 +164,7 @@ class NatsTransport:
             raise Disconnected(f"can't subscribe at {self._address}: {exc!r}") from exc
         return NatsSubscription(subscription)
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """While there is no connection, one is waited for as long as for the answer."""
         if len(subject) > _LONGEST_SUBJECT:
             raise Unreachable(f"a subject of {len(subject)} characters is longer than NATS takes")
@@ -196,14 +196,14 @@ class NatsTransport:
         except TimeoutError as exc:
             raise Disconnected(f"no connection to NATS at {self._address}; is it running?") from exc
 
-    def post(self, subject: str, data: bytes) -> None:
+    def publish(self, subject: str, data: bytes) -> None:
         if len(subject) > _LONGEST_SUBJECT:
             logger.debug("nothing is posted to a subject of %d characters", len(subject))
             return
         try:
             self._outgoing.put_nowait((subject, data))
         except asyncio.QueueFull:
-            self._tell_lost(Disconnected("NATS takes messages too slowly"))
+            self._report_disconnect(Disconnected("NATS takes messages too slowly"))
 
     async def aclose(self) -> None:
         if self._closing:
@@ -227,20 +227,22 @@ class NatsTransport:
             except nats_errors.BadSubjectError:  # the caller gave this subject: no other caller misses a message
                 logger.debug("message dropped: invalid subject %r", subject)
             except (nats_errors.Error, OSError) as exc:
-                self._tell_lost(Disconnected(f"a message to {subject} could not be sent: {exc!r}"))
+                self._report_disconnect(Disconnected(f"a message to {subject} could not be sent: {exc!r}"))
             finally:
                 self._outgoing.task_done()
 
-    def _tell_lost(self, error: DynamoError) -> None:
+    def _report_disconnect(self, error: DynamoError) -> None:
         logger.warning("NATS at %s: %s", self._address, error)
-        for lost in self._lost:
-            lost(error)
+        for callback in self._on_disconnect:
+            callback(error)
 
     # nats-py accepts real coroutine functions only
 
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats_errors.SlowConsumerError):
-            self._tell_lost(StreamIncomplete(f"messages to {error.subject} were dropped: this process is too slow"))
+            self._report_disconnect(
+                StreamIncomplete(f"messages to {error.subject} were dropped: this process is too slow")
+            )
         elif self._writer is None and not self._is_waiting_logged:
             self._is_waiting_logged = True
             logger.warning("waiting for NATS at %s: %s", self._address, str(error) or type(error).__name__)
@@ -250,7 +252,7 @@ class NatsTransport:
     async def _on_disconnected(self) -> None:
         self._up.clear()
         if not self._closing:
-            self._tell_lost(Disconnected(f"the connection to NATS at {self._address} was lost"))
+            self._report_disconnect(Disconnected(f"the connection to NATS at {self._address} was lost"))
 
     async def _on_reconnected(self) -> None:
         self._up.set()
@@ -286,10 +288,10 @@ class NatsSubscription:
 class NatsPlane(TransportPlane):
     """Made by `connect`."""
 
-    def __init__(self, link: NatsTransport, limits: PlaneLimits, tasks: BackgroundTasks) -> None:
-        super().__init__(link, limits, tasks)
-        self.check = link.check
-        self.until_ended = link.until_ended
+    def __init__(self, transport: NatsTransport, limits: PlaneLimits, tasks: BackgroundTasks) -> None:
+        super().__init__(transport, limits, tasks)
+        self.check = transport.check
+        self.until_ended = transport.until_ended
 
     @classmethod
     async def connect(
@@ -305,6 +307,6 @@ class NatsPlane(TransportPlane):
         Raises Unreachable when no server answers in time.
         """
         tasks = tasks or BackgroundTasks()
-        link = NatsTransport(url, tasks)
-        await link.connect(connect_timeout_s)
-        return cls(link, limits or PlaneLimits(), tasks)
+        transport = NatsTransport(url, tasks)
+        await transport.connect(connect_timeout_s)
+        return cls(transport, limits or PlaneLimits(), tasks)

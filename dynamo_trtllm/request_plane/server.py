@@ -79,8 +79,8 @@ class ServerStream:
 class EndpointServer:
     """One service at one subject. Made by `start`."""
 
-    def __init__(self, link: Transport, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
-        self._link = link
+    def __init__(self, transport: Transport, service: Service, ping_interval_s: float, tasks: BackgroundTasks) -> None:
+        self._transport = transport
         self._service = service
         self._calls: dict[StreamKey, ServerStream] = {}
         self._by_inbox: dict[str, dict[int, ServerStream]] = {}  # the same streams, by inbox
@@ -90,13 +90,13 @@ class EndpointServer:
         self._outboxes: dict[str, FrameBatcher] = {}
         self._flush_due = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listening: list[Subscription] = []
+        self._subscriptions: list[Subscription] = []
         self._callers = Heartbeat(
-            link,
+            transport,
             ping_interval_s,
             message=self._ping_message,
             heard=self._heard_from,
-            lost=self._caller_lost,
+            on_peer_lost=self._caller_lost,
             tasks=tasks,
         )
         self._messages: Counter[str] = Counter()  # by inbox, while its owner is asked
@@ -106,14 +106,14 @@ class EndpointServer:
         self._subject = ""
         self._accepting = True
         self._is_closed = False
-        link.on_lost(self.lost)
+        transport.on_disconnect(self.on_disconnect)
 
     async def start(self, subject: str, timeout_s: float) -> None:
         """Return once requests of every client arrive. Raises PlaneError."""
         self._subject = subject
-        self._listening.append(await self._link.listen(control_subject(subject), self._take_verb))
-        self._listening.append(await self._link.listen(subject, self._take))
-        await self._link.ask(subject, PING, timeout_s=timeout_s)  # was there and back: all know the subject
+        self._subscriptions.append(await self._transport.subscribe(control_subject(subject), self._on_control))
+        self._subscriptions.append(await self._transport.subscribe(subject, self._on_message))
+        await self._transport.request(subject, PING, timeout_s=timeout_s)  # was there and back: all know the subject
 
     async def stop_accepting(self) -> None:
         self._accepting = False
@@ -128,8 +128,8 @@ class EndpointServer:
     async def aclose(self) -> None:
         self._accepting = False
         self._is_closed = True
-        for listening in self._listening:
-            await listening.stop()
+        for subscription in self._subscriptions:
+            await subscription.stop()
         self._end_all(Draining("the worker stops"))
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -139,9 +139,9 @@ class EndpointServer:
 
     # --- what arrives ----------------------------------------------------------------------------------
 
-    def _take(self, data: bytes, reply: str) -> None:
+    def _on_message(self, data: bytes, reply: str) -> None:
         if data == PING:
-            self._link.post(reply, PING)
+            self._transport.publish(reply, PING)
             return
         try:
             body = decode(data, ClientMessage).body
@@ -167,7 +167,7 @@ class EndpointServer:
         if is_new:  # else the message was repeated on its way
             self._open(body)
 
-    def _take_verb(self, data: bytes, reply: str) -> None:
+    def _on_control(self, data: bytes, reply: str) -> None:
         self._keep(asyncio.create_task(self._control(data, reply), name="plane-control"))
 
     async def _control(self, data: bytes, reply: str) -> None:
@@ -186,10 +186,10 @@ class EndpointServer:
         if not reply:
             return
         data = encode(answer)
-        if len(data) > self._link.max_message_bytes:
+        if len(data) > self._transport.max_message_bytes:
             error = PayloadTooLarge(f"the answer takes {len(data)} bytes; ask for less at once")
             data = encode(Ack(ErrorPayload.of(error)))
-        self._link.post(reply, data)
+        self._transport.publish(reply, data)
 
     # --- liveness --------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class EndpointServer:
         self._flush()
         report = self._report(ping.inbox, ping.number)
         if report != PING:
-            self._link.post(ping.inbox, report)
+            self._transport.publish(ping.inbox, report)
 
     def _ping_message(self, inbox: str) -> bytes:
         """Return the heartbeat message for a caller: its stream report, or PING for wire version 1."""
@@ -211,7 +211,7 @@ class EndpointServer:
         streams = [(stream, call.number) for stream, call in running.items() if not call.ended]
         streams += [(key.stream, self._pending_kv.frames(key)) for key in self._pending_kv.of(inbox)]
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
-        if len(data) <= self._link.max_message_bytes:
+        if len(data) <= self._transport.max_message_bytes:
             return data
         text = "stream report for %s is too large: %d streams, %d bytes; lost messages of these streams go unnoticed"
         logger.warning(text, inbox, len(streams), len(data))
@@ -257,7 +257,7 @@ class EndpointServer:
                 async for chunk in chunks:
                     self._send(call, Frame(call.key.stream, call.number, chunk))
                     if chunk.ticket is not None:
-                        self._hand(call.key, chunk.ticket, call.number)
+                        self._watch_ticket(call.key, chunk.ticket, call.number)
                     call.ended = call.ended or chunk.finish_reason is not None
             self._fail(call, StreamIncomplete("the worker's stream ended with no terminal chunk"))
         except DynamoError as exc:
@@ -286,7 +286,7 @@ class EndpointServer:
         self._unwatch(call.key.inbox)
         self._fail(call, InternalError("the request failed in the worker; see its log"))
         if call.cancelled:  # before or after its last chunk was sent: who asked for it is gone
-            self._refuse(call.key)
+            self._abort_transfer(call.key)
 
     def _cancel(self, key: StreamKey) -> None:
         call = self._calls.get(key)
@@ -294,7 +294,7 @@ class EndpointServer:
             call.ended = True
             self._stop(call)
         else:
-            self._refuse(key)  # a caller that has taken the terminal chunk does not cancel
+            self._abort_transfer(key)  # a caller that has taken the terminal chunk does not cancel
 
     def _stop(self, call: ServerStream) -> None:
         # Once: a second cancel would cut the service's own cleanup short.
@@ -318,20 +318,20 @@ class EndpointServer:
             self._fail(call, StreamIncomplete(text))
             self._stop(call)
         for key in pending:
-            self._refuse(key)
+            self._abort_transfer(key)
 
-    def lost(self, error: DynamoError) -> None:
+    def on_disconnect(self, error: DynamoError) -> None:
         """Frames may be lost, so no running stream can be trusted to be whole, and no ticket to have arrived: a caller
         that holds one pays a second prefill, where memory for one that is lost would stay taken until it expires."""
         if self._is_closed:
             return  # what it served may be closed, too
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
         for key in self._pending_kv.keys():
-            self._refuse(key)
+            self._abort_transfer(key)
 
     # --- tickets that were sent ------------------------------------------------------------------------
 
-    def _hand(self, key: StreamKey, ticket: KvTransferParams, frames: int) -> None:
+    def _watch_ticket(self, key: StreamKey, ticket: KvTransferParams, frames: int) -> None:
         """Until it is released or expires, its caller is watched."""
         self._forget_expired()
         self._pending_kv.put(key, ticket, frames)
@@ -347,14 +347,14 @@ class EndpointServer:
             self._unwatch(key.inbox)
         return ticket
 
-    def _refuse(self, key: StreamKey) -> None:
+    def _abort_transfer(self, key: StreamKey) -> None:
         """In the caller's stead, who can't."""
         ticket = self._forget_ticket(key)
         if ticket is not None:
-            release = self._refused(ReleaseKv(ticket.ticket_id, ReleaseOutcome.REFUSED))
+            release = self._release(ReleaseKv(ticket.ticket_id, ReleaseOutcome.ABORTED))
             self._keep(asyncio.create_task(release, name=f"plane-refuse-{ticket.ticket_id}"))
 
-    async def _refused(self, release: ReleaseKv) -> None:
+    async def _release(self, release: ReleaseKv) -> None:
         await self._service.control(release)
 
     # --- what leaves -----------------------------------------------------------------------------------
@@ -380,8 +380,8 @@ class EndpointServer:
         self._flush_due = False
         outboxes, self._outboxes = self._outboxes, {}
         for inbox, outbox in outboxes.items():
-            for message in outbox.take(self._link.max_message_bytes):
-                self._link.post(inbox, message)
+            for message in outbox.take(self._transport.max_message_bytes):
+                self._transport.publish(inbox, message)
 
     # --- tasks -----------------------------------------------------------------------------------------
 

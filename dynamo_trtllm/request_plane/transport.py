@@ -17,7 +17,7 @@ from dynamo_trtllm.errors import Disconnected, DynamoError, PlaneError
 logger = logging.getLogger(__name__)
 
 Receive: TypeAlias = Callable[[bytes, str], None]  # data, reply subject ("" when no reply is wanted); never blocks
-Lost: TypeAlias = Callable[[DynamoError], None]
+OnDisconnect: TypeAlias = Callable[[DynamoError], None]
 
 
 class Subscription(Protocol):
@@ -34,23 +34,23 @@ class Transport(Protocol):
         """Return a subject that no other client uses."""
         ...
 
-    def on_lost(self, lost: Lost) -> None:
-        """Call `lost` whenever messages may have been lost."""
+    def on_disconnect(self, callback: OnDisconnect) -> None:
+        """Call `callback` whenever messages may have been lost."""
         ...
 
-    def outage(self) -> str | None:
+    def unavailable_reason(self) -> str | None:
         """See `base.Plane`."""
         ...
 
-    async def listen(self, subject: str, receive: Receive) -> Subscription:
+    async def subscribe(self, subject: str, receive: Receive) -> Subscription:
         """What this link itself sends from now on to `subject`, or asks to be sent there, arrives."""
         ...
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """Return the reply. Raises Unreachable when no worker listens (at once) or replies in time, Disconnected."""
         ...
 
-    def post(self, subject: str, data: bytes) -> None:
+    def publish(self, subject: str, data: bytes) -> None:
         """Send without awaiting; never raises."""
         ...
 
@@ -63,25 +63,26 @@ class Heartbeat:
     """Asks each peer with running streams, once per interval, whether it is alive.
 
     A message transport does not report when a peer dies. `message` returns what to send to a peer, and `heard` a number
-    that changes with each sign of life from it. `lost` is called when a peer gave none. The owner reads the answers.
+    that changes with each sign of life from it. `on_peer_lost` is called when a peer
+    gave none. The owner reads the answers.
     """
 
     def __init__(
         self,
-        link: Transport,
+        transport: Transport,
         interval_s: float,
         *,
         message: Callable[[str], bytes],
         heard: Callable[[str], int],
-        lost: Callable[[str, DynamoError], None],
+        on_peer_lost: Callable[[str, DynamoError], None],
         tasks: BackgroundTasks,
     ) -> None:
-        self._link = link
+        self._transport = transport
         self._tasks = tasks
         self._interval_s = interval_s
         self._message = message
         self._heard = heard
-        self._lost = lost
+        self._on_peer_lost = on_peer_lost
         self._streams: Counter[str] = Counter()
         self._asking: set[str] = set()
         self._task: asyncio.Task[None] | None = None
@@ -117,13 +118,13 @@ class Heartbeat:
             for is_last in (False, True):
                 heard = self._heard(peer)
                 try:
-                    await self._link.ask(peer, self._message(peer), timeout_s=self._interval_s)
+                    await self._transport.request(peer, self._message(peer), timeout_s=self._interval_s)
                     return
                 except PlaneError as exc:
                     if self._heard(peer) != heard:
                         return
                     if is_last or isinstance(exc, Disconnected):
-                        self._lost(peer, exc)
+                        self._on_peer_lost(peer, exc)
                         return
         finally:
             self._asking.discard(peer)

@@ -67,7 +67,7 @@ def select(
 def _whole(view: ModelView, model: str, turn: int, book: PairBreakers, *, decode_fallback: bool) -> Instance:
     able = view.aggregated
     if not able and decode_fallback:
-        able = tuple(instance for instance in view.decode if instance.serves_whole)
+        able = tuple(instance for instance in view.decode if instance.can_aggregate)
     if not able:
         missing = " and no ".join(role.value for role in view.missing_roles())
         raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")

@@ -18,7 +18,7 @@ PairingKey: TypeAlias = tuple[tuple[str, object], ...]
 def pairing_key(instance: Instance) -> PairingKey:
     """What two instances must share to hand KV over, as (field, value)."""
     layout = ((f"layout.{name}", getattr(instance.layout, name)) for name in EQUAL_LAYOUT)
-    own = sorted(instance.pairing.items())
+    own = sorted(instance.kv_compat.items())
     return ("engine", instance.engine), ("strategy", instance.strategy), *layout, *own
 
 

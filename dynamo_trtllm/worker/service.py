@@ -38,7 +38,7 @@ PIECE_BYTES = 512 << 10  # well under NATS' default payload limit of 1 MiB
 _PHASES = {
     Role.PREFILL: {Phase.PREFILL},
     Role.DECODE: {Phase.DECODE},
-    Role.AGGREGATED: {Phase.WHOLE},
+    Role.AGGREGATED: {Phase.AGGREGATED},
 }
 
 
@@ -63,12 +63,12 @@ class WorkerService:
         self._admission = admission
         self._model = instance.card.name
         self._role = instance.role
-        self._phases = _PHASES[instance.role] | ({Phase.WHOLE} if instance.serves_whole else set())
+        self._phases = _PHASES[instance.role] | ({Phase.AGGREGATED} if instance.can_aggregate else set())
         self._files = files
         self.restart_asked = asyncio.Event()  # its owner ends the worker with a status that has it started again
         self.restart_reason = ""
         self._metrics = metrics
-        metrics.watch(active=admission.active, reserved=admission.reserved)
+        metrics.watch(active=admission.active, reserved=admission.reserved_slots)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         return self._stream(request, None)
@@ -89,8 +89,8 @@ class WorkerService:
 
         try:
             self._check(request)
-            with self._admission.entered(request, self._stats(request)):
-                async with aclosing(self._made(request, None if push is None else counted)) as chunks:
+            with self._admission.admit(request, self._stats(request)):
+                async with aclosing(self._chunks(request, None if push is None else counted)) as chunks:
                     async for chunk in chunks:
                         output_tokens += len(chunk.token_ids)
                         if chunk.finish_reason is not None:
@@ -106,7 +106,7 @@ class WorkerService:
         finally:
             self._metrics.call_finished(phase=request.phase, code=code, output_tokens=output_tokens)
 
-    def _made(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
+    def _chunks(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
         if push is not None and isinstance(self._engine, Pushes):
             return self._engine.generate_into(request, push)
         return self._engine.generate(request)

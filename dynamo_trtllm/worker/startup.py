@@ -44,9 +44,9 @@ def sampling_defaults(config: WorkerConfig, model: str) -> SamplingDefaults:
     return demo_models.sampling_defaults(model) or read_sampling_defaults(Path(config.model_path))
 
 
-def without_refused(defaults: SamplingDefaults, refuses: Collection[str]) -> SamplingDefaults:
+def without_unsupported(defaults: SamplingDefaults, unsupported_features: Collection[str]) -> SamplingDefaults:
     """Return the defaults that the engine supports: another one would make each request fail. Logs what is dropped."""
-    dropped = [name for name in defaults.given() if name in refuses]
+    dropped = [name for name in defaults.given() if name in unsupported_features]
     if missed := [name for name in dropped if getattr(defaults, name) != _NEUTRAL.get(name)]:
         _log.warning(
             "%s of the model's generation config is not applied: this engine does not support it", ", ".join(missed)
@@ -131,7 +131,7 @@ async def start_engine(engine: Engine, health: Health) -> EngineInfo:
         return await engine.start()
     starting = asyncio.create_task(engine.start(), name="engine-start")
     try:
-        await _tell(starting, engine, health)
+        await _report_progress(starting, engine, health)
         return starting.result()
     finally:
         health.reason = ""
@@ -139,7 +139,7 @@ async def start_engine(engine: Engine, health: Health) -> EngineInfo:
         await asyncio.gather(starting, return_exceptions=True)
 
 
-async def _tell(starting: asyncio.Task[EngineInfo], engine: HasProgress, health: Health) -> None:
+async def _report_progress(starting: asyncio.Task[EngineInfo], engine: HasProgress, health: Health) -> None:
     """Returns when `starting` is done."""
     loop = asyncio.get_running_loop()
     begun_s = said_s = loop.time()

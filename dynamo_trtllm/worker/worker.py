@@ -104,7 +104,8 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
 def _limits(config: WorkerConfig, info: EngineInfo) -> AdmissionLimits:
     batch = info.limits.max_batch_size  # 0: the engine does not tell
     return AdmissionLimits(
-        active=batch + config.max_queued_requests if batch else None, ticket_kv_fraction=config.max_ticket_kv_fraction
+        active=batch + config.max_queued_requests if batch else None,
+        max_pending_transfer_fraction=config.max_ticket_kv_fraction,
     )
 
 
@@ -246,9 +247,9 @@ class Worker:
             eos_token_ids=info.eos_token_ids,
             renderer=info.renderer,
             **startup.parsers(config, info.renderer),
-            refuses=info.refuses,
+            unsupported_features=info.unsupported_features,
             files=digests,
-            sampling_defaults=startup.without_refused(self._sampling_defaults, info.refuses),
+            sampling_defaults=startup.without_unsupported(self._sampling_defaults, info.unsupported_features),
         )
         instance = Instance(
             id=self.instance_id,
@@ -261,8 +262,8 @@ class Worker:
             card=made,
             layout=info.layout,
             limits=info.limits,
-            pairing=info.pairing,
-            serves_whole=info.serves_whole,
+            kv_compat=info.kv_compat,
+            can_aggregate=info.can_aggregate,
             strategy=config.disaggregation_strategy,
             version=__version__,
             wire=WIRE_VERSION,

@@ -58,7 +58,7 @@ async def starting(kind: str) -> AsyncIterator[Start]:
 
 def count_registrations(backend: Any, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the NIXL agent has registered from now on and not deregistered."""
-    agent, registered = backend._vendor.agent, []
+    agent, registered = backend._bindings.agent, []
     register, deregister = agent.register_memory, agent.deregister_memory
 
     def counted(*args: Any) -> Any:

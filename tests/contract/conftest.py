@@ -63,7 +63,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     """Asked for before the planes begin to listen."""
     network = Network()
-    take_at_caller, take_at_worker = TransportPlane._take, EndpointServer._take
+    take_at_caller, take_at_worker = TransportPlane._on_message, EndpointServer._on_message
 
     def at_caller(plane: TransportPlane, data: bytes, reply: str) -> None:
         for each in network.to_caller(data):
@@ -73,6 +73,6 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
         for each in network.to_worker(data):
             take_at_worker(serving, each, reply)
 
-    monkeypatch.setattr(TransportPlane, "_take", at_caller)
-    monkeypatch.setattr(EndpointServer, "_take", at_worker)
+    monkeypatch.setattr(TransportPlane, "_on_message", at_caller)
+    monkeypatch.setattr(EndpointServer, "_on_message", at_worker)
     return network

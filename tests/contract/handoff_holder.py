@@ -44,10 +44,10 @@ async def main(name: str) -> None:
         if verb == "offer":
             sizes_bytes = [int(size) for size in sizes]
             buffer = held[ticket_id] = content(ticket_id, sum(sizes_bytes))
-            offer = await backend.offer(ticket_id, split(buffer, sizes_bytes))
+            offer = await backend.publish(ticket_id, split(buffer, sizes_bytes))
             say(offer=offer.hex())
         else:
-            await backend.withdraw(ticket_id)
+            await backend.unpublish(ticket_id)
             say(withdrawn=ticket_id)
     await backend.aclose()
 

@@ -28,18 +28,18 @@ class ChangingCarrier(LoopbackBackend):
         self.share = 0.0  # of each of the two
         self.faults: Counter[str] = Counter()
 
-    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        made = await super().offer(ticket_id, pieces, ready=ready)
+    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+        made = await super().publish(ticket_id, pieces, ready=ready)
         drawn = self._random.random()
         if drawn < self.share:
             piece = self._random.choice(pieces)
-            checksum = self._offers[ticket_id].checksum
+            checksum = self._published[ticket_id].checksum
             assert checksum is not None
             await checksum.hashes(pieces.index(piece))
             view(piece)[self._random.randrange(piece.num_bytes)] ^= 1 << self._random.randrange(8)
             self.faults["changed"] += 1
         elif drawn < 2 * self.share:
-            await self.withdraw(ticket_id)
+            await self.unpublish(ticket_id)
             self.faults["missing"] += 1
         return made
 

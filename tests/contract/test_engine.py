@@ -160,7 +160,7 @@ async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_tha
         undisturbed = await answer(whole, prompt_of(70), max_tokens=24, **sampling)
         for made in (1, 7, 22):
             so_far = prompt_of(70) + token_ids(undisturbed[:made])
-            rest = {"max_tokens": 24 - made, "resumed_tokens": made, **sampling}
+            rest = {"max_tokens": 24 - made, "num_resumed_output_tokens": made, **sampling}
             assert tokens(await collect(whole, ask(so_far, **rest))) == undisturbed[made:]
             assert tokens(await two_legs(prefill, decode, so_far, **rest)) == undisturbed[made:]
 
@@ -227,9 +227,9 @@ class Overwriting(LoopbackBackend):
 
     is_done = False
 
-    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], **named: Any) -> bytes:
-        offer = await super().offer(ticket_id, pieces, **named)
-        checksum = self._offers[ticket_id].checksum
+    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], **named: Any) -> bytes:
+        offer = await super().publish(ticket_id, pieces, **named)
+        checksum = self._published[ticket_id].checksum
         assert checksum is not None
         for index in range(len(pieces)):
             await checksum.hashes(index)

@@ -28,7 +28,7 @@ PROMPT = prompt_of(100)  # 4 blocks of 32
 class Stuck(LoopbackBackend):
     """Nothing ever comes."""
 
-    async def fetch(
+    async def read(
         self,
         ticket_id: str,
         offer: bytes,

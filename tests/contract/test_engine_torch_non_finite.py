@@ -167,12 +167,12 @@ class Poison:
             step = scheduler.Scheduler._step.__get__(engine._scheduler)
             monkeypatch.setattr(engine._scheduler, "_step", lambda step=step, engine=engine: self._before(engine, step))
         assert prefill._memory is not None
-        assert prefill._memory.staging is not None
-        gather = prefill._memory.staging.gather
+        assert prefill._memory.transfer_buffer is not None
+        gather = prefill._memory.transfer_buffer.gather
         monkeypatch.setattr(
-            prefill._memory.staging,
+            prefill._memory.transfer_buffer,
             "gather",
-            lambda parcel, rows: (self._in_kv(prefill, rows), gather(parcel, rows))[1],
+            lambda allocation, rows: (self._in_kv(prefill, rows), gather(allocation, rows))[1],
         )
         spoil_outputs(monkeypatch, self._in_output)
 

@@ -180,7 +180,7 @@ async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_t
     folder = resolve("tiny-gpt-oss")
     forced = {"logit_bias": ((stop, 1000.0),), "max_tokens": 20}
     async with three(package, folder) as engines:
-        for engine, phase in ((engines.whole, Phase.WHOLE), (engines.prefill, Phase.PREFILL)):
+        for engine, phase in ((engines.whole, Phase.AGGREGATED), (engines.prefill, Phase.PREFILL)):
             (last,) = await collect(engine, ask(PROMPT, phase=phase, **forced))
             assert (list(last.token_ids), last.finish_reason, last.ticket) == ([stop], FinishReason.STOP, None)
             await check_nothing_left(engine)
@@ -228,7 +228,7 @@ async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_se
     gpt_oss: Path, package: Any, role: Role, args: dict[str, Any], why: str
 ) -> None:
     engine = make("trtllm", gpt_oss, role, **args)
-    phase = Phase.PREFILL if role is Role.PREFILL else Phase.WHOLE
+    phase = Phase.PREFILL if role is Role.PREFILL else Phase.AGGREGATED
     async with started(engine):
         with pytest.raises(ContextTooLong, match=why):
             await collect(engine, ask(prompt_of(65), phase=phase))

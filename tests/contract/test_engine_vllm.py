@@ -130,7 +130,7 @@ async def test_two_legs_when_random_without_a_seed_then_the_answer_begins_with_t
     for prompt in (PROMPT, FULL):
         ticket = await ticket_from(engines.prefill, prompt, temperature=1.0)
         chunks = await collect(engines.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, temperature=1.0))
-        release(engines.prefill, ticket, ReleaseOutcome.REDEEMED)
+        release(engines.prefill, ticket, ReleaseOutcome.FETCHED)
         assert tokens(chunks)[0] == ticket.first_token_ids[0]
         assert len(tokens(chunks)) == 8
 
@@ -288,7 +288,7 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Pat
         ({"engine": "torch"}, "engine"),
         ({"pairing": {"release": "0.23.0"}}, "attention_backend"),
         ({"prompt_tokens": 3}, "prompt_tokens"),
-        ({"opaque": b"x"}, "opaque"),
+        ({"engine_state": b"x"}, "opaque"),
     ],
 )
 async def test_decode_when_the_ticket_is_not_for_it_then_refused_by_field(
@@ -310,8 +310,8 @@ async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder
         finally:
             await engine.aclose()
     assert (info.context_length, info.limits.max_batch_size, info.limits.kv_blocks) == (512, 9, 1001)
-    assert info.pairing["model_folder"] == str(folder)
-    assert "guided" not in info.refuses
+    assert info.kv_compat["model_folder"] == str(folder)
+    assert "guided" not in info.unsupported_features
     assert info.eos_token_ids == (1, 2)
 
 

@@ -101,7 +101,7 @@ async def test_two_legs_when_random_without_a_seed_then_it_begins_with_the_ticke
         prompt = prompt_of(length, 21)
         ticket = await ticket_from(pair.prefill, prompt, temperature=1.0)
         chunks = await collect(pair.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, temperature=1.0))
-        release(pair.prefill, ticket, ReleaseOutcome.REDEEMED)
+        release(pair.prefill, ticket, ReleaseOutcome.FETCHED)
         assert tokens(chunks)[0] == ticket.first_token_ids[0]
 
 
@@ -144,10 +144,10 @@ async def test_cancel_when_at_any_moment_of_either_leg_then_every_block_is_free(
     async def legs(n: int) -> None:
         prompt = prompt_of(100 + n * 37 % 700, n)
         ticket = await ticket_from(pair.prefill, prompt, max_tokens=100)
-        outcome = ReleaseOutcome.REFUSED
+        outcome = ReleaseOutcome.ABORTED
         try:
             await collect(pair.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, max_tokens=100))
-            outcome = ReleaseOutcome.REDEEMED
+            outcome = ReleaseOutcome.FETCHED
         finally:
             release(pair.prefill, ticket, outcome)
 

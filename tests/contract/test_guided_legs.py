@@ -40,8 +40,8 @@ def folder(gpt_oss: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def form(after: tuple[int, ...] = (), literal: str = "") -> StructuredOutput:
-    alternative = OutputFormat(json_schema=json.dumps(SCHEMA), literal=literal)
-    return StructuredOutput(alternatives=(alternative,), after_ids=token_ids(after))
+    alternative = OutputFormat(json_schema=json.dumps(SCHEMA), prefix=literal)
+    return StructuredOutput(alternatives=(alternative,), trigger_ids=token_ids(after))
 
 
 def check_schema(text: str) -> None:
@@ -89,7 +89,7 @@ async def test_guided_when_taken_up_midway_then_the_rest_is_that_of_an_undisturb
         for made in (1, 2, 5, len(whole) - 1):
             so_far = prompt_of(9) + token_ids(whole[:made])
             rest = {**sampling, "max_tokens": 200 - made}
-            assert tokens(await collect(engine, ask(so_far, resumed_tokens=made, **rest))) == whole[made:]
+            assert tokens(await collect(engine, ask(so_far, num_resumed_output_tokens=made, **rest))) == whole[made:]
 
 
 @pytest.mark.parametrize("penalty", ["presence_penalty", "frequency_penalty"])
@@ -121,7 +121,7 @@ async def test_guided_when_llguidance_or_a_tokenizer_is_missing_then_the_engine_
 ) -> None:
     engine = make("torch", gpt_oss, Role.AGGREGATED)
     try:
-        assert "guided" in (await engine.start()).refuses
+        assert "guided" in (await engine.start()).unsupported_features
         with pytest.raises(RequestRejected, match="llguidance"):
             await answer(engine, prompt_of(9), guided=form())
     finally:
@@ -129,6 +129,6 @@ async def test_guided_when_llguidance_or_a_tokenizer_is_missing_then_the_engine_
     monkeypatch.setattr(grammar, "is_available", lambda: False)
     engine = make("torch", folder, Role.AGGREGATED)
     try:
-        assert "guided" in (await engine.start()).refuses
+        assert "guided" in (await engine.start()).unsupported_features
     finally:
         await engine.aclose()

@@ -44,8 +44,8 @@ async def sides(kind: str) -> AsyncIterator[Start]:
 async def test_fetch_when_offered_then_bytes_arrive_and_holder_is_told_once(sides: Start, sizes: list[int]) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", sum(sizes)), bytearray(sum(sizes))
-    offer = await holder.backend.offer("t", split(source, sizes))
-    await reader.backend.fetch("t", offer, split(target, sizes), timeout_s=10)
+    offer = await holder.backend.publish("t", split(source, sizes))
+    await reader.backend.read("t", offer, split(target, sizes), timeout_s=10)
     assert target == source
     assert await holder.told(1) == ["t"]
     await asyncio.sleep(0.05)
@@ -57,7 +57,7 @@ async def test_fetch_when_offered_then_bytes_arrive_and_holder_is_told_once(side
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_fetch_when_no_bytes_are_offered_then_holder_is_told(sides: Start) -> None:
     holder, reader = await sides(), await sides()
-    await reader.backend.fetch("t", await holder.backend.offer("t", []), [], timeout_s=10)
+    await reader.backend.read("t", await holder.backend.publish("t", []), [], timeout_s=10)
     assert await holder.told(1) == ["t"]
 
 
@@ -65,11 +65,11 @@ async def test_fetch_when_no_bytes_are_offered_then_holder_is_told(sides: Start)
 async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
-    offers = {ticket: await holder.backend.offer(ticket, split(source, [5000])) for ticket in ("gone", "kept")}
-    await holder.backend.withdraw("gone")
+    offers = {ticket: await holder.backend.publish(ticket, split(source, [5000])) for ticket in ("gone", "kept")}
+    await holder.backend.unpublish("gone")
     with pytest.raises(TransferFailed, match="gone"):
-        await reader.backend.fetch("gone", offers["gone"], split(target, [5000]), timeout_s=10)
-    await reader.backend.fetch("kept", offers["kept"], split(target, [5000]), timeout_s=10)
+        await reader.backend.read("gone", offers["gone"], split(target, [5000]), timeout_s=10)
+    await reader.backend.read("kept", offers["kept"], split(target, [5000]), timeout_s=10)
     assert target == source
     assert await holder.told(1) == ["kept"]
 
@@ -78,14 +78,14 @@ async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start)
 async def test_fetch_when_ticket_was_offered_anew_then_the_old_offer_fails(sides: Start) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
-    old = await holder.backend.offer("t", split(source, [5000]))
-    await holder.backend.withdraw("t")
-    new = await holder.backend.offer("t", split(source, [5000]))
-    await reader.backend.fetch("t", new, split(target, [5000]), timeout_s=10)
+    old = await holder.backend.publish("t", split(source, [5000]))
+    await holder.backend.unpublish("t")
+    new = await holder.backend.publish("t", split(source, [5000]))
+    await reader.backend.read("t", new, split(target, [5000]), timeout_s=10)
     assert target == source
     if old != new:  # loopback names only the carrier
         with pytest.raises(TransferFailed):
-            await reader.backend.fetch("t", old, split(target, [5000]), timeout_s=10)
+            await reader.backend.read("t", old, split(target, [5000]), timeout_s=10)
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -93,9 +93,9 @@ async def test_fetch_when_ticket_was_offered_anew_then_the_old_offer_fails(sides
 async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(sides: Start, sizes: list[int]) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(sum(sizes))
-    offer = await holder.backend.offer("t", split(source, [5000]))
+    offer = await holder.backend.publish("t", split(source, [5000]))
     with pytest.raises(TransferFailed, match=r"pieces|bytes"):
-        await reader.backend.fetch("t", offer, split(target, sizes), timeout_s=10)
+        await reader.backend.read("t", offer, split(target, sizes), timeout_s=10)
     assert target == bytes(sum(sizes))
 
 
@@ -104,28 +104,28 @@ async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(sides: S
 async def test_fetch_when_offer_is_not_one_then_transfer_failed(sides: Start, offer: bytes) -> None:
     reader = await sides()
     with pytest.raises(TransferFailed, match="not one of transfer backend"):
-        await reader.backend.fetch("t", offer, [], timeout_s=10)
+        await reader.backend.read("t", offer, [], timeout_s=10)
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_offer_when_ticket_is_offered_already_then_transfer_failed(sides: Start) -> None:
     holder = await sides()
     source = content("a", 10)
-    await holder.backend.offer("t", split(source, [10]))
+    await holder.backend.publish("t", split(source, [10]))
     with pytest.raises(TransferFailed, match="already"):
-        await holder.backend.offer("t", split(source, [10]))
-    await holder.backend.withdraw("t")
-    await holder.backend.withdraw("t")  # unknown tickets are no error
-    await holder.backend.offer("t", split(source, [10]))
+        await holder.backend.publish("t", split(source, [10]))
+    await holder.backend.unpublish("t")
+    await holder.backend.unpublish("t")  # unknown tickets are no error
+    await holder.backend.publish("t", split(source, [10]))
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
 async def test_offer_when_memory_can_not_be_moved_then_transfer_failed_and_ticket_is_free(sides: Start) -> None:
     holder = await sides()
     with pytest.raises(TransferFailed, match="tape"):
-        await holder.backend.offer("t", [MemoryRegion(4096, 10, "tape:0")])
+        await holder.backend.publish("t", [MemoryRegion(4096, 10, "tape:0")])
     source = content("a", 10)
-    await holder.backend.offer("t", split(source, [10]))
+    await holder.backend.publish("t", split(source, [10]))
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -136,8 +136,8 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
     targets = {ticket: bytearray(300_001) for ticket in sources}
 
     async def move(ticket: str, holder: Side, reader: Side) -> None:
-        offer = await holder.backend.offer(ticket, split(sources[ticket], [300_000, 1]))
-        await reader.backend.fetch(ticket, offer, split(targets[ticket], [300_000, 1]), timeout_s=10)
+        offer = await holder.backend.publish(ticket, split(sources[ticket], [300_000, 1]))
+        await reader.backend.read(ticket, offer, split(targets[ticket], [300_000, 1]), timeout_s=10)
 
     async with asyncio.TaskGroup() as group:
         for ticket in tickets:
@@ -153,15 +153,15 @@ async def test_aclose_when_called_twice_with_offers_out_then_nothing_is_left(kin
     backend = create_backend(kind)
     await backend.start(lambda ticket_id: None)
     source, target = content("a", 100), bytearray(100)
-    offer = await backend.offer("t", split(source, [100]))
+    offer = await backend.publish("t", split(source, [100]))
     if kind != "nixl":  # an agent does not read from itself
-        await backend.fetch("t", offer, split(target, [100]), timeout_s=10)
+        await backend.read("t", offer, split(target, [100]), timeout_s=10)
     await backend.aclose()
     await backend.aclose()
     assert len(asyncio.all_tasks()) == tasks
     assert own_threads() == threads
     with pytest.raises(TransferFailed):
-        await backend.offer("u", split(source, [100]))
+        await backend.publish("u", split(source, [100]))
 
 
 # --- two processes -----------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Holder:
         self._process.stdin.write((" ".join(map(str, words)) + "\n").encode())
         return await self.answer()
 
-    async def offer(self, ticket_id: str, *sizes: int) -> bytes:
+    async def publish(self, ticket_id: str, *sizes: int) -> bytes:
         return bytes.fromhex((await self.ask("offer", ticket_id, *sizes))["offer"])
 
     def signal(self, number: int) -> None:
@@ -238,14 +238,14 @@ async def test_fetch_when_holder_is_another_process_then_bytes_arrive_and_it_is_
     reader = await sides()
     async with holder_process(kind) as holder:
         for ticket in ("t0", "t1", "t2"):
-            offer = await holder.offer(ticket, *ODD)
+            offer = await holder.publish(ticket, *ODD)
             target = bytearray(sum(ODD))
-            await reader.backend.fetch(ticket, offer, split(target, ODD), timeout_s=10)
+            await reader.backend.read(ticket, offer, split(target, ODD), timeout_s=10)
             assert target == content(ticket, sum(ODD))
             assert await holder.answer() == {"fetched": ticket}
         await holder.ask("withdraw", "t2")
         with pytest.raises(TransferFailed):
-            await reader.backend.fetch("t2", offer, split(target, ODD), timeout_s=10)
+            await reader.backend.read("t2", offer, split(target, ODD), timeout_s=10)
 
 
 @pytest.mark.parametrize("kind", REMOTE, indirect=True)
@@ -259,14 +259,14 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
     size = 8 << 20
     async with holder_process(kind) as holder:
         target = bytearray(size)
-        await reader.backend.fetch("w", await holder.offer("w", size), split(target, [size]), timeout_s=10)
+        await reader.backend.read("w", await holder.publish("w", size), split(target, [size]), timeout_s=10)
         assert await holder.answer() == {"fetched": "w"}
-        offer = await holder.offer("t", size)
+        offer = await holder.publish("t", size)
         tasks, threads, sockets = len(asyncio.all_tasks()), own_threads(), open_sockets()
         holder.freeze()
         began = time.monotonic()
         fetch = asyncio.create_task(
-            reader.backend.fetch("t", offer, split(target, [size]), timeout_s=3 if cancel else 1.5)
+            reader.backend.read("t", offer, split(target, [size]), timeout_s=3 if cancel else 1.5)
         )
         if cancel:
             await asyncio.sleep(0.3)
@@ -282,7 +282,7 @@ async def test_fetch_when_holder_is_frozen_then_ends_in_time_and_leaves_nothing(
             while len(asyncio.all_tasks()) != tasks or own_threads() != threads or open_sockets() > sockets:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert registered == []
-        await reader.backend.fetch("t", offer, split(target, [size]), timeout_s=10)  # and the next fetch works
+        await reader.backend.read("t", offer, split(target, [size]), timeout_s=10)  # and the next fetch works
         assert target == content("t", size)
 
 
@@ -292,12 +292,12 @@ async def test_fetch_when_holder_was_killed_then_fails_in_time(kind: str, sides:
     reader = await sides()
     target = bytearray(5000)
     async with holder_process(kind) as holder:
-        offer = await holder.offer("t", 5000)
+        offer = await holder.publish("t", 5000)
         if met:
-            await reader.backend.fetch("t", offer, split(target, [5000]), timeout_s=10)
+            await reader.backend.read("t", offer, split(target, [5000]), timeout_s=10)
         holder.signal(signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(KvTransferError) as caught:
-        await reader.backend.fetch("t", offer, split(target, [5000]), timeout_s=2)
+        await reader.backend.read("t", offer, split(target, [5000]), timeout_s=2)
     assert isinstance(caught.value, TransferFailed | TransferTimeout)
     assert time.monotonic() - began < SOON_S

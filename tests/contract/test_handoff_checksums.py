@@ -57,16 +57,16 @@ async def test_fetch_when_offered_memory_changes_then_every_flip_is_found_and_th
         sizes = [chance.choice((0, 1, 9, 4096, chance.randrange(20_000))) for _ in range(chance.randrange(1, 5))]
         if number % 50 == 0:
             sizes.append(chance.choice((100_000, BLOCK_BYTES + 9)))
-        offer = await holder.offer("t", split(source, sizes))
+        offer = await holder.publish("t", split(source, sizes))
         target[: sum(sizes)] = bytes(sum(sizes))
-        await reader.fetch("t", offer, split(target, sizes), timeout_s=SOON_S)
+        await reader.read("t", offer, split(target, sizes), timeout_s=SOON_S)
         assert target[: sum(sizes)] == source[: sum(sizes)]
         if sum(sizes) and chance.random() < 0.5:
             source[chance.randrange(sum(sizes))] ^= 1 << chance.randrange(8)
             flips += 1
             with pytest.raises(TransferFailed, match="checksum of its KV is wrong"):
-                await reader.fetch("t", offer, split(target, sizes), timeout_s=SOON_S)
-        await holder.withdraw("t")
+                await reader.read("t", offer, split(target, sizes), timeout_s=SOON_S)
+        await holder.unpublish("t")
     assert reader.checksums.mismatches == flips > TRANSFERS / 4
     assert holder.checksums.mismatches == 0
 
@@ -87,10 +87,10 @@ async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdraw
     for ends in ("fetched", "withdrawn"):
         gate.clear()
         begun.clear()
-        offer = await holder.offer("t", split(source, LARGE))
-        fetch = asyncio.create_task(reader.fetch("t", offer, split(target, LARGE), timeout_s=SOON_S))
+        offer = await holder.publish("t", split(source, LARGE))
+        fetch = asyncio.create_task(reader.read("t", offer, split(target, LARGE), timeout_s=SOON_S))
         assert await asyncio.to_thread(begun.wait, SOON_S)
-        ending = asyncio.create_task(holder.withdraw("t")) if ends == "withdrawn" else None
+        ending = asyncio.create_task(holder.unpublish("t")) if ends == "withdrawn" else None
         await asyncio.wait([fetch, *([ending] if ending else [])], timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
         assert ending is None or not ending.done()  # a thread still reads the memory
         assert ends == "withdrawn" or not fetch.done()
@@ -102,7 +102,7 @@ async def test_fetch_when_checksums_are_computed_late_then_it_waits_and_withdraw
         else:
             await fetch
             assert target == source
-            await holder.withdraw("t")
+            await holder.unpublish("t")
 
 
 @pytest.mark.parametrize("modes", [("off", "auto"), ("auto", "off"), ("before", "auto")], ids="-".join)
@@ -112,14 +112,14 @@ async def test_fetch_when_one_side_sends_or_compares_no_checksum_then_unchecked_
     """A holder of an earlier version says nothing of checksums in its offer."""
     holder, reader = await start("off" if modes[0] == "before" else modes[0]), await start(modes[1])
     source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
-    offer = await holder.offer("t", split(source, LARGE))
+    offer = await holder.publish("t", split(source, LARGE))
     if modes[0] == "before":
         facts = msgspec.msgpack.decode(offer)
         del facts["checksum"]
         offer = msgspec.msgpack.encode(facts)
-    await reader.fetch("t", offer, split(target, LARGE), timeout_s=SOON_S)
+    await reader.read("t", offer, split(target, LARGE), timeout_s=SOON_S)
     assert target == source
-    await holder.withdraw("t")  # until then a thread may read the memory
+    await holder.unpublish("t")  # until then a thread may read the memory
 
 
 async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer_failed_says_what_to_do(
@@ -127,9 +127,9 @@ async def test_fetch_when_checksums_are_demanded_and_there_is_none_then_transfer
 ) -> None:
     holder, reader = await start("off"), await start("on")
     source, target = content("a", 100), bytearray(100)
-    offer = await holder.offer("t", split(source, [100]))
+    offer = await holder.publish("t", split(source, [100]))
     with pytest.raises(TransferFailed, match="set kv_checksums to auto"):
-        await reader.fetch("t", offer, split(target, [100]), timeout_s=SOON_S)
+        await reader.read("t", offer, split(target, [100]), timeout_s=SOON_S)
     assert target == bytes(100)
 
 
@@ -141,19 +141,19 @@ async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: S
     for number in range(TRANSFERS):
         sizes = [chance.randrange(200, 9000) for _ in range(chance.randrange(1, 4))]
         source, target = content(str(number), sum(sizes)), bytearray(sum(sizes))
-        facts = msgspec.msgpack.decode(await holder.offer("t", split(source, sizes)))
+        facts = msgspec.msgpack.decode(await holder.publish("t", split(source, sizes)))
         relay.point_at(facts["host"], facts["port"])
         relay.change = flipped if chance.random() < 0.5 else None
         offer = msgspec.msgpack.encode(facts | {"port": int(relay.address.rpartition(":")[2])})
         try:
-            await reader.fetch("t", offer, split(target, sizes), timeout_s=SOON_S)
+            await reader.read("t", offer, split(target, sizes), timeout_s=SOON_S)
         except KvTransferError:
             assert relay.change is not None
             failed += 1
         else:
             assert relay.change is None
             assert target == source
-        await holder.withdraw("t")
+        await holder.unpublish("t")
     await relay.cut()
     assert reader.checksums.mismatches == failed > TRANSFERS / 4
 
@@ -169,7 +169,7 @@ async def test_fetch_when_its_holder_can_not_compute_the_checksum_then_transfer_
 
     monkeypatch.setattr(holder.checksums, "hash", broken)
     source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
-    offer = await holder.offer("t", split(source, LARGE))
+    offer = await holder.publish("t", split(source, LARGE))
     with pytest.raises(TransferFailed, match="no longer offers"):
-        await reader.fetch("t", offer, split(target, LARGE), timeout_s=SOON_S)
-    await holder.withdraw("t")
+        await reader.read("t", offer, split(target, LARGE), timeout_s=SOON_S)
+    await holder.unpublish("t")

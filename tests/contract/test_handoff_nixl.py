@@ -40,12 +40,12 @@ async def test_fetch_when_a_peer_was_read_often_then_it_is_met_anew_and_bytes_st
     known, kept = [], []
     for i in range(7):
         source, target = content(f"t{i}", SIZE), bytearray(SIZE)
-        offer = await holder.offer(f"t{i}", split(source, [SIZE]))
-        await reader.fetch(f"t{i}", offer, split(target, [SIZE]), timeout_s=5)
-        await holder.withdraw(f"t{i}")
+        offer = await holder.publish(f"t{i}", split(source, [SIZE]))
+        await reader.read(f"t{i}", offer, split(target, [SIZE]), timeout_s=5)
+        await holder.unpublish(f"t{i}")
         assert target == source
         kept.append(source)  # or the next lies at the same address and is known already
-        known.append(len(reader._reader.peers))
+        known.append(len(reader._fetch_driver.peers))
     assert known == [1, 1, 0, 1, 1, 0, 1]
 
 
@@ -53,32 +53,32 @@ async def test_offer_when_guards_run_out_then_transfer_failed_until_one_is_withd
     pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, _ = pair
-    del holder._guards.free[1:]
+    del holder._validity_slots.free_slots[1:]
     source = content("a", 10)
-    await holder.offer("t", split(source, [10]))
+    await holder.publish("t", split(source, [10]))
     with pytest.raises(TransferFailed, match="withdraw some"):
-        await holder.offer("u", split(source, [10]))
-    await holder.withdraw("t")
-    await holder.offer("u", split(source, [10]))
+        await holder.publish("u", split(source, [10]))
+    await holder.unpublish("t")
+    await holder.publish("u", split(source, [10]))
 
 
 async def test_offer_when_cancelled_while_registering_then_no_offer_is_left(
     pair: tuple[NixlBackend, NixlBackend],
 ) -> None:
     holder, _ = pair
-    slots = len(holder._guards.free)
+    slots = len(holder._validity_slots.free_slots)
     gate = threading.Event()
     holder._registering.submit(gate.wait, 10)
     source = content("a", SIZE)
-    offering = asyncio.create_task(holder.offer("t", split(source, [SIZE])))
+    offering = asyncio.create_task(holder.publish("t", split(source, [SIZE])))
     await asyncio.sleep(0.05)
     offering.cancel()
     gate.set()
     with pytest.raises(asyncio.CancelledError):
         await offering
-    await holder.offer("u", split(source, [SIZE]))  # queued behind the cleanup
-    assert set(holder._offers) == {"u"}
-    assert len(holder._guards.free) == slots - 1
+    await holder.publish("u", split(source, [SIZE]))  # queued behind the cleanup
+    assert set(holder._published) == {"u"}
+    assert len(holder._validity_slots.free_slots) == slots - 1
 
 
 @pytest.mark.parametrize("in_region", [True, False])
@@ -90,15 +90,15 @@ async def test_withdraw_when_closing_or_closed_then_returns_once_memory_is_free(
     if in_region:
         await holder.register(piece)
     for ticket_id in ("t", "u"):
-        await holder.offer(ticket_id, [piece])
+        await holder.publish(ticket_id, [piece])
     holder._registering.submit(time.sleep, 0.1)
     closing = asyncio.create_task(holder.aclose())
     await asyncio.sleep(0)
-    await holder.withdraw("t")
-    assert not holder._offers
-    assert not holder._vendor.regions
+    await holder.unpublish("t")
+    assert not holder._published
+    assert not holder._bindings.regions
     await closing
-    await holder.withdraw("u")
+    await holder.unpublish("u")
 
 
 async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_without_reading(
@@ -106,17 +106,17 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
 ) -> None:
     holder, reader = pair
     source, target = content("a", SIZE), bytearray(SIZE)
-    offer = await holder.offer("t", split(source, [SIZE]))
-    slots = len(reader._guards.free)
+    offer = await holder.publish("t", split(source, [SIZE]))
+    slots = len(reader._validity_slots.free_slots)
     freed = threading.Event()
 
     def slow() -> Iterator[float]:
         while not freed.is_set():
             yield 0.01
 
-    others = [reader._fetching.submit(slow()) for _ in range(poller.FETCHES_AT_ONCE)]
-    late = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=0.1))
-    gone = asyncio.create_task(reader.fetch("t", offer, split(target, [SIZE]), timeout_s=30))
+    others = [reader._fetching.submit(slow()) for _ in range(poller.MAX_CONCURRENT_FETCHES)]
+    late = asyncio.create_task(reader.read("t", offer, split(target, [SIZE]), timeout_s=0.1))
+    gone = asyncio.create_task(reader.read("t", offer, split(target, [SIZE]), timeout_s=30))
     await asyncio.sleep(0.05)
     gone.cancel()
     began = time.monotonic()
@@ -128,7 +128,7 @@ async def test_fetch_when_too_many_are_under_way_then_times_out_or_is_cancelled_
     with pytest.raises(TransferTimeout, match="too many others"):
         await late
     assert target == bytes(SIZE)
-    assert len(reader._guards.free) == slots
+    assert len(reader._validity_slots.free_slots) == slots
     assert all(other.result(timeout=SOON_S) is None for other in others)
 
 
@@ -137,8 +137,8 @@ async def test_listen_when_no_offers_are_out_then_no_processor_time_is_used(
 ) -> None:
     holder, _ = pair
     source = content("a", 10)
-    await holder.offer("t", split(source, [10]))
-    await holder.withdraw("t")
+    await holder.publish("t", split(source, [10]))
+    await holder.unpublish("t")
     await asyncio.sleep(0.1)
     before = time.process_time()
     await asyncio.sleep(0.5)

@@ -38,16 +38,16 @@ async def test_fetch_when_pieces_become_ready_one_by_one_then_each_is_told_and_n
     def hear(index: int) -> None:
         loop.call_soon_threadsafe(arrived.put_nowait, index)
 
-    offer = await holder.backend.offer("t", split(source, sizes), ready=begin)
-    holder.backend.advance("unknown", 1)
+    offer = await holder.backend.publish("t", split(source, sizes), ready=begin)
+    holder.backend.mark_ready("unknown", 1)
     to = split(target, sizes)
-    fetch = asyncio.create_task(reader.backend.fetch("t", offer, to, timeout_s=10, on_piece=hear))
+    fetch = asyncio.create_task(reader.backend.read("t", offer, to, timeout_s=10, on_piece=hear))
     assert [await arrived.get() for _ in range(begin)] == list(range(begin))
     for ready in range(begin, len(sizes)):
         await asyncio.sleep(0.02)
         assert arrived.empty()
         assert not any(target[sum(sizes[:ready]) :])
-        holder.backend.advance("t", ready + 1)
+        holder.backend.mark_ready("t", ready + 1)
         assert await arrived.get() == ready
     await fetch
     assert target == source
@@ -59,10 +59,10 @@ async def test_fetch_when_pieces_become_ready_one_by_one_then_each_is_told_and_n
 async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sides: Start) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
-    offer = await holder.backend.offer("t", split(source, [2500, 2500]), ready=1)
-    fetch = asyncio.create_task(reader.backend.fetch("t", offer, split(target, [2500, 2500]), timeout_s=10))
+    offer = await holder.backend.publish("t", split(source, [2500, 2500]), ready=1)
+    fetch = asyncio.create_task(reader.backend.read("t", offer, split(target, [2500, 2500]), timeout_s=10))
     await asyncio.sleep(0.05)
-    await holder.backend.withdraw("t")
+    await holder.backend.unpublish("t")
     with pytest.raises(TransferFailed):
         await fetch
     assert holder.fetched == []
@@ -72,11 +72,11 @@ async def test_fetch_when_withdrawn_before_all_is_ready_then_transfer_failed(sid
 async def test_fetch_when_the_rest_never_becomes_ready_then_handoff_timeout(sides: Start) -> None:
     holder, reader = await sides(), await sides()
     source, target = content("a", 5000), bytearray(5000)
-    offer = await holder.backend.offer("t", split(source, [2500, 2500]), ready=1)
+    offer = await holder.backend.publish("t", split(source, [2500, 2500]), ready=1)
     with pytest.raises(TransferTimeout):
-        await reader.backend.fetch("t", offer, split(target, [2500, 2500]), timeout_s=0.2)
-    holder.backend.advance("t", 2)
-    await reader.backend.fetch("t", offer, split(target, [2500, 2500]), timeout_s=10)
+        await reader.backend.read("t", offer, split(target, [2500, 2500]), timeout_s=0.2)
+    holder.backend.mark_ready("t", 2)
+    await reader.backend.read("t", offer, split(target, [2500, 2500]), timeout_s=10)
     assert target == source
 
 
@@ -92,12 +92,12 @@ async def test_register_when_both_sides_did_then_parts_of_it_move_without_anothe
     registered = [count_registrations(end, monkeypatch) for end in ends] if kind == "nixl" else []
     sizes = [1000, 4096, 50_000]
     for number in range(3):
-        offer = await holder.backend.offer(f"t{number}", split(source, sizes))
+        offer = await holder.backend.publish(f"t{number}", split(source, sizes))
         assert not any(registered)
         target[:] = bytes(len(target))
-        await reader.backend.fetch(f"t{number}", offer, split(target, sizes), timeout_s=10)
+        await reader.backend.read(f"t{number}", offer, split(target, sizes), timeout_s=10)
         assert target == source[: sum(sizes)] + bytes(100_000 - sum(sizes))
-        await holder.backend.withdraw(f"t{number}")
+        await holder.backend.unpublish(f"t{number}")
     assert not any(registered)
 
 
@@ -109,4 +109,4 @@ async def test_register_when_memory_can_not_be_moved_then_transfer_failed(sides:
         with pytest.raises(TransferFailed, match=device.partition(":")[0]):
             await holder.backend.register(MemoryRegion(4096, 10, device))
     source = content("a", 10)
-    await holder.backend.offer("t", split(source, [10]))
+    await holder.backend.publish("t", split(source, [10]))

@@ -41,7 +41,7 @@ async def ask(offer: bytes, request: bytes) -> tuple[asyncio.StreamReader, async
 
 async def test_serve_when_token_is_wrong_then_nothing_is_given_away(holder: TcpBackend, fetched: list[str]) -> None:
     source = content("a", 1000)
-    offer = await holder.offer("t", split(source, [1000]))
+    offer = await holder.publish("t", split(source, [1000]))
     reader, writer = await ask(offer, _REQUEST.pack(_CHECKED, bytes(32), 1) + b"t")
     async with asyncio.timeout(SOON_S):
         assert await reader.read() == _REPLY.pack(_CHECKED, False, 0)
@@ -54,9 +54,9 @@ async def test_serve_when_a_stranger_calls_then_offers_stay_good(
     holder: TcpBackend, fetched: list[str], noise: bytes
 ) -> None:
     source, target = content("a", 1000), bytearray(1000)
-    offer = await holder.offer("t", split(source, [1000]))
+    offer = await holder.publish("t", split(source, [1000]))
     _, writer = await ask(offer, noise)
-    await holder.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
+    await holder.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
     assert target == source
     writer.close()
 
@@ -65,13 +65,13 @@ async def test_withdraw_when_a_reader_stopped_reading_then_its_connection_ends(
     holder: TcpBackend, fetched: list[str]
 ) -> None:
     source = content("a", 32 << 20)  # more than the sockets' buffers hold
-    offer = await holder.offer("t", split(source, [len(source)]))
+    offer = await holder.publish("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
     reader, writer = await ask(offer, _REQUEST.pack(_CHECKED, token, 1) + b"t")
     async with asyncio.timeout(SOON_S):
         assert await reader.readexactly(_REPLY.size) == _REPLY.pack(_CHECKED, True, len(source))
-        await holder.withdraw("t")
-        assert holder._offers == {}
+        await holder.unpublish("t")
+        assert holder._published == {}
         assert len(await reader.read(-1)) < len(source)  # the end comes, and early
     writer.close()
     assert fetched == []
@@ -85,11 +85,11 @@ async def test_fetch_when_holder_sends_too_little_then_transfer_failed(holder: T
         await writer.wait_closed()
 
     source, target = content("a", 1000), bytearray(1000)
-    facts = msgspec.msgpack.decode(await holder.offer("t", split(source, [1000])))
+    facts = msgspec.msgpack.decode(await holder.publish("t", split(source, [1000])))
     async with await asyncio.start_server(short, "127.0.0.1", 0) as server:
         offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
         with pytest.raises(TransferFailed, match="broke off"):
-            await holder.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
+            await holder.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
 
 
 @pytest.mark.parametrize(
@@ -106,24 +106,24 @@ async def test_fetch_when_reply_is_wrong_then_refused_and_nothing_written(
         writer.close()
 
     source, target = content("a", 1000), bytearray(1000)
-    facts = msgspec.msgpack.decode(await holder.offer("t", split(source, [1000])))
+    facts = msgspec.msgpack.decode(await holder.publish("t", split(source, [1000])))
     async with await asyncio.start_server(wrong, "127.0.0.1", 0) as server:
         offer = msgspec.msgpack.encode({**facts, "port": server.sockets[0].getsockname()[1]})
         with pytest.raises(TransferFailed, match=message):
-            await holder.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
+            await holder.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
     assert target == bytes(1000)
 
 
 async def test_fetch_when_on_a_gpu_then_names_the_device(holder: TcpBackend) -> None:
     with pytest.raises(TransferFailed, match="cuda:0"):
-        await holder.offer("t", [MemoryRegion(4096, 10, "cuda:0")])
+        await holder.publish("t", [MemoryRegion(4096, 10, "cuda:0")])
 
 
 async def test_fetch_when_time_is_short_then_handoff_timeout(holder: TcpBackend, fetched: list[str]) -> None:
     source, target = content("a", 1000), bytearray(1000)
-    offer = await holder.offer("t", split(source, [1000]))
+    offer = await holder.publish("t", split(source, [1000]))
     with pytest.raises(TransferTimeout, match="within 0 s"):
-        await holder.fetch("t", offer, split(target, [1000]), timeout_s=0)
+        await holder.read("t", offer, split(target, [1000]), timeout_s=0)
 
 
 # --- addresses, and strangers that stay ------------------------------------------------------------------------
@@ -143,10 +143,10 @@ async def test_fetch_when_holders_have_addresses_of_their_own_then_kv_comes_from
             await holder.start(fetched.append)
             stack.push_async_callback(holder.aclose)
             source, target = content("a", 1000), bytearray(1000)
-            offer = await holder.offer("t", split(source, [1000]))
+            offer = await holder.publish("t", split(source, [1000]))
             facts = msgspec.msgpack.decode(offer)
             assert facts["host"] == advertised[number]
-            await reader.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
+            await reader.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
             assert target == source
             if bound == advertised:  # and from nowhere else
                 with pytest.raises(ConnectionRefusedError):
@@ -178,10 +178,10 @@ async def test_serve_when_strangers_stay_silent_then_the_oldest_give_way_and_kv_
     if files > 16:
         monkeypatch.setattr(tcp, "_MAX_UNASKED", 4)
     source, target = content("a", 1000), bytearray(1000)
-    offer = await holder.offer("t", split(source, [1000]))
+    offer = await holder.publish("t", split(source, [1000]))
     strangers = [await ask(offer, b"DKV1") for _ in range(12)]
     async with asyncio.timeout(SOON_S):
-        await holder.fetch("t", offer, split(target, [1000]), timeout_s=SOON_S)
+        await holder.read("t", offer, split(target, [1000]), timeout_s=SOON_S)
         assert target == source
         for reader, _ in strangers[:8]:
             assert await reader.read() == b""
@@ -196,16 +196,16 @@ async def test_serve_when_all_connections_are_in_use_then_one_more_fails_at_once
 ) -> None:
     monkeypatch.setattr(tcp, "_MAX_CONNECTIONS", 2)
     source, target = content("a", 32 << 20), bytearray(32 << 20)  # more than the sockets' buffers hold
-    offer = await holder.offer("t", split(source, [len(source)]))
+    offer = await holder.publish("t", split(source, [len(source)]))
     token = msgspec.msgpack.decode(offer)["token"]
     readers = [await ask(offer, _REQUEST.pack(_CHECKED, token, 1) + b"t") for _ in range(2)]
     async with asyncio.timeout(SOON_S):
         for reader, _ in readers:
             await reader.readexactly(_REPLY.size)
         with pytest.raises(TransferFailed, match="broke off"):
-            await holder.fetch("t", offer, split(target, [len(source)]), timeout_s=SOON_S)
+            await holder.read("t", offer, split(target, [len(source)]), timeout_s=SOON_S)
         for _, writer in readers:
             writer.transport.abort()
         while target != source:
             with suppress(TransferFailed):
-                await holder.fetch("t", offer, split(target, [len(source)]), timeout_s=SOON_S)
+                await holder.read("t", offer, split(target, [len(source)]), timeout_s=SOON_S)

@@ -61,7 +61,7 @@ class Damage:
         self.way: Way | None = None
         for kind in (LoopbackBackend, TcpBackend):
             monkeypatch.setattr(kind, "start", self._noting(kind.start))
-            monkeypatch.setattr(kind, "fetch", self._damaging(kind.fetch))
+            monkeypatch.setattr(kind, "read", self._damaging(kind.read))
 
     def _noting(self, start: Any) -> Any:
         async def noting(backend: TransferBackend, *args: Any) -> None:
@@ -113,8 +113,8 @@ class Deployment:
             card=made,
             layout=info.layout,
             limits=info.limits,
-            pairing=info.pairing,
-            serves_whole=info.serves_whole,
+            kv_compat=info.kv_compat,
+            can_aggregate=info.can_aggregate,
         )
         admission = Admission(AdmissionLimits(), time.time)
         service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
@@ -165,7 +165,7 @@ async def deployment(kind: str, llama: Path, monkeypatch: pytest.MonkeyPatch) ->
     engine_kind = kind.partition(" ")[0]
     args: dict[str, Any] = {"step_s": 0} if kind == "mock" else {}
     deployment = Deployment(engine_kind, Damage(monkeypatch))
-    card = {"refuses": ("cache_salt",)} if kind.endswith("without salts") else {}
+    card = {"unsupported_features": ("cache_salt",)} if kind.endswith("without salts") else {}
     async with AsyncExitStack() as stack:
         stack.push_async_callback(deployment.plane.aclose)
         for number, role in enumerate((Role.PREFILL, Role.DECODE, Role.DECODE), 1):

@@ -91,7 +91,7 @@ class LossyNetwork:
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
     network = LossyNetwork()
-    at_caller, at_worker = TransportPlane._take, EndpointServer._take
+    at_caller, at_worker = TransportPlane._on_message, EndpointServer._on_message
 
     def take_at_caller(plane: TransportPlane, data: bytes, reply: str) -> None:
         if data != PING:
@@ -104,8 +104,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LossyNetwork]:
         for message in network.messages(serving, data, reply):
             at_worker(serving, *message)
 
-    monkeypatch.setattr(TransportPlane, "_take", take_at_caller)
-    monkeypatch.setattr(EndpointServer, "_take", take_at_worker)
+    monkeypatch.setattr(TransportPlane, "_on_message", take_at_caller)
+    monkeypatch.setattr(EndpointServer, "_on_message", take_at_worker)
     return network
 
 
@@ -122,9 +122,9 @@ class Cluster:
             "running": sum(each.running + each.waiting for each in stats),
             "kv blocks": sum(each.kv_blocks_used for each in stats),
             "tickets": sum(each.tickets_held for each in stats),
-            "streams at workers": sum(serving.running for serving in self.plane._servings),
+            "streams at workers": sum(serving.running for serving in self.plane._servers),
             "streams at the caller": len(self.plane._inbox),
-            "peers": len(self.plane._workers._streams) + sum(len(s._callers._streams) for s in self.plane._servings),
+            "peers": len(self.plane._workers._streams) + sum(len(s._callers._streams) for s in self.plane._servers),
         }
         return [f"{name}: {count}" for name, count in left.items() if count]
 

@@ -224,9 +224,9 @@ async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
     assert await bench.caller.control(SUBJECT, GetFile("abc", 5)) == b"x" * 1000
-    error = await check_fails(bench.caller.control(SUBJECT, ReleaseKv("t", ReleaseOutcome.REDEEMED)), TransferExpired)
+    error = await check_fails(bench.caller.control(SUBJECT, ReleaseKv("t", ReleaseOutcome.FETCHED)), TransferExpired)
     assert error.field == "ticket_id"
-    assert service.verbs == [GetFile("abc", 5), ReleaseKv("t", ReleaseOutcome.REDEEMED)]
+    assert service.verbs == [GetFile("abc", 5), ReleaseKv("t", ReleaseOutcome.FETCHED)]
     await check_fails(bench.caller.control(SUBJECT, GetFile("boom")), InternalError)
     await check_fails(bench.caller.control(SUBJECT, GetFile("huge")), PayloadTooLarge)
     await check_fails(bench.caller.control("ns_x.generate-1", GetFile("abc")), Unreachable)

@@ -36,7 +36,7 @@ from tests.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1"))
+    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket("t1"))
 
 
 async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: Bench) -> None:
@@ -50,7 +50,7 @@ async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refu
     taking = asyncio.create_task(collect(bench.caller, make_request()))
     with pytest.raises(asyncio.CancelledError):
         await taking
-    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.REFUSED)])
+    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
 async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(bench: Bench) -> None:
@@ -61,7 +61,7 @@ async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(b
     await asyncio.sleep(0.7)  # two pings: the caller is there
     assert service.verbs == []
     with pytest.raises(TransferExpired):
-        await bench.caller.control(SUBJECT, ReleaseKv("t1", ReleaseOutcome.REDEEMED))
+        await bench.caller.control(SUBJECT, ReleaseKv("t1", ReleaseOutcome.FETCHED))
     assert len(service.verbs) == 1
 
 
@@ -99,12 +99,12 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
         await anext(chunks)
-        link = bench.caller._link  # type: ignore[attr-defined]
+        transport = bench.caller._transport  # type: ignore[attr-defined]
         nobody = encode(ClientMessage(OpenStream(1, "no subject", make_request(name="x"), 60.0)))
         for data in (PING, b"garbage", nobody):
-            link.post(SUBJECT, data)
-            link.post(control_subject(SUBJECT), data)
-            link.post(bench.caller._inbox_subject, PING)  # type: ignore[attr-defined]
+            transport.publish(SUBJECT, data)
+            transport.publish(control_subject(SUBJECT), data)
+            transport.publish(bench.caller._inbox_subject, PING)  # type: ignore[attr-defined]
         await until(lambda: service.open == 2)
         gate.set()
         assert [chunk.finish_reason async for chunk in chunks] == [FinishReason.STOP]
@@ -124,9 +124,9 @@ async def test_request_when_clocks_of_two_machines_differ_then_it_has_the_time_t
     service = ScriptedService(noting)
     await bench.worker.serve(SUBJECT, service)
     caller = bench.caller
-    await caller._listen()  # type: ignore[attr-defined]
+    await caller._subscribe()  # type: ignore[attr-defined]
     request = msgspec.structs.replace(make_request(), deadline=time.time() + ahead_s + 60)  # by the caller's clock
     opening = OpenStream(7, caller._inbox_subject, request, 60.0)  # type: ignore[attr-defined]
-    caller._link.post(SUBJECT, encode(ClientMessage(opening)))  # type: ignore[attr-defined]
+    caller._transport.publish(SUBJECT, encode(ClientMessage(opening)))  # type: ignore[attr-defined]
     await until(lambda: bool(seen))
     assert seen[0] == pytest.approx(60, abs=SOON_S)

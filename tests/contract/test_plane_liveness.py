@@ -186,7 +186,7 @@ async def test_opening_when_it_is_repeated_after_its_end_then_it_does_not_run_ag
     await collect(bench.caller, make_request())
     await until(lambda: serving.running == 0)
     service.started.clear()
-    bench.caller._link.post(SUBJECT, openings[0])  # type: ignore[attr-defined]
+    bench.caller._transport.publish(SUBJECT, openings[0])  # type: ignore[attr-defined]
     await collect(bench.caller, make_request(name="next"))  # comes after it, in order
     assert len(openings) == 3
     await until(lambda: service.open == serving.running == 0)
@@ -201,7 +201,7 @@ async def test_stream_when_its_worker_is_replaced_under_the_same_subject_then_it
     async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         with monkeypatch.context() as silent:  # a process that is killed says nothing
-            silent.setattr(bench.worker._link, "post", lambda subject, data: None)  # type: ignore[attr-defined]
+            silent.setattr(bench.worker._transport, "publish", lambda subject, data: None)  # type: ignore[attr-defined]
             await serving.aclose()
         await bench.worker.serve(SUBJECT, ScriptedService(one_then_wait))
         with pytest.raises(DynamoError) as caught:
@@ -244,7 +244,7 @@ async def test_opening_when_its_inbox_is_longer_than_any_then_it_is_refused_and_
     service = ScriptedService(three_steps)
     await bench.worker.serve(SUBJECT, service)
     opening = encode(ClientMessage(OpenStream(1, "x" * 5000, make_request(), 60.0)))
-    reply = await bench.caller._link.ask(SUBJECT, opening, timeout_s=SOON_S)  # type: ignore[attr-defined]
+    reply = await bench.caller._transport.request(SUBJECT, opening, timeout_s=SOON_S)  # type: ignore[attr-defined]
     failure = decode(reply, Ack).failure
     assert failure is not None
     assert failure.code == BadFrame.code
@@ -259,8 +259,8 @@ async def test_report_when_it_is_larger_than_a_message_then_the_peers_go_on_with
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
-        link = bench.worker._link  # type: ignore[attr-defined]
-        monkeypatch.setattr(type(link), "max_message_bytes", 8)
+        transport = bench.worker._transport  # type: ignore[attr-defined]
+        monkeypatch.setattr(type(transport), "max_message_bytes", 8)
         await asyncio.sleep(3 * LIMITS.ping_interval_s)
         assert service.open == 1
         monkeypatch.undo()
@@ -289,13 +289,13 @@ async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is
 ) -> None:
     """A subject of more than 4 KiB would cost the connection."""
     await bench.worker.serve(SUBJECT, ScriptedService(one_then_wait))
-    link = bench.worker._link  # type: ignore[attr-defined]
+    transport = bench.worker._transport  # type: ignore[attr-defined]
     async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
         await anext(chunks)
         inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
         for subject in ("x" * 5000, "not a subject", "ns_x.generate-7"):
-            link.post(inbox, encode(Batch([], StreamReport(subject, 1, [(n, 1) for n in range(5000)]))))
-        link.post("y" * 5000, b"")
+            transport.publish(inbox, encode(Batch([], StreamReport(subject, 1, [(n, 1) for n in range(5000)]))))
+        transport.publish("y" * 5000, b"")
         await check_fails(bench.caller.control("y" * 5000, GetFile("a")), Unreachable)
         assert len(await bench.caller.control(SUBJECT, GetFile("a"))) == 1000  # the connections live
 

@@ -28,7 +28,7 @@ from tests.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1", ttl_s=60.0))
+    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket("t1", ttl_s=60.0))
 
 
 async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(network: Network, bench: Bench) -> None:
@@ -36,7 +36,7 @@ async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(n
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
     await check_fails(asyncio.wait_for(collect(bench.caller, make_request(seconds=60)), SOON_S), StreamIncomplete)
-    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.REFUSED)])
+    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
 async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_ticket_stays_valid(
@@ -65,7 +65,7 @@ async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_tick
     assert chunk.ticket is not None
     inbox = bench.caller._inbox_subject  # type: ignore[attr-defined]
     for data in reports:
-        bench.worker._link.post(inbox, data)  # type: ignore[attr-defined]
+        bench.worker._transport.publish(inbox, data)  # type: ignore[attr-defined]
     await asyncio.sleep(3 * LIMITS.ping_interval_s)  # reports that list the ticket come, too
     assert service.verbs == []
 
@@ -92,7 +92,7 @@ async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_work
     asking = asyncio.create_task(collect(bench.caller, make_request(seconds=60)))
     with pytest.raises(asyncio.CancelledError):
         await asking
-    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.REFUSED)])
+    await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
     assert isinstance(serving, EndpointServer)
     await until(lambda: not serving._callers._streams)
     assert len(lost) == 2
@@ -100,7 +100,7 @@ async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_work
 
 async def test_ticket_when_it_expires_then_its_caller_is_asked_no_more(network: Network, bench: Bench) -> None:
     async def brief(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        yield Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t1", ttl_s=0.2))
+        yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket("t1", ttl_s=0.2))
 
     serving = await bench.worker.serve(SUBJECT, ScriptedService(brief))
     await collect(bench.caller, make_request())

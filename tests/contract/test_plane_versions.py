@@ -43,7 +43,7 @@ LONG_S = 3 * LIMITS.ping_interval_s  # a peer that is not understood is given up
 
 
 def link_of(plane: Any) -> Transport:
-    return plane._link  # type: ignore[no-any-return]
+    return plane._transport  # type: ignore[no-any-return]
 
 
 def plain(value: Any) -> list[Any]:
@@ -51,36 +51,36 @@ def plain(value: Any) -> list[Any]:
     return msgspec.msgpack.decode(encode(value))  # type: ignore[no-any-return]
 
 
-async def listen(link: Transport, take: Receive) -> Subscription:
+async def listen(transport: Transport, take: Receive) -> Subscription:
     """Listen as a worker. Returns when all callers' messages arrive."""
 
     def take_or_answer(data: bytes, reply: str) -> None:
         if data == PING:
-            link.post(reply, PING)
+            transport.publish(reply, PING)
         else:
             take(data, reply)
 
-    listening = await link.listen(SUBJECT, take_or_answer)
-    await link.ask(SUBJECT, PING, timeout_s=SOON_S)
+    listening = await transport.subscribe(SUBJECT, take_or_answer)
+    await transport.request(SUBJECT, PING, timeout_s=SOON_S)
     return listening
 
 
 class Caller:
     """A caller of another version: sends what it likes, notes what arrives, and answers as it is told to."""
 
-    def __init__(self, link: Transport, answers: Callable[[bytes], bool]) -> None:
-        self.link = link
-        self.inbox = link.new_inbox()
+    def __init__(self, transport: Transport, answers: Callable[[bytes], bool]) -> None:
+        self.transport = transport
+        self.inbox = transport.new_inbox()
         self.answers = answers
         self.arrived: list[bytes] = []
 
     async def listen(self) -> None:
-        await self.link.listen(self.inbox, self.take)
+        await self.transport.subscribe(self.inbox, self.take)
 
     def take(self, data: bytes, reply: str) -> None:
         self.arrived.append(data)
         if reply and self.answers(data):
-            self.link.post(reply, PING)
+            self.transport.publish(reply, PING)
 
     def opening(self, wire: int | None, more: tuple[Any, ...] = ()) -> bytes:
         body = plain(OpenStream(1, self.inbox, make_request(seconds=60), 60.0))
@@ -88,7 +88,7 @@ class Caller:
         return msgspec.msgpack.encode([[*body[:5], *([] if wire is None else [wire]), *more]])
 
     async def ask(self, data: bytes) -> Ack:
-        return decode(await self.link.ask(SUBJECT, data, timeout_s=SOON_S), Ack)
+        return decode(await self.transport.request(SUBJECT, data, timeout_s=SOON_S), Ack)
 
     def frames(self) -> list[Frame]:
         return [frame for data in self.arrived if data != PING for frame in decode(data, Batch).frames]
@@ -110,25 +110,27 @@ async def test_worker_when_its_caller_is_of_version_1_then_it_is_served_and_aske
 
 async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: Bench) -> None:
     """Such a worker can't read a ping and says so; it reports nothing."""
-    link, inboxes = link_of(bench.worker), []
+    transport, inboxes = link_of(bench.worker), []
 
     def take(data: bytes, reply: str) -> None:
         body = msgspec.msgpack.decode(data)[0]
         if body[0] == "open":
             inboxes.append(body[2])
-            link.post(reply, encode(Ack()))
-            link.post(body[2], msgspec.msgpack.encode([[plain(Frame(body[1], 0, Chunk(token_ids=token_ids([7]))))]]))
+            transport.publish(reply, encode(Ack()))
+            transport.publish(
+                body[2], msgspec.msgpack.encode([[plain(Frame(body[1], 0, Chunk(token_ids=token_ids([7]))))]])
+            )
         elif body[0] == "ping":
-            link.post(reply, encode(Ack(ErrorPayload(BadFrame.code, "not an Envelope"))))
+            transport.publish(reply, encode(Ack(ErrorPayload(BadFrame.code, "not an Envelope"))))
 
-    listening = await listen(link, take)
+    listening = await listen(transport, take)
     async with aclosing(bench.caller.generate(SUBJECT, make_request(seconds=60))) as chunks:
         assert (await anext(chunks)).token_ids == token_ids([7])
         reading = asyncio.create_task(anext(chunks))
         await asyncio.sleep(LONG_S)
         assert not reading.done()
         last = plain(Frame(1, 1, Chunk(finish_reason=FinishReason.STOP)))
-        link.post(inboxes[0], msgspec.msgpack.encode([[last]]))
+        transport.publish(inboxes[0], msgspec.msgpack.encode([[last]]))
         assert (await asyncio.wait_for(reading, SOON_S)).finish_reason is FinishReason.STOP
     await listening.stop()
 
@@ -158,8 +160,8 @@ async def test_worker_when_a_message_of_a_later_version_is_unknown_then_it_says_
 ) -> None:
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
     for unknown in ([["migrate", 1, "inbox"]], [{"type": "migrate", "to": 7}], {"new": "form"}):
-        link = link_of(bench.caller)
-        reply = await link.ask(subject, msgspec.msgpack.encode(unknown), timeout_s=SOON_S)
+        transport = link_of(bench.caller)
+        reply = await transport.request(subject, msgspec.msgpack.encode(unknown), timeout_s=SOON_S)
         failure = decode(reply, Ack).failure
         assert failure is not None
         assert failure.code == BadFrame.code
@@ -177,7 +179,7 @@ async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_
     service = ScriptedService(gated)
     await bench.worker.serve(SUBJECT, service)
     caller = bench.caller
-    link = link_of(bench.worker)
+    transport = link_of(bench.worker)
     async with (
         aclosing(caller.generate(SUBJECT, make_request(name="good", seconds=60))) as good,
         aclosing(caller.generate(SUBJECT, make_request(name="bad", seconds=60))) as bad,
@@ -194,7 +196,7 @@ async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_
             [[[stream - 1, 1, {**fine, "unknown": ["field"]}, None, "one more"]], None, "and more"],
             [[[stream, 1, {"finish_reason": "unknown to this version"}]], ["unknown", "report"]],
         ):
-            link.post(inbox, msgspec.msgpack.encode(message))
+            transport.publish(inbox, msgspec.msgpack.encode(message))
         with pytest.raises(StreamIncomplete, match=r"can't be read.*unknown to this version.*another version"):
             await asyncio.wait_for(anext(bad), SOON_S)
         assert (await asyncio.wait_for(anext(good), SOON_S)).finish_reason is None  # the one with unknown fields
@@ -203,13 +205,13 @@ async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_
 
 
 async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_internal_error(bench: Bench) -> None:
-    link = link_of(bench.worker)
+    transport = link_of(bench.worker)
 
     def take(data: bytes, reply: str) -> None:
         if reply:
-            link.post(reply, msgspec.msgpack.encode([["a_new_code", "something new", None, "more"], b"", 1]))
+            transport.publish(reply, msgspec.msgpack.encode([["a_new_code", "something new", None, "more"], b"", 1]))
 
-    listening = await listen(link, take)
+    listening = await listen(transport, take)
     error = await check_fails(collect(bench.caller, make_request()), InternalError)
     assert error.message == "something new"
     await listening.stop()

@@ -35,7 +35,7 @@ SAMPLINGS = [
     {"logit_bias": ((9, 1000.0),), "stop_token_ids": (9,)},
     {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))},
     {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema='{"type":"object"}'),))},
-    {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}", literal="x"),))},
+    {"guided": StructuredOutput(alternatives=(OutputFormat(json_schema="{}", prefix="x"),))},
 ]
 PLAIN_ARGS = {"guided_decoding_backend": "xgrammar"}
 

@@ -44,7 +44,7 @@ def spoiled(ticket: KvTransferParams, how: str, peer: str) -> KvTransferParams:
         params |= {"remote_engine_id": peer, "remote_host": "127.0.0.1", "remote_port": free_ports(1, "127.0.0.1")}
     else:
         params |= {"remote_block_ids": [[block + 10**6 for block in group] for group in params["remote_block_ids"]]}
-    return msgspec.structs.replace(ticket, opaque=wire.pack(params, release="any", seed=None))
+    return msgspec.structs.replace(ticket, engine_state=wire.pack(params, release="any", seed=None))
 
 
 async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[int]], how: str) -> list[str]:
@@ -63,7 +63,7 @@ async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[
             pass
         leg = ask(prompt, phase=Phase.DECODE, ticket=ticket, **free) if n % 2 else ask(prompt, **free)
         chunks = await collect(decode, leg)
-        release(prefill, ticket, ReleaseOutcome.REDEEMED if n % 2 else ReleaseOutcome.REFUSED)
+        release(prefill, ticket, ReleaseOutcome.FETCHED if n % 2 else ReleaseOutcome.ABORTED)
         stats, expected = chunks[-1].stats, await answer(prefill, prompt, **free)
         if tokens(chunks) != expected or stats is None or stats.cached_tokens:
             wrong.append(f"{len(prompt)} tokens, asked again: {tokens(chunks)} instead of {expected}, {stats}")

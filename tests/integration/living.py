@@ -37,7 +37,9 @@ def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
     return WorkerConfig(etcd_endpoints=etcd, nats_server=nats, **{**values, **fields})
 
 
-def request(*, max_tokens: int, phase: Phase = Phase.WHOLE, prompt: int = 100, seconds: float = 30) -> GenerateRequest:
+def request(
+    *, max_tokens: int, phase: Phase = Phase.AGGREGATED, prompt: int = 100, seconds: float = 30
+) -> GenerateRequest:
     return GenerateRequest(
         request_id=uuid.uuid4().hex,
         model="tiny",

@@ -34,7 +34,7 @@ class Scene:
             return [chunk async for chunk in chunks]
 
     def serving(self, role: Role) -> EndpointServer:
-        (found,) = [s for plane in self.living.planes for s in plane._servings if s._service._role is role]  # type: ignore[attr-defined]
+        (found,) = [s for plane in self.living.planes for s in plane._servers if s._service._role is role]  # type: ignore[attr-defined]
         return found
 
     def admission(self, role: Role) -> Admission:
@@ -54,7 +54,7 @@ class Scene:
 
     async def release(self, ticket: KvTransferParams) -> None:
         await self.side.plane.control(
-            self.subject(Role.PREFILL), ReleaseKv(ticket.ticket_id, ReleaseOutcome.REFUSED), timeout_s=SOON_S
+            self.subject(Role.PREFILL), ReleaseKv(ticket.ticket_id, ReleaseOutcome.ABORTED), timeout_s=SOON_S
         )
 
     async def until_nothing_is_left(self) -> None:
@@ -147,7 +147,7 @@ async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
             await other.until_instances(2)
             asking = asyncio.create_task(Scene(other, living).run(request(max_tokens=20, seconds=6)))
             await until(lambda: made.admission(Role.DECODE).reserved() == 1, SOON_S)
-            await other.plane._link._client.close()  # type: ignore[attr-defined]  # as if killed: it says nothing more
+            await other.plane._transport._client.close()  # type: ignore[attr-defined]  # as if killed: it says nothing more
             await asyncio.gather(asking, return_exceptions=True)
             assert made.admission(Role.DECODE).reserved() == 1
             await until(lambda: made.admission(Role.DECODE).reserved() == 0, SOON_S)

@@ -55,8 +55,8 @@ class Scene:
 
     def left(self) -> dict[str, object]:
         """What requests may leave behind."""
-        servings = [serving for plane in self.living.planes for serving in plane._servings]
-        clients = [plane._link._client for plane in (*self.living.planes, self.side.plane)]
+        servings = [serving for plane in self.living.planes for serving in plane._servers]
+        clients = [plane._transport._client for plane in (*self.living.planes, self.side.plane)]
         return {
             "held": self.living.held(),
             "legs": [serving.running for serving in servings],
@@ -167,7 +167,7 @@ async def test_ticket_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
         made.may_fetch.clear()
         asking = asyncio.create_task(made.run(request(max_tokens=200)))
         await transferring(made)
-        await made.side.plane._link._client.close()  # as a process that is killed: nothing is said any more
+        await made.side.plane._transport._client.close()  # as a process that is killed: nothing is said any more
         await living.until_nothing_is_held()
         with pytest.raises(DynamoError):
             await asyncio.wait_for(asking, 30)

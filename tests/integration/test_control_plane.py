@@ -210,7 +210,7 @@ async def test_worker_when_its_nats_client_gave_up_for_good_then_it_leaves_and_s
     living.start(chosen)
     async with frontend_side(chosen) as side:
         await side.until_instances(1)
-        await living.planes[0]._link._client.close()  # as nats-py does by itself after a protocol error
+        await living.planes[0]._transport._client.close()  # as nats-py does by itself after a protocol error
         (serving,) = living.tasks
         with pytest.raises(Disconnected, match="restart this process"):
             await asyncio.wait_for(asyncio.shield(serving), SOON_S)

@@ -48,7 +48,7 @@ def test_bench_when_run_on_cpu_then_a_result_holds_every_measurement(
 def test_bench_when_copies_go_wrong_then_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     scatter = TransferBuffer.scatter
     monkeypatch.setattr(
-        TransferBuffer, "scatter", lambda self, parcel, rows, index: scatter(self, parcel, rows.flip(0), index)
+        TransferBuffer, "scatter", lambda self, allocation, rows, index: scatter(self, allocation, rows.flip(0), index)
     )
     with pytest.raises(AssertionError, match="other bytes arrived"):
         handoff.run("cpu")

@@ -96,16 +96,16 @@ async def test_server_when_restarted_midstream_then_disconnected_and_later_reque
 async def test_server_when_away_then_requests_fail_in_time(own_nats, connect) -> None:
     server: TestServer = own_nats()
     caller = await connect(server.address, QUICK)
-    assert caller.outage() is None
+    assert caller.unavailable_reason() is None
     server.kill()
     started = time.monotonic()
     with pytest.raises(Disconnected):
         await collect(caller)
     assert time.monotonic() - started < SOON_S
-    assert caller.outage() == f"there is no connection to NATS at {server.address}; is it running?"
+    assert caller.unavailable_reason() == f"there is no connection to NATS at {server.address}; is it running?"
     server.start()
     async with asyncio.timeout(SOON_S):
-        while caller.outage():  # noqa: ASYNC110 - the client reconnects by itself
+        while caller.unavailable_reason():  # noqa: ASYNC110 - the client reconnects by itself
             await asyncio.sleep(0.02)
 
 
@@ -187,7 +187,7 @@ async def test_aclose_when_server_is_frozen_and_much_is_unsent_then_it_ends_and_
     server.pause()
     try:
         for _ in range(20):
-            plane._link.post("s.g-9", b"x" * 1_000_000)
+            plane._transport.publish("s.g-9", b"x" * 1_000_000)
         await asyncio.wait_for(plane.aclose(), 15)
         await asyncio.sleep(0.01)
         assert {task.get_name() for task in asyncio.all_tasks() - before} == set()
@@ -219,7 +219,7 @@ async def test_connect_when_no_server_answers_then_unreachable_names_the_address
 async def test_client_when_closed_for_good_then_named_and_calls_fail(nats_server, connect, caplog) -> None:
     caller = await connect(nats_server, QUICK)
     with caplog.at_level(logging.ERROR):
-        await caller._link._client.close()  # as nats-py does by itself after a protocol error
+        await caller._transport._client.close()  # as nats-py does by itself after a protocol error
     assert "restart this process" in caplog.text
     with pytest.raises(Disconnected, match="for good"):
         await asyncio.wait_for(caller.until_ended(), SOON_S)
@@ -240,15 +240,15 @@ async def test_connect_when_cancelled_then_nothing_goes_on_trying() -> None:
 async def test_ask_when_cancelled_as_the_reply_comes_then_it_is_cancelled(nats_server, connect, monkeypatch) -> None:
     """The client waits with `wait_for`, which up to Python 3.11 returns the reply and forgets the cancel."""
     plane = await connect(nats_server, PlaneLimits())
-    link, reply = plane._link, asyncio.get_running_loop().create_future()
+    transport, reply = plane._transport, asyncio.get_running_loop().create_future()
 
     async def asked(subject: str, data: bytes, *, timeout: float) -> Msg:
         return await asyncio.wait_for(reply, timeout)
 
-    monkeypatch.setattr(link._client, "request", asked)
-    asking = asyncio.create_task(link.ask("s", b"", timeout_s=5))
+    monkeypatch.setattr(transport._client, "request", asked)
+    asking = asyncio.create_task(transport.request("s", b"", timeout_s=5))
     await asyncio.sleep(0)
-    reply.set_result(Msg(_client=link._client, data=b"here"))
+    reply.set_result(Msg(_client=transport._client, data=b"here"))
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -262,7 +262,7 @@ async def test_aclose_when_reconnecting_drops_a_cancel_then_it_ends_all_the_same
             await asyncio.sleep(60)
         await asyncio.sleep(60)
 
-    task = plane._link._client._reconnection_task = asyncio.create_task(reconnecting())
+    task = plane._transport._client._reconnection_task = asyncio.create_task(reconnecting())
     await asyncio.sleep(0)
     await plane.aclose()
     assert task.cancelled()
@@ -282,9 +282,9 @@ async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_conn
         writer.close()
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
-        link = NatsTransport(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        connecting = asyncio.create_task(link.connect(5))
-        loop, close = asyncio.get_running_loop(), link._client._close
+        transport = NatsTransport(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        connecting = asyncio.create_task(transport.connect(5))
+        loop, close = asyncio.get_running_loop(), transport._client._close
 
         def cancel_after(left: int) -> None:
             loop.call_soon(cancel_after, left - 1) if left else connecting.cancel()
@@ -294,7 +294,7 @@ async def test_connect_when_cancelled_while_a_failed_try_is_closed_then_its_conn
                 cancel_after(turns)
             await close(*args)
 
-        link._client._close = closing
+        transport._client._close = closing
         with pytest.raises(asyncio.CancelledError):
             await connecting
         done, open_still = await asyncio.wait(refused, timeout=SOON_S)  # each ends with its connection

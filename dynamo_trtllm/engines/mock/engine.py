@@ -44,7 +44,7 @@ from dynamo_trtllm.messages import (
 
 _KV_WORDS = 64  # 32-bit words of simulated KV per block
 _MAX_SEED = 0xFFFF
-_REFUSES = (
+_UNSUPPORTED_FEATURES = (
     "guided",
     "logit_bias",
     "logprobs",
@@ -74,18 +74,18 @@ class MockEngine:
         self._layout = KvLayout(
             dtype="uint32", block_tokens=args.kv_block_size, num_layers=1, num_kv_heads=1, head_dim=_KV_WORDS
         )
-        self._steps = MockScheduler(args)
+        self._scheduler = MockScheduler(args)
         self._streams = 0
-        self._held: dict[str, _MockTransfer] = {}
+        self._awaiting_fetch: dict[str, _MockTransfer] = {}
         self._num_tickets = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self._step_task: asyncio.Task[None] | None = None
-        self._withdrawals: set[asyncio.Task[None]] = set()
+        self._unpublish_tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> EngineInfo:
-        await self._backend.start(lambda ticket_id: self.release(ticket_id, ReleaseOutcome.REDEEMED))
-        self._step_task = asyncio.create_task(self._steps.run(), name="mock-engine-steps")
+        await self._backend.start(lambda ticket_id: self.release(ticket_id, ReleaseOutcome.FETCHED))
+        self._step_task = asyncio.create_task(self._scheduler.run(), name="mock-engine-steps")
         return EngineInfo(
             engine="mock",
             context_length=self._args.max_seq_len,
@@ -94,8 +94,8 @@ class MockEngine:
             renderer="harmony",
             layout=self._layout,
             limits=Limits(max_batch_size=self._args.max_batch_size, kv_blocks=self._args.kv_cache_blocks),
-            refuses=_REFUSES,
-            serves_whole=True,
+            unsupported_features=_UNSUPPORTED_FEATURES,
+            can_aggregate=True,
         )
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -108,24 +108,24 @@ class MockEngine:
         await self.check()
         self._streams += 1
         self._idle.clear()
-        prompt = request.token_ids[: len(request.token_ids) - request.resumed_tokens]
+        prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
         sequence = MockSequence(request, self._blocks(request), zlib.crc32(prompt) & _MAX_SEED, len(request.token_ids))
         try:
-            self._steps.add(sequence)  # before anything leaves: what is refused is refused before the first token
+            self._scheduler.add(sequence)  # before anything leaves: what is refused is refused before the first token
             if request.ticket is not None:
-                yield await self._redeem(sequence, request.ticket)
-            left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.produced
+                yield await self._import_kv(sequence, request.ticket)
+            left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.num_output_tokens
             sequence.push = push
-            self._steps.want(sequence, left)
-            made = sequence.made
+            self._scheduler.schedule(sequence, left)
+            ready_tokens = sequence.ready_tokens
             while left > 1 and push is None:
                 await sequence.more()
-                yield Chunk(token_ids=token_ids((made.popleft(),)))
+                yield Chunk(token_ids=token_ids((ready_tokens.popleft(),)))
                 left -= 1
             await sequence.more()
-            yield await self._last(sequence, made.popleft())
+            yield await self._last(sequence, ready_tokens.popleft())
         finally:
-            self._steps.remove(sequence)
+            self._scheduler.remove(sequence)
             self._streams -= 1
             self._note_idle()
 
@@ -136,7 +136,7 @@ class MockEngine:
     def _prompt_blocks(self, prompt_tokens: int) -> int:
         return -(-prompt_tokens // self._args.kv_block_size)
 
-    async def _redeem(self, sequence: MockSequence, ticket: KvTransferParams) -> Chunk:
+    async def _import_kv(self, sequence: MockSequence, ticket: KvTransferParams) -> Chunk:
         """Fetches the seed and replays the first tokens."""
         params.check_params(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
@@ -149,26 +149,26 @@ class MockEngine:
             )
         kv = array("I", bytes(kv_bytes))
         piece = MemoryRegion(kv.buffer_info()[0], ticket.kv_bytes)
-        within = FetchLimits(sequence.request.deadline, self._handoff_timeout_s)
-        await fetch(self._backend, ticket, ticket.opaque, Destination([piece]), within)
+        limits = FetchLimits(sequence.request.deadline, self._handoff_timeout_s)
+        await fetch(self._backend, ticket, ticket.engine_state, Destination([piece]), limits)
         sequence.seed = _seed_of(kv)
         sequence.prefill_left = 0
-        sequence.produced = len(ticket.first_token_ids)
+        sequence.num_output_tokens = len(ticket.first_token_ids)
         return Chunk(token_ids=ticket.first_token_ids)
 
     async def _last(self, sequence: MockSequence, token: int) -> Chunk:
         request = sequence.request
         stats = PhaseTimings(
-            queue_s=max(0.0, (sequence.started or sequence.born) - sequence.born),
+            queue_s=max(0.0, (sequence.started or sequence.created_at) - sequence.created_at),
             kv_bytes=request.ticket.kv_bytes if request.ticket else 0,
             transport=self._backend.name if request.ticket else "",
         )
         if request.phase is Phase.PREFILL and request.sampling.max_tokens > 1:
-            ticket = await self._hand_out(sequence, token)
-            return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+            ticket = await self._export_kv(sequence, token)
+            return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=ticket, stats=stats)
         return Chunk(token_ids=token_ids([token]), finish_reason=FinishReason.LENGTH, stats=stats)
 
-    async def _hand_out(self, sequence: MockSequence, first: int) -> KvTransferParams:
+    async def _export_kv(self, sequence: MockSequence, first: int) -> KvTransferParams:
         prompt = len(sequence.request.token_ids)
         blocks = self._prompt_blocks(prompt)
         kv = _kv_of(sequence.seed, blocks)
@@ -177,13 +177,13 @@ class MockEngine:
         ticket_id = f"{self._instance_id:x}-{self._num_tickets}"
         loop = asyncio.get_running_loop()
         expires_at = time.time() + self._ticket_ttl_s
-        expiry = loop.call_later(self._ticket_ttl_s, self.release, ticket_id, ReleaseOutcome.REFUSED)
-        self._held[ticket_id] = _MockTransfer(blocks, kv, expiry)
-        self._steps.keep(sequence, blocks)
+        expiry = loop.call_later(self._ticket_ttl_s, self.release, ticket_id, ReleaseOutcome.ABORTED)
+        self._awaiting_fetch[ticket_id] = _MockTransfer(blocks, kv, expiry)
+        self._scheduler.transfer_ownership(sequence, blocks)
         try:
-            opaque = await self._backend.offer(ticket_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
+            engine_state = await self._backend.publish(ticket_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
         except BaseException:  # cancelled too: the backend may have begun to offer this memory
-            self.release(ticket_id, ReleaseOutcome.REFUSED)
+            self.release(ticket_id, ReleaseOutcome.ABORTED)
             raise
         return KvTransferParams(
             version=params.TICKET_VERSION,
@@ -191,41 +191,43 @@ class MockEngine:
             engine="mock",
             model=self._model,
             layout=self._layout,
-            holder=self._instance_id,
+            prefill_instance_id=self._instance_id,
             expires_at=expires_at,
             prompt_tokens=prompt,
             first_token_ids=token_ids([first]),
             transport=self._backend.name,
             kv_bytes=kv_bytes,
-            opaque=opaque,
+            engine_state=engine_state,
         )
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        held = self._held.pop(ticket_id, None)
-        if held is None:
+        pending = self._awaiting_fetch.pop(ticket_id, None)
+        if pending is None:
             return
-        held.expiry.cancel()
-        task = asyncio.get_running_loop().create_task(self._withdraw(ticket_id, held))
-        self._withdrawals.add(task)
-        task.add_done_callback(self._withdrawn)
+        pending.expiry.cancel()
+        task = asyncio.get_running_loop().create_task(self._unpublish(ticket_id, pending))
+        self._unpublish_tasks.add(task)
+        task.add_done_callback(self._unpublished)
 
-    async def _withdraw(self, ticket_id: str, held: _MockTransfer) -> None:
-        """`held` keeps the memory until the backend is done with it."""
-        await self._backend.withdraw(ticket_id)
-        self._steps.give_back(held.blocks)
+    async def _unpublish(self, ticket_id: str, pending: _MockTransfer) -> None:
+        """`pending` keeps the memory until the backend is done with it."""
+        await self._backend.unpublish(ticket_id)
+        self._scheduler.free_blocks(pending.blocks)
 
-    def _withdrawn(self, task: asyncio.Task[None]) -> None:
-        self._withdrawals.discard(task)
+    def _unpublished(self, task: asyncio.Task[None]) -> None:
+        self._unpublish_tasks.discard(task)
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._streams and not self._held and not self._withdrawals:
+        if not self._streams and not self._awaiting_fetch and not self._unpublish_tasks:
             self._idle.set()
         else:
             self._idle.clear()
 
     def stats(self) -> EngineStats:
-        stats = self._steps.stats(len(self._held), sum(held.blocks for held in self._held.values()))
+        stats = self._scheduler.stats(
+            len(self._awaiting_fetch), sum(pending.blocks for pending in self._awaiting_fetch.values())
+        )
         return dataclasses.replace(stats, kv_checksum_mismatches=self._backend.checksums.mismatches)
 
     async def check(self) -> None:
@@ -240,9 +242,9 @@ class MockEngine:
         if self._step_task is not None:
             self._step_task.cancel()
             await asyncio.gather(self._step_task, return_exceptions=True)
-        for ticket_id in list(self._held):
-            self.release(ticket_id, ReleaseOutcome.REFUSED)
-        await asyncio.gather(*self._withdrawals)
+        for ticket_id in list(self._awaiting_fetch):
+            self.release(ticket_id, ReleaseOutcome.ABORTED)
+        await asyncio.gather(*self._unpublish_tasks)
         await self._backend.aclose()
 
 

@@ -23,21 +23,21 @@ class MockSequence:
     blocks: int
     seed: int
     prefill_left: int
-    produced: int = 0
+    num_output_tokens: int = 0
     wanted: int = 0
-    born: float = field(default_factory=time.monotonic)
+    created_at: float = field(default_factory=time.monotonic)
     started: float | None = None
     push: Push | None = None  # takes all tokens but the last
-    made: deque[int] = field(default_factory=deque)  # and not yet taken
+    ready_tokens: deque[int] = field(default_factory=deque)  # and not yet taken
     _waiter: asyncio.Future[None] | None = None
     _stopped: bool = False  # the clock has
 
     async def more(self) -> None:
-        """Until something is in `made`. Raises EngineFailed when no step comes any more.
+        """Until something is in `ready_tokens`. Raises EngineFailed when no step comes any more.
 
         An `asyncio.Queue` does the same at three times the cost, which a load of thousands of streams would see.
         """
-        while not self.made:
+        while not self.ready_tokens:
             if self._stopped:
                 raise EngineFailed("the mock engine stopped while the request ran")
             self._waiter = asyncio.get_running_loop().create_future()
@@ -50,7 +50,7 @@ class MockSequence:
         if self.push is not None and self.wanted:
             self.push(Chunk(token_ids=token_ids((token,))))
         else:
-            self.made.append(token)
+            self.ready_tokens.append(token)
             self._wake()
 
     def stop(self) -> None:
@@ -64,8 +64,8 @@ class MockSequence:
             waiter.set_result(None)
 
     def next_token(self) -> int:
-        at = self.request.resumed_tokens + self.produced
-        self.produced += 1
+        at = self.request.num_resumed_output_tokens + self.num_output_tokens
+        self.num_output_tokens += 1
         return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
 
 
@@ -91,7 +91,7 @@ class MockScheduler:
         self._waiting.append(sequence)
         self._work.set()
 
-    def want(self, sequence: MockSequence, num_tokens: int) -> None:
+    def schedule(self, sequence: MockSequence, num_tokens: int) -> None:
         """From the next step on a sequence gets a token per step, this many."""
         sequence.wanted = num_tokens
         self._work.set()
@@ -100,15 +100,15 @@ class MockScheduler:
         """Takes a sequence out wherever it is; its blocks are free again."""
         if sequence.started is not None:
             self._running.pop(sequence, None)
-            self.give_back(sequence.blocks)
+            self.free_blocks(sequence.blocks)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
-    def keep(self, sequence: MockSequence, blocks: int) -> None:
+    def transfer_ownership(self, sequence: MockSequence, blocks: int) -> None:
         """Leaves blocks of a running sequence to a ticket, until they are given back."""
         sequence.blocks -= blocks
 
-    def give_back(self, blocks: int) -> None:
+    def free_blocks(self, blocks: int) -> None:
         self._free_blocks += blocks
         self._work.set()
 

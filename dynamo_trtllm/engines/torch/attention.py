@@ -26,7 +26,7 @@ class SequenceSlice:
     start: int
     count: int
 
-    def entered(self, block_tokens: int) -> Tensor | None:
+    def partial_blocks(self, block_tokens: int) -> Tensor | None:
         """Return the number of the block that this span begins to fill but does not complete."""
         end = self.start + self.count
         last = (end - 1) // block_tokens
@@ -51,7 +51,8 @@ class ForwardBatch:
     chunks: list[SequenceSlice]
     slots: Tensor = field(init=False)  # where each row's KV goes: block * block_tokens + offset
     positions: Tensor = field(init=False)
-    entered: list[Tensor] = field(init=False)  # numbers of the blocks to scrub first: masked KV must be finite too
+    # numbers of the blocks to scrub first: masked KV must be finite too
+    partial_blocks: list[Tensor] = field(init=False)
     _views: dict[int | None, _View] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,8 +63,8 @@ class ForwardBatch:
             positions.append(rows)
             slots.append(span.blocks[rows // block] * block + rows % block)
         self.positions, self.slots = torch.cat(positions), torch.cat(slots)
-        found = (span.entered(block) for span in (*self.decodes, *self.chunks))
-        self.entered = [number for number in found if number is not None]
+        found = (span.partial_blocks(block) for span in (*self.decodes, *self.chunks))
+        self.partial_blocks = [number for number in found if number is not None]
 
     def decode_view(self, window: int | None) -> _View:
         """Tables and bias for the decode rows; the same for all layers with this window."""

@@ -61,15 +61,15 @@ class TorchEngine:
         if backend is not None:
             self._kv_connector = KvConnector(
                 backend,
-                holder=instance_id,
+                prefill_instance_id=instance_id,
                 model=self._model_name,
                 ttl_s=config.ticket_ttl_s,
                 retire=self._retire,
             )
-        self._jobs: set[TorchSequence] = set()  # until the scheduler says that their blocks are free
+        self._sequences: set[TorchSequence] = set()  # until the scheduler says that their blocks are free
         self._scheduler: Scheduler | None = None
         self._memory: KvMemory | None = None
-        self._guides: grammar.GrammarCompiler | None = None
+        self._grammar_compiler: grammar.GrammarCompiler | None = None
         self._info: EngineInfo | None = None
         self._ended: EngineFailed | None = None
         self._idle = asyncio.Event()
@@ -81,8 +81,8 @@ class TorchEngine:
         """See `Engine.start`."""
         model = await asyncio.to_thread(self._load)
         self._info = info = self._prepare(model)
-        if self._kv_connector is not None and self._memory is not None and self._memory.staging is not None:
-            await self._kv_connector.start(self._memory.staging)
+        if self._kv_connector is not None and self._memory is not None and self._memory.transfer_buffer is not None:
+            await self._kv_connector.start(self._memory.transfer_buffer)
         if self._scheduler is not None:
             self._scheduler.start()
         await self._warm_up()
@@ -105,8 +105,8 @@ class TorchEngine:
 
         args = self._args
         layout = load.kv_layout(model, args)
-        hands_over = self._kv_connector is not None
-        num_blocks = load.kv_blocks(model, args, layout, staged=hands_over)
+        exports_kv = self._kv_connector is not None
+        num_blocks = load.kv_blocks(model, args, layout, has_transfer_buffer=exports_kv)
         context_length = load.context_length(model, args, num_blocks * layout.block_tokens)
         limits = BatchLimits(
             max_batch_size=args.max_batch_size,
@@ -116,14 +116,16 @@ class TorchEngine:
             num_threads=load.num_threads(model, args),
         )
         if model.tokenizer is not None and grammar.is_available():
-            self._guides = grammar.GrammarCompiler(
+            self._grammar_compiler = grammar.GrammarCompiler(
                 model.tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
             )
         pool = KvPool(layout, num_blocks, windows=model.windows, device=model.device)
-        staging = None
-        if hands_over:
-            staging = TransferBuffer(pool, load.staging_bytes(model, args, layout, num_blocks, context_length))
-        self._memory = KvMemory(pool, staging)
+        transfer_buffer = None
+        if exports_kv:
+            transfer_buffer = TransferBuffer(
+                pool, load.transfer_buffer_bytes(model, args, layout, num_blocks, context_length)
+            )
+        self._memory = KvMemory(pool, transfer_buffer)
         loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(
             model.module,
@@ -142,9 +144,9 @@ class TorchEngine:
             limits=Limits(
                 max_batch_size=limits.max_batch_size, max_num_tokens=limits.max_num_tokens, kv_blocks=num_blocks
             ),
-            refuses=() if self._guides is not None else ("guided",),
+            unsupported_features=() if self._grammar_compiler is not None else ("guided",),
             files=model.files,
-            serves_whole=True,
+            can_aggregate=True,
         )
 
     async def _warm_up(self) -> None:
@@ -207,22 +209,22 @@ class TorchEngine:
             else:
                 inbox.put_nowait(event)
 
-        job = self._job(request, info, take)
-        self._jobs.add(job)
+        seq = self._new_sequence(request, info, take)
+        self._sequences.add(seq)
         self._idle.clear()
         is_exported = False
         try:
-            job.shaping = logits_processor_for(request, await self._guide(request.sampling, job))
-            scheduler.post(partial(scheduler.submit, job))
+            seq.logits_processor = logits_processor_for(request, await self._compile_grammar(request.sampling, seq))
+            scheduler.post(partial(scheduler.submit, seq))
             while True:
                 event = await inbox.get()
                 if isinstance(event, PrefillDone) and self._kv_connector is not None:
                     is_exported = True  # from here on the KV connector retires the job
-                    yield await self._kv_connector.hand_out(job, event, info.layout)
+                    yield await self._kv_connector.export_kv(seq, event, info.layout)
                     return
                 if isinstance(event, BlocksReserved):
                     await self._fetch(request, event)
-                    scheduler.post(partial(scheduler.install, job))
+                    scheduler.post(partial(scheduler.install, seq))
                 elif isinstance(event, Chunk):
                     yield event
                     if event.finish_reason is not None:
@@ -232,16 +234,18 @@ class TorchEngine:
         finally:
             push = None  # what a step has on its way goes nowhere
             if not is_exported:
-                self._retire(job)
+                self._retire(seq)
 
     async def _fetch(self, request: GenerateRequest, reserved: BlocksReserved) -> None:
         """Returns when the copies of all pieces into the pool are queued; nothing is queued for this job after that."""
-        if self._kv_connector is None or self._memory is None or self._memory.staging is None:
+        if self._kv_connector is None or self._memory is None or self._memory.transfer_buffer is None:
             raise RuntimeError(f"request {request.request_id} has KV to fetch, but this engine has no transfer buffer")
-        scatter = partial(self._memory.staging.scatter, reserved.parcel, reserved.rows)
-        await self._kv_connector.fetch(request, reserved.parcel, self._handoff_timeout_s, on_piece=scatter)
+        scatter = partial(self._memory.transfer_buffer.scatter, reserved.allocation, reserved.rows)
+        await self._kv_connector.fetch(request, reserved.allocation, self._handoff_timeout_s, on_piece=scatter)
 
-    def _job(self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]) -> TorchSequence:
+    def _new_sequence(
+        self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]
+    ) -> TorchSequence:
         """Raises RequestRejected, ContextTooLong or a KvTransferError for what can't be served here."""
         prompt_tokens = len(request.token_ids)
         if prompt_tokens == 0:
@@ -255,40 +259,40 @@ class TorchEngine:
             raise RequestRejected(
                 f"token id {max(request.token_ids)} is not in the vocabulary of {info.vocab_size}", field="token_ids"
             )
-        if request.phase is not Phase.WHOLE and self._kv_connector is None:
+        if request.phase is not Phase.AGGREGATED and self._kv_connector is None:
             raise RequestRejected(f"this worker is aggregated and serves no {request.phase} calls", field="phase")
-        job = TorchSequence(
+        seq = TorchSequence(
             request=request,
             max_new_tokens=min(request.sampling.max_tokens, info.context_length - prompt_tokens),
             stop_ids=_stop_ids(request.sampling, info),
             inbox=inbox,
         )
         if request.sampling.seed is not None:
-            job.seed = request.sampling.seed & _MASK_64
+            seq.seed = request.sampling.seed & _MASK_64
         if request.phase is Phase.DECODE and self._kv_connector is not None and self._memory is not None:
             kv_bytes = self._memory.pool.moved_bytes(prompt_tokens)
-            job.seed, job.piece_bytes = self._kv_connector.redeem(request, info.layout, kv_bytes=kv_bytes)
-        return job
+            seq.seed, seq.piece_bytes = self._kv_connector.validate(request, info.layout, kv_bytes=kv_bytes)
+        return seq
 
-    async def _guide(self, sampling: Sampling, job: TorchSequence) -> grammar.GrammarMatcher | None:
+    async def _compile_grammar(self, sampling: Sampling, seq: TorchSequence) -> grammar.GrammarMatcher | None:
         """Raises RequestRejected for a form that can't be followed, before anything is computed for the request."""
         if sampling.guided is None:
             return None
-        if self._guides is None:
+        if self._grammar_compiler is None:
             raise RequestRejected("guided decoding needs the package llguidance and a tokenizer.json", field="guided")
         if sampling.min_tokens:
             raise RequestRejected("guided output ends by its form: min_tokens must be 0", field="min_tokens")
-        return await asyncio.to_thread(self._guides.compile, sampling.guided, job.stop_ids)
+        return await asyncio.to_thread(self._grammar_compiler.compile, sampling.guided, seq.stop_ids)
 
-    def _retire(self, job: TorchSequence) -> None:
+    def _retire(self, seq: TorchSequence) -> None:
         if self._scheduler is not None and self._ended is None:
-            self._scheduler.post(partial(self._scheduler.retire, job))
+            self._scheduler.post(partial(self._scheduler.retire, seq))
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """See `HasTickets.release`."""
         _log.debug("ticket %s: %s", ticket_id, outcome)
         if self._kv_connector is not None:
-            self._kv_connector.let_go(ticket_id)
+            self._kv_connector.release(ticket_id)
 
     def stats(self) -> EngineStats:
         if self._scheduler is None:
@@ -301,21 +305,21 @@ class TorchEngine:
     # --- called by the scheduler, on the loop ------------------------------------------------------------
 
     def _receive(self, delivery: Delivery) -> None:
-        for job, event in delivery:
+        for seq, event in delivery:
             if isinstance(event, Freed):
-                self._jobs.discard(job)
+                self._sequences.discard(seq)
             else:
-                job.inbox(event)
-        if not self._jobs:
+                seq.inbox(event)
+        if not self._sequences:
             self._idle.set()
 
     def _end(self, reason: EngineFailed) -> None:
         """No step will follow: every stream ends with the reason."""
         if self._ended is None:
             self._ended = reason
-        for job in self._jobs:
-            job.inbox(reason)
-        self._jobs.clear()
+        for seq in self._sequences:
+            seq.inbox(reason)
+        self._sequences.clear()
         self._idle.set()
 
 

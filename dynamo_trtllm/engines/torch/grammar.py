@@ -41,25 +41,25 @@ def is_available() -> bool:
 class GrammarMatcher:
     """The state of one request. Not thread-safe; `failure` is set once the grammar can't be followed any more."""
 
-    def __init__(self, matcher: LLMatcher, after_ids: tuple[int, ...], stop_ids: tuple[int, ...], size: int) -> None:
+    def __init__(self, matcher: LLMatcher, trigger_ids: tuple[int, ...], stop_ids: tuple[int, ...], size: int) -> None:
         self.failure: str | None = None
         self._matcher = matcher
-        self._after = after_ids
+        self._trigger_ids = trigger_ids
         self._stop_ids = list(stop_ids)
-        self._free: list[int] | None = [] if after_ids else None  # the last tokens before the guided part
+        self._free: list[int] | None = [] if trigger_ids else None  # the last tokens before the guided part
         self._words = np.zeros((size + 31) // 32, dtype=np.int32)
         self._size = size
 
-    def note(self, token_id: int) -> None:
+    def accept_token(self, token_id: int) -> None:
         """The next token of the output."""
         if self._free is not None:
-            self._free = [*self._free, token_id][-len(self._after) :]
-            if tuple(self._free) == self._after:
+            self._free = [*self._free, token_id][-len(self._trigger_ids) :]
+            if tuple(self._free) == self._trigger_ids:
                 self._free = None
         elif token_id not in self._stop_ids and not self._matcher.consume_token(token_id):
             self.failure = self._matcher.get_error() or "a token came that the form does not allow"
 
-    def apply(self, logits: Tensor) -> None:
+    def apply_mask(self, logits: Tensor) -> None:
         """Rules out, in place, the tokens that can't come next. `logits`: [vocabulary]."""
         if self._free is not None:
             return
@@ -107,7 +107,7 @@ class GrammarCompiler:
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise RequestRejected(f"the JSON schema can't be followed: {_reason(matcher)}", field="guided")
-        return GrammarMatcher(matcher, tuple(guided.after_ids), stop_ids, self._vocab_size)
+        return GrammarMatcher(matcher, tuple(guided.trigger_ids), stop_ids, self._vocab_size)
 
     def _ready(self) -> LLTokenizer:
         with self._building:
@@ -133,12 +133,12 @@ def _grammar(alternatives: tuple[OutputFormat, ...], specials: Mapping[str, int]
         if not isinstance(schema, dict):
             raise ValueError("it must be an object")
         options = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "coerce_one_of": True}
-        lines.append(f"form{n}: {_literal(alternative.literal, specials)} json{n}")
+        lines.append(f"form{n}: {_quoted_prefix(alternative.prefix, specials)} json{n}")
         lines.append(f"json{n}: %json {json.dumps(schema | {'x-guidance': options})}")
     return "\n".join(lines)
 
 
-def _literal(text: str, specials: Mapping[str, int]) -> str:
+def _quoted_prefix(text: str, specials: Mapping[str, int]) -> str:
     """Quoted text, with the control tokens in it as token ids."""
     parts = re.split(f"({'|'.join(map(re.escape, specials))})", text) if specials else [text]
     return " ".join(f"<[{specials[part]}]>" if part in specials else json.dumps(part) for part in parts if part)

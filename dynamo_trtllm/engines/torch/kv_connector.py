@@ -44,7 +44,7 @@ class _TorchState(msgspec.Struct, frozen=True):
 
 
 class _ExportedKv(NamedTuple):
-    job: TorchSequence
+    seq: TorchSequence
     expiry: asyncio.TimerHandle
 
 
@@ -62,69 +62,71 @@ class KvConnector:
         self,
         backend: TransferBackend,
         *,
-        holder: int,
+        prefill_instance_id: int,
         model: str,
         ttl_s: float,
         retire: Callable[[TorchSequence], None],
     ) -> None:
         self._backend = backend
-        self._holder = holder
+        self._instance_id = prefill_instance_id
         self._model = model
         self._ttl_s = ttl_s
         self._retire = retire
-        self._held: dict[str, _ExportedKv] = {}
-        self._withdrawals: set[asyncio.Task[None]] = set()
+        self._awaiting_fetch: dict[str, _ExportedKv] = {}
+        self._unpublish_tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._copying = ThreadPoolExecutor(1, "torch-copied")
 
-    async def start(self, staging: TransferBuffer) -> None:
+    async def start(self, transfer_buffer: TransferBuffer) -> None:
         """Raises ConfigError or TransferFailed when the backend can't move KV of this device at all."""
-        self._backend.checksums.device_checksum = staging.checksum
-        await self._backend.start(self.let_go)
+        self._backend.checksums.device_checksum = transfer_buffer.checksum
+        await self._backend.start(self.release)
         try:
-            await self._backend.register(_piece(staging.region))
+            await self._backend.register(_piece(transfer_buffer.region))
         except TransferFailed as exc:
-            if staging.region.device.type == "cpu":
+            if transfer_buffer.region.device.type == "cpu":
                 raise
             _log.warning("KV moves through pinned host memory: %s", exc.message)
-            await asyncio.to_thread(staging.move_to_host)
-            await self._backend.register(_piece(staging.region))
-        _log.info("KV moves over %s, through %d MiB of staging memory", self._backend.name, staging.num_bytes >> 20)
+            await asyncio.to_thread(transfer_buffer.move_to_host)
+            await self._backend.register(_piece(transfer_buffer.region))
+        _log.info(
+            "KV moves over %s, through %d MiB of staging memory", self._backend.name, transfer_buffer.num_bytes >> 20
+        )
 
-    async def hand_out(self, job: TorchSequence, gathered: PrefillDone, layout: KvLayout) -> Chunk:
+    async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone, layout: KvLayout) -> Chunk:
         """The terminal chunk with the ticket. Whatever happens from the call on, the job is retired in the end."""
-        ticket_id = f"{self._holder:x}-{next(self._numbers)}"
+        ticket_id = f"{self._instance_id:x}-{next(self._numbers)}"
         expires_at = time.time() + self._ttl_s
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
-        self._held[ticket_id] = _ExportedKv(job, expiry)
-        pieces = [_piece(piece) for piece in gathered.parcel.pieces]
+        self._awaiting_fetch[ticket_id] = _ExportedKv(seq, expiry)
+        pieces = [_piece(piece) for piece in prefill_done.allocation.pieces]
         kv_bytes = sum(piece.num_bytes for piece in pieces)
         try:
-            offer = await self._backend.offer(ticket_id, pieces, ready=0 if gathered.copied else None)
+            offer = await self._backend.publish(ticket_id, pieces, ready=0 if prefill_done.copied else None)
         except BaseException:
-            self.let_go(ticket_id)
+            self.release(ticket_id)
             raise
-        self._follow(ticket_id, gathered.copied)
-        device = "cuda" if gathered.copied else "cpu"
+        self._follow(ticket_id, prefill_done.copied)
+        device = "cuda" if prefill_done.copied else "cpu"
         ticket = KvTransferParams(
             version=params.TICKET_VERSION,
             ticket_id=ticket_id,
             engine="torch",
             model=self._model,
             layout=layout,
-            holder=self._holder,
+            prefill_instance_id=self._instance_id,
             expires_at=expires_at,
-            prompt_tokens=job.prompt_tokens,
-            first_token_ids=token_ids(gathered.first.token_ids),
-            first_logprobs=gathered.first.logprobs,
+            prompt_tokens=seq.prompt_tokens,
+            first_token_ids=token_ids(prefill_done.first.token_ids),
+            first_logprobs=prefill_done.first.logprobs,
             transport=self._backend.name,
             kv_bytes=kv_bytes,
-            opaque=codec.encode(_TorchState(offer, job.seed, REGION_BYTES[device])),
+            engine_state=codec.encode(_TorchState(offer, seq.seed, REGION_BYTES[device])),
         )
-        stats = gathered.first.stats
+        stats = prefill_done.first.stats
         if stats is not None:
             stats = msgspec.structs.replace(stats, kv_bytes=ticket.kv_bytes, transport=ticket.transport)
-        return Chunk(finish_reason=FinishReason.HANDOFF, ticket=ticket, stats=stats)
+        return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=ticket, stats=stats)
 
     def _follow(self, ticket_id: str, copied: Sequence[torch.cuda.Event]) -> None:
         """Report each piece to the reader when its copy is done. A thread waits for the copies, not the caller."""
@@ -134,11 +136,11 @@ class KvConnector:
             def follow() -> None:
                 for ready, event in enumerate(copied, start=1):
                     event.synchronize()
-                    loop.call_soon_threadsafe(self._backend.advance, ticket_id, ready)
+                    loop.call_soon_threadsafe(self._backend.mark_ready, ticket_id, ready)
 
-            self._copying.submit(follow).add_done_callback(_complain)
+            self._copying.submit(follow).add_done_callback(_log_copy_error)
 
-    def redeem(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TransferTerms:
+    def validate(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TransferTerms:
         """Return the terms of a ticket that fits. Raises TransferMismatch, TransferExpired or RequestRejected."""
         ticket = _ticket(request)
         params.check_params(ticket, engine="torch", model=self._model, layout=layout, now=time.time())
@@ -151,42 +153,42 @@ class KvConnector:
                 )
         if not ticket.first_token_ids:
             raise TransferMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
-        opaque = _opaque(ticket)
-        if not 0 < opaque.piece_bytes <= max(REGION_BYTES.values()):
+        engine_state = _engine_state(ticket)
+        if not 0 < engine_state.piece_bytes <= max(REGION_BYTES.values()):
             raise TransferMismatch(
-                f"ticket {ticket.ticket_id} has pieces of {opaque.piece_bytes} bytes", field="opaque"
+                f"ticket {ticket.ticket_id} has pieces of {engine_state.piece_bytes} bytes", field="opaque"
             )
-        return TransferTerms(opaque.seed, opaque.piece_bytes)
+        return TransferTerms(engine_state.seed, engine_state.piece_bytes)
 
     async def fetch(
-        self, request: GenerateRequest, parcel: Allocation, timeout_s: float, *, on_piece: Callable[[int], None]
+        self, request: GenerateRequest, allocation: Allocation, timeout_s: float, *, on_piece: Callable[[int], None]
     ) -> None:
-        """Read the KV into the allocation, see `TransferBackend.fetch`. Raises KvTransferError or DeadlineExceeded."""
+        """Read the KV into the allocation, see `TransferBackend.read`. Raises KvTransferError or DeadlineExceeded."""
         ticket = _ticket(request)
-        to = Destination([_piece(piece) for piece in parcel.pieces], on_piece)
-        await fetch(self._backend, ticket, _opaque(ticket).offer, to, FetchLimits(request.deadline, timeout_s))
+        to = Destination([_piece(piece) for piece in allocation.pieces], on_piece)
+        await fetch(self._backend, ticket, _engine_state(ticket).offer, to, FetchLimits(request.deadline, timeout_s))
 
-    def let_go(self, ticket_id: str) -> None:
+    def release(self, ticket_id: str) -> None:
         """Ends a ticket; unknown ones are no error."""
-        held = self._held.pop(ticket_id, None)
-        if held is None:
+        pending = self._awaiting_fetch.pop(ticket_id, None)
+        if pending is None:
             return
-        held.expiry.cancel()
-        task = asyncio.get_running_loop().create_task(self._withdraw(ticket_id, held), name=f"withdraw-{ticket_id}")
-        self._withdrawals.add(task)
-        task.add_done_callback(self._withdrawals.discard)
+        pending.expiry.cancel()
+        task = asyncio.get_running_loop().create_task(self._unpublish(ticket_id, pending), name=f"withdraw-{ticket_id}")
+        self._unpublish_tasks.add(task)
+        task.add_done_callback(self._unpublish_tasks.discard)
 
     def _expire(self, ticket_id: str) -> None:
         _log.warning("ticket %s expired after %.0f s: no worker fetched its KV, freeing it", ticket_id, self._ttl_s)
-        self.let_go(ticket_id)
+        self.release(ticket_id)
 
-    async def _withdraw(self, ticket_id: str, held: _ExportedKv) -> None:
+    async def _unpublish(self, ticket_id: str, pending: _ExportedKv) -> None:
         try:
-            await self._backend.withdraw(ticket_id)
+            await self._backend.unpublish(ticket_id)
         except DynamoError as exc:
             _log.warning("withdrawing ticket %s: %s", ticket_id, exc)
         finally:
-            self._retire(held.job)
+            self._retire(pending.seq)
 
     @property
     def checksum_mismatches(self) -> int:
@@ -199,14 +201,14 @@ class KvConnector:
 
     async def aclose(self) -> None:
         """Ends all tickets, then the backend."""
-        for ticket_id in list(self._held):
-            self.let_go(ticket_id)
-        await asyncio.gather(*self._withdrawals)
+        for ticket_id in list(self._awaiting_fetch):
+            self.release(ticket_id)
+        await asyncio.gather(*self._unpublish_tasks)
         await self._backend.aclose()
         await asyncio.to_thread(self._copying.shutdown)
 
 
-def _complain(copying: Future[None]) -> None:
+def _log_copy_error(copying: Future[None]) -> None:
     if (exc := copying.exception()) is not None:
         _log.error("a copy of KV failed on the GPU: %s", exc)
 
@@ -217,9 +219,9 @@ def _ticket(request: GenerateRequest) -> KvTransferParams:
     return request.ticket
 
 
-def _opaque(ticket: KvTransferParams) -> _TorchState:
+def _engine_state(ticket: KvTransferParams) -> _TorchState:
     try:
-        return codec.decode(ticket.opaque, _TorchState)
+        return codec.decode(ticket.engine_state, _TorchState)
     except BadFrame as exc:
         raise TransferMismatch(f"ticket {ticket.ticket_id} is not one of this engine's", field="opaque") from exc
 

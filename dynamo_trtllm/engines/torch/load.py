@@ -239,7 +239,9 @@ def _eos(folder: Path, text: Any) -> tuple[int, ...]:
 
 _CPU_KV_BYTES = 512 << 20
 _GPU_KV_FRACTION = 0.5
-_STAGING_SHARE = 8  # of the KV blocks' memory, one part in so many, if that is more than the longest request needs
+_TRANSFER_BUFFER_SHARE = (
+    8  # of the KV blocks' memory, one part in so many, if that is more than the longest request needs
+)
 
 
 def kv_layout(model: LoadedModel, args: TorchArgs) -> KvLayout:
@@ -259,10 +261,10 @@ def block_bytes(layout: KvLayout) -> int:
     return per_token * layout.block_tokens * item_bytes
 
 
-def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, staged: bool) -> int:
+def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, has_transfer_buffer: bool) -> int:
     """Return the number of KV blocks. Raises ConfigError when not one block fits.
 
-    `staged`: the engine has a transfer buffer, which on a GPU is taken from the same memory.
+    `has_transfer_buffer`: the engine has a transfer buffer, which on a GPU is taken from the same memory.
     """
     if args.kv_cache_blocks is not None:
         return args.kv_cache_blocks
@@ -276,8 +278,8 @@ def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, staged: 
     else:
         kv_memory_bytes = _CPU_KV_BYTES
     fitting = kv_memory_bytes // block_bytes(layout)
-    if staged and model.device.type == "cuda":
-        fitting = _beside_staging(model, args, layout, kv_memory_bytes)
+    if has_transfer_buffer and model.device.type == "cuda":
+        fitting = _beside_transfer_buffer(model, args, layout, kv_memory_bytes)
     blocks = min(fitting, useful)
     if blocks < 1:
         raise ConfigError(
@@ -287,8 +289,8 @@ def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, staged: 
     return blocks
 
 
-def _beside_staging(model: LoadedModel, args: TorchArgs, layout: KvLayout, kv_memory_bytes: int) -> int:
-    """Return the most blocks that leave enough memory for their `staging_bytes`."""
+def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, layout: KvLayout, kv_memory_bytes: int) -> int:
+    """Return the most blocks that leave enough memory for their `transfer_buffer_bytes`."""
     each = block_bytes(layout)
     if args.kv_staging_gib is not None:
         return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
@@ -297,15 +299,17 @@ def _beside_staging(model: LoadedModel, args: TorchArgs, layout: KvLayout, kv_me
     short = kv_memory_bytes // (
         2 * each
     )  # of fewer tokens than the longest request: staging takes no more than the blocks
-    return min(max(whole, short), kv_memory_bytes * _STAGING_SHARE // ((_STAGING_SHARE + 1) * each))
+    return min(max(whole, short), kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each))
 
 
-def staging_bytes(model: LoadedModel, args: TorchArgs, layout: KvLayout, num_blocks: int, context_length: int) -> int:
+def transfer_buffer_bytes(
+    model: LoadedModel, args: TorchArgs, layout: KvLayout, num_blocks: int, context_length: int
+) -> int:
     """Raises ConfigError when what was asked for can't hold the longest request: it would wait for ever."""
     least = most_bytes(layout, model.windows, context_length)
     least += -least % 4096
     if args.kv_staging_gib is None:
-        return max(least, num_blocks * block_bytes(layout) // _STAGING_SHARE)
+        return max(least, num_blocks * block_bytes(layout) // _TRANSFER_BUFFER_SHARE)
     asked = int(args.kv_staging_gib * (1 << 30))
     if asked < least:
         raise ConfigError(

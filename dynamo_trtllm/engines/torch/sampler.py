@@ -21,9 +21,9 @@ from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds, TokenLog
 class LogitsProcessor:
     """Lives on the scheduler's thread, which tells it each token of the answer once."""
 
-    def __init__(self, sampling: Sampling, prompt: TokenIds, guide: GrammarMatcher | None) -> None:
+    def __init__(self, sampling: Sampling, prompt: TokenIds, grammar_matcher: GrammarMatcher | None) -> None:
         self._sampling = sampling
-        self._guide = guide
+        self._grammar_matcher = grammar_matcher
         self._counts: Counter[int] = Counter()  # of the answer's tokens, as far as a penalty needs them
         self._counted = bool(sampling.frequency_penalty or sampling.presence_penalty)
         self._repeated = dict.fromkeys(prompt) if sampling.repetition_penalty != 1 else None
@@ -31,16 +31,16 @@ class LogitsProcessor:
     @property
     def failure(self) -> str | None:
         """Why the guided form can't be followed any more; None: it can."""
-        return None if self._guide is None else self._guide.failure
+        return None if self._grammar_matcher is None else self._grammar_matcher.failure
 
-    def note(self, token_id: int) -> None:
+    def accept_token(self, token_id: int) -> None:
         """The next token of the answer."""
         if self._counted:
             self._counts[token_id] += 1
         if self._repeated is not None:
             self._repeated[token_id] = None
-        if self._guide is not None:
-            self._guide.note(token_id)
+        if self._grammar_matcher is not None:
+            self._grammar_matcher.accept_token(token_id)
 
     def apply(self, logits: Tensor) -> None:
         """Changes one row, [vocabulary], in place. Tokens that a guide rules out are ruled out whatever their bias."""
@@ -57,20 +57,20 @@ class LogitsProcessor:
             biases = dict(sampling.logit_bias)
             added = torch.tensor(list(biases.values()), dtype=logits.dtype, device=logits.device)
             logits[_ids(biases, logits)] += added
-        if self._guide is not None:
-            self._guide.apply(logits)
+        if self._grammar_matcher is not None:
+            self._grammar_matcher.apply_mask(logits)
 
 
-def logits_processor_for(request: GenerateRequest, guide: GrammarMatcher | None) -> LogitsProcessor | None:
+def logits_processor_for(request: GenerateRequest, grammar_matcher: GrammarMatcher | None) -> LogitsProcessor | None:
     """None for a request whose logits stay as they are: it costs nothing."""
     sampling = request.sampling
     penalized = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
-    if not (penalized or sampling.logit_bias or guide is not None):
+    if not (penalized or sampling.logit_bias or grammar_matcher is not None):
         return None
-    shaping = LogitsProcessor(sampling, request.token_ids, guide)
-    for token_id in request.token_ids[len(request.token_ids) - request.resumed_tokens :]:
-        shaping.note(token_id)
-    return shaping
+    logits_processor = LogitsProcessor(sampling, request.token_ids, grammar_matcher)
+    for token_id in request.token_ids[len(request.token_ids) - request.num_resumed_output_tokens :]:
+        logits_processor.accept_token(token_id)
+    return logits_processor
 
 
 def _ids(ids: Iterable[int], logits: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class SamplingMetadata:
     seed: int
     index: int  # tokens of the answer that this request has made already
     stop_ids: tuple[int, ...]
-    shaping: LogitsProcessor | None = None
+    logits_processor: LogitsProcessor | None = None
     resumed: int = 0  # tokens of the answer that another worker made; they count as drawn
 
 
@@ -119,11 +119,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata], finite: Tensor | No
     highest, picked = logits.max(dim=-1)  # NaN where the row has one
     finite = highest.isfinite() if finite is None else highest.isfinite() & finite
     held_back = [(n, row.stop_ids) for n, row in enumerate(rows) if row.index < row.sampling.min_tokens]
-    shaped = [(n, row.shaping) for n, row in enumerate(rows) if row.shaping is not None]
+    shaped = [(n, row.logits_processor) for n, row in enumerate(rows) if row.logits_processor is not None]
     if held_back or shaped:
         logits = logits.clone()
-        for n, shaping in shaped:
-            shaping.apply(logits[n])
+        for n, logits_processor in shaped:
+            logits_processor.apply(logits[n])
         for n, stop_ids in held_back:
             logits[n, list(stop_ids)] = -torch.inf
         picked = logits.argmax(dim=-1)

@@ -51,7 +51,7 @@ class BatchLimits:
 
 class KvMemory(NamedTuple):
     pool: KvPool
-    staging: TransferBuffer | None  # None: an engine that hands nothing over
+    transfer_buffer: TransferBuffer | None  # None: an engine that hands nothing over
 
 
 class Scheduler:
@@ -68,7 +68,7 @@ class Scheduler:
     ) -> None:
         """`deliver` gets all events of a step, `on_end` the reason why no step will follow; both on the thread."""
         self._module = module
-        self._pool, self._staging = memory
+        self._pool, self._transfer_buffer = memory
         self._limits = limits
         self._deliver = deliver
         self._on_end = on_end
@@ -77,8 +77,8 @@ class Scheduler:
         self._reserved: set[TorchSequence] = set()  # decode jobs whose KV is on its way
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
-        self._unstaged: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, wait for transfer-buffer space
-        self._held: set[TorchSequence] = set()  # copied to the transfer buffer, blocks still counted
+        self._awaiting_buffer: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, wait for transfer-buffer space
+        self._awaiting_fetch: set[TorchSequence] = set()  # copied to the transfer buffer, blocks still counted
         self._events: Delivery = []
         self._non_finite: dict[str, float] = {}  # when each request with NaN or infinity ended
         self._stopping = False
@@ -106,65 +106,64 @@ class Scheduler:
 
     # --- messages: run on the thread -------------------------------------------------------------------
 
-    def submit(self, job: TorchSequence) -> None:
+    def submit(self, seq: TorchSequence) -> None:
         if len(self._waiting) >= self._limits.max_queue:
-            self._events.append((job, Overloaded(f"{len(self._waiting)} requests wait already; try again later")))
+            self._events.append((seq, Overloaded(f"{len(self._waiting)} requests wait already; try again later")))
         else:
-            self._waiting.append(job)
+            self._waiting.append(seq)
 
-    def install(self, job: TorchSequence) -> None:
+    def install(self, seq: TorchSequence) -> None:
         """A reserved job's KV has been fetched, and its copies into the pool are queued: the job goes on."""
-        ticket = job.request.ticket
-        if job not in self._reserved or job.blocks is None or ticket is None:
+        ticket = seq.request.ticket
+        if seq not in self._reserved or seq.blocks is None or ticket is None:
             return  # dropped meanwhile
-        self._reserved.remove(job)
-        self._unload(job)
-        if not self._pool.is_finite(job.blocks, job.prompt_tokens):
-            self._pool.scrub(job.blocks[: self._pool.blocks_for(job.prompt_tokens)])
-            self._drop(job)
-            text = (
-                f"the KV of ticket {ticket.ticket_id} has NaN or infinity: check its prefill worker {ticket.holder:x}"
-            )
-            self._events.append((job, NonFiniteKv(text)))
+        self._reserved.remove(seq)
+        self._free_allocation(seq)
+        if not self._pool.is_finite(seq.blocks, seq.prompt_tokens):
+            self._pool.scrub(seq.blocks[: self._pool.blocks_for(seq.prompt_tokens)])
+            self._drop(seq)
+            worker = ticket.prefill_instance_id
+            text = f"the KV of ticket {ticket.ticket_id} has NaN or infinity: check its prefill worker {worker:x}"
+            self._events.append((seq, NonFiniteKv(text)))
             return
-        job.prefilled = job.prompt_tokens
-        job.pending = ticket.first_token_ids[-1]
-        job.made = len(ticket.first_token_ids)
-        if job.shaping is not None:
+        seq.prefilled = seq.prompt_tokens
+        seq.last_token = ticket.first_token_ids[-1]
+        seq.num_output_tokens = len(ticket.first_token_ids)
+        if seq.logits_processor is not None:
             for token_id in ticket.first_token_ids:
-                job.shaping.note(token_id)
-        job.ready_at = time.monotonic()
+                seq.logits_processor.accept_token(token_id)
+        seq.ready_at = time.monotonic()
         first = Chunk(token_ids=ticket.first_token_ids, logprobs=ticket.first_logprobs)
-        if job.made < job.max_new_tokens:
-            self._decoding.append(job)
+        if seq.num_output_tokens < seq.max_new_tokens:
+            self._decoding.append(seq)
         else:  # the decode call has a lower token limit than the prefill call
-            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=phase_timings(job))
-            self._drop(job)
-        self._events.append((job, first))
+            first = msgspec.structs.replace(first, finish_reason=FinishReason.LENGTH, stats=phase_timings(seq))
+            self._drop(seq)
+        self._events.append((seq, first))
 
-    def retire(self, job: TorchSequence) -> None:
+    def retire(self, seq: TorchSequence) -> None:
         """Ends a job wherever it is, frees its blocks and says so; no error when it has ended already."""
-        self._drop(job)
-        self._events.append((job, Freed()))
+        self._drop(seq)
+        self._events.append((seq, Freed()))
 
-    def _drop(self, job: TorchSequence) -> None:
-        if job in self._reserved and job.blocks is not None:  # its KV has arrived in part at most
-            self._pool.scrub(job.blocks[: self._pool.blocks_for(job.prompt_tokens)])
-        for group in (self._reserved, self._held):
-            group.discard(job)
-        for jobs in (self._waiting, self._prefilling, self._decoding):
-            if job in jobs:
-                jobs.remove(job)
-        self._unstaged = deque(entry for entry in self._unstaged if entry[0] is not job)
-        self._unload(job)
-        if job.blocks is not None:
-            self._pool.free(job.blocks)
-            job.blocks = None
+    def _drop(self, seq: TorchSequence) -> None:
+        if seq in self._reserved and seq.blocks is not None:  # its KV has arrived in part at most
+            self._pool.scrub(seq.blocks[: self._pool.blocks_for(seq.prompt_tokens)])
+        for group in (self._reserved, self._awaiting_fetch):
+            group.discard(seq)
+        for seqs in (self._waiting, self._prefilling, self._decoding):
+            if seq in seqs:
+                seqs.remove(seq)
+        self._awaiting_buffer = deque(entry for entry in self._awaiting_buffer if entry[0] is not seq)
+        self._free_allocation(seq)
+        if seq.blocks is not None:
+            self._pool.free(seq.blocks)
+            seq.blocks = None
 
-    def _unload(self, job: TorchSequence) -> None:
-        if job.parcel is not None and self._staging is not None:
-            self._staging.give_back(job.parcel)
-            job.parcel = None
+    def _free_allocation(self, seq: TorchSequence) -> None:
+        if seq.allocation is not None and self._transfer_buffer is not None:
+            self._transfer_buffer.free(seq.allocation)
+            seq.allocation = None
 
     def stop(self) -> None:
         self._stopping = True
@@ -180,21 +179,22 @@ class Scheduler:
                 torch.cuda.set_device(self._pool.device)  # as well: some kernels go by it
             with torch.inference_mode():
                 while not self._stopping:
-                    self._turn()
+                    self._run_iteration()
         except EngineFailed as exc:
             reason = exc
         except Exception as exc:  # noqa: BLE001 - the end of the thread: all streams must hear of it, whatever it was
             _log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
-        unstaged = [job for job, _ in self._unstaged]
+        awaiting_buffer = [seq for seq, _ in self._awaiting_buffer]
         try:
-            for job in (*self._waiting, *self._reserved, *self._prefilling, *self._decoding, *unstaged, *self._held):
-                self._drop(job)
+            queued = (*self._waiting, *self._reserved, *self._prefilling, *self._decoding)
+            for seq in (*queued, *awaiting_buffer, *self._awaiting_fetch):
+                self._drop(seq)
             self._publish()
         finally:  # on a broken GPU blocks can't be freed
             self._on_end(reason)
 
-    def _turn(self) -> None:
+    def _run_iteration(self) -> None:
         busy = bool(self._prefilling or self._decoding)
         while True:
             try:
@@ -203,7 +203,7 @@ class Scheduler:
                 break
             message()
             busy = True  # wait for one message at most; take the others that are there
-        self._hand_off()
+        self._export_prefilled()
         self._admit()
         if self._prefilling or self._decoding:
             self._step()
@@ -221,76 +221,79 @@ class Scheduler:
             waiting=len(self._waiting),
             kv_blocks_used=self._pool.used,
             kv_blocks_total=self._pool.num_blocks,
-            tickets_held=len(self._held),
-            ticket_kv_blocks=sum(len(_blocks(job)) for job in self._held),
+            tickets_held=len(self._awaiting_fetch),
+            ticket_kv_blocks=sum(len(_blocks(seq)) for seq in self._awaiting_fetch),
         )
 
     def _admit(self) -> None:
         """In order of arrival, while there is a place in the batch and blocks for the whole answer."""
         while self._waiting and self._running() < self._limits.max_batch_size:
-            job = self._waiting[0]
-            is_fetched = job.request.phase is Phase.DECODE and self._staging is not None
-            if is_fetched and job.parcel is None:
-                job.parcel = self._allocate(job, job.piece_bytes)
-                if job.parcel is None:
+            seq = self._waiting[0]
+            is_fetched = seq.request.phase is Phase.DECODE and self._transfer_buffer is not None
+            if is_fetched and seq.allocation is None:
+                seq.allocation = self._allocate(seq, seq.piece_bytes)
+                if seq.allocation is None:
                     return
-            job.blocks = self._pool.reserve(job.kv_tokens)
-            if job.blocks is None:
+            seq.blocks = self._pool.reserve(seq.kv_tokens)
+            if seq.blocks is None:
                 return
             self._waiting.popleft()
-            job.admitted_at = time.monotonic()
-            if job.parcel is not None:
-                self._reserved.add(job)
-                self._events.append((job, BlocksReserved(job.parcel, self._pool.rows(job.blocks, job.prompt_tokens))))
+            seq.admitted_at = time.monotonic()
+            if seq.allocation is not None:
+                self._reserved.add(seq)
+                rows = self._pool.rows(seq.blocks, seq.prompt_tokens)
+                self._events.append((seq, BlocksReserved(seq.allocation, rows)))
             else:
-                self._prefilling.append(job)
+                self._prefilling.append(seq)
 
     def _running(self) -> int:
-        return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._unstaged)
+        return len(self._reserved) + len(self._prefilling) + len(self._decoding) + len(self._awaiting_buffer)
 
-    def _allocate(self, job: TorchSequence, piece_bytes: int) -> Allocation | None:
-        return self._staging.take(job.prompt_tokens, piece_bytes) if self._staging is not None else None
+    def _allocate(self, seq: TorchSequence, piece_bytes: int) -> Allocation | None:
+        buffer = self._transfer_buffer
+        return buffer.allocate(seq.prompt_tokens, piece_bytes) if buffer is not None else None
 
-    def _hand_off(self) -> None:
+    def _export_prefilled(self) -> None:
         """Copy each prefilled prompt's KV to where the transfer backend reads it, in order, while there is space."""
-        while self._unstaged and self._staging is not None:
-            job, first = self._unstaged[0]
-            job.parcel = self._allocate(job, REGION_BYTES[self._pool.device.type])
-            if job.parcel is None:
+        while self._awaiting_buffer and self._transfer_buffer is not None:
+            seq, first = self._awaiting_buffer[0]
+            seq.allocation = self._allocate(seq, REGION_BYTES[self._pool.device.type])
+            if seq.allocation is None:
                 return
-            self._unstaged.popleft()
-            self._held.add(job)
-            copied = self._staging.gather(job.parcel, self._pool.rows(_blocks(job), job.prompt_tokens))
-            self._events.append((job, PrefillDone(job.parcel, copied, first)))
+            self._awaiting_buffer.popleft()
+            self._awaiting_fetch.add(seq)
+            copied = self._transfer_buffer.gather(seq.allocation, self._pool.rows(_blocks(seq), seq.prompt_tokens))
+            self._events.append((seq, PrefillDone(seq.allocation, copied, first)))
 
     def _step(self) -> None:
         decoding = self._decoding[: self._limits.max_num_tokens]
         chunks = self._plan_chunks(self._limits.max_num_tokens - len(decoding))
-        ids = [job.pending for job in decoding]
-        for job, count in chunks:
-            ids += job.request.token_ids[job.prefilled : job.prefilled + count]
+        ids = [seq.last_token for seq in decoding]
+        for seq, count in chunks:
+            ids += seq.request.token_ids[seq.prefilled : seq.prefilled + count]
         step = ForwardBatch(
             self._pool.keys,
             self._pool.values,
-            [SequenceSlice(_blocks(job), job.prefilled, 1) for job in decoding],
-            [SequenceSlice(_blocks(job), job.prefilled, count) for job, count in chunks],
+            [SequenceSlice(_blocks(seq), seq.prefilled, 1) for seq in decoding],
+            [SequenceSlice(_blocks(seq), seq.prefilled, count) for seq, count in chunks],
         )
-        if step.entered:
-            self._pool.scrub(torch.cat(step.entered))
-        for job, count in [*((job, 1) for job in decoding), *chunks]:
-            job.prefilled += count
-        finished = [job for job, _ in chunks if job.prefilled == job.prompt_tokens]
+        if step.partial_blocks:
+            self._pool.scrub(torch.cat(step.partial_blocks))
+        for seq, count in [*((seq, 1) for seq in decoding), *chunks]:
+            seq.prefilled += count
+        finished = [seq for seq, _ in chunks if seq.prefilled == seq.prompt_tokens]
         rows = list(range(len(decoding)))
         at = len(decoding)
-        for job, count in chunks:
+        for seq, count in chunks:
             at += count
-            if job.prefilled == job.prompt_tokens:
+            if seq.prefilled == seq.prompt_tokens:
                 rows.append(at - 1)
         logits = self._forward(ids, step, rows)
         finite = self._finite(step, decoding, chunks)
         sampled = [*decoding, *finished]
         if sampled:
-            self._take(decoding, finished, sample(logits, [_row(job) for job in sampled], finite))
+            metadata = [_sampling_metadata(seq) for seq in sampled]
+            self._update_from_output(decoding, finished, sample(logits, metadata, finite))
 
     def _finite(
         self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
@@ -299,21 +302,21 @@ class Scheduler:
         written = self._pool.finite_keys(step.slots)
         found = [written[: len(decoding)]]
         at = len(decoding)
-        for job, count in chunks:
+        for seq, count in chunks:
             chunk = written[at : at + count].all(dim=0, keepdim=True)
-            job.finite = chunk if job.finite is None else job.finite & chunk
+            seq.finite = chunk if seq.finite is None else seq.finite & chunk
             at += count
-            if job.prefilled == job.prompt_tokens:
-                found.append(job.finite)
+            if seq.prefilled == seq.prompt_tokens:
+                found.append(seq.finite)
         return torch.cat(found)
 
     def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
         planned = []
-        for job in self._prefilling:
-            count = min(budget, self._limits.prefill_chunk_tokens, job.prompt_tokens - job.prefilled)
+        for seq in self._prefilling:
+            count = min(budget, self._limits.prefill_chunk_tokens, seq.prompt_tokens - seq.prefilled)
             if count <= 0:
                 break
-            planned.append((job, count))
+            planned.append((seq, count))
             budget -= count
         return planned
 
@@ -330,68 +333,68 @@ class Scheduler:
         logits: Tensor = output.logits[0]
         return logits
 
-    def _take(
+    def _update_from_output(
         self, decoding: list[TorchSequence], finished: list[TorchSequence], choices: list[SampledToken | None]
     ) -> None:
         now = time.monotonic()
-        for job, choice in zip(decoding, choices, strict=False):
-            job.stepped_at = job.stepped_at or now
-            self._emit(job, choice)
-        for job, choice in zip(finished, choices[len(decoding) :], strict=True):
-            job.ready_at = now
-            self._prefilling.remove(job)
-            self._decoding.append(job)
-            self._emit(job, choice)
+        for seq, choice in zip(decoding, choices, strict=False):
+            seq.stepped_at = seq.stepped_at or now
+            self._emit(seq, choice)
+        for seq, choice in zip(finished, choices[len(decoding) :], strict=True):
+            seq.ready_at = now
+            self._prefilling.remove(seq)
+            self._decoding.append(seq)
+            self._emit(seq, choice)
         if len(self._non_finite) >= _MOST_NON_FINITE:
             raise EngineFailed(
                 f"the model's output was NaN or infinite in {len(self._non_finite)} requests within {_NON_FINITE_S:g} s"
             )
 
-    def _end_non_finite(self, job: TorchSequence) -> None:
-        _log.error("the model's output for request %s is NaN or infinite; ending the request", job.request.request_id)
-        self._pool.scrub(_blocks(job)[: self._pool.blocks_for(job.prefilled)])
-        self._drop(job)
+    def _end_non_finite(self, seq: TorchSequence) -> None:
+        _log.error("the model's output for request %s is NaN or infinite; ending the request", seq.request.request_id)
+        self._pool.scrub(_blocks(seq)[: self._pool.blocks_for(seq.prefilled)])
+        self._drop(seq)
         text = "the model's output for this request is NaN or infinite; if others are too, check weights, dtype and GPU"
-        self._events.append((job, NonFinite(text)))
+        self._events.append((seq, NonFinite(text)))
         now = time.monotonic()
         recent = {name: at for name, at in self._non_finite.items() if now - at < _NON_FINITE_S}
-        self._non_finite = recent | {job.request.request_id: now}
+        self._non_finite = recent | {seq.request.request_id: now}
 
-    def _emit(self, job: TorchSequence, choice: SampledToken | None) -> None:
+    def _emit(self, seq: TorchSequence, choice: SampledToken | None) -> None:
         if choice is None:
-            self._end_non_finite(job)
+            self._end_non_finite(seq)
             return
-        job.pending = choice.token_id
-        job.made += 1
-        if job.shaping is not None:
-            job.shaping.note(choice.token_id)
-            if job.shaping.failure is not None:
-                self._events.append((job, RequestRejected(f"guided decoding failed: {job.shaping.failure}")))
-                self._drop(job)
+        seq.last_token = choice.token_id
+        seq.num_output_tokens += 1
+        if seq.logits_processor is not None:
+            seq.logits_processor.accept_token(choice.token_id)
+            if seq.logits_processor.failure is not None:
+                self._events.append((seq, RequestRejected(f"guided decoding failed: {seq.logits_processor.failure}")))
+                self._drop(seq)
                 return
         ids = token_ids([choice.token_id])
         logprobs = (choice.logprob,) if choice.logprob is not None else ()
-        if choice.token_id in job.stop_ids:
+        if choice.token_id in seq.stop_ids:
             reason: FinishReason | None = FinishReason.STOP
         else:
-            reason = FinishReason.LENGTH if job.made >= job.max_new_tokens else None
-        if reason is None and job.request.phase is Phase.PREFILL:
-            self._decoding.remove(job)
-            self._unstaged.append((job, Chunk(token_ids=ids, logprobs=logprobs, stats=phase_timings(job))))
-            self._hand_off()
+            reason = FinishReason.LENGTH if seq.num_output_tokens >= seq.max_new_tokens else None
+        if reason is None and seq.request.phase is Phase.PREFILL:
+            self._decoding.remove(seq)
+            self._awaiting_buffer.append((seq, Chunk(token_ids=ids, logprobs=logprobs, stats=phase_timings(seq))))
+            self._export_prefilled()
             return
-        stats = phase_timings(job) if reason is not None else None
-        self._events.append((job, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
+        stats = phase_timings(seq) if reason is not None else None
+        self._events.append((seq, Chunk(token_ids=ids, logprobs=logprobs, finish_reason=reason, stats=stats)))
         if reason is not None:
-            self._drop(job)
+            self._drop(seq)
 
 
-def _row(job: TorchSequence) -> SamplingMetadata:
-    request = job.request
-    return SamplingMetadata(request.sampling, job.seed, job.made, job.stop_ids, job.shaping, request.resumed_tokens)
+def _sampling_metadata(seq: TorchSequence) -> SamplingMetadata:
+    sampling, resumed = seq.request.sampling, seq.request.num_resumed_output_tokens
+    return SamplingMetadata(sampling, seq.seed, seq.num_output_tokens, seq.stop_ids, seq.logits_processor, resumed)
 
 
-def _blocks(job: TorchSequence) -> Tensor:
-    if job.blocks is None:
-        raise RuntimeError(f"request {job.request.request_id} runs without KV blocks")
-    return job.blocks
+def _blocks(seq: TorchSequence) -> Tensor:
+    if seq.blocks is None:
+        raise RuntimeError(f"request {seq.request.request_id} runs without KV blocks")
+    return seq.blocks

@@ -20,14 +20,14 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings
 class BlocksReserved(NamedTuple):
     """A decode job has its blocks and its transfer-buffer space; fetched pieces go to these rows of the pool."""
 
-    parcel: Allocation
+    allocation: Allocation
     rows: Tensor
 
 
 class PrefillDone(NamedTuple):
     """A prefill job is done and its KV must be transferred; its blocks stay counted until the job is dropped."""
 
-    parcel: Allocation
+    allocation: Allocation
     copied: list[torch.cuda.Event]  # on a GPU: when each piece may be read
     first: Chunk
 
@@ -48,15 +48,15 @@ class TorchSequence:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     inbox: Callable[[Event], None]  # called on the event loop
-    shaping: LogitsProcessor | None = None
+    logits_processor: LogitsProcessor | None = None
     seed: int = field(default_factory=lambda: random.getrandbits(64))
     piece_bytes: int = 0  # decode: as the prefill side cut its KV
     blocks: Tensor | None = None
-    parcel: Allocation | None = None  # its KV on its way
+    allocation: Allocation | None = None  # its KV on its way
     prefilled: int = 0  # tokens whose KV is in the pool
     finite: Tensor | None = None  # prefill: whether the keys of those tokens are finite, on the device
-    pending: int = -1  # the newest token, whose KV is not in the pool yet
-    made: int = 0  # tokens of the answer
+    last_token: int = -1  # the newest token, whose KV is not in the pool yet
+    num_output_tokens: int = 0  # tokens of the answer
     submitted_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     ready_at: float = 0.0  # decode: KV in place; otherwise: first token chosen
@@ -72,15 +72,15 @@ class TorchSequence:
         return self.prompt_tokens + (0 if self.request.phase is Phase.PREFILL else self.max_new_tokens - 1)
 
 
-def phase_timings(job: TorchSequence) -> PhaseTimings:
-    queue_s = job.admitted_at - job.submitted_at
-    if job.request.phase is not Phase.DECODE:
-        return PhaseTimings(queue_s=queue_s, prefill_s=job.ready_at - job.admitted_at)
-    ticket = job.request.ticket
+def phase_timings(seq: TorchSequence) -> PhaseTimings:
+    queue_s = seq.admitted_at - seq.submitted_at
+    if seq.request.phase is not Phase.DECODE:
+        return PhaseTimings(queue_s=queue_s, prefill_s=seq.ready_at - seq.admitted_at)
+    ticket = seq.request.ticket
     return PhaseTimings(
         queue_s=queue_s,
-        handoff_s=job.ready_at - job.admitted_at,
-        decode_wait_s=max(0.0, job.stepped_at - job.ready_at),
+        kv_transfer_s=seq.ready_at - seq.admitted_at,
+        decode_queue_s=max(0.0, seq.stepped_at - seq.ready_at),
         kv_bytes=ticket.kv_bytes if ticket else 0,
         transport=ticket.transport if ticket else "",
     )

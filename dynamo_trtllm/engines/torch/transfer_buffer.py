@@ -98,7 +98,7 @@ class TransferBuffer:
         self._bouncing = threading.Lock()  # two copies by way of it follow each other, whichever threads queue them
 
     def move_to_host(self) -> None:
-        """Use pinned host memory, for transfer backends that can't read the GPU's. To be called before any `take`."""
+        """Use pinned host memory, for transfer backends that can't read the GPU's. Call it before any `allocate`."""
         self.region = torch.empty(0)  # or both would be there at once
         torch.cuda.empty_cache()
         self.region = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -115,7 +115,7 @@ class TransferBuffer:
 
     # --- places ----------------------------------------------------------------------------------------
 
-    def take(self, tokens: int, piece_bytes: int) -> Allocation | None:
+    def allocate(self, tokens: int, piece_bytes: int) -> Allocation | None:
         """Return space for the KV of that many tokens, or None while there is none."""
         wanted = self._pool.moved_bytes(tokens)
         aligned = -(-wanted // _ALIGNED_BYTES) * _ALIGNED_BYTES
@@ -129,9 +129,9 @@ class TransferBuffer:
             begin, aligned, torch.split(self.region[begin : begin + wanted], max(1, piece_bytes // row) * row)
         )
 
-    def give_back(self, parcel: Allocation) -> None:
+    def free(self, allocation: Allocation) -> None:
         """Free the space. It can be taken again once the copies that were queued so far are done."""
-        freed = Range(parcel.begin, parcel.begin + parcel.num_bytes)
+        freed = Range(allocation.begin, allocation.begin + allocation.num_bytes)
         if (event := self.mark()) is None:
             self._merge(freed)
         else:
@@ -166,10 +166,10 @@ class TransferBuffer:
 
     # --- copies ----------------------------------------------------------------------------------------
 
-    def gather(self, parcel: Allocation, rows: Tensor) -> list[torch.cuda.Event]:
+    def gather(self, allocation: Allocation, rows: Tensor) -> list[torch.cuda.Event]:
         """Queues copies of these rows of the pool; the events, on a GPU, of the pieces in order."""
         events, begin = [], 0
-        for piece in parcel.pieces:
+        for piece in allocation.pieces:
             end = begin + len(piece) // self._pool.row_bytes
             self._gather(piece, rows[begin:end])
             begin = end
@@ -186,10 +186,10 @@ class TransferBuffer:
             torch.index_select(self._pool.all_rows, 0, rows, out=self._as_rows(passing))
             piece.copy_(passing, non_blocking=True)
 
-    def scatter(self, parcel: Allocation, rows: Tensor, index: int) -> None:
+    def scatter(self, allocation: Allocation, rows: Tensor, index: int) -> None:
         """Queues the copy of one piece into its share of these rows of the pool."""
-        piece = parcel.pieces[index]
-        begin = index * (len(parcel.pieces[0]) // self._pool.row_bytes)  # only the last may be smaller
+        piece = allocation.pieces[index]
+        begin = index * (len(allocation.pieces[0]) // self._pool.row_bytes)  # only the last may be smaller
         some = rows[begin : begin + len(piece) // self._pool.row_bytes]
         if self._bounce is None:
             self._pool.all_rows.index_copy_(0, some, self._as_rows(piece))

@@ -30,7 +30,7 @@ from dynamo_trtllm.messages import Instance, KvLayout, Phase, Role
 
 _log = logging.getLogger(__name__)
 
-_OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.WHOLE}
+_OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGREGATED: Phase.AGGREGATED}
 
 
 class TrtllmEngine(ExternalEngine[TrtllmSession]):
@@ -45,7 +45,7 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
         self._args = trtllm_args(config, self._release, gpus)
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._model = config.served_model_name or self._checkpoint.folder.name
-        self._holder = instance_id
+        self._instance_id = instance_id
         self._facts = RoleFacts(
             role=config.disaggregation_mode,
             args=self._args,
@@ -57,11 +57,11 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
             strategy=config.disaggregation_strategy,
         )
         self._times = Times(settings.ticket_ttl_s(self._facts, config.ticket_ttl_s), config.handoff_timeout_s)
-        self._pairing = settings.pairing(self._facts, release_line(version))
+        self._kv_compat = settings.kv_compat(self._facts, release_line(version))
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
         """See `HasPreflight`."""
-        return [*check_role(self._facts), *check_peers(self._facts, peers, self._pairing)]
+        return [*check_role(self._facts), *check_peers(self._facts, peers, self._kv_compat)]
 
     # --- life ------------------------------------------------------------------------------------------
 
@@ -76,50 +76,52 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
             weight_bytes=weight_bytes(self._checkpoint).total // self._facts.tensor_parallel,
         )
         info = self._serve(await self._load(loading))
-        await self._canary(self._model)
-        if settings.has_statistics(self._args) and self._serving is not None:
-            self._serving.poll_stats()
+        await self._warm_up(self._model)
+        if settings.has_statistics(self._args) and self._session is not None:
+            self._session.poll_stats()
         return info
 
     def _build(self) -> tuple[TrtllmBindings, Any]:
         """On a thread. The environment is set before the vendor is imported, which reads it."""
         kernels.apply(self._args.profile)
-        vendor = load_bindings()
+        bindings = load_bindings()
         values = settings.llm_values(self._args, model=str(self._checkpoint.folder))
         try:
-            llm = vendor.llm(**values)
+            llm = bindings.llm(**values)
         except (ValueError, TypeError) as exc:
-            raise ConfigError(f"TensorRT-LLM {vendor.version} refuses the engine arguments: {exc}") from exc
-        except (vendor.request_error, *VENDOR_ERRORS) as exc:
+            raise ConfigError(f"TensorRT-LLM {bindings.version} refuses the engine arguments: {exc}") from exc
+        except (bindings.request_error, *VENDOR_ERRORS) as exc:
             raise EngineFailed(f"TensorRT-LLM could not be started: {exc}") from exc
-        return vendor, llm
+        return bindings, llm
 
-    def _serve(self, vendor: TrtllmBindings) -> EngineInfo:
-        refused = settings.unsupported_features(self._args, self._release, cache_salt=vendor.capabilities.cache_salt)
-        rules = settings.rules(self._facts, self._checkpoint, vendor.capabilities, refused)
-        transport = f"trtllm/{self._pairing.get('transceiver', '')}".lower()
-        terms = TransferIdentity("trtllm", self._holder, self._model, self._layout(), self._pairing, transport)
-        self._serving = TrtllmSession(vendor, self._llm, rules, terms, self._times)
-        limit = rules.prompt_limits[_OWN_PHASE[rules.role]]
+    def _serve(self, bindings: TrtllmBindings) -> EngineInfo:
+        refused = settings.unsupported_features(self._args, self._release, cache_salt=bindings.capabilities.cache_salt)
+        model_limits = settings.model_limits(self._facts, self._checkpoint, bindings.capabilities, refused)
+        transport = f"trtllm/{self._kv_compat.get('transceiver', '')}".lower()
+        identity = TransferIdentity(
+            "trtllm", self._instance_id, self._model, self._layout(), self._kv_compat, transport
+        )
+        self._session = TrtllmSession(bindings, self._llm, model_limits, identity, self._times)
+        limit = model_limits.prompt_limits[_OWN_PHASE[model_limits.role]]
         _log.info(
             "TensorRT-LLM %s (as %s) is loaded: context %d, prompts up to %d (%s)",
-            vendor.version,
+            bindings.version,
             self._release.title,
-            rules.context_length,
+            model_limits.context_length,
             limit.tokens,
             limit.why,
         )
         return EngineInfo(
             engine="trtllm",
-            context_length=rules.context_length,
-            vocab_size=rules.vocab_size,
-            eos_token_ids=rules.end_ids,
+            context_length=model_limits.context_length,
+            vocab_size=model_limits.vocab_size,
+            eos_token_ids=model_limits.end_ids,
             renderer=self._checkpoint.renderer,
-            layout=terms.layout,
+            layout=identity.layout,
             limits=settings.limits(self._facts),
-            pairing=self._pairing,
-            refuses=(*refused, "resumed_tokens"),  # they are prompt to it and nothing else
-            serves_whole=True,
+            kv_compat=self._kv_compat,
+            unsupported_features=(*refused, "resumed_tokens"),  # they are prompt to it and nothing else
+            can_aggregate=True,
             files=self._checkpoint.files,
         )
 
@@ -129,7 +131,7 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
         return layout
 
     def stats(self) -> EngineStats:
-        return NO_STATS if self._serving is None else self._serving.stats()
+        return NO_STATS if self._session is None else self._session.stats()
 
     def _shut_down(self, llm: Any) -> None:
         try:

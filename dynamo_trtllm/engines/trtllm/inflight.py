@@ -51,13 +51,13 @@ class TrtllmOutputCursor:
         self._first = first
         self._seen = 0
         self._last: int | None = None
-        self._untold = 0  # tokens at the start for which the vendor gives no log-probability
+        self._unreported = 0  # tokens at the start for which the vendor gives no log-probability
 
     def read(self, output: TrtllmCompletion) -> EngineOutput:
         new = list(output.token_ids[self._seen :])
         start = self._seen
         if self._seen == 0 and new and output.logprobs is not None:
-            self._untold = max(0, len(output.token_ids) - len(output.logprobs))
+            self._unreported = max(0, len(output.token_ids) - len(output.logprobs))
         if output.finish_reason == "stop":
             new += self._cut_off(new[-1] if new else self._last, output.stop_reason)
         self._seen += len(new)
@@ -81,7 +81,7 @@ class TrtllmOutputCursor:
     def _logprob(self, reported: Sequence[Any], position: int, token: int) -> TokenLogprob:
         if position < len(self._first):
             return self._first[position]
-        index = position - self._untold
+        index = position - self._unreported
         if 0 <= index < len(reported):
             return token_logprob(token, reported[index], self._alternatives or 0)
         if token in self._stop_ids:
@@ -124,41 +124,41 @@ class VendorError(Exception):
 class TrtllmInflightRequest:
     """Used by one task at a time: first the request's, then the one that winds it down."""
 
-    def __init__(self, request: GenerateRequest, call: TrtllmCall, result: Any, reader: TrtllmOutputCursor) -> None:
+    def __init__(self, request: GenerateRequest, call: TrtllmCall, result: Any, cursor: TrtllmOutputCursor) -> None:
         self.request_id = request.request_id
         self.result = result
         self.fetches_kv = request.phase is Phase.DECODE
         self.started = False  # a result has come: for a decode call, its KV has arrived
         self.finished = False  # no result will follow
-        self.winding_down = False  # only `wind_down` reads the results
+        self.is_draining = False  # only `abort_and_drain` reads the results
         self.had_tokens = False
         self.bound: Deadline | None = None  # of the wait for the first result
-        self.born = time.monotonic()
+        self.created_at = time.monotonic()
         self._request = request
-        self._started_at = self.born
-        self._keeps_kv = call.hands_over
-        self._reader = reader
+        self._started_at = self.created_at
+        self._keeps_kv = call.exports_kv
+        self._cursor = cursor
         self._stream = result.__aiter__() if call.streaming else None
         self._waiter: asyncio.Task[Any] | None = None  # in a wait for the vendor
-        self._alarm: asyncio.TimerHandle | None = None
-        self._rang = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timed_out = False
 
     def due_in(self, left_s: float) -> None:
         """From now on waits end then, in TimeoutError. One timer for many waits: one for each would cost more than
         all else that is done for a token."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._rang = False
-        self._alarm = asyncio.get_running_loop().call_later(max(0.0, left_s), self.interrupt)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timed_out = False
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.interrupt)
 
     def close(self) -> None:
         """No wait will follow."""
-        if self._alarm is not None:
-            self._alarm.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
     def interrupt(self) -> None:
         """Ends the wait for the vendor, or the next one, with TimeoutError."""
-        self._rang = True
+        self._timed_out = True
         if self._waiter is not None:
             self._waiter.cancel()
 
@@ -168,27 +168,27 @@ class TrtllmInflightRequest:
         await self._advance()
         if self.finished and self.result.outputs[0].finish_reason is None:
             raise MigrationFailed("TensorRT-LLM ended a request with no reason")
-        step = self._reader.read(self.result.outputs[0])
+        step = self._cursor.read(self.result.outputs[0])
         self.had_tokens = self.had_tokens or bool(step.token_ids)
         return step
 
     def age_s(self) -> float:
-        return time.monotonic() - self.born
+        return time.monotonic() - self.created_at
 
     def stats(self, *, cached_tokens: int) -> PhaseTimings:
-        return phase_timings(self._request, self._started_at - self.born, cached_tokens=cached_tokens)
+        return phase_timings(self._request, self._started_at - self.created_at, cached_tokens=cached_tokens)
 
     async def _advance(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        if self._rang:
+        if self._timed_out:
             raise TimeoutError
         cancels = task.cancelling()
         self._waiter = task
         try:
             await self._result()
         except asyncio.CancelledError:
-            if self._rang and task.uncancel() <= cancels:  # only our own alarm cancelled the task
+            if self._timed_out and task.uncancel() <= cancels:  # only our own alarm cancelled the task
                 raise TimeoutError from None
             raise
         finally:
@@ -219,7 +219,7 @@ class TrtllmInflightRequest:
         except VENDOR_ERRORS as exc:
             _log.debug("abort of %s: %s", self.request_id, exc)
 
-    async def wind_down(self, *, kv_wait_s: float = KV_WAIT_S, answer_s: float = ANSWER_S) -> None:
+    async def abort_and_drain(self, *, kv_wait_s: float = KV_WAIT_S, answer_s: float = ANSWER_S) -> None:
         """Aborts, and reads on until the engine has answered or `answer_s` is over. Raises nothing of the vendor's.
 
         A decode call is aborted only after its first result, because a running KV transfer can't be stopped.

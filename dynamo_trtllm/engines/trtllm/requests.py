@@ -32,7 +32,7 @@ class TrtllmModelLimits:
     prompt_limits: Mapping[Phase, PromptLimit]  # each leaves space for one output token in the context
     vocab_size: int
     end_ids: tuple[int, ...]  # the model's own stop tokens, the chief one first
-    refuses: tuple[str, ...]  # fields of Sampling, and "cache_salt"
+    unsupported_features: tuple[str, ...]  # fields of Sampling, and "cache_salt"
     structural_tags: bool  # the guided-decoding backend takes them, in their newer form
 
 
@@ -48,38 +48,48 @@ class TrtllmCall:
     bias: tuple[tuple[int, float], ...]  # becomes a tensor where the vendor's classes are
     cache_salt: str | None
     stop_ids: frozenset[int]
-    hands_over: bool  # a context-only call, whose KV stays for a decode worker
+    exports_kv: bool  # a context-only call, whose KV stays for a decode worker
 
 
-def build_call(request: GenerateRequest, rules: TrtllmModelLimits) -> TrtllmCall:
+def build_call(request: GenerateRequest, model_limits: TrtllmModelLimits) -> TrtllmCall:
     """Raises ContextTooLong, or RequestRejected naming the field."""
-    _check(request, rules)
+    _check(request, model_limits)
     sampling = request.sampling
-    max_tokens = min(sampling.max_tokens, rules.context_length - len(request.token_ids))
-    stop_ids = stop_token_ids(sampling, rules.end_ids)
+    max_tokens = min(sampling.max_tokens, model_limits.context_length - len(request.token_ids))
+    stop_ids = stop_token_ids(sampling, model_limits.end_ids)
     # A request for one token is whole after the prompt: nothing may be left waiting for a decode worker.
-    hands_over = request.phase is Phase.PREFILL and max_tokens > 1
+    exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
     return TrtllmCall(
         prompt=list(request.token_ids),
         streaming=request.phase is not Phase.PREFILL,
         max_tokens=max_tokens,
-        sampling=_sampling(sampling, rules, stop_ids, 1 if hands_over else max_tokens),
+        sampling=_sampling(sampling, model_limits, stop_ids, 1 if exports_kv else max_tokens),
         guided=None if sampling.guided is None else guided_params(sampling.guided),
         bias=sampling.logit_bias,
         cache_salt=request.cache_salt,
         stop_ids=stop_ids,
-        hands_over=hands_over,
+        exports_kv=exports_kv,
     )
 
 
-def _check(request: GenerateRequest, rules: TrtllmModelLimits) -> None:
-    check(request, role=rules.role, vocab_size=rules.vocab_size, refuses=rules.refuses, library="TensorRT-LLM")
-    tokens, limit = len(request.token_ids), rules.prompt_limits[request.phase]
+def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
+    check(
+        request,
+        role=model_limits.role,
+        vocab_size=model_limits.vocab_size,
+        unsupported_features=model_limits.unsupported_features,
+        library="TensorRT-LLM",
+    )
+    tokens, limit = len(request.token_ids), model_limits.prompt_limits[request.phase]
     if tokens > limit.tokens:
         raise ContextTooLong(
             f"a prompt of {tokens} tokens is longer than this worker takes, {limit.tokens} ({limit.why}); shorten it"
         )
-    if request.sampling.guided is not None and not is_plain(request.sampling.guided) and not rules.structural_tags:
+    if (
+        request.sampling.guided is not None
+        and not is_plain(request.sampling.guided)
+        and not model_limits.structural_tags
+    ):
         raise RequestRejected(
             "a form for part of the answer needs guided_decoding_backend: xgrammar and TensorRT-LLM 1.2 or newer",
             field="guided",
@@ -87,11 +97,11 @@ def _check(request: GenerateRequest, rules: TrtllmModelLimits) -> None:
 
 
 def _sampling(
-    sampling: Sampling, rules: TrtllmModelLimits, stop_ids: frozenset[int], max_tokens: int
+    sampling: Sampling, model_limits: TrtllmModelLimits, stop_ids: frozenset[int], max_tokens: int
 ) -> dict[str, Any]:
     # With an end id the vendor leaves these values as they are; without one it would ask its tokenizer, add the
     # checkpoint's stop tokens in some releases, and change the object.
-    end_id = rules.end_ids[0] if rules.end_ids else _NO_END
+    end_id = model_limits.end_ids[0] if model_limits.end_ids else _NO_END
     values: dict[str, Any] = {
         "end_id": end_id,
         "ignore_eos": sampling.ignore_eos,

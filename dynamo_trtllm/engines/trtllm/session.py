@@ -47,29 +47,34 @@ class TrtllmSession:
     """One per built LLM, which stays the engine's to shut down."""
 
     def __init__(
-        self, vendor: TrtllmBindings, llm: Any, rules: TrtllmModelLimits, terms: TransferIdentity, times: Times
+        self,
+        bindings: TrtllmBindings,
+        llm: Any,
+        model_limits: TrtllmModelLimits,
+        identity: TransferIdentity,
+        times: Times,
     ) -> None:
-        self._vendor = vendor
+        self._bindings = bindings
         self._llm = llm
-        self._rules = rules
+        self._model_limits = model_limits
         self._times = times
         self._transfers = TrtllmTransfers(
-            terms, vendor.capabilities, ttl_s=times.ticket_ttl_s, on_change=self._note_idle
+            identity, bindings.capabilities, ttl_s=times.ticket_ttl_s, on_change=self._note_idle
         )
-        self._polled = StatsPoller(llm.get_stats)
+        self._stats_poller = StatsPoller(llm.get_stats)
         self._stall_s = max(_STALL_S, 2 * times.ticket_ttl_s)
         self._failed: EngineFailed | None = None
-        self._flights: set[TrtllmInflightRequest] = (
+        self._inflight: set[TrtllmInflightRequest] = (
             set()
         )  # until the vendor has answered, or its time to answer is over
-        self._winding_down: set[asyncio.Task[None]] = set()
+        self._drain_tasks: set[asyncio.Task[None]] = set()
         self._last_result_at = time.monotonic()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def poll_stats(self) -> None:
         """From now on. Some releases have no statistics to wait for before their first request."""
-        self._polled.start()
+        self._stats_poller.start()
 
     def check(self) -> None:
         """Raises EngineFailed for an executor that is shut down or stands still, and tells every stream."""
@@ -77,15 +82,15 @@ class TrtllmSession:
             raise EngineFailed(self._failed.message)
         if not self._healthy():
             raise self.fail("TensorRT-LLM's executor has shut down after an error; see its log")
-        waiting = [flight.born for flight in self._flights if not flight.winding_down]
-        if self._polled.is_polling and waiting:
-            still_s = time.monotonic() - max(self._last_result_at, self._polled.changed_at, min(waiting))
+        waiting = [inflight.created_at for inflight in self._inflight if not inflight.is_draining]
+        if self._stats_poller.is_polling and waiting:
+            still_s = time.monotonic() - max(self._last_result_at, self._stats_poller.changed_at, min(waiting))
             if still_s > self._stall_s:
                 raise self.fail(f"no iteration and no result for {still_s:.0f} s with {len(waiting)} requests waiting")
 
     def _healthy(self) -> bool:
         try:
-            return self._vendor.healthy(self._llm)
+            return self._bindings.healthy(self._llm)
         except VENDOR_ERRORS:
             return False
 
@@ -93,8 +98,8 @@ class TrtllmSession:
         """Every stream ends with the reason, also one that waits for a result which will never come."""
         if self._failed is None:
             self._failed = EngineFailed(why)
-            for flight in self._flights:
-                flight.interrupt()
+            for inflight in self._inflight:
+                inflight.interrupt()
             self._transfers.close()  # the KV is gone with the executor
         return EngineFailed(self._failed.message)
 
@@ -104,35 +109,35 @@ class TrtllmSession:
     async def aclose(self) -> None:
         """Ends every stream and every wait. Idempotent."""
         self.fail("the engine was closed")
-        for task in self._winding_down:
+        for task in self._drain_tasks:
             task.cancel()
-        await asyncio.gather(*self._winding_down, return_exceptions=True)
-        await asyncio.to_thread(self._polled.stop)
+        await asyncio.gather(*self._drain_tasks, return_exceptions=True)
+        await asyncio.to_thread(self._stats_poller.stop)
 
     # --- requests --------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """See `Engine.generate`. Closed early, the call is aborted and read to its end in the background."""
-        call = build_call(request, self._rules)
+        call = build_call(request, self._model_limits)
         disagg = self._disagg(request, call)
-        flight = self._submit(request, call, disagg)
+        inflight = self._submit(request, call, disagg)
         try:
-            if call.hands_over:
-                yield await self._context_only(request, call, flight)
+            if call.exports_kv:
+                yield await self._context_only(request, call, inflight)
                 return
             while True:
-                step = await self._step(request, flight)
+                step = await self._step(request, inflight)
                 if step.finish is None and not step.token_ids:
                     continue
-                chunk = self._chunk(request, flight, step)
+                chunk = self._chunk(request, inflight, step)
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
         finally:
-            self._land(flight)
+            self._finish(inflight)
 
     def _disagg(self, request: GenerateRequest, call: TrtllmCall) -> dict[str, Any] | None:
-        if call.hands_over:
+        if call.exports_kv:
             return self._transfers.context_params()
         if request.phase is Phase.DECODE:
             ticket = ticket_of(request)
@@ -140,125 +145,129 @@ class TrtllmSession:
                 raise RequestRejected(
                     f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode"
                 )
-            return self._transfers.redeem(request, self._vendor.logprob)
+            return self._transfers.import_kv(request, self._bindings.logprob)
         return None
 
     def _submit(
         self, request: GenerateRequest, call: TrtllmCall, disagg: dict[str, Any] | None
     ) -> TrtllmInflightRequest:
         first = ticket_of(request).first_logprobs if request.phase is Phase.DECODE else ()
-        reader = TrtllmOutputCursor(
+        cursor = TrtllmOutputCursor(
             stop_ids=call.stop_ids,
             end_id=call.sampling["end_id"],
             logprobs=request.sampling.logprobs,
             first=first,
         )
-        arguments = self._vendor.arguments(call, disagg, vocab_size=self._rules.vocab_size)
+        arguments = self._bindings.arguments(call, disagg, vocab_size=self._model_limits.vocab_size)
         try:
             result = self._llm.generate_async(**arguments)
-        except (self._vendor.request_error, *VENDOR_ERRORS) as exc:
+        except (self._bindings.request_error, *VENDOR_ERRORS) as exc:
             raise self._translated(exc) from exc
-        flight = TrtllmInflightRequest(request, call, result, reader)
+        inflight = TrtllmInflightRequest(request, call, result, cursor)
         if request.ticket is None:
-            flight.due_in(request.deadline - time.time())
+            inflight.due_in(request.deadline - time.time())
         else:  # the vendor does not tell its queue from the move
-            flight.bound = first_deadline(
+            inflight.bound = first_deadline(
                 request.ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time()
             )
-            flight.due_in(flight.bound.left_s)
-        self._flights.add(flight)
+            inflight.due_in(inflight.bound.left_s)
+        self._inflight.add(inflight)
         self._note_idle()
-        return flight
+        return inflight
 
-    async def _context_only(self, request: GenerateRequest, call: TrtllmCall, flight: TrtllmInflightRequest) -> Chunk:
+    async def _context_only(self, request: GenerateRequest, call: TrtllmCall, inflight: TrtllmInflightRequest) -> Chunk:
         """Return the terminal chunk of a prefill call. A first token that ends the answer leaves no KV behind."""
-        step = await self._step(request, flight)
+        step = await self._step(request, inflight)
         if step.finish not in KV_PENDING:
-            return self._chunk(request, flight, step)
+            return self._chunk(request, inflight, step)
         if step.token_ids and step.token_ids[-1] in call.stop_ids:
-            flight.abort()  # the vendor thinks that a decode worker will come
+            inflight.abort()  # the vendor thinks that a decode worker will come
             return self._chunk(
-                request, flight, EngineOutput(token_ids=step.token_ids, logprobs=step.logprobs, finish="stop")
+                request, inflight, EngineOutput(token_ids=step.token_ids, logprobs=step.logprobs, finish="stop")
             )
         try:
-            params = self._transferred(flight)
-            ticket = self._transfers.hand_out(request, params, step.logprobs, flight.abort)
+            params = self._transferred(inflight)
+            ticket = self._transfers.export_kv(request, params, step.logprobs, inflight.abort)
         except DynamoError:
-            flight.abort()
+            inflight.abort()
             raise
-        return transfer_chunk(ticket, self._stats_of(flight))
+        return transfer_chunk(ticket, self._stats_of(inflight))
 
-    def _transferred(self, flight: TrtllmInflightRequest) -> dict[str, Any]:
-        params = flight.result.outputs[0].disaggregated_params
+    def _transferred(self, inflight: TrtllmInflightRequest) -> dict[str, Any]:
+        params = inflight.result.outputs[0].disaggregated_params
         if params is None:
             raise RequestRejected(
                 "TensorRT-LLM answered a context-only call with nothing to hand over; "
                 "set cache_transceiver_config.backend",
                 field="cache_transceiver_config.backend",
             )
-        return {name: getattr(params, name) for name in wire.carried(self._vendor.capabilities.disagg_fields)}
+        return {
+            name: getattr(params, name) for name in wire.transferred_fields(self._bindings.capabilities.disagg_fields)
+        }
 
-    async def _step(self, request: GenerateRequest, flight: TrtllmInflightRequest) -> EngineOutput:
+    async def _step(self, request: GenerateRequest, inflight: TrtllmInflightRequest) -> EngineOutput:
         """The next result, or the error that ends the request. The deadlines are kept here: the vendor has none."""
         if self._failed is not None:
             raise EngineFailed(self._failed.message)
-        fetching = flight.fetches_kv and not flight.started
+        fetching = inflight.fetches_kv and not inflight.started
         try:
-            step = await flight.step()
+            step = await inflight.step()
         except TimeoutError as exc:
-            raise self._late(request, flight) from exc
+            raise self._late(request, inflight) from exc
         except VendorError as exc:
-            raise self._translated(exc.raised, flight) from exc.raised
+            raise self._translated(exc.raised, inflight) from exc.raised
         self._last_result_at = time.monotonic()
         if fetching:
-            flight.due_in(request.deadline - time.time())
+            inflight.due_in(request.deadline - time.time())
         return step
 
-    def _late(self, request: GenerateRequest, flight: TrtllmInflightRequest) -> DynamoError:
+    def _late(self, request: GenerateRequest, inflight: TrtllmInflightRequest) -> DynamoError:
         if self._failed is not None:
             return EngineFailed(self._failed.message)
-        if flight.bound is not None and not flight.started:
-            return timeout_error(ticket_of(request), flight.bound)
-        return DeadlineExceeded(f"the deadline passed after {flight.age_s():.1f} s in the engine")
+        if inflight.bound is not None and not inflight.started:
+            return timeout_error(ticket_of(request), inflight.bound)
+        return DeadlineExceeded(f"the deadline passed after {inflight.age_s():.1f} s in the engine")
 
-    def _translated(self, exc: Exception, flight: TrtllmInflightRequest | None = None) -> DynamoError:
+    def _translated(self, exc: Exception, inflight: TrtllmInflightRequest | None = None) -> DynamoError:
         """Whether an error of the vendor's is one request's, or the engine's end."""
         if not self._healthy():
             return self.fail(f"TensorRT-LLM's executor has shut down: {exc}")
-        if isinstance(exc, (self._vendor.request_error, ValueError, TypeError, AssertionError)):
-            if flight is not None and flight.fetches_kv and not flight.started:
+        if isinstance(exc, (self._bindings.request_error, ValueError, TypeError, AssertionError)):
+            if inflight is not None and inflight.fetches_kv and not inflight.started:
                 return TransferFailed(f"TensorRT-LLM could not take the prompt's KV over: {exc}")
             return RequestRejected(f"TensorRT-LLM refused the request: {exc}")
         return self.fail(f"TensorRT-LLM failed: {type(exc).__name__}: {exc}")
 
-    def _chunk(self, request: GenerateRequest, flight: TrtllmInflightRequest, step: EngineOutput) -> Chunk:
+    def _chunk(self, request: GenerateRequest, inflight: TrtllmInflightRequest, step: EngineOutput) -> Chunk:
         """Raises for an end that is no answer."""
         if step.is_broken:
-            raise _broken(request, flight, step)
-        return chunk_of(step, self._stats_of(flight))
+            raise _broken(request, inflight, step)
+        return chunk_of(step, self._stats_of(inflight))
 
-    def _stats_of(self, flight: TrtllmInflightRequest) -> PhaseTimings:
-        tells = self._vendor.capabilities.cached_tokens
-        return flight.stats(cached_tokens=int(flight.result.cached_tokens or 0) if tells else 0)
+    def _stats_of(self, inflight: TrtllmInflightRequest) -> PhaseTimings:
+        is_reported = self._bindings.capabilities.cached_tokens
+        return inflight.stats(cached_tokens=int(inflight.result.cached_tokens or 0) if is_reported else 0)
 
-    def _land(self, flight: TrtllmInflightRequest) -> None:
+    def _finish(self, inflight: TrtllmInflightRequest) -> None:
         """The request is over. Its call, if it is not, is wound down by a task of the engine's."""
-        if flight.finished or self._failed is not None:
-            self._forget(flight)
+        if inflight.finished or self._failed is not None:
+            self._forget(inflight)
             return
-        flight.winding_down = True
-        task = asyncio.get_running_loop().create_task(flight.wind_down(), name=f"wind-down-{flight.request_id}")
-        self._winding_down.add(task)
-        task.add_done_callback(self._winding_down.discard)
-        task.add_done_callback(lambda _: self._forget(flight))
+        inflight.is_draining = True
+        task = asyncio.get_running_loop().create_task(
+            inflight.abort_and_drain(), name=f"wind-down-{inflight.request_id}"
+        )
+        self._drain_tasks.add(task)
+        task.add_done_callback(self._drain_tasks.discard)
+        task.add_done_callback(lambda _: self._forget(inflight))
 
-    def _forget(self, flight: TrtllmInflightRequest) -> None:
-        self._flights.discard(flight)
-        flight.close()
+    def _forget(self, inflight: TrtllmInflightRequest) -> None:
+        self._inflight.discard(inflight)
+        inflight.close()
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._flights or len(self._transfers):
+        if self._inflight or len(self._transfers):
             self._idle.clear()
         else:
             self._idle.set()
@@ -267,19 +276,19 @@ class TrtllmSession:
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """Redeemed is bookkeeping: the vendor frees the KV itself, and does not tell."""
-        self._transfers.let_go(ticket_id, outcome)
+        self._transfers.release(ticket_id, outcome)
 
     def stats(self) -> EngineStats:
         """The vendor tells of iterations, and an idle engine has none: its last row may be old."""
-        counts, calls = self._polled.counts, len(self._flights)
+        counts, calls = self._stats_poller.counts, len(self._inflight)
         if not calls and not len(self._transfers):
             counts = counts._replace(kv_blocks_used=0)
         return engine_stats(counts, calls, self._transfers)
 
 
-def _broken(request: GenerateRequest, flight: TrtllmInflightRequest, step: EngineOutput) -> DynamoError:
+def _broken(request: GenerateRequest, inflight: TrtllmInflightRequest, step: EngineOutput) -> DynamoError:
     """Return the error for a request that the vendor ended and this worker did not."""
-    if flight.fetches_kv and not flight.had_tokens:
+    if inflight.fetches_kv and not inflight.had_tokens:
         error = TransferTimeout if step.finish == "timeout" else TransferFailed
         return error(f"TensorRT-LLM gave up taking the prompt's KV over ({step.finish})")
     if step.finish == "timeout":

@@ -64,7 +64,7 @@ def unsupported_features(args: LlmArguments, release: ApiManifest, *, cache_salt
     return tuple(found)
 
 
-def pairing(facts: RoleFacts, line: str) -> dict[str, str]:
+def kv_compat(facts: RoleFacts, line: str) -> dict[str, str]:
     """What else prefill and decode must share. Their TP may differ only where the attention backend allows it."""
     if not facts.is_disaggregated:
         return {}
@@ -111,14 +111,14 @@ def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     context = context_length(facts)
     found = [PromptLimit(context - 1, f"max_seq_len {context}")]
     buffer = facts.number(BUFFER)
-    if buffer and phase is not Phase.WHOLE:  # a longer prompt falls back to a path that fails with NIXL
+    if buffer and phase is not Phase.AGGREGATED:  # a longer prompt falls back to a path that fails with NIXL
         found.append(PromptLimit(buffer, BUFFER))
     if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):
         found.append(PromptLimit(facts.max_num_tokens, "max_num_tokens, with no enable_chunked_prefill"))
     return min(found)
 
 
-def rules(
+def model_limits(
     facts: RoleFacts, checkpoint: Checkpoint, capabilities: Capabilities, refused: tuple[str, ...]
 ) -> TrtllmModelLimits:
     xgrammar = facts.args.get("guided_decoding_backend") == "xgrammar"
@@ -128,6 +128,6 @@ def rules(
         prompt_limits={phase: prompt_limit(facts, phase) for phase in Phase},
         vocab_size=checkpoint.vocab_size,
         end_ids=end_ids(checkpoint),
-        refuses=refused,
+        unsupported_features=refused,
         structural_tags=xgrammar and capabilities.structural_tag_format,
     )

@@ -22,12 +22,12 @@ from dynamo_trtllm.engines.trtllm.bindings import Capabilities
 from dynamo_trtllm.errors import RequestRejected, TransferMismatch
 from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogprob
 
-OPAQUE_VERSION = 1
+ENGINE_STATE_VERSION = 1
 
 # What a decode engine needs of the context engine's answer. Ids are 64 bits wide, the state is bytes: both travel as
 # they are. Left out on purpose: the request type (each call's own), logits (never asked for), schedule_style
 # (context first is the default) and ctx_usage (the frontend counts).
-CARRIED = (
+TRANSFERRED_FIELDS = (
     "first_gen_tokens",
     "first_gen_log_probs",
     "ctx_request_id",
@@ -45,9 +45,9 @@ class _TrtllmState(EngineState, frozen=True, kw_only=True):
     params: dict[str, Any]
 
 
-def carried(known: Iterable[str]) -> tuple[str, ...]:
+def transferred_fields(known: Iterable[str]) -> tuple[str, ...]:
     """What is taken from a context-only answer of a release that has these fields."""
-    return tuple(name for name in CARRIED if name in set(known))
+    return tuple(name for name in TRANSFERRED_FIELDS if name in set(known))
 
 
 def pack(params: Mapping[str, Any], *, release: str) -> bytes:
@@ -59,7 +59,7 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
             field="cache_transceiver_config.backend",
         )
     plain = {name: _plain(name, value) for name, value in params.items() if value is not None}
-    return codec.encode(_TrtllmState(version=OPAQUE_VERSION, release=release, params=plain))
+    return codec.encode(_TrtllmState(version=ENGINE_STATE_VERSION, release=release, params=plain))
 
 
 def unpack(ticket: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
@@ -67,18 +67,18 @@ def unpack(ticket: KvTransferParams, *, known: Iterable[str], logprob: Callable[
 
     Raises TransferMismatch naming the field.
     """
-    opaque = decode_state(ticket, _TrtllmState, OPAQUE_VERSION)
-    unknown = sorted(set(opaque.params) - set(known))
+    engine_state = decode_state(ticket, _TrtllmState, ENGINE_STATE_VERSION)
+    unknown = sorted(set(engine_state.params) - set(known))
     if unknown:
         raise TransferMismatch(
             f"ticket {ticket.ticket_id}: DisaggregatedParams of the decode worker's TensorRT-LLM lacks {unknown[0]}, "
-            f"which prefill's {opaque.release} sent; run one release on both",
+            f"which prefill's {engine_state.release} sent; run one release on both",
             field=unknown[0],
         )
-    missing = [name for name in _NEEDED if name not in opaque.params]
+    missing = [name for name in _NEEDED if name not in engine_state.params]
     if missing:
         raise TransferMismatch(f"ticket {ticket.ticket_id} has no {missing[0]}", field=missing[0])
-    return {name: _rebuilt(value, logprob) for name, value in opaque.params.items()}
+    return {name: _rebuilt(value, logprob) for name, value in engine_state.params.items()}
 
 
 def _plain(name: str, value: Any) -> Any:
@@ -112,9 +112,9 @@ class TrtllmTransfers(PendingTransfers):
     """`capabilities`: of the installed release."""
 
     def __init__(
-        self, terms: TransferIdentity, capabilities: Capabilities, *, ttl_s: float, on_change: Callable[[], None]
+        self, identity: TransferIdentity, capabilities: Capabilities, *, ttl_s: float, on_change: Callable[[], None]
     ) -> None:
-        super().__init__(terms, ttl_s=ttl_s, on_change=on_change)
+        super().__init__(identity, ttl_s=ttl_s, on_change=on_change)
         self._capabilities = capabilities
         self._requests = itertools.count(1)
 
@@ -128,20 +128,20 @@ class TrtllmTransfers(PendingTransfers):
     def _disagg_request_id(self) -> int:
         """Unique in the cluster: 42 bits of the instance id, which is random, and a counter; never time or pid."""
         count = next(self._requests) & ((1 << _COUNTER_BITS) - 1)
-        return _GLOBAL | (self._terms.holder << _COUNTER_BITS) & (_GLOBAL - 1) | count
+        return _GLOBAL | (self._identity.prefill_instance_id << _COUNTER_BITS) & (_GLOBAL - 1) | count
 
-    def hand_out(
+    def export_kv(
         self,
         request: GenerateRequest,
         params: Mapping[str, Any],
         logprobs: tuple[TokenLogprob, ...],
-        give_up: Callable[[], None],
+        abort: Callable[[], None],
     ) -> KvTransferParams:
-        """Return a ticket for a context-only call's KV. `give_up`: asks the engine to drop KV that is not fetched."""
-        opaque = pack(params, release=self._capabilities.release)
-        return self.write(request, PrefillResult(params["first_gen_tokens"][:1], logprobs, opaque, give_up))
+        """Return a ticket for a context-only call's KV. `abort`: asks the engine to drop KV that is not fetched."""
+        engine_state = pack(params, release=self._capabilities.release)
+        return self.create(request, PrefillResult(params["first_gen_tokens"][:1], logprobs, engine_state, abort))
 
-    def redeem(self, request: GenerateRequest, logprob: Callable[..., Any] | None) -> dict[str, Any]:
+    def import_kv(self, request: GenerateRequest, logprob: Callable[..., Any] | None) -> dict[str, Any]:
         """Arguments of the generation-only call's DisaggregatedParams. Raises TransferMismatch or TransferExpired."""
-        params = unpack(self.accept(request), known=self._capabilities.disagg_fields, logprob=logprob)
+        params = unpack(self.validate(request), known=self._capabilities.disagg_fields, logprob=logprob)
         return params | {"request_type": "generation_only"}

@@ -109,7 +109,7 @@ class VllmBindings:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc
 
-    def silence(self, llm: Any) -> None:
+    def suppress_shutdown_log(self, llm: Any) -> None:
         """On the event loop, before `shutdown`: else the end of its process is logged as its death."""
         if llm.output_handler is not None:
             llm.output_handler.cancel()

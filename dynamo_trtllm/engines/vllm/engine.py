@@ -76,7 +76,7 @@ class VllmEngine(ExternalEngine[VllmSession]):
         self._args = vllm_args(config)
         self._checkpoint = read_checkpoint(Path(config.model_path))
         self._model = config.served_model_name or self._checkpoint.folder.name
-        self._holder = instance_id
+        self._instance_id = instance_id
         self._role = config.disaggregation_mode
         self._kv_transfer_host = config.kv_transfer_host or LOOPBACK
         self._times = Times(config.ticket_ttl_s, config.handoff_timeout_s)
@@ -108,8 +108,8 @@ class VllmEngine(ExternalEngine[VllmSession]):
             weight_bytes=weight_bytes(self._checkpoint).total // self._args.count("tensor_parallel_size"),
         )
         info = self._serve(await self._load(loading))
-        await self._ready().tie()
-        await self._canary(self._model)
+        await self._ready().bind_lifetime()
+        await self._warm_up(self._model)
         return info
 
     def _build(self) -> tuple[VllmBindings, Any]:
@@ -121,43 +121,44 @@ class VllmEngine(ExternalEngine[VllmSession]):
             ranks = self._args.count("data_parallel_size")
             channel = settings.choose(self._kv_transfer_host, ranks, process_environment())
             _log.info("NixlConnector listens for handshakes at %s port %d", channel.host, channel.port)
-        vendor = load_bindings()
+        bindings = load_bindings()
         values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)
-        return vendor, vendor.build(values, self._steps.record)
+        return bindings, bindings.build(values, self._steps.record)
 
-    def _serve(self, vendor: VllmBindings) -> EngineInfo:
+    def _serve(self, bindings: VllmBindings) -> EngineInfo:
         config = self._llm.vllm_config
         self._steps.blocks_per_rank = int(config.cache_config.num_gpu_blocks or 0)
         layout = settings.layout(self._checkpoint, config)
-        rules = settings.rules(self._role, self._checkpoint, config, has_tokenizer=self._has_tokenizer)
-        pairing = settings.pairing(self._role, self._checkpoint, config, self._release)
-        terms = TransferIdentity("vllm", self._holder, self._model, layout, pairing, transport="vllm/nixl")
-        self._serving = VllmSession(vendor, self._llm, rules, terms, self._times)
+        model_limits = settings.model_limits(self._role, self._checkpoint, config, has_tokenizer=self._has_tokenizer)
+        kv_compat = settings.kv_compat(self._role, self._checkpoint, config, self._release)
+        identity = TransferIdentity("vllm", self._instance_id, self._model, layout, kv_compat, transport="vllm/nixl")
+        self._session = VllmSession(bindings, self._llm, model_limits, identity, self._times)
         _log.info(
             "vLLM %s is loaded: context %d, %d KV blocks of %d tokens",
-            vendor.version,
-            rules.context_length,
+            bindings.version,
+            model_limits.context_length,
             self._steps.blocks_per_rank,
             layout.block_tokens,
         )
         return EngineInfo(
             engine="vllm",
-            context_length=rules.context_length,
-            vocab_size=rules.vocab_size,
-            eos_token_ids=rules.end_ids,
+            context_length=model_limits.context_length,
+            vocab_size=model_limits.vocab_size,
+            eos_token_ids=model_limits.end_ids,
             renderer=self._checkpoint.renderer,
             layout=layout,
             limits=settings.limits(config),
-            pairing=pairing,
-            refuses=(*rules.refuses, "resumed_tokens"),  # they are prompt to it and nothing else
-            serves_whole=True,
+            kv_compat=kv_compat,
+            # they are prompt to it and nothing else
+            unsupported_features=(*model_limits.unsupported_features, "resumed_tokens"),
+            can_aggregate=True,
             files=self._checkpoint.files,
         )
 
     def stats(self) -> EngineStats:
-        if self._serving is None:
+        if self._session is None:
             return NO_STATS
-        return self._serving.stats(self._steps.counts(self._args.count("data_parallel_size")))
+        return self._session.stats(self._steps.counts(self._args.count("data_parallel_size")))
 
     def _shut_down(self, llm: Any) -> None:
         try:

@@ -94,18 +94,18 @@ def install() -> None:
     loaders = importlib.import_module("vllm.model_executor.model_loader")
     dummy: Any = loaders.DummyModelLoader
 
-    class MadeUpLoader(dummy):  # type: ignore[misc]  # of a vendor that is not typed here
+    class DummyWeightsLoader(dummy):  # type: ignore[misc]  # of a vendor that is not typed here
         def load_weights(self, model: Any, model_config: Any) -> None:
             super().load_weights(model, model_config)
             fill_dummy(model)
 
-    loaders.register_model_loader("dummy")(MadeUpLoader)
+    loaders.register_model_loader("dummy")(DummyWeightsLoader)
 
 
 class WorkerExtension:
     """Mixed into vLLM's worker class, one per rank."""
 
-    def dynamo_release_tickets(self, request_ids: list[str]) -> list[str]:
+    def dynamo_release_kv(self, request_ids: list[str]) -> list[str]:
         """Ends the leases of finished prefill requests, by the ids they were submitted with; returns those found.
 
         The KV is free after the engine's next step, which comes at once while any lease is open.
@@ -120,7 +120,7 @@ class WorkerExtension:
             worker._reqs_to_send = {**dict.fromkeys(ours, 0.0), **rest}  # looked through from the oldest on
         return sorted(ours.values())
 
-    def dynamo_die_with(self, pid: int) -> bool:
+    def dynamo_bind_lifetime(self, pid: int) -> bool:
         """vLLM's processes end when process `pid` does, and let go of its GPUs. False: this system can't tell."""
         if not hasattr(os, "pidfd_open"):
             return False

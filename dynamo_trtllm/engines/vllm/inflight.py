@@ -74,15 +74,15 @@ class VllmInflightRequest:
         self.started = False  # an output has come: of a decode call, its KV has arrived
         self._request = request
         self._end = end
-        self._born = self._started_at = time.monotonic()
-        self._alarm: asyncio.TimerHandle | None = None
+        self._created_at = self._started_at = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
 
     def due_in(self, left_s: float, reason: Callable[[], DynamoError]) -> None:
         """Ends the call then. One timer per phase of a request, not one per token."""
         self.close()
-        self._alarm = asyncio.get_running_loop().call_later(max(0.0, left_s), self.give_up, reason)
+        self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.abort, reason)
 
-    def give_up(self, reason: Callable[[], DynamoError]) -> None:
+    def abort(self, reason: Callable[[], DynamoError]) -> None:
         if self.reason is None and not self.finished:
             self.reason = reason
             self._end(self.call_id)
@@ -92,12 +92,12 @@ class VllmInflightRequest:
         self._started_at = time.monotonic()
 
     def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def age_s(self) -> float:
-        return time.monotonic() - self._born
+        return time.monotonic() - self._created_at
 
     def stats(self, *, cached_tokens: int) -> PhaseTimings:
-        return phase_timings(self._request, self._started_at - self._born, cached_tokens=cached_tokens)
+        return phase_timings(self._request, self._started_at - self._created_at, cached_tokens=cached_tokens)

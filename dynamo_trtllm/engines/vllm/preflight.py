@@ -76,8 +76,8 @@ def _prompts_fit_steps(facts: VllmFacts) -> Violation | None:
 
 
 def _pipeline_has_no_handoff(facts: VllmFacts) -> Violation | None:
-    hands_over = facts.role is not Role.AGGREGATED
-    return Violation() if hands_over and facts.args.count("pipeline_parallel_size") > 1 else None
+    exports_kv = facts.role is not Role.AGGREGATED
+    return Violation() if exports_kv and facts.args.count("pipeline_parallel_size") > 1 else None
 
 
 def _mxfp4_on_hopper(facts: VllmFacts) -> Violation | None:
@@ -206,7 +206,7 @@ def _pair(facts: VllmFacts, peer: Instance) -> Iterator[Finding]:
             f"{peer.layout.block_tokens} at {other}",
             "give both workers the same --kv-block-size",
         )
-    folder = peer.pairing.get("model_folder")
+    folder = peer.kv_compat.get("model_folder")
     if folder is not None and folder != str(facts.model.folder):
         yield _differs(
             "vllm-folder-differs",

@@ -35,7 +35,7 @@ class VllmModelLimits:
     vocab_size: int
     end_ids: tuple[int, ...]  # the model's own stop tokens
     max_logprobs: int  # -1: no limit
-    refuses: tuple[str, ...]  # fields of Sampling, and "cache_salt"
+    unsupported_features: tuple[str, ...]  # fields of Sampling, and "cache_salt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,39 +56,41 @@ class VllmCall:
     guided: dict[str, Any] | None  # of StructuredOutputsParams
     cache_salt: str | None
     stop_ids: frozenset[int]
-    hands_over: bool  # the KV stays for a decode engine
+    exports_kv: bool  # the KV stays for a decode engine
     seed: int | None  # that the decode call must use too
     first: tuple[int, ...] = ()  # a token to emit before the engine's own
 
 
-def build_call(request: GenerateRequest, rules: VllmModelLimits, redeemed: FetchedKv | None = None) -> VllmCall:
-    """Raises ContextTooLong, or RequestRejected naming the field. `redeemed`: of a decode call's ticket."""
-    _check(request, rules)
+def build_call(
+    request: GenerateRequest, model_limits: VllmModelLimits, fetched_kv: FetchedKv | None = None
+) -> VllmCall:
+    """Raises ContextTooLong, or RequestRejected naming the field. `fetched_kv`: of a decode call's ticket."""
+    _check(request, model_limits)
     sampling = request.sampling
-    max_tokens = min(sampling.max_tokens, rules.context_length - len(request.token_ids))
+    max_tokens = min(sampling.max_tokens, model_limits.context_length - len(request.token_ids))
     # A request for one token is whole after the prompt: nothing may be left waiting for a decode engine.
-    hands_over = request.phase is Phase.PREFILL and max_tokens > 1
+    exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
     seed = sampling.seed
     prompt = list(request.token_ids)
     first: tuple[int, ...] = ()
     transfer: Mapping[str, Any] | None = None
     min_tokens = sampling.min_tokens
-    if hands_over:
+    if exports_kv:
         transfer = _TO_DECODE
         if seed is None and sampling.temperature > 0 and resamples_first_token(request):
             seed = secrets.randbits(_SEED_BITS)
         max_tokens = 1
-    elif redeemed is not None:
-        transfer, seed = redeemed.kv_transfer_params, redeemed.seed if seed is None else seed
+    elif fetched_kv is not None:
+        transfer, seed = fetched_kv.kv_transfer_params, fetched_kv.seed if seed is None else seed
         if max_tokens <= 1:
             raise RequestRejected(
                 "the ticket holds all tokens asked for; nothing is left to decode", field="max_tokens"
             )
         if not resamples_first_token(request):
-            prompt.append(redeemed.first_token)
-            first = (redeemed.first_token,)
+            prompt.append(fetched_kv.first_token)
+            first = (fetched_kv.first_token,)
             max_tokens, min_tokens = max_tokens - 1, max(0, min_tokens - 1)
-    stop_ids = stop_token_ids(sampling, rules.end_ids)
+    stop_ids = stop_token_ids(sampling, model_limits.end_ids)
     values = _sampling(sampling, stop_ids, max_tokens=max_tokens, min_tokens=min_tokens, seed=seed)
     if transfer is not None:
         values["extra_args"] = {"kv_transfer_params": dict(transfer)}
@@ -98,7 +100,7 @@ def build_call(request: GenerateRequest, rules: VllmModelLimits, redeemed: Fetch
         guided=None if sampling.guided is None else guided_params(sampling.guided),
         cache_salt=request.cache_salt,
         stop_ids=stop_ids,
-        hands_over=hands_over,
+        exports_kv=exports_kv,
         seed=seed,
         first=first,
     )
@@ -128,18 +130,24 @@ def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -
     return min(prompt_tokens, held_tokens)
 
 
-def _check(request: GenerateRequest, rules: VllmModelLimits) -> None:
-    check(request, role=rules.role, vocab_size=rules.vocab_size, refuses=rules.refuses, library="vLLM")
+def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
+    check(
+        request,
+        role=model_limits.role,
+        vocab_size=model_limits.vocab_size,
+        unsupported_features=model_limits.unsupported_features,
+        library="vLLM",
+    )
     tokens = len(request.token_ids)
-    if tokens >= rules.context_length:
+    if tokens >= model_limits.context_length:
         raise ContextTooLong(
-            f"a prompt of {tokens} tokens leaves no space for output in the context of {rules.context_length} "
+            f"a prompt of {tokens} tokens leaves no space for output in the context of {model_limits.context_length} "
             "(max_model_len); shorten it"
         )
     wanted = request.sampling.logprobs
-    if wanted is not None and -1 < rules.max_logprobs < wanted:
+    if wanted is not None and -1 < model_limits.max_logprobs < wanted:
         raise RequestRejected(
-            f"logprobs {wanted} is more than max_logprobs {rules.max_logprobs} of this worker", field="logprobs"
+            f"logprobs {wanted} is more than max_logprobs {model_limits.max_logprobs} of this worker", field="logprobs"
         )
 
 

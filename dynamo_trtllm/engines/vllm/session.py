@@ -35,8 +35,8 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, 
 _log = logging.getLogger(__name__)
 
 # Of the worker extension.
-_RELEASE = "dynamo_release_tickets"
-_DIE_WITH = "dynamo_die_with"
+_RELEASE = "dynamo_release_kv"
+_BIND_LIFETIME = "dynamo_bind_lifetime"
 _RELEASE_S = 10.0
 _ABORT_S = 5.0
 
@@ -45,28 +45,28 @@ class VllmSession:
     """One per built AsyncLLM, which stays the engine's to shut down."""
 
     def __init__(
-        self, vendor: VllmBindings, llm: Any, rules: VllmModelLimits, terms: TransferIdentity, times: Times
+        self, bindings: VllmBindings, llm: Any, model_limits: VllmModelLimits, identity: TransferIdentity, times: Times
     ) -> None:
-        self._vendor = vendor
+        self._bindings = bindings
         self._llm = llm
-        self._rules = rules
+        self._model_limits = model_limits
         self._times = times
-        self._transfers = VllmTransfers(terms, vendor.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
-        self._reclaimer = KvReleaser(self._release_kv)
+        self._transfers = VllmTransfers(identity, bindings.version, ttl_s=times.ticket_ttl_s, on_change=self._note_idle)
+        self._kv_releaser = KvReleaser(self._release_kv)
         self._failed: EngineFailed | None = None
-        self._flights: set[VllmInflightRequest] = set()
+        self._inflight: set[VllmInflightRequest] = set()
         self._aborts: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def tie(self) -> None:
+    async def bind_lifetime(self) -> None:
         """vLLM's processes end with this one, also when it is killed. Raises EngineFailed when they do not answer."""
         try:
-            tied = await self._llm.collective_rpc(_DIE_WITH, timeout=_RELEASE_S, args=(os.getpid(),))
+            is_bound = await self._llm.collective_rpc(_BIND_LIFETIME, timeout=_RELEASE_S, args=(os.getpid(),))
         except Exception as exc:  # vLLM wraps what fails in its workers in a bare one
             raise self.fail(f"vLLM's workers do not answer: {exc}") from exc
-        if not all(tied):
+        if not all(is_bound):
             _log.warning("vLLM's processes outlive this one if it is killed: this system has no pidfd_open")
 
     def check(self) -> None:
@@ -80,8 +80,8 @@ class VllmSession:
         """Every stream ends with the reason, also one that waits for an output which will never come."""
         if self._failed is None:
             failed = self._failed = EngineFailed(why)
-            for flight in list(self._flights):
-                flight.give_up(lambda: EngineFailed(failed.message))
+            for inflight in list(self._inflight):
+                inflight.abort(lambda: EngineFailed(failed.message))
             self._transfers.close()  # the KV is gone with the engine
         return EngineFailed(self._failed.message)
 
@@ -91,143 +91,143 @@ class VllmSession:
     async def aclose(self) -> None:
         """Ends every stream. Idempotent."""
         self.fail("the engine was closed")
-        await self._reclaimer.aclose()
+        await self._kv_releaser.aclose()
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_ABORT_S)
-        self._vendor.silence(self._llm)
+        self._bindings.suppress_shutdown_log(self._llm)
 
     # --- requests --------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         """See `Engine.generate`. Closed early, the call is aborted."""
         self.check()
-        redeemed = self._transfers.redeem(request) if request.phase is Phase.DECODE else None
-        call = build_call(request, self._rules, redeemed)
-        flight = self._flight(request)
-        reader = VllmOutputCursor(
+        fetched_kv = self._transfers.import_kv(request) if request.phase is Phase.DECODE else None
+        call = build_call(request, self._model_limits, fetched_kv)
+        inflight = self._submit(request)
+        cursor = VllmOutputCursor(
             alternatives=request.sampling.logprobs,
             first=call.first,
             first_logprobs=() if request.ticket is None else request.ticket.first_logprobs,
         )
         is_exported = False
         try:
-            async with aclosing(self._outputs(call, flight)) as outputs:
+            async with aclosing(self._outputs(call, inflight)) as outputs:
                 async for output in outputs:
-                    step = reader.read(output.outputs[0])
-                    self._note_started(request, flight)
-                    if call.hands_over and step.finish == "length":
-                        chunk = self._hand_out(request, call, flight, output, step)
+                    step = cursor.read(output.outputs[0])
+                    self._note_started(request, inflight)
+                    if call.exports_kv and step.finish == "length":
+                        chunk = self._export_kv(request, call, inflight, output, step)
                         is_exported = True
                     elif step.finish is None and not step.token_ids:
                         continue
                     else:
-                        chunk = self._chunk(request, flight, output, step)
+                        chunk = self._chunk(request, inflight, output, step)
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
-            raise self._unfinished(request, flight)
+            raise self._unfinished(request, inflight)
         finally:
-            if call.hands_over and not is_exported and self._failed is None:
-                self._reclaimer.post(flight.call_id)
-            self._land(flight)
+            if call.exports_kv and not is_exported and self._failed is None:
+                self._kv_releaser.post(inflight.call_id)
+            self._finish(inflight)
 
-    def _flight(self, request: GenerateRequest) -> VllmInflightRequest:
-        flight = VllmInflightRequest(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
+    def _submit(self, request: GenerateRequest) -> VllmInflightRequest:
+        inflight = VllmInflightRequest(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
         ticket = request.ticket
         if request.phase is Phase.DECODE and ticket is not None:  # vLLM does not tell its queue from the move
             limit = first_deadline(ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time())
-            flight.due_in(limit.left_s, lambda: timeout_error(ticket, limit))
+            inflight.due_in(limit.left_s, lambda: timeout_error(ticket, limit))
         else:
-            self._due_at_deadline(request, flight)
-        self._flights.add(flight)
+            self._due_at_deadline(request, inflight)
+        self._inflight.add(inflight)
         self._note_idle()
-        return flight
+        return inflight
 
-    def _due_at_deadline(self, request: GenerateRequest, flight: VllmInflightRequest) -> None:
-        flight.due_in(
+    def _due_at_deadline(self, request: GenerateRequest, inflight: VllmInflightRequest) -> None:
+        inflight.due_in(
             request.deadline - time.time(),
-            lambda: DeadlineExceeded(f"the deadline passed after {flight.age_s():.1f} s in the engine"),
+            lambda: DeadlineExceeded(f"the deadline passed after {inflight.age_s():.1f} s in the engine"),
         )
 
-    def _note_started(self, request: GenerateRequest, flight: VllmInflightRequest) -> None:
-        if flight.started or flight.reason is not None:
+    def _note_started(self, request: GenerateRequest, inflight: VllmInflightRequest) -> None:
+        if inflight.started or inflight.reason is not None:
             return
-        flight.start()
+        inflight.start()
         if request.phase is Phase.DECODE:
-            self._due_at_deadline(request, flight)
+            self._due_at_deadline(request, inflight)
 
-    async def _outputs(self, call: VllmCall, flight: VllmInflightRequest) -> AsyncGenerator[Any, None]:
+    async def _outputs(self, call: VllmCall, inflight: VllmInflightRequest) -> AsyncGenerator[Any, None]:
         """The vendor's outputs, its errors translated. Ends early when the flight was given up."""
-        stream = self._llm.generate(**self._vendor.arguments(call), request_id=flight.call_id)
+        stream = self._llm.generate(**self._bindings.arguments(call), request_id=inflight.call_id)
         try:
             while True:
                 try:
                     output = await anext(stream)
                 except StopAsyncIteration:
                     return
-                except (self._vendor.dead, self._vendor.broken, *VENDOR_ERRORS) as exc:
-                    raise self._translated(flight, exc) from exc
-                flight.finished = flight.finished or bool(output.finished)
-                if flight.reason is not None:
+                except (self._bindings.dead, self._bindings.broken, *VENDOR_ERRORS) as exc:
+                    raise self._translated(inflight, exc) from exc
+                inflight.finished = inflight.finished or bool(output.finished)
+                if inflight.reason is not None:
                     return
                 yield output
         finally:
-            await self._close(stream, flight)
+            await self._close(stream, inflight)
 
-    async def _close(self, stream: AsyncGenerator[Any, None], flight: VllmInflightRequest) -> None:
+    async def _close(self, stream: AsyncGenerator[Any, None], inflight: VllmInflightRequest) -> None:
         """Close vLLM's stream, which aborts a call that still runs. A dead engine fails the other streams, too."""
         try:
             await stream.aclose()
-        except (self._vendor.dead, self._vendor.broken, *VENDOR_ERRORS) as exc:
-            _log.debug("end of %s: %s", flight.call_id, self._translated(flight, exc).message)
+        except (self._bindings.dead, self._bindings.broken, *VENDOR_ERRORS) as exc:
+            _log.debug("end of %s: %s", inflight.call_id, self._translated(inflight, exc).message)
 
-    def _translated(self, flight: VllmInflightRequest, exc: Exception) -> DynamoError:
-        if isinstance(exc, self._vendor.dead):
+    def _translated(self, inflight: VllmInflightRequest, exc: Exception) -> DynamoError:
+        if isinstance(exc, self._bindings.dead):
             return self.fail(f"vLLM's engine has died: {exc}")
-        return self._broken(flight, exc.__cause__ or exc if isinstance(exc, self._vendor.broken) else exc)
+        return self._broken(inflight, exc.__cause__ or exc if isinstance(exc, self._bindings.broken) else exc)
 
-    def _broken(self, flight: VllmInflightRequest, exc: BaseException) -> DynamoError:
+    def _broken(self, inflight: VllmInflightRequest, exc: BaseException) -> DynamoError:
         """Whether an error of the vendor's is one request's, or the engine's end."""
         if self._failed is not None:
             return EngineFailed(self._failed.message)
         if self._llm.errored:
             return self.fail(f"vLLM's engine has died: {exc}")
-        if not flight.started and isinstance(exc, (ValueError, TypeError, AssertionError, LookupError)):
+        if not inflight.started and isinstance(exc, (ValueError, TypeError, AssertionError, LookupError)):
             return RequestRejected(f"vLLM refused the request: {exc}")
-        return MigrationFailed(f"vLLM ended request {flight.call_id} with {type(exc).__name__}: {exc}")
+        return MigrationFailed(f"vLLM ended request {inflight.call_id} with {type(exc).__name__}: {exc}")
 
-    def _unfinished(self, request: GenerateRequest, flight: VllmInflightRequest) -> DynamoError:
-        if flight.reason is not None:
-            return flight.reason()
+    def _unfinished(self, request: GenerateRequest, inflight: VllmInflightRequest) -> DynamoError:
+        if inflight.reason is not None:
+            return inflight.reason()
         return MigrationFailed(f"vLLM ended request {request.request_id} with no reason")
 
-    def _hand_out(
-        self, request: GenerateRequest, call: VllmCall, flight: VllmInflightRequest, output: Any, step: EngineOutput
+    def _export_kv(
+        self, request: GenerateRequest, call: VllmCall, inflight: VllmInflightRequest, output: Any, step: EngineOutput
     ) -> Chunk:
         """Return the terminal chunk of a prefill call."""
         expires_at = time.monotonic() + self._times.ticket_ttl_s
-        ticket = self._transfers.hand_out(
+        ticket = self._transfers.export_kv(
             request,
             output.kv_transfer_params,
             step,
             seed=call.seed,
-            give_up=lambda: self._give_up(flight.call_id, expires_at),
+            abort=lambda: self._drop_kv(inflight.call_id, expires_at),
         )
-        return transfer_chunk(ticket, _stats(flight, output))
+        return transfer_chunk(ticket, _stats(inflight, output))
 
-    def _give_up(self, call_id: str, expires_at: float) -> None:
+    def _drop_kv(self, call_id: str, expires_at: float) -> None:
         if time.monotonic() < expires_at:
-            self._reclaimer.post(call_id)
+            self._kv_releaser.post(call_id)
         else:
-            self._reclaimer.post_later(call_id)
+            self._kv_releaser.post_later(call_id)
 
-    def _chunk(self, request: GenerateRequest, flight: VllmInflightRequest, output: Any, step: EngineOutput) -> Chunk:
+    def _chunk(self, request: GenerateRequest, inflight: VllmInflightRequest, output: Any, step: EngineOutput) -> Chunk:
         """Raises for an end that is no answer."""
         if step.is_broken:
             if request.phase is Phase.DECODE and step.finish == "error":
                 raise TransferFailed("vLLM could not take the prompt's KV over; see its log for NixlConnector")
             raise MigrationFailed(f"vLLM ended request {request.request_id} with {step.finish!r}")
-        return chunk_of(step, _stats(flight, output))
+        return chunk_of(step, _stats(inflight, output))
 
     def _abort(self, call_id: str) -> None:
         """Asks for it; the call's stream ends when it is done, at once in our process."""
@@ -238,20 +238,20 @@ class VllmSession:
     async def _abort_call(self, call_id: str) -> None:
         try:
             await self._llm.abort(call_id)
-        except (self._vendor.dead, *VENDOR_ERRORS) as exc:
+        except (self._bindings.dead, *VENDOR_ERRORS) as exc:
             _log.debug("abort of %s: %s", call_id, exc)
 
     async def _release_kv(self, call_ids: list[str]) -> Iterable[Iterable[str]]:
         found: Iterable[Iterable[str]] = await self._llm.collective_rpc(_RELEASE, timeout=_RELEASE_S, args=(call_ids,))
         return found
 
-    def _land(self, flight: VllmInflightRequest) -> None:
-        self._flights.discard(flight)
-        flight.close()
+    def _finish(self, inflight: VllmInflightRequest) -> None:
+        self._inflight.discard(inflight)
+        inflight.close()
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if self._flights or len(self._transfers):
+        if self._inflight or len(self._transfers):
             self._idle.clear()
         else:
             self._idle.set()
@@ -261,12 +261,12 @@ class VllmSession:
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """Release a ticket. For a redeemed one this is bookkeeping: the decode engine's connector has notified this
         engine's connector, which frees the KV itself."""
-        self._transfers.let_go(ticket_id, outcome)
+        self._transfers.release(ticket_id, outcome)
 
     def stats(self, counts: Counts) -> EngineStats:
         """`counts`: of the engine's last step."""
-        return engine_stats(counts, len(self._flights), self._transfers)
+        return engine_stats(counts, len(self._inflight), self._transfers)
 
 
-def _stats(flight: VllmInflightRequest, output: Any) -> PhaseTimings:
-    return flight.stats(cached_tokens=int(output.num_cached_tokens or 0))
+def _stats(inflight: VllmInflightRequest, output: Any) -> PhaseTimings:
+    return inflight.stats(cached_tokens=int(output.num_cached_tokens or 0))

@@ -83,7 +83,7 @@ def layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
     )
 
 
-def pairing(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:
+def kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:
     """What else prefill and decode must share: what NixlConnector compares when it shakes hands, and would fail at."""
     if role is Role.AGGREGATED:
         return {}
@@ -96,7 +96,7 @@ def pairing(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> di
     }
 
 
-def rules(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: bool) -> VllmModelLimits:
+def model_limits(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: bool) -> VllmModelLimits:
     refused = () if has_tokenizer else ("guided",)
     if refused:
         _log.info("requests with a form for the answer are refused: %s has no tokenizer.json", checkpoint.folder)
@@ -106,7 +106,7 @@ def rules(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: boo
         vocab_size=checkpoint.vocab_size,
         end_ids=end_ids(checkpoint),
         max_logprobs=int(config.model_config.max_logprobs),
-        refuses=refused,
+        unsupported_features=refused,
     )
 
 

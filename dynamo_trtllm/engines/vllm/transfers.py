@@ -22,7 +22,7 @@ from dynamo_trtllm.engines.vllm.requests import EXPIRES_AT, FetchedKv
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, KvTransferParams
 
-OPAQUE_VERSION = 1
+ENGINE_STATE_VERSION = 1
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +56,7 @@ def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) ->
         raise RequestRejected(
             f"vLLM {release} answers kv_transfer_params of another form: {exc}", field="kv_transfer_config"
         ) from exc
-    return codec.encode(_VllmState(version=OPAQUE_VERSION, release=release, params=typed, seed=seed))
+    return codec.encode(_VllmState(version=ENGINE_STATE_VERSION, release=release, params=typed, seed=seed))
 
 
 class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,33 +66,35 @@ class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
 
 def unpack(ticket: KvTransferParams) -> Unpacked:
     """Raises TransferMismatch naming the field."""
-    opaque = decode_state(ticket, _VllmState, OPAQUE_VERSION)
-    return Unpacked(params=msgspec.structs.asdict(opaque.params), seed=opaque.seed)
+    engine_state = decode_state(ticket, _VllmState, ENGINE_STATE_VERSION)
+    return Unpacked(params=msgspec.structs.asdict(engine_state.params), seed=engine_state.seed)
 
 
 class VllmTransfers(PendingTransfers):
     """`release`: vLLM's, for people."""
 
-    def __init__(self, terms: TransferIdentity, release: str, *, ttl_s: float, on_change: Callable[[], None]) -> None:
-        super().__init__(terms, ttl_s=ttl_s, on_change=on_change)
+    def __init__(
+        self, identity: TransferIdentity, release: str, *, ttl_s: float, on_change: Callable[[], None]
+    ) -> None:
+        super().__init__(identity, ttl_s=ttl_s, on_change=on_change)
         self._release = release
 
-    def hand_out(
+    def export_kv(
         self,
         request: GenerateRequest,
         params: Mapping[str, Any] | None,
         step: EngineOutput,
         *,
         seed: int | None,
-        give_up: Callable[[], None],
+        abort: Callable[[], None],
     ) -> KvTransferParams:
-        """Return a ticket for a prefill call's KV. `give_up`: asks the engine to drop KV that is not fetched."""
-        opaque = pack(params, release=self._release, seed=seed if request.sampling.seed is None else None)
-        return self.write(request, PrefillResult(step.token_ids[:1], step.logprobs[:1], opaque, give_up))
+        """Return a ticket for a prefill call's KV. `abort`: asks the engine to drop KV that is not fetched."""
+        engine_state = pack(params, release=self._release, seed=seed if request.sampling.seed is None else None)
+        return self.create(request, PrefillResult(step.token_ids[:1], step.logprobs[:1], engine_state, abort))
 
-    def redeem(self, request: GenerateRequest) -> FetchedKv:
+    def import_kv(self, request: GenerateRequest) -> FetchedKv:
         """Raises TransferMismatch or TransferExpired."""
-        ticket = self.accept(request)
+        ticket = self.validate(request)
         found = unpack(ticket)
         params = found.params | {EXPIRES_AT: ticket.expires_at}
         return FetchedKv(first_token=ticket.first_token_ids[0], seed=found.seed, kv_transfer_params=params)

@@ -43,11 +43,11 @@ class NixlBackend:
 
     def __init__(self, checksums: Checksums | None = None) -> None:
         self.checksums = checksums or Checksums()
-        self._vendor = NixlBindings()
+        self._bindings = NixlBindings()
         self._agent_name = f"dynamo-{uuid.uuid4().hex}"
-        self._guards = ValiditySlots()
-        self._reader = FetchDriver(self._vendor, self._guards, self.checksums)
-        self._offers: dict[str, _NixlPublished] = {}
+        self._validity_slots = ValiditySlots()
+        self._fetch_driver = FetchDriver(self._bindings, self._validity_slots, self.checksums)
+        self._published: dict[str, _NixlPublished] = {}
         self._wake = threading.Condition()
         self._closing = False
         self._ending: asyncio.Task[None] | None = None
@@ -58,13 +58,13 @@ class NixlBackend:
         self._on_fetched = on_fetched
         self._fetching = TransferPoller("nixl-fetch")
         self._registering = ThreadPoolExecutor(1, "nixl-register")
-        opening = self._registering.submit(self._vendor.open, self._agent_name, self._guards)
-        self._connection, self._guard_connection = await asyncio.wrap_future(opening)
+        opening = self._registering.submit(self._bindings.open, self._agent_name, self._validity_slots)
+        self._connection, self._validity_connection = await asyncio.wrap_future(opening)
         self._listener = threading.Thread(target=self._listen, name="nixl-notices", daemon=True)
         self._listener.start()
 
     def check(self) -> None:
-        if self._vendor.agent is None or self._closing:
+        if self._bindings.agent is None or self._closing:
             return
         threads = {"nixl-notices": self._listener.is_alive(), "nixl-fetch": self._fetching.is_alive()}
         if ended := [name for name, is_alive in threads.items() if not is_alive]:
@@ -72,7 +72,7 @@ class NixlBackend:
             raise EngineFailed(f"KV transfer over {self.name} stopped: thread {names} ended; restart the worker")
 
     def _require_running(self, wanted: str) -> None:
-        if self._vendor.agent is None or self._closing:
+        if self._bindings.agent is None or self._closing:
             raise TransferFailed(f"transfer backend nixl is not running; start it before it {wanted}")
 
     async def register(self, region: MemoryRegion) -> None:
@@ -81,20 +81,20 @@ class NixlBackend:
 
     def _register(self, region: MemoryRegion) -> None:
         """Thread of registrations."""
-        with self._vendor.translated(f"can't register {region.num_bytes >> 20} MiB of {region.device}"):
-            self._vendor.regions.append(Region(region, *self._vendor.register([region])))
+        with self._bindings.translated(f"can't register {region.num_bytes >> 20} MiB of {region.device}"):
+            self._bindings.regions.append(Region(region, *self._bindings.register([region])))
 
     # --- the holder's side ---------------------------------------------------------------------------------
 
-    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         self._require_running("offers")
-        if ticket_id in self._offers:
+        if ticket_id in self._published:
             raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
-        slot = self._guards.take()
-        nonce = self._guards.arm(slot, len(pieces) if ready is None else ready)
+        slot = self._validity_slots.acquire()
+        nonce = self._validity_slots.activate(slot, len(pieces) if ready is None else ready)
         live = [piece for piece in pieces if piece.num_bytes]
-        in_region = self._vendor.region_of(live) is not None
-        self._offers[ticket_id] = _NixlPublished(slot=slot, in_region=in_region)
+        in_region = self._bindings.region_of(live) is not None
+        self._published[ticket_id] = _NixlPublished(slot=slot, in_region=in_region)
         if in_region:
             offer = self._describe(ticket_id, slot, nonce, pieces)
         else:
@@ -116,22 +116,22 @@ class NixlBackend:
             raise
 
     def _begin_checksum(self, ticket_id: str, pieces: Sequence[MemoryRegion]) -> None:
-        held = self._offers.get(ticket_id)
-        if held is not None and self.checksums.method(pieces):
-            held.checksum = OfferChecksum(self.checksums, tuple(pieces), partial(self._set_checksum, held.slot))
-            held.checksum.advance(self._guards.look(held.slot).ready)
+        entry = self._published.get(ticket_id)
+        if entry is not None and self.checksums.method(pieces):
+            entry.checksum = OfferChecksum(self.checksums, tuple(pieces), partial(self._set_checksum, entry.slot))
+            entry.checksum.mark_ready(self._validity_slots.get(entry.slot).ready)
 
     def _set_checksum(self, slot: int, checksum: int | None) -> None:
         """Called on a thread of the checksums while the offer still has its slot."""
         if checksum is None:
-            self._guards.wipe(slot)  # otherwise its reader would wait for the checksum
+            self._validity_slots.clear(slot)  # otherwise its reader would wait for the checksum
         else:
-            self._guards.set_checksum(slot, checksum)
+            self._validity_slots.set_checksum(slot, checksum)
 
     def _describe(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[MemoryRegion]) -> bytes:
         """All of an offer, or nothing. On the thread of registrations unless it lies in a region."""
         try:
-            with self._vendor.translated("can't register the memory of an offer"):
+            with self._bindings.translated("can't register the memory of an offer"):
                 kind, memory = kind_of(pieces), self._registered(ticket_id, slot, pieces)
         except TransferFailed:
             self._discard(ticket_id)
@@ -140,13 +140,13 @@ class NixlBackend:
             NixlOffer(
                 agent=self._agent_name,
                 connection=self._connection,
-                guards=self._guard_connection,
+                validity_agent=self._validity_connection,
                 memory=memory,
                 kind=kind,
-                spots=[descriptor_of(piece) for piece in pieces],
-                guard=self._guards.spot(slot),
+                descriptors=[descriptor_of(piece) for piece in pieces],
+                validity_slot=self._validity_slots.descriptor(slot),
                 nonce=nonce,
-                ready=self._guards.look(slot).ready,
+                ready=self._validity_slots.get(slot).ready,
                 checksum=self.checksums.method(pieces),
             )
         )
@@ -156,45 +156,45 @@ class NixlBackend:
         live = [piece for piece in pieces if piece.num_bytes]
         if not live:
             return b""
-        region = self._vendor.region_of(live)
+        region = self._bindings.region_of(live)
         if region is not None:
             return region.memory
-        handle, memory = self._vendor.register(live)
-        self._offers[ticket_id].registered = handle
+        handle, memory = self._bindings.register(live)
+        self._published[ticket_id].registered = handle
         return memory
 
-    def advance(self, ticket_id: str, ready: int) -> None:
-        held = self._offers.get(ticket_id)
-        if held is not None:
-            self._guards.advance(held.slot, ready)
-            if held.checksum is not None:
-                held.checksum.advance(ready)
+    def mark_ready(self, ticket_id: str, ready: int) -> None:
+        entry = self._published.get(ticket_id)
+        if entry is not None:
+            self._validity_slots.mark_ready(entry.slot, ready)
+            if entry.checksum is not None:
+                entry.checksum.mark_ready(ready)
 
-    async def withdraw(self, ticket_id: str) -> None:
-        held = self._offers.get(ticket_id)
-        if held is None:
+    async def unpublish(self, ticket_id: str) -> None:
+        entry = self._published.get(ticket_id)
+        if entry is None:
             return
-        self._guards.wipe(held.slot)  # at once: from here on no read of the offer counts
+        self._validity_slots.clear(entry.slot)  # at once: from here on no read of the offer counts
         try:
-            if held.checksum is not None:
-                await held.checksum.stop()  # it reads the memory, and writes to the slot
+            if entry.checksum is not None:
+                await entry.checksum.stop()  # it reads the memory, and writes to the slot
         finally:
             if self._ending is not None:  # which ends all offers
                 await asyncio.shield(self._ending)
-            elif held.in_region:
+            elif entry.in_region:
                 self._discard(ticket_id)
             else:
                 await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, ticket_id)))
 
     def _discard(self, ticket_id: str) -> None:
         """Ends an offer. On the thread of registrations unless it lies in a region."""
-        held = self._offers.pop(ticket_id, None)
-        if held is None:
+        entry = self._published.pop(ticket_id, None)
+        if entry is None:
             return
-        self._guards.give_back(held.slot)
-        if held.registered is not None:
-            with self._vendor.translated("can't deregister memory"):
-                self._vendor.agent.deregister_memory(held.registered)
+        self._validity_slots.release(entry.slot)
+        if entry.registered is not None:
+            with self._bindings.translated("can't deregister memory"):
+                self._bindings.agent.deregister_memory(entry.registered)
 
     def _listen(self) -> None:
         """Thread: hears readers, and lets NIXL serve them, while offers are out; sleeps on the condition otherwise."""
@@ -204,28 +204,32 @@ class NixlBackend:
             with self._wake:
                 if self._closing:
                     return
-                if self._offers:
+                if self._published:
                     offered_at = time.monotonic()
                 is_needed = time.monotonic() < offered_at + _LINGER_S
                 woken = self._wake.wait(wait_s if is_needed else None)
             try:
-                use_devices([region.piece for region in self._vendor.regions])
-                self._vendor.progress()
-            except self._vendor.errors:
+                use_devices([region.piece for region in self._bindings.regions])
+                self._bindings.progress()
+            except self._bindings.errors:
                 _log.warning("transfer backend nixl: making progress failed", exc_info=True)
-            read = [ticket_id for ticket_id, held in list(self._offers.items()) if self._guards.was_read(held.slot)]
+            read = [
+                ticket_id
+                for ticket_id, entry in list(self._published.items())
+                if self._validity_slots.was_read(entry.slot)
+            ]
             wait_s = shortest_s if woken or read else min(2 * wait_s, longest_s)
             if read:
-                self._loop.call_soon_threadsafe(self._tell, read)
+                self._loop.call_soon_threadsafe(self._report_fetched, read)
 
-    def _tell(self, ticket_ids: Sequence[str]) -> None:
+    def _report_fetched(self, ticket_ids: Sequence[str]) -> None:
         for ticket_id in ticket_ids:
-            if ticket_id in self._offers:  # a late word about a withdrawn offer is of no use
+            if ticket_id in self._published:  # a late word about a withdrawn offer is of no use
                 self._on_fetched(ticket_id)
 
     # --- the reader's side ---------------------------------------------------------------------------------
 
-    async def fetch(
+    async def read(
         self,
         ticket_id: str,
         offer: bytes,
@@ -234,7 +238,7 @@ class NixlBackend:
         timeout_s: float,
         on_piece: OnRegion | None = None,
     ) -> None:
-        """See `TransferBackend.fetch`. A cancelled fetch returns when its read has ended, at most after `timeout_s`."""
+        """See `TransferBackend.read`. A cancelled fetch returns when its read has ended, at most after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         try:
             facts = codec.decode(offer, NixlOffer)
@@ -243,19 +247,19 @@ class NixlBackend:
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         self._require_running("fetches")
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
-        slot = self._guards.take()
-        ask = FetchRequest(ticket_id, facts, tuple(pieces), slot, deadline, on_piece, is_checked)
+        slot = self._validity_slots.acquire()
+        request = FetchRequest(ticket_id, facts, tuple(pieces), slot, deadline, on_piece, is_checked)
         # What a GPU copies takes no time of this thread's; meeting a holder does, and so do copies by the CPU.
-        step_now = facts.kind == "VRAM" and self._reader.peers.knows(facts)
+        step_now = facts.kind == "VRAM" and self._fetch_driver.peers.is_connected(facts)
         try:
-            await _finished(self._fetching.submit(self._reader.read(ask), step_now=step_now))
+            await _finished(self._fetching.submit(self._fetch_driver.read(request), step_now=step_now))
         finally:
-            self._guards.give_back(slot)
+            self._validity_slots.release(slot)
 
     # --- the end -------------------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        if self._closing or self._vendor.agent is None:
+        if self._closing or self._bindings.agent is None:
             return
         with self._wake:
             self._closing = True
@@ -266,20 +270,20 @@ class NixlBackend:
     def _close(self) -> None:
         self._fetching.shutdown()
         self.checksums.close()
-        self._registering.submit(self._let_go)
+        self._registering.submit(self._release_all)
         self._registering.shutdown()
         self._listener.join()
-        self._vendor.close()
+        self._bindings.close()
 
-    def _let_go(self) -> None:
+    def _release_all(self) -> None:
         """Thread of registrations, the last of its work."""
-        for ticket_id in list(self._offers):
+        for ticket_id in list(self._published):
             self._discard(ticket_id)
-        self._reader.peers.close()
-        while self._vendor.regions:
-            region = self._vendor.regions.pop()
-            with self._vendor.translated("can't deregister memory"):
-                self._vendor.agent.deregister_memory(region.handle)
+        self._fetch_driver.peers.close()
+        while self._bindings.regions:
+            region = self._bindings.regions.pop()
+            with self._bindings.translated("can't deregister memory"):
+                self._bindings.agent.deregister_memory(region.handle)
 
 
 async def _finished(work: Future[None]) -> None:

@@ -74,18 +74,18 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     agent: str
     connection: bytes  # how to reach the agent
-    guards: bytes  # how to reach the agent of its guards, and their page
+    validity_agent: bytes = msgspec.field(name="guards")  # how to reach the agent of its guards, and their page
     memory: bytes  # what a reader must know about the registration; empty when there are no bytes
     kind: str  # of memory, in NIXL's words
-    spots: list[Descriptor]  # of the pieces
-    guard: Descriptor
+    descriptors: list[Descriptor] = msgspec.field(name="spots")  # of the pieces
+    validity_slot: Descriptor = msgspec.field(name="guard")
     nonce: bytes  # what the guard holds while the offer stands
     ready: int  # pieces that held their data when it was made
     checksum: str = ""  # its method, see `checksums`; "": the guard has none
 
     @property
     def sizes_bytes(self) -> list[int]:
-        return [spot[1] for spot in self.spots]
+        return [descriptor[1] for descriptor in self.descriptors]
 
 
 class Region(NamedTuple):
@@ -118,10 +118,10 @@ class NixlBindings:
         self._api: Any = api
         self.errors = _error_classes(bindings)
         self.agent: Any = None  # moves what is offered
-        self.guard_agent: Any = None  # moves guards and words
+        self.validity_agent: Any = None  # moves guards and words
         self.regions: list[Region] = []  # registered once, until the end
 
-    def open(self, name: str, guards: ValiditySlots) -> tuple[bytes, bytes]:
+    def open(self, name: str, validity_slots: ValiditySlots) -> tuple[bytes, bytes]:
         """Makes the agents; how others reach them. Raises ConfigError when their UCX back end does not start."""
         # Its progress thread spins on a whole core for as long as the agent lives (seen with 1.5.1): the backend's
         # listener and the readers' polling make progress instead.
@@ -131,29 +131,29 @@ class NixlBindings:
         try:
             agent = self._api.nixl_agent(name, settings)
             connection: bytes = agent.get_agent_metadata()
-            guard_agent = self._api.nixl_agent(guard_agent_of(name), settings)
-            page = guard_agent.register_memory([(guards.address, guards.num_bytes, 0, "")], "DRAM")
-            guard_connection: bytes = guard_agent.get_partial_agent_metadata(page, True, _BACKENDS)
+            validity_agent = self._api.nixl_agent(validity_agent_of(name), settings)
+            page = validity_agent.register_memory([(validity_slots.address, validity_slots.num_bytes, 0, "")], "DRAM")
+            validity_connection: bytes = validity_agent.get_partial_agent_metadata(page, True, _BACKENDS)
         except self.errors as exc:
             raise ConfigError(
                 f"transfer backend nixl can't start its UCX back end: {exc!r}; choose transfer backend tcp"
             ) from exc
-        self.agent, self.guard_agent = agent, guard_agent
-        return connection, guard_connection
+        self.agent, self.validity_agent = agent, validity_agent
+        return connection, validity_connection
 
     def close(self) -> None:
-        self.agent = self.guard_agent = None
+        self.agent = self.validity_agent = None
 
     def progress(self) -> None:
         """Some transports need the holder's help."""
-        for agent in (self.agent, self.guard_agent):
+        for agent in (self.agent, self.validity_agent):
             agent.get_new_notifs()  # there are none, but this makes progress
 
     def register(self, pieces: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
         """A registration of pieces of one kind, and what readers must know of it."""
         use_devices(pieces)
-        spots = [(*spot, "") for spot in map(descriptor_of, pieces)]
-        handle = self.agent.register_memory(spots, kind_of(pieces))
+        descriptors = [(*descriptor, "") for descriptor in map(descriptor_of, pieces)]
+        handle = self.agent.register_memory(descriptors, kind_of(pieces))
         try:
             return handle, self.agent.get_partial_agent_metadata(handle, False, _BACKENDS)
         except self.errors:
@@ -164,8 +164,8 @@ class NixlBindings:
         """The region that holds all of them."""
         return next((region for region in self.regions if all(map(region.holds, pieces))), None)
 
-    def descriptors(self, spot: Descriptor, kind: str) -> Any:
-        return self.agent.get_xfer_descs([spot], kind)
+    def descriptors(self, descriptor: Descriptor, kind: str) -> Any:
+        return self.agent.get_xfer_descs([descriptor], kind)
 
     @contextlib.contextmanager
     def translated(self, what: str) -> Iterator[None]:
@@ -175,7 +175,7 @@ class NixlBindings:
             raise TransferFailed(f"{what}: {exc}") from exc
 
 
-def guard_agent_of(agent: str) -> str:
+def validity_agent_of(agent: str) -> str:
     """The name of an agent's companion."""
     return f"{agent}-guards"
 

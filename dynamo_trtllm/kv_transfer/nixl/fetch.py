@@ -23,9 +23,9 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
     NixlBindings,
     NixlOffer,
     descriptor_of,
-    guard_agent_of,
     kind_of,
     use_devices,
+    validity_agent_of,
 )
 from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, PollSteps
 from dynamo_trtllm.kv_transfer.nixl.validity import Validity, ValiditySlots, ack_address, with_checksum
@@ -44,36 +44,36 @@ class RemoteAgent:
 class RemoteAgents:
     """A peer that failed is forgotten: the next fetch reconnects."""
 
-    def __init__(self, vendor: NixlBindings) -> None:
-        self._vendor = vendor
-        self._met: dict[str, RemoteAgent] = {}
+    def __init__(self, bindings: NixlBindings) -> None:
+        self._bindings = bindings
+        self._connected: dict[str, RemoteAgent] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._met)
+        return len(self._connected)
 
-    def knows(self, offer: NixlOffer) -> bool:
+    def is_connected(self, offer: NixlOffer) -> bool:
         """Whether it is met at once."""
-        peer = self._met.get(offer.agent)
+        peer = self._connected.get(offer.agent)
         return peer is not None and (not offer.memory or offer.memory in peer.known)
 
     @contextlib.contextmanager
-    def met(self, offer: NixlOffer) -> Iterator[RemoteAgent]:
+    def connected(self, offer: NixlOffer) -> Iterator[RemoteAgent]:
         """The offer's holder, connected, and the offer's memory made known."""
-        agent = self._vendor.agent
+        agent = self._bindings.agent
         with self._lock:
-            peer = self._met.get(offer.agent)
+            peer = self._connected.get(offer.agent)
             if peer is None:
                 agent.add_remote_agent(offer.connection)
-                self._vendor.guard_agent.add_remote_agent(offer.guards)
-                peer = self._met[offer.agent] = RemoteAgent(offer.agent)
+                self._bindings.validity_agent.add_remote_agent(offer.validity_agent)
+                peer = self._connected[offer.agent] = RemoteAgent(offer.agent)
             if offer.memory and offer.memory not in peer.known:
                 agent.add_remote_agent(offer.memory)
                 peer.known.add(offer.memory)
             peer.fetches += 1
         try:
             yield peer
-        except self._vendor.errors:
+        except self._bindings.errors:
             peer.broken = True
             raise
         finally:
@@ -89,17 +89,17 @@ class RemoteAgents:
             self._forget(peer)
 
     def _forget(self, peer: RemoteAgent) -> None:
-        if self._met.get(peer.name) is peer:
-            del self._met[peer.name]
+        if self._connected.get(peer.name) is peer:
+            del self._connected[peer.name]
             for agent, name in (
-                (self._vendor.agent, peer.name),
-                (self._vendor.guard_agent, guard_agent_of(peer.name)),
+                (self._bindings.agent, peer.name),
+                (self._bindings.validity_agent, validity_agent_of(peer.name)),
             ):
-                with contextlib.suppress(*self._vendor.errors):
+                with contextlib.suppress(*self._bindings.errors):
                     agent.remove_remote_agent(name)
 
     def close(self) -> None:
-        for peer in list(self._met.values()):
+        for peer in list(self._connected.values()):
             self.disconnect(peer)
 
 
@@ -131,25 +131,25 @@ class _XferHandle(NamedTuple):
 class FetchDriver:
     """Fetches of one backend; steps of all of them are taken on one thread."""
 
-    def __init__(self, vendor: NixlBindings, guards: ValiditySlots, checksums: Checksums) -> None:
-        self._vendor = vendor
-        self._guards = guards
+    def __init__(self, bindings: NixlBindings, validity_slots: ValiditySlots, checksums: Checksums) -> None:
+        self._bindings = bindings
+        self._validity_slots = validity_slots
         self._checksums = checksums
-        self.peers = RemoteAgents(vendor)
+        self.peers = RemoteAgents(bindings)
 
-    def read(self, ask: FetchRequest) -> PollSteps:
-        """Read an offer; the caller runs the steps to their end. See `TransferBackend.fetch`."""
-        if time.monotonic() >= ask.deadline:
-            raise TransferTimeout(f"ticket {ask.ticket_id}: too many others were fetched to begin with it in time")
+    def read(self, request: FetchRequest) -> PollSteps:
+        """Read an offer; the caller runs the steps to their end. See `TransferBackend.read`."""
+        if time.monotonic() >= request.deadline:
+            raise TransferTimeout(f"ticket {request.ticket_id}: too many others were fetched to begin with it in time")
         with (
-            self._vendor.translated(f"ticket {ask.ticket_id}: reading from its holder failed"),
-            self.peers.met(ask.offer) as peer,
-            self._registered([piece for piece in ask.pieces if piece.num_bytes]),
+            self._bindings.translated(f"ticket {request.ticket_id}: reading from its holder failed"),
+            self.peers.connected(request.offer) as peer,
+            self._registered([piece for piece in request.pieces if piece.num_bytes]),
         ):
-            run = _FetchState(self._vendor, self.peers, peer, ask, self._guards, self._checksums)
+            run = _FetchState(self._bindings, self.peers, peer, request, self._validity_slots, self._checksums)
             try:
                 yield from run.data()
-                yield from run.guard()
+                yield from run.acknowledge()
             finally:
                 yield from run.end_hashing()
 
@@ -157,76 +157,78 @@ class FetchDriver:
     def _registered(self, pieces: Sequence[MemoryRegion]) -> Iterator[None]:
         """For the time of a fetch, unless they lie in a region that is registered for good."""
         use_devices(pieces)
-        if not pieces or self._vendor.region_of(pieces) is not None:
+        if not pieces or self._bindings.region_of(pieces) is not None:
             yield
             return
-        handle, _ = self._vendor.register(pieces)
+        handle, _ = self._bindings.register(pieces)
         try:
             yield
         finally:
-            self._vendor.agent.deregister_memory(handle)
+            self._bindings.agent.deregister_memory(handle)
 
 
 @dataclass(slots=True)
 class _FetchState:
     """The state of one fetch."""
 
-    vendor: NixlBindings
+    bindings: NixlBindings
     peers: RemoteAgents
     peer: RemoteAgent
-    ask: FetchRequest
-    guards: ValiditySlots
+    request: FetchRequest
+    validity_slots: ValiditySlots
     checksums: Checksums
     ready: int = field(init=False)  # pieces
     _moved_at: float = field(default_factory=time.monotonic)
     _hashing: list[list[Future[int]]] = field(default_factory=list)  # by piece and block
 
     def __post_init__(self) -> None:
-        self.ready = self.ask.offer.ready
+        self.ready = self.request.offer.ready
 
     def data(self) -> PollSteps:
         """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
-        begun, total = 0, len(self.ask.pieces)
-        flying: deque[tuple[int, _XferHandle | None]] = deque()  # by piece; None: a piece without bytes
+        begun, total = 0, len(self.request.pieces)
+        in_flight: deque[tuple[int, _XferHandle | None]] = deque()  # by piece; None: a piece without bytes
         try:
-            while begun < total or flying:
-                while begun < self.ready and len(flying) < _IN_FLIGHT:
-                    flying.append((begun, self._begin(begun)))
+            while begun < total or in_flight:
+                while begun < self.ready and len(in_flight) < _IN_FLIGHT:
+                    in_flight.append((begun, self._begin(begun)))
                     begun += 1
-                if flying and self._is_done(flying[0][1]):
-                    self._land(*flying.popleft())
+                if in_flight and self._is_done(in_flight[0][1]):
+                    self._complete(*in_flight.popleft())
                     yield 0.0
                 elif not (begun == self.ready < total and (yield from self._more_is_ready())):
                     yield self._waited_s()
         finally:
-            if flying:
-                yield from self._abort([flight for _, flight in flying if flight is not None])
+            if in_flight:
+                yield from self._abort([xfer for _, xfer in in_flight if xfer is not None])
 
     def _begin(self, index: int) -> _XferHandle | None:
-        piece, offer = self.ask.pieces[index], self.ask.offer
+        piece, offer = self.request.pieces[index], self.request.offer
         if not piece.num_bytes:
             return None
         use_devices([piece])
-        ours = self.vendor.descriptors(descriptor_of(piece), kind_of([piece]))
-        theirs = self.vendor.descriptors(offer.spots[index], offer.kind)
-        return self._post(_AgentRef(self.vendor.agent, self.peer.name), "READ", ours, theirs)
+        ours = self.bindings.descriptors(descriptor_of(piece), kind_of([piece]))
+        theirs = self.bindings.descriptors(offer.descriptors[index], offer.kind)
+        return self._post(_AgentRef(self.bindings.agent, self.peer.name), "READ", ours, theirs)
 
-    def _post_word(self, verb: str, ours: Descriptor, theirs: Descriptor) -> _XferHandle:
+    def _post_validity(self, verb: str, ours: Descriptor, theirs: Descriptor) -> _XferHandle:
         """Of or for the holder's guard."""
-        way = _AgentRef(self.vendor.guard_agent, guard_agent_of(self.peer.name))
-        return self._post(way, verb, self.vendor.descriptors(ours, "DRAM"), self.vendor.descriptors(theirs, "DRAM"))
+        agent_ref = _AgentRef(self.bindings.validity_agent, validity_agent_of(self.peer.name))
+        return self._post(
+            agent_ref, verb, self.bindings.descriptors(ours, "DRAM"), self.bindings.descriptors(theirs, "DRAM")
+        )
 
-    def _post(self, way: _AgentRef, verb: str, ours: Any, theirs: Any) -> _XferHandle:
-        handle = way.agent.initialize_xfer(verb, ours, theirs, way.peer)
+    def _post(self, agent_ref: _AgentRef, verb: str, ours: Any, theirs: Any) -> _XferHandle:
+        handle = agent_ref.agent.initialize_xfer(verb, ours, theirs, agent_ref.peer)
         try:
-            self._require_alive(way.agent.transfer(handle))
+            self._require_alive(agent_ref.agent.transfer(handle))
         except BaseException:
-            way.agent.release_xfer_handle(handle)
+            agent_ref.agent.release_xfer_handle(handle)
             raise
-        return _XferHandle(way.agent, handle)
+        return _XferHandle(agent_ref.agent, handle)
 
-    def _is_done(self, flight: _XferHandle | None) -> bool:
-        return flight is None or self._require_alive(flight.agent.check_xfer_state(flight.handle))
+    def _is_done(self, xfer: _XferHandle | None) -> bool:
+        return xfer is None or self._require_alive(xfer.agent.check_xfer_state(xfer.handle))
 
     def _require_alive(self, state: str) -> bool:
         if state not in ("DONE", "PROC"):
@@ -234,41 +236,44 @@ class _FetchState:
             raise TransferFailed(f"NIXL ended a read from {self.peer.name} with state {state}")
         return state == "DONE"
 
-    def _land(self, index: int, flight: _XferHandle | None) -> None:
-        if flight is not None:
-            flight.agent.release_xfer_handle(flight.handle)
+    def _complete(self, index: int, xfer: _XferHandle | None) -> None:
+        if xfer is not None:
+            xfer.agent.release_xfer_handle(xfer.handle)
         self._moved_at = time.monotonic()
-        if self.ask.is_checked:
-            self._hashing.append(self.checksums.submit_all(self.ask.pieces[index]))
-        if self.ask.on_piece is not None:
-            self.ask.on_piece(index)
+        if self.request.is_checked:
+            self._hashing.append(self.checksums.submit_all(self.request.pieces[index]))
+        if self.request.on_piece is not None:
+            self.request.on_piece(index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
-        before, said = self.ready, (yield from self._look())
-        self.ready = min(said.ready, len(self.ask.pieces))
+        before, said = self.ready, (yield from self._read_validity())
+        self.ready = min(said.ready, len(self.request.pieces))
         if self.ready > before:
             self._moved_at = time.monotonic()
         return self.ready > before
 
-    def guard(self) -> PollSteps:
+    def acknowledge(self) -> PollSteps:
         """Notify the holder that its offer was read.
 
         Raises TransferFailed when the offer was withdrawn or its checksum differs: the data is invalid.
         """
         self._moved_at = time.monotonic()
         ours = yield from self._checksum()
-        held = yield from self._look()
-        while ours is not None and not held.checksum:  # the holder is still computing it
+        entry = yield from self._read_validity()
+        while ours is not None and not entry.checksum:  # the holder is still computing it
             yield self._waited_s()
-            held = yield from self._look()
-        if ours is not None and ours != held.checksum:
-            raise self.checksums.mismatch(self.ask.ticket_id)
-        word, place = self.guards.word(self.ask.slot), ack_address(self.ask.offer.guard)
-        yield from self._finish(self._post_word("WRITE", word, place))
+            entry = yield from self._read_validity()
+        if ours is not None and ours != entry.checksum:
+            raise self.checksums.mismatch(self.request.ticket_id)
+        ack_word, ack_at = (
+            self.validity_slots.ack_word(self.request.slot),
+            ack_address(self.request.offer.validity_slot),
+        )
+        yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:
         """Return the checksum of the data that was read, once all of it is hashed; None when it is not checked."""
-        if not self.ask.is_checked:
+        if not self.request.is_checked:
             return None
         checksum = NOTHING
         for jobs in self._hashing:
@@ -283,42 +288,42 @@ class _FetchState:
         while not all(job.done() for job in jobs):
             yield LONGEST_SLEEP_S
 
-    def _look(self) -> Generator[float, None, Validity]:
+    def _read_validity(self) -> Generator[float, None, Validity]:
         """Read the holder's guard. Raises TransferFailed when the offer was withdrawn."""
-        offer, slot = self.ask.offer, self.ask.slot
-        ours, theirs = self.guards.spot(slot), offer.guard
-        if self.ask.is_checked:
+        offer, slot = self.request.offer, self.request.slot
+        ours, theirs = self.validity_slots.descriptor(slot), offer.validity_slot
+        if self.request.is_checked:
             ours, theirs = with_checksum(ours), with_checksum(theirs)
-        yield from self._finish(self._post_word("READ", ours, theirs))
-        held = self.guards.look(slot)
-        if held.nonce != offer.nonce:
-            raise TransferFailed(f"ticket {self.ask.ticket_id}: its holder no longer offers it")
-        return held
+        yield from self._finish(self._post_validity("READ", ours, theirs))
+        entry = self.validity_slots.get(slot)
+        if entry.nonce != offer.nonce:
+            raise TransferFailed(f"ticket {self.request.ticket_id}: its holder no longer offers it")
+        return entry
 
-    def _finish(self, flight: _XferHandle) -> PollSteps:
+    def _finish(self, xfer: _XferHandle) -> PollSteps:
         done = False
         try:
-            while not (done := self._is_done(flight)):
+            while not (done := self._is_done(xfer)):
                 yield self._waited_s()
         finally:
             if done:
-                flight.agent.release_xfer_handle(flight.handle)
+                xfer.agent.release_xfer_handle(xfer.handle)
             else:
-                yield from self._abort([flight])
+                yield from self._abort([xfer])
 
     def _waited_s(self) -> float:
         now = time.monotonic()
-        if now >= self.ask.deadline:
+        if now >= self.request.deadline:
             raise TransferTimeout(f"holder {self.peer.name} did not answer in time")
         return now - self._moved_at
 
-    def _abort(self, flights: list[_XferHandle]) -> PollSteps:
+    def _abort(self, xfers: list[_XferHandle]) -> PollSteps:
         """Ends reads that did not finish: closing the connection is the only abort that UCX guarantees."""
         self.peers.disconnect(self.peer)
-        for flight in flights:
+        for xfer in xfers:
             while True:
                 try:
-                    flight.agent.release_xfer_handle(flight.handle)
+                    xfer.agent.release_xfer_handle(xfer.handle)
                     break
-                except self.vendor.errors:
+                except self.bindings.errors:
                     yield LONGEST_SLEEP_S

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-FETCHES_AT_ONCE = 16  # more of them would each come later, and none sooner
+MAX_CONCURRENT_FETCHES = 16  # more of them would each come later, and none sooner
 _SPIN_S = 0.0005  # without progress for this long (128 MiB take 0.35 ms over NVLink): sleep a share of the time waited
 _SLEEP_SHARE = 1 / 16
 LONGEST_SLEEP_S = 0.001
@@ -68,7 +68,7 @@ class TransferPoller:
         thread wakes up.
         """
         fetch = _PolledFetch(steps)
-        is_first = not self._waiting and self._coming.empty() and len(self._moving) < FETCHES_AT_ONCE
+        is_first = not self._waiting and self._coming.empty() and len(self._moving) < MAX_CONCURRENT_FETCHES
         if not (step_now and is_first and fetch.begin()) or fetch.step():
             self._coming.put(fetch)
         return fetch.result
@@ -85,14 +85,14 @@ class TransferPoller:
     def _run(self) -> None:
         pause_s: float | None = None
         while not (self._closing and not self._moving):
-            self._hear(pause_s)
-            while self._waiting and len(self._moving) < FETCHES_AT_ONCE:
+            self._receive(pause_s)
+            while self._waiting and len(self._moving) < MAX_CONCURRENT_FETCHES:
                 fetch = self._waiting.popleft()
                 if fetch.begin() and fetch.step():
                     self._moving.append(fetch)
             pause_s = self._step(is_rested=pause_s != 0)
 
-    def _hear(self, pause_s: float | None) -> None:
+    def _receive(self, pause_s: float | None) -> None:
         """Waits so long, or until something comes."""
         try:
             coming = self._coming.get(timeout=pause_s) if pause_s != 0 else self._coming.get_nowait()

@@ -18,11 +18,11 @@ from dynamo_trtllm.kv_transfer.base import address_of
 
 NONCE_BYTES = 16
 COUNT_BYTES = 8
-WORD_BYTES = 8
+ACK_BYTES = 8
 CHECKSUM_BYTES = 8
-PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + WORD_BYTES  # the size of a guard without a checksum
+PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + ACK_BYTES  # the size of a guard without a checksum
 SLOT_BYTES = PLAIN_BYTES + CHECKSUM_BYTES
-_WORD_AT = NONCE_BYTES + COUNT_BYTES
+_ACK_OFFSET = NONCE_BYTES + COUNT_BYTES
 SLOTS = 4096  # offers and fetches at once
 
 
@@ -39,28 +39,28 @@ class ValiditySlots:
         self._page = mmap.mmap(-1, SLOTS * SLOT_BYTES)
         self.address = address_of(self._page)
         self.num_bytes = len(self._page)
-        self.free = list(range(SLOTS))
+        self.free_slots = list(range(SLOTS))
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         """A free slot. Raises TransferFailed when there is none."""
-        if not self.free:
+        if not self.free_slots:
             raise TransferFailed(f"transfer backend nixl has {SLOTS} offers and fetches open; withdraw some")
-        return self.free.pop()
+        return self.free_slots.pop()
 
-    def give_back(self, slot: int) -> None:
-        self.wipe(slot)
-        self.free.append(slot)
+    def release(self, slot: int) -> None:
+        self.clear(slot)
+        self.free_slots.append(slot)
 
-    def arm(self, slot: int, ready: int) -> bytes:
+    def activate(self, slot: int, ready: int) -> bytes:
         """From here on the slot says that its offer stands. Returns the nonce that it holds."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self._hush(slot)
+        self._clear_ack(slot)
         self.set_checksum(slot, 0)
-        self.advance(slot, ready)
+        self.mark_ready(slot, ready)
         self._page[slot * SLOT_BYTES : slot * SLOT_BYTES + NONCE_BYTES] = nonce
         return nonce
 
-    def advance(self, slot: int, ready: int) -> None:
+    def mark_ready(self, slot: int, ready: int) -> None:
         begin = slot * SLOT_BYTES + NONCE_BYTES
         self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(COUNT_BYTES, "little")  # eight bytes at once
 
@@ -69,42 +69,42 @@ class ValiditySlots:
         begin = slot * SLOT_BYTES + PLAIN_BYTES
         self._page[begin : begin + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
 
-    def wipe(self, slot: int) -> None:
+    def clear(self, slot: int) -> None:
         self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes(SLOT_BYTES)
 
     def was_read(self, slot: int) -> bool:
         """Whether a reader said so since the last time it was asked."""
-        held = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
-        if held[_WORD_AT:PLAIN_BYTES] != held[:WORD_BYTES] or not any(held[:NONCE_BYTES]):
+        entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        if entry[_ACK_OFFSET:PLAIN_BYTES] != entry[:ACK_BYTES] or not any(entry[:NONCE_BYTES]):
             return False
-        self._hush(slot)
+        self._clear_ack(slot)
         return True
 
-    def _hush(self, slot: int) -> None:
-        begin = slot * SLOT_BYTES + _WORD_AT
-        self._page[begin : begin + WORD_BYTES] = bytes(WORD_BYTES)
+    def _clear_ack(self, slot: int) -> None:
+        begin = slot * SLOT_BYTES + _ACK_OFFSET
+        self._page[begin : begin + ACK_BYTES] = bytes(ACK_BYTES)
 
-    def look(self, slot: int) -> Validity:
-        held = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
-        ready, checksum = held[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], held[PLAIN_BYTES:]
-        return Validity(held[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
+    def get(self, slot: int) -> Validity:
+        entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
+        ready, checksum = entry[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], entry[PLAIN_BYTES:]
+        return Validity(entry[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
 
-    def spot(self, slot: int) -> tuple[int, int, int]:
+    def descriptor(self, slot: int) -> tuple[int, int, int]:
         """Return where a slot is: address, size in bytes without the checksum, device."""
         return self.address + slot * SLOT_BYTES, PLAIN_BYTES, 0
 
-    def word(self, slot: int) -> tuple[int, int, int]:
+    def ack_word(self, slot: int) -> tuple[int, int, int]:
         """Where a reader has the word that says that it has read the offer whose guard it looked at."""
-        return self.address + slot * SLOT_BYTES, WORD_BYTES, 0
+        return self.address + slot * SLOT_BYTES, ACK_BYTES, 0
 
 
-def with_checksum(guard: tuple[int, int, int]) -> tuple[int, int, int]:
+def with_checksum(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
     """Return where a guard is, with its checksum included."""
-    address, _, device = guard
+    address, _, device = validity_slot
     return address, SLOT_BYTES, device
 
 
-def ack_address(guard: tuple[int, int, int]) -> tuple[int, int, int]:
+def ack_address(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
     """Where in a holder's guard that word belongs."""
-    address, _, device = guard
-    return address + _WORD_AT, WORD_BYTES, device
+    address, _, device = validity_slot
+    return address + _ACK_OFFSET, ACK_BYTES, device

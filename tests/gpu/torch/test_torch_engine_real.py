@@ -28,10 +28,10 @@ def make_on(site: Site, folder: Path, role: Role, number: int = 0, **args: Any) 
 async def check_nothing_staged(engine: Any) -> None:
     """A parcel is free once the copies that were queued before it was given back are done, which can only be asked."""
     for _ in range(500):
-        if engine._memory.staging.used_bytes == 0:
+        if engine._memory.transfer_buffer.used_bytes == 0:
             break
         await asyncio.sleep(0.01)
-    assert engine._memory.staging.used_bytes == 0
+    assert engine._memory.transfer_buffer.used_bytes == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -109,7 +109,7 @@ async def test_prefill_when_cancelled_before_its_ticket_then_staging_is_free(sit
             await asyncio.sleep(0.02)
             leg.cancel()
             await asyncio.gather(leg, return_exceptions=True)
-        for ticket_id in list(prefill._kv_connector._held):  # type: ignore[attr-defined]
-            prefill._kv_connector.let_go(ticket_id)  # type: ignore[attr-defined]
+        for ticket_id in list(prefill._kv_connector._awaiting_fetch):  # type: ignore[attr-defined]
+            prefill._kv_connector.release(ticket_id)  # type: ignore[attr-defined]
         await check_nothing_left(prefill)
         await check_nothing_staged(prefill)

@@ -26,7 +26,7 @@ def make(build: Callable[[], str], *, used: list[int | None] | None = None) -> t
 
 async def test_built_when_done_then_the_value_and_nothing_is_discarded() -> None:
     load, thrown = make(lambda: "llm")
-    assert await load.built() == "llm"
+    assert await load.load() == "llm"
     assert thrown == []
 
 
@@ -36,7 +36,7 @@ async def test_built_when_it_fails_then_its_error() -> None:
 
     load, _ = make(build)
     with pytest.raises(EngineFailed, match="no GPU"):
-        await load.built()
+        await load.load()
 
 
 async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_discarded() -> None:
@@ -54,7 +54,7 @@ async def test_built_when_cancelled_then_it_returns_at_once_and_what_comes_is_di
         loop.call_soon_threadsafe(gone.set)
 
     load = EngineLoader(build, discard=discard, gpu_bytes_used=lambda: None, weight_bytes=0)
-    task = asyncio.create_task(load.built())
+    task = asyncio.create_task(load.load())
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -26,13 +26,13 @@ TICKET = KvTransferParams(
     engine="vllm",
     model="m",
     layout=KvLayout(dtype="bfloat16", block_tokens=16, num_layers=2, num_kv_heads=2, head_dim=8),
-    holder=1,
+    prefill_instance_id=1,
     expires_at=time.time() + 60,
     prompt_tokens=1,
     first_token_ids=token_ids([7]),
     transport="a/b",
     kv_bytes=4096,
-    opaque=b"",
+    engine_state=b"",
 )
 
 
@@ -64,14 +64,14 @@ def test_step_when_its_end_is_no_answers_then_broken(finish: str) -> None:
 
 def test_handoff_when_made_then_the_ticket_and_what_moves() -> None:
     chunk = transfer_chunk(TICKET, STATS)
-    assert (chunk.finish_reason, chunk.ticket, list(chunk.token_ids)) == (FinishReason.HANDOFF, TICKET, [])
+    assert (chunk.finish_reason, chunk.ticket, list(chunk.token_ids)) == (FinishReason.KV_TRANSFER, TICKET, [])
     assert chunk.stats == PhaseTimings(prefill_s=0.5, cached_tokens=32, kv_bytes=4096, transport="a/b")
 
 
 def test_times_when_a_ticket_came_then_the_first_answer_tells_of_the_hand_off() -> None:
     assert phase_timings(request(), 0.5, cached_tokens=32) == STATS
     told = phase_timings(request(ticket=TICKET), 0.5, cached_tokens=32)
-    assert told == PhaseTimings(handoff_s=0.5, kv_bytes=4096, transport="a/b")
+    assert told == PhaseTimings(kv_transfer_s=0.5, kv_bytes=4096, transport="a/b")
 
 
 def test_stats_when_the_library_counts_more_waiting_than_calls_then_no_more_than_those() -> None:

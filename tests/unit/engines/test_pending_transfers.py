@@ -46,8 +46,8 @@ class Book(PendingTransfers):
     def _changed(self) -> None:
         self.changes += 1
 
-    def written(self, opaque: bytes = b"") -> KvTransferParams:
-        return self.write(request(), PrefillResult([7], (TokenLogprob(7, -0.5),), opaque, self.given_up.set))
+    def written(self, engine_state: bytes = b"") -> KvTransferParams:
+        return self.create(request(), PrefillResult([7], (TokenLogprob(7, -0.5),), engine_state, self.given_up.set))
 
 
 def request(prompt: int = 40, ticket: KvTransferParams | None = None) -> GenerateRequest:
@@ -66,13 +66,13 @@ async def test_ticket_when_written_then_it_says_all_and_is_held_until_it_is_rede
     book = Book()
     first, second = book.written(), book.written()
     assert first.ticket_id != second.ticket_id
-    assert (first.engine, first.holder, first.transport) == ("vllm", 5, "a/b")
+    assert (first.engine, first.prefill_instance_id, first.transport) == ("vllm", 5, "a/b")
     assert (list(first.first_token_ids), first.first_logprobs) == ([7], (TokenLogprob(7, -0.5),))
     assert first.kv_bytes == 3 * 16 * 2 * 2 * 2 * 8 * 2
     assert 0 < first.expires_at - time.time() <= 60
     assert (len(book), book.kv_blocks) == (2, 6)
     for ticket in (first, first, second):
-        book.let_go(ticket.ticket_id, ReleaseOutcome.REDEEMED)
+        book.release(ticket.ticket_id, ReleaseOutcome.FETCHED)
     assert (len(book), book.kv_blocks, book.changes) == (0, 0, 4)
     assert not book.given_up.is_set()
 
@@ -90,7 +90,7 @@ async def test_ticket_when_nobody_comes_then_the_kv_is_given_up() -> None:
     [
         ({"engine": "trtllm"}, "engine"),
         ({"model": "n"}, "model"),
-        ({"pairing": {"release": "2"}}, "release"),
+        ({"kv_compat": {"release": "2"}}, "release"),
         ({"prompt_tokens": 41}, "prompt_tokens"),
         ({"first_token_ids": token_ids()}, "first_token_ids"),
     ],
@@ -98,9 +98,9 @@ async def test_ticket_when_nobody_comes_then_the_kv_is_given_up() -> None:
 async def test_ticket_when_it_does_not_fit_then_the_difference_is_named(change: dict[str, Any], field: str) -> None:
     book = Book()
     ticket = book.written()
-    assert book.accept(request(ticket=ticket)) is ticket
+    assert book.validate(request(ticket=ticket)) is ticket
     with pytest.raises(TransferMismatch) as caught:
-        book.accept(request(ticket=msgspec.structs.replace(ticket, **change)))
+        book.validate(request(ticket=msgspec.structs.replace(ticket, **change)))
     assert caught.value.field == field
     book.close()
 
@@ -109,9 +109,9 @@ async def test_ticket_when_late_or_not_there_then_said() -> None:
     book = Book()
     late = msgspec.structs.replace(book.written(), expires_at=time.time() - 1)
     with pytest.raises(TransferExpired):
-        book.accept(request(ticket=late))
+        book.validate(request(ticket=late))
     with pytest.raises(RequestRejected, match="needs a ticket"):
-        book.accept(request())
+        book.validate(request())
     book.close()
 
 

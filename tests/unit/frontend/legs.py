@@ -31,7 +31,7 @@ from dynamo_trtllm.router.view import ClusterView
 from tests.instances import make_instance, make_ticket
 
 PREFILL_STATS = PhaseTimings(prefill_s=0.25)
-DECODE_STATS = PhaseTimings(handoff_s=0.5, kv_bytes=7)
+DECODE_STATS = PhaseTimings(kv_transfer_s=0.5, kv_bytes=7)
 
 HANG = "hang"
 Step = Chunk | DynamoError | asyncio.Event | str
@@ -43,7 +43,7 @@ FINISHED = [
 
 
 def handoff(ticket_id: str) -> Chunk:
-    return Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket(ticket_id), stats=PREFILL_STATS)
+    return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket(ticket_id), stats=PREFILL_STATS)
 
 
 class Scripted:
@@ -101,13 +101,13 @@ class Cluster:
         instance_id: int,
         role: Role,
         *scripts: Sequence[Step],
-        refuses: tuple[str, ...] = (),
-        serves_whole: bool = False,
+        unsupported_features: tuple[str, ...] = (),
+        can_aggregate: bool = False,
         strategy: str = "prefill_first",
     ) -> Scripted:
         made: Instance = make_instance(instance_id, role=role)
-        card = msgspec.structs.replace(made.card, refuses=refuses)
-        instance = msgspec.structs.replace(made, card=card, serves_whole=serves_whole, strategy=strategy)
+        card = msgspec.structs.replace(made.card, unsupported_features=unsupported_features)
+        instance = msgspec.structs.replace(made, card=card, can_aggregate=can_aggregate, strategy=strategy)
         service = Scripted(*scripts)
         await self.plane.serve(instance.subject, service)
         self.view.add(instance)

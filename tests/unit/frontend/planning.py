@@ -68,7 +68,7 @@ def text(served: ServedModel, **fields: Any) -> GenerationPlan:
 
 
 def refusing(served: ServedModel, *fields: str) -> ServedModel:
-    return ServedModel(msgspec.structs.replace(served.card, refuses=fields), served.renderer)
+    return ServedModel(msgspec.structs.replace(served.card, unsupported_features=fields), served.renderer)
 
 
 def prompt(plan: GenerationPlan, served: ServedModel) -> str:

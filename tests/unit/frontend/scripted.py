@@ -172,7 +172,9 @@ class Scripted:
                     raise step
                 else:
                     if step.finish_reason is not None:
-                        trace.decode_stats = PhaseTimings(queue_s=0.25, handoff_s=2.0, kv_bytes=4096, transport="nixl")
+                        trace.decode_stats = PhaseTimings(
+                            queue_s=0.25, kv_transfer_s=2.0, kv_bytes=4096, transport="nixl"
+                        )
                     self.yielded += 1
                     yield step
         finally:

@@ -60,8 +60,8 @@ def test_tool_choice_required_with_several_then_the_name_is_guided(harmony: Serv
     (choice,) = plan.choices
     guided = choice.request.sampling.guided
     assert guided is not None
-    assert (guided.after, list(guided.after_ids)) == ("", [])
-    assert [(each.literal, json.loads(each.json_schema)) for each in guided.alternatives] == [
+    assert (guided.trigger, list(guided.trigger_ids)) == ("", [])
+    assert [(each.prefix, json.loads(each.json_schema)) for each in guided.alternatives] == [
         (f"get_weather{REST}", CITY),
         (f"get_time{REST}", {"type": "object"}),
     ]
@@ -110,11 +110,11 @@ def test_strict_tool_when_the_model_may_choose_then_a_call_is_held_once_it_has_b
     assert prompt(plan, harmony).endswith("<|start|>assistant")
     guided = plan.choices[0].request.sampling.guided
     assert guided is not None
-    assert guided.after == HEADER.removesuffix(".")
+    assert guided.trigger == HEADER.removesuffix(".")
     natural = harmony.renderer.call_header("get_weather")
     assert natural is not None
-    assert natural[: len(guided.after_ids)] == guided.after_ids  # or it would not be met in what a model writes
-    assert [(each.literal, json.loads(each.json_schema)) for each in guided.alternatives] == [
+    assert natural[: len(guided.trigger_ids)] == guided.trigger_ids  # or it would not be met in what a model writes
+    assert [(each.prefix, json.loads(each.json_schema)) for each in guided.alternatives] == [
         (f".get_weather{REST}", CITY),
         (f".get_time{REST}", {}),
     ]
@@ -137,10 +137,10 @@ def test_response_format_then_guided_after_the_final_channel(harmony: ServedMode
     plan = chat(harmony, response_format=form, tools=[TIME])
     guided = plan.choices[0].request.sampling.guided
     assert guided is not None
-    assert guided.after == "<|channel|>final"
-    assert harmony.renderer.decode(guided.after_ids) == guided.after
+    assert guided.trigger == "<|channel|>final"
+    assert harmony.renderer.decode(guided.trigger_ids) == guided.trigger
     (alternative,) = guided.alternatives
-    assert (alternative.literal, json.loads(alternative.json_schema)) == ("<|message|>", schema)
+    assert (alternative.prefix, json.loads(alternative.json_schema)) == ("<|message|>", schema)
     assert chat(harmony, response_format={"type": "text"}).choices[0].request.sampling.guided is None
 
 
@@ -163,7 +163,7 @@ def test_chat_template_when_a_format_is_asked_then_guided_from_the_first_token(m
     served = make_template()
     guided = chat(served, response_format=FORMAT).choices[0].request.sampling.guided
     assert guided is not None
-    assert guided.after == ""
+    assert guided.trigger == ""
     assert json.loads(guided.alternatives[0].json_schema) == CITY
     with pytest.raises(UnsupportedParameter) as refused:
         chat(served, response_format=FORMAT, tools=[TIME])
@@ -176,7 +176,7 @@ def test_chat_template_when_a_call_is_demanded_then_in_the_form_of_its_parser(ma
     assert prompt(chat(served, tools=[WEATHER, TIME], tool_choice=NAMED), served).endswith(opening)
     guided = chat(served, tools=[WEATHER, TIME], tool_choice="required").choices[0].request.sampling.guided
     assert guided is not None
-    assert [each.literal for each in guided.alternatives] == [opening, opening.replace("weather", "time")]
+    assert [each.prefix for each in guided.alternatives] == [opening, opening.replace("weather", "time")]
     with pytest.raises(UnsupportedParameter) as refused:
         chat(make_template(), tools=[WEATHER], tool_choice=NAMED)
     assert refused.value.field == "tool_choice"

@@ -139,7 +139,7 @@ async def test_pipeline_when_a_sink_takes_chunks_then_a_leg_that_breaks_goes_on_
             got.extend(each.token_ids)
             begun.set()
     assert (got, taken) == ([10, 13], [11, 12])
-    assert second.requests[0].resumed_tokens == 3
+    assert second.requests[0].num_resumed_output_tokens == 3
 
 
 class Sent:

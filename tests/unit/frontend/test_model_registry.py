@@ -224,5 +224,5 @@ async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and
         while not frontend.models.instances():  # noqa: ASYNC110 - the watch puts it there
             await asyncio.sleep(0.005)
     assert frontend.models.lacking(CARD.name) is None
-    monkeypatch.setattr(frontend.plane, "outage", lambda: "no connection to NATS")
+    monkeypatch.setattr(frontend.plane, "unavailable_reason", lambda: "no connection to NATS")
     assert frontend.models.lacking(CARD.name) == "no connection to NATS"

@@ -38,7 +38,7 @@ from tests.waiting import SOON_S
 
 Answer = Callable[[GenerateRequest], list[int]]
 
-HANDOFF = Chunk(finish_reason=FinishReason.HANDOFF, ticket=make_ticket("t"))
+HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket("t"))
 
 
 def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
@@ -48,8 +48,8 @@ def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:
 
 def right(request: GenerateRequest) -> list[int]:
     """Other tokens after every prompt."""
-    prompt = request.token_ids[: len(request.token_ids) - request.resumed_tokens]
-    seed = zlib.crc32(prompt) + request.resumed_tokens
+    prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
+    seed = zlib.crc32(prompt) + request.num_resumed_output_tokens
     return [(seed + at) % 1000 for at in range(request.sampling.max_tokens)]
 
 
@@ -124,13 +124,13 @@ class Bench:
         ending: Chunk | DynamoError | Answer | None,
         *,
         whole: bool | None = None,
-        refuses: tuple[str, ...] = (),
+        unsupported_features: tuple[str, ...] = (),
     ) -> Worker:
         """`whole`: whether it does whole requests; by default where it has an answer of its own."""
         worker, made = Worker(ending), make_instance(number, role=role)
         whole = callable(ending) if whole is None else whole
-        card = msgspec.structs.replace(made.card, refuses=refuses)
-        instance = msgspec.structs.replace(made, serves_whole=whole, card=card)
+        card = msgspec.structs.replace(made.card, unsupported_features=unsupported_features)
+        instance = msgspec.structs.replace(made, can_aggregate=whole, card=card)
         await self.plane.serve(instance.subject, worker)
         self.view.add(instance)
         return worker
@@ -322,9 +322,9 @@ async def test_run_when_a_decode_worker_has_many_pairs_then_it_is_asked_once_for
         for number in (1, 3, 4):
             await bench.add(number, Role.PREFILL, right)
         await bench.until(lambda: bench.codes == {"ok": 3})
-    assert decode.phases() == {Phase.WHOLE: 2, Phase.DECODE: 3}
+    assert decode.phases() == {Phase.AGGREGATED: 2, Phase.DECODE: 3}
     assert len({request.cache_salt for request in decode.asked}) == 5  # no prefix cache answers any of them
-    assert {len(request.token_ids) for request in decode.asked if not request.resumed_tokens} == {120}  # all that fits
+    assert {len(each.token_ids) for each in decode.asked if not each.num_resumed_output_tokens} == {120}
 
 
 async def test_run_when_an_instance_that_was_wrong_is_tried_again_then_with_other_prompts() -> None:
@@ -356,7 +356,7 @@ async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_i
 
 
 @pytest.mark.parametrize(
-    ("decode", "refuses", "prefill", "aggregated"),
+    ("decode", "unsupported_features", "prefill", "aggregated"),
     [
         (True, (), True, False),
         (False, (), True, False),
@@ -366,17 +366,17 @@ async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_i
     ],
 )
 async def test_run_when_not_every_worker_does_whole_requests_then_another_one_gives_the_known_answer(
-    *, decode: bool, refuses: tuple[str, ...], prefill: bool, aggregated: bool
+    *, decode: bool, unsupported_features: tuple[str, ...], prefill: bool, aggregated: bool
 ) -> None:
     bench = Bench()
     if aggregated:
         await bench.add(3, Role.AGGREGATED, right)
     await bench.add(1, Role.PREFILL, right, whole=prefill)
-    decoder = await bench.add(2, Role.DECODE, wrongly(3), whole=decode, refuses=refuses)
+    decoder = await bench.add(2, Role.DECODE, wrongly(3), whole=decode, unsupported_features=unsupported_features)
     async with bench.running():
         await bench.until(lambda: bench.codes["mismatch"] == 1)
-    assert (Phase.WHOLE in decoder.phases()) is (decode and not refuses)
-    assert ({request.cache_salt for request in decoder.asked} == {None}) is bool(refuses)
+    assert (Phase.AGGREGATED in decoder.phases()) is (decode and not unsupported_features)
+    assert ({request.cache_salt for request in decoder.asked} == {None}) is bool(unsupported_features)
 
 
 async def test_run_when_a_decode_worker_gives_no_known_answer_then_its_pairs_share_one_wait() -> None:
@@ -386,7 +386,7 @@ async def test_run_when_a_decode_worker_gives_no_known_answer_then_its_pairs_sha
         await bench.add(3, Role.PREFILL, right)
         decode = await bench.add(2, Role.DECODE, None, whole=True)
         await bench.until(lambda: bench.codes["canary"] == 2)
-        assert decode.phases() == {Phase.WHOLE: 1}
+        assert decode.phases() == {Phase.AGGREGATED: 1}
 
 
 async def test_run_when_a_pair_hangs_then_the_others_of_its_decode_worker_are_ready_meanwhile() -> None:

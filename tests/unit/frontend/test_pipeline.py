@@ -58,7 +58,7 @@ async def test_generate_when_an_aggregated_worker_serves_then_it_gets_the_whole_
     worker = await cluster.add(3, Role.AGGREGATED, FINISHED)
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
-    assert [(r.phase, r.ticket) for r in worker.requests] == [(Phase.WHOLE, None)]
+    assert [(r.phase, r.ticket) for r in worker.requests] == [(Phase.AGGREGATED, None)]
     assert trace == RouteTrace(decode_instance=3, decode_stats=DECODE_STATS)
 
 
@@ -77,7 +77,7 @@ async def test_generate_when_prefill_finishes_the_request_then_there_is_no_decod
 async def test_generate_when_prefill_ends_in_a_handoff_without_a_ticket_then_the_stream_is_incomplete(
     cluster: Cluster,
 ) -> None:
-    endings = [[Chunk(finish_reason=FinishReason.HANDOFF)]] * 4
+    endings = [[Chunk(finish_reason=FinishReason.KV_TRANSFER)]] * 4
     prefill = await cluster.add(1, Role.PREFILL, *endings)
     await cluster.add(2, Role.DECODE)
     with pytest.raises(StreamIncomplete, match="no ticket"):
@@ -93,7 +93,7 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_ticket_is_rele
     async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
         await anext(stream)
         await cluster.pipeline.aclose()  # waits for what was posted: the leg still runs
-        assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REDEEMED)]
+        assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
     await cluster.pipeline.aclose()
     assert len(prefill.releases) == 1
 
@@ -104,7 +104,7 @@ async def test_generate_when_the_decode_leg_is_refused_then_the_ticket_is_releas
     with pytest.raises(RequestRejected):
         await cluster.tokens()
     await cluster.pipeline.aclose()
-    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REFUSED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED)]
     assert len(prefill.requests) == 1  # not a fault of the hand-off
 
 
@@ -123,7 +123,7 @@ async def test_generate_when_the_handoff_fails_before_a_token_then_it_is_prefill
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert [r.ticket.ticket_id for r in decode.requests if r.ticket is not None] == ["t1", "t2"]
     await cluster.pipeline.aclose()
-    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REFUSED), ReleaseKv("t2", ReleaseOutcome.REDEEMED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED), ReleaseKv("t2", ReleaseOutcome.FETCHED)]
 
 
 async def test_generate_when_the_handoff_fails_twice_then_its_error_is_raised(cluster: Cluster) -> None:
@@ -133,7 +133,7 @@ async def test_generate_when_the_handoff_fails_twice_then_its_error_is_raised(cl
         await cluster.tokens()
     assert len(prefill.requests) == 2
     await cluster.pipeline.aclose()
-    assert [r.outcome for r in prefill.releases] == [ReleaseOutcome.REFUSED] * 2
+    assert [r.outcome for r in prefill.releases] == [ReleaseOutcome.ABORTED] * 2
 
 
 async def test_generate_when_the_handoff_fails_and_there_is_another_prefill_then_it_is_tried_there(
@@ -199,7 +199,7 @@ async def test_generate_when_decode_dies_midway_then_the_rest_is_made_elsewhere_
     assert await cluster.tokens(trace, min_tokens=3) == [10, 11, 12, 13]
     resumed = prefill.requests[1]
     assert list(resumed.token_ids) == [1, 2, 3, 10]
-    assert (resumed.sampling.max_tokens, resumed.sampling.min_tokens, resumed.resumed_tokens) == (7, 2, 1)
+    assert (resumed.sampling.max_tokens, resumed.sampling.min_tokens, resumed.num_resumed_output_tokens) == (7, 2, 1)
     assert other.requests[0].token_ids == resumed.token_ids
     assert (trace.decode_instance, trace.retries, trace.migrations) == (4, 0, 1)
 
@@ -222,7 +222,9 @@ async def test_generate_when_what_broke_midway_can_not_be_taken_up_then_not_migr
     cluster: Cluster, sampling: dict[str, Any]
 ) -> None:
     for number in (1, 2):
-        await cluster.add(number, Role.AGGREGATED, [FINISHED[0], Disconnected("gone")], refuses=("resumed_tokens",))
+        await cluster.add(
+            number, Role.AGGREGATED, [FINISHED[0], Disconnected("gone")], unsupported_features=("resumed_tokens",)
+        )
     with pytest.raises(MigrationFailed, match="disconnected: gone"):
         await cluster.tokens(**sampling)
 
@@ -275,9 +277,9 @@ async def test_generate_when_the_only_worker_dies_then_its_successor_is_waited_f
 
 async def test_generate_when_no_prefill_worker_is_there_then_decode_may_do_it_all(cluster: Cluster) -> None:
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(decode_fallback=True))
-    decode = await cluster.add(2, Role.DECODE, FINISHED, serves_whole=True)
+    decode = await cluster.add(2, Role.DECODE, FINISHED, can_aggregate=True)
     assert await cluster.tokens() == [10, 11, 12, 13]
-    assert [r.phase for r in decode.requests] == [Phase.WHOLE]
+    assert [r.phase for r in decode.requests] == [Phase.AGGREGATED]
 
 
 async def test_close_when_prefill_runs_then_its_leg_is_closed_and_nothing_is_released(cluster: Cluster) -> None:
@@ -296,7 +298,7 @@ async def test_close_when_no_decode_chunk_came_then_its_leg_is_closed_and_the_ti
     await _cancel_when(decode.hanging, cluster)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
-    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REFUSED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.ABORTED)]
 
 
 async def test_close_when_decode_is_midway_then_its_leg_is_closed_and_the_ticket_redeemed(cluster: Cluster) -> None:
@@ -306,7 +308,7 @@ async def test_close_when_decode_is_midway_then_its_leg_is_closed_and_the_ticket
         await anext(stream)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
     await cluster.pipeline.aclose()
-    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REDEEMED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
 async def test_close_when_an_aggregated_worker_is_midway_then_its_leg_is_closed(cluster: Cluster) -> None:

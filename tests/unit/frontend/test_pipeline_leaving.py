@@ -31,7 +31,7 @@ async def test_ticket_when_its_decode_worker_takes_nothing_then_another_redeems_
     assert len(prefill.requests) == 1
     assert (trace.decode_instance, trace.retries) == (4, 0)
     await cluster.pipeline.aclose()
-    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REDEEMED)]
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)]
 
 
 async def test_ticket_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
@@ -40,7 +40,7 @@ async def test_ticket_when_no_decode_worker_takes_it_then_it_is_released_each_ti
     with pytest.raises(Draining):
         await cluster.tokens()
     await cluster.pipeline.aclose()
-    assert prefill.releases == [ReleaseKv("t", ReleaseOutcome.REFUSED)] * 4
+    assert prefill.releases == [ReleaseKv("t", ReleaseOutcome.ABORTED)] * 4
 
 
 async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(cluster: Cluster) -> None:
@@ -108,7 +108,7 @@ async def test_release_when_the_holder_is_away_for_a_moment_then_it_is_told_agai
             await asyncio.sleep(0)
     prefill.faults.clear()
     await cluster.pipeline.aclose()
-    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.REDEEMED)] * 2
+    assert prefill.releases == [ReleaseKv("t1", ReleaseOutcome.FETCHED)] * 2
 
 
 async def test_requests_while_a_worker_is_absent_then_the_view_is_made_once_and_not_per_request(

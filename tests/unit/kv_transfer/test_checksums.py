@@ -27,7 +27,7 @@ async def test_hashes_when_a_piece_has_several_blocks_then_those_of_each_in_orde
         for begin, size in ((0, BLOCK_BYTES), (BLOCK_BYTES, 512))
     ]
     offer = OfferChecksum(checksums, [piece], found.append)
-    offer.advance(1)
+    offer.mark_ready(1)
     assert await offer.hashes(0) == expected
     await offer.stop()
     assert found == [combined(NOTHING, expected)]
@@ -37,7 +37,7 @@ async def test_advance_when_the_offer_was_withdrawn_then_its_memory_is_not_read(
     memory, found = bytearray(1000), list[int | None]()
     offer = OfferChecksum(checksums, [MemoryRegion(address_of(memory), len(memory))], found.append)
     await offer.stop()
-    offer.advance(1)  # of a copy that ended afterwards
+    offer.mark_ready(1)  # of a copy that ended afterwards
     assert found == []
 
 
@@ -47,7 +47,7 @@ async def test_hashes_when_they_can_not_be_computed_then_the_transfer_failed(che
 
     checksums.device_checksum = broken
     offer = OfferChecksum(checksums, [MemoryRegion(0, 8, "cuda:0")])
-    offer.advance(1)
+    offer.mark_ready(1)
     with pytest.raises(TransferFailed, match="the GPU is gone"):
         await offer.hashes(0)
 

@@ -28,14 +28,14 @@ class Slow:
 
     async def register(self, region: MemoryRegion) -> None: ...
 
-    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
+    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         return b""
 
-    def advance(self, ticket_id: str, ready: int) -> None: ...
+    def mark_ready(self, ticket_id: str, ready: int) -> None: ...
 
-    async def withdraw(self, ticket_id: str) -> None: ...
+    async def unpublish(self, ticket_id: str) -> None: ...
 
-    async def fetch(
+    async def read(
         self,
         ticket_id: str,
         offer: bytes,

@@ -9,38 +9,38 @@ from dynamo_trtllm.kv_transfer.nixl.validity import Validity, ValiditySlots, ack
 
 def say(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
     """What a carrier's read of the guard and its write of the word come to."""
-    address, size, _ = holder.spot(slot)
-    ctypes.memmove(reader.spot(own)[0], address, size)
+    address, size, _ = holder.descriptor(slot)
+    ctypes.memmove(reader.descriptor(own)[0], address, size)
     send(holder, slot, reader, own)
 
 
 def send(holder: ValiditySlots, slot: int, reader: ValiditySlots, own: int) -> None:
-    place, size, _ = ack_address(holder.spot(slot))
-    ctypes.memmove(place, reader.word(own)[0], size)
+    place, size, _ = ack_address(holder.descriptor(slot))
+    ctypes.memmove(place, reader.ack_word(own)[0], size)
 
 
 def test_was_read_when_a_reader_says_so_then_true_once_and_the_offer_stands() -> None:
     holder, reader = ValiditySlots(), ValiditySlots()
-    slot, own = holder.take(), reader.take()
-    nonce = holder.arm(slot, 3)
+    slot, own = holder.acquire(), reader.acquire()
+    nonce = holder.activate(slot, 3)
     assert not holder.was_read(slot)
     for _ in range(2):
         say(holder, slot, reader, own)
         assert holder.was_read(slot)
         assert not holder.was_read(slot)
-        assert holder.look(slot) == Validity(nonce, 3, 0)
+        assert holder.get(slot) == Validity(nonce, 3, 0)
 
 
 def test_was_read_when_the_word_comes_after_withdrawal_then_it_says_nothing_of_the_next_offer() -> None:
     holder, reader = ValiditySlots(), ValiditySlots()
-    slot, own = holder.take(), reader.take()
-    holder.arm(slot, 1)
+    slot, own = holder.acquire(), reader.acquire()
+    holder.activate(slot, 1)
     say(holder, slot, reader, own)
-    holder.wipe(slot)
+    holder.clear(slot)
     assert not holder.was_read(slot)
     send(holder, slot, reader, own)  # into a slot that is free
     assert not holder.was_read(slot)
-    holder.arm(slot, 1)
+    holder.activate(slot, 1)
     assert not holder.was_read(slot)
     send(holder, slot, reader, own)  # into one that is in use again
     assert not holder.was_read(slot)

@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from dynamo_trtllm.kv_transfer.nixl.poller import FETCHES_AT_ONCE, TransferPoller
+from dynamo_trtllm.kv_transfer.nixl.poller import MAX_CONCURRENT_FETCHES, TransferPoller
 
 WAIT_S = 10
 
@@ -46,7 +46,7 @@ def test_mover_when_one_fails_then_others_go_on() -> None:
 
 def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> None:
     mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
-    first = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
+    first = [mover.submit(until(gate)) for _ in range(MAX_CONCURRENT_FETCHES)]
     late = [mover.submit(steps(name, seen, 1)) for name in "abc"]
     assert late[1].cancel()
     gate.set()
@@ -58,7 +58,7 @@ def test_mover_when_full_then_others_wait_in_order_and_may_be_cancelled() -> Non
 
 def test_shutdown_when_some_move_and_some_wait_then_those_end_and_these_are_cancelled() -> None:
     mover, gate, begun = TransferPoller("test"), threading.Event(), threading.Semaphore(0)
-    moving = [mover.submit(until(gate, begun)) for _ in range(FETCHES_AT_ONCE)]
+    moving = [mover.submit(until(gate, begun)) for _ in range(MAX_CONCURRENT_FETCHES)]
     assert all(begun.acquire(timeout=WAIT_S) for _ in moving)
     waiting = mover.submit(until(gate))
     closing = threading.Thread(target=mover.shutdown)
@@ -102,7 +102,7 @@ def test_submit_when_stepped_now_and_over_or_failed_then_result_is_there() -> No
 
 def test_submit_when_stepped_now_and_others_wait_then_it_waits_behind_them() -> None:
     mover, seen, gate = TransferPoller("test"), list[str](), threading.Event()
-    first = [mover.submit(until(gate)) for _ in range(FETCHES_AT_ONCE)]
+    first = [mover.submit(until(gate)) for _ in range(MAX_CONCURRENT_FETCHES)]
     late = [mover.submit(steps(name, seen, 1), step_now=True) for name in "abc"]
     assert not seen
     gate.set()

@@ -16,13 +16,13 @@ TICKET = KvTransferParams(
     engine="torch",
     model="gpt-oss",
     layout=LAYOUT,
-    holder=7,
+    prefill_instance_id=7,
     expires_at=100.0,
     prompt_tokens=5,
     first_token_ids=token_ids([1]),
     transport="tcp",
     kv_bytes=10,
-    opaque=b"",
+    engine_state=b"",
 )
 
 
@@ -66,9 +66,9 @@ def test_check_when_only_the_number_of_ranks_differs_then_accepted() -> None:
 def test_check_when_what_the_engine_pairs_by_differs_then_names_it(
     theirs: dict[str, str], ours: dict[str, str]
 ) -> None:
-    ticket = msgspec.structs.replace(TICKET, pairing=theirs)
+    ticket = msgspec.structs.replace(TICKET, kv_compat=theirs)
     with pytest.raises(TransferMismatch, match=r"'1\.2'") as caught:
-        check_params(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, pairing=ours, now=50.0)
+        check_params(ticket, engine="torch", model="gpt-oss", layout=LAYOUT, kv_compat=ours, now=50.0)
     assert caught.value.field == "release"
 
 

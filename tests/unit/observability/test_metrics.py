@@ -52,7 +52,7 @@ def test_legs_when_observed_then_only_phases_that_ran_are_counted_and_kv_once():
     metrics = FrontendMetrics()
     metrics.observe_call(model="m", stats=PhaseTimings(queue_s=0.1, prefill_s=0.2, kv_bytes=100, transport="nixl/ucx"))
     metrics.observe_call(
-        model="m", stats=PhaseTimings(handoff_s=0.3, decode_wait_s=0.4, kv_bytes=100, transport="nixl/ucx")
+        model="m", stats=PhaseTimings(kv_transfer_s=0.3, decode_queue_s=0.4, kv_bytes=100, transport="nixl/ucx")
     )
     found = samples(metrics.render())
     for phase in ("queue", "prefill", "handoff", "decode_wait"):

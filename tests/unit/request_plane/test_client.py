@@ -25,12 +25,12 @@ class Overheard(InprocTransport):
 
     inbox = ""
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if data:
             opening = decode(data, ClientMessage).body
             assert isinstance(opening, OpenStream)
             self.inbox = opening.inbox
-        return await super().ask(subject, data, timeout_s=timeout_s)
+        return await super().request(subject, data, timeout_s=timeout_s)
 
 
 class Endless:
@@ -57,8 +57,8 @@ class OneMore(Endless):
 async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    link, service = Overheard(), OneMore()
-    plane = TransportPlane(link, PlaneLimits())
+    transport, service = Overheard(), OneMore()
+    plane = TransportPlane(transport, PlaneLimits())
     await plane.serve(SUBJECT, service)
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
@@ -66,7 +66,7 @@ async def test_inbox_when_messages_cannot_be_read_then_running_streams_go_on(
     async with aclosing(plane.generate(SUBJECT, request)) as chunks:
         await anext(chunks)
         for _ in range(100):
-            link.post(link.inbox, b"\xc1 no message")
+            transport.publish(transport.inbox, b"\xc1 no message")
         service.go.set()
         assert (await asyncio.wait_for(anext(chunks), SOON_S)).token_ids == token_ids([2])
     assert len(caplog.records) == 7  # not one line each
@@ -78,22 +78,22 @@ class Cut(InprocTransport):
 
     cut = False
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         if self.cut:
             raise Disconnected("no connection here")
-        return await super().ask(subject, data, timeout_s=timeout_s)
+        return await super().request(subject, data, timeout_s=timeout_s)
 
 
 async def test_stream_when_our_own_connection_is_gone_then_the_worker_is_not_blamed() -> None:
-    link = Cut()
-    plane = TransportPlane(link, PlaneLimits(ping_interval_s=0.01))
+    transport = Cut()
+    plane = TransportPlane(transport, PlaneLimits(ping_interval_s=0.01))
     await plane.serve(SUBJECT, Endless())
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=9), deadline=time.time() + 9
     )
     async with aclosing(plane.generate(SUBJECT, request)) as chunks:
         await anext(chunks)
-        link.cut = True
+        transport.cut = True
         with pytest.raises(Disconnected, match=r"^no connection here$"):
             await asyncio.wait_for(anext(chunks), SOON_S)
     await plane.aclose()

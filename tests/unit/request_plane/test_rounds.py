@@ -9,7 +9,7 @@ import pytest
 from dynamo_trtllm.errors import Disconnected, DynamoError
 from dynamo_trtllm.messages import Chunk, FinishReason, TokenLogprob, token_ids
 from dynamo_trtllm.request_plane import client
-from dynamo_trtllm.request_plane.client import Rounds
+from dynamo_trtllm.request_plane.client import FrameDispatcher
 from dynamo_trtllm.request_plane.frames import Batch, Frame, StreamBuffer, StreamDemux
 
 PER_TURN = 6
@@ -17,7 +17,7 @@ PER_TURN = 6
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "CHUNKS_PER_TURN", PER_TURN)
+    monkeypatch.setattr(client, "CHUNKS_PER_ITERATION", PER_TURN)
 
 
 class Reader:
@@ -52,7 +52,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.inbox = StreamDemux(1000)
-        self.rounds = Rounds(self.inbox)
+        self.rounds = FrameDispatcher(self.inbox)
         self.seen: list[tuple[int, list[int]]] = []
 
     async def begun(self, count: int) -> list[Reader]:

@@ -20,10 +20,10 @@ class CountingLink(InprocTransport):
         super().__init__()
         self.batches: list[Batch] = []
 
-    def post(self, subject: str, data: bytes) -> None:
+    def publish(self, subject: str, data: bytes) -> None:
         if subject.startswith("_INBOX.0"):  # the plane's own: replies have later numbers
             self.batches.append(decode(data, Batch))
-        super().post(subject, data)
+        super().publish(subject, data)
 
 
 class SteppingService:
@@ -84,8 +84,8 @@ async def settle() -> None:
 
 
 async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step() -> None:
-    link = CountingLink()
-    plane = TransportPlane(link, PlaneLimits())
+    transport = CountingLink()
+    plane = TransportPlane(transport, PlaneLimits())
     service = SteppingService()
     await plane.serve("s", service)
     got: list[int] = []
@@ -102,14 +102,14 @@ async def test_step_when_64_streams_of_one_caller_run_then_one_message_per_step(
             service.step(Chunk(token_ids=token_ids([1])))
             await settle()
         service.step(Chunk(finish_reason=FinishReason.STOP))
-    assert [len(batch.frames) for batch in link.batches] == [64] * 6
+    assert [len(batch.frames) for batch in transport.batches] == [64] * 6
     assert got == [6] * 64
     await plane.aclose()
 
 
 async def test_push_when_chunks_are_yielded_before_and_after_then_all_arrive_in_order() -> None:
-    link = CountingLink()
-    plane = TransportPlane(link, PlaneLimits())
+    transport = CountingLink()
+    plane = TransportPlane(transport, PlaneLimits())
     service = PushingService()
     await plane.serve("s", service)
     made = [Chunk(token_ids=token_ids([n])) for n in range(5)]
@@ -127,8 +127,8 @@ async def test_push_when_chunks_are_yielded_before_and_after_then_all_arrive_in_
         await settle()
     service.step(end)
     assert await asyncio.gather(*reading) == [[*made, end]] * 3
-    assert [len(batch.frames) for batch in link.batches] == [3] * 6
+    assert [len(batch.frames) for batch in transport.batches] == [3] * 6
     service.push(made[0])  # too late: nobody is told
     await settle()
-    assert len(link.batches) == 6
+    assert len(transport.batches) == 6
     await plane.aclose()

@@ -23,7 +23,7 @@ class Failing(InprocTransport):
         self._sends = sends_something_else
         self.asked = self.heard = 0
 
-    async def ask(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         self.asked += 1
         if not self._failures:
             return data
@@ -45,15 +45,15 @@ async def test_peer_when_it_does_not_answer_twice_and_sends_nothing_then_it_is_l
     failures: Sequence[PlaneError], sends_something_else: bool, asked: int, is_lost: bool
 ) -> None:
     lost: list[tuple[str, DynamoError]] = []
-    link = Failing(failures, sends_something_else)
+    transport = Failing(failures, sends_something_else)
     heartbeat = Heartbeat(
-        link,
+        transport,
         5.0,
         message=lambda _: b"",
-        heard=lambda _: link.heard,
-        lost=lambda *what: lost.append(what),
+        heard=lambda _: transport.heard,
+        on_peer_lost=lambda *what: lost.append(what),
         tasks=BackgroundTasks(),
     )
     await heartbeat._ask("p")
-    assert link.asked == asked
+    assert transport.asked == asked
     assert [peer for peer, _ in lost] == ["p"] * is_lost

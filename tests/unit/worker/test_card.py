@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.config.models import WorkerConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import SamplingDefaults
-from dynamo_trtllm.worker.startup import check_flags, parsers, sampling_defaults, without_refused
+from dynamo_trtllm.worker.startup import check_flags, parsers, sampling_defaults, without_unsupported
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_without_refused_when_the_engine_cant_do_a_default_then_it_is_dropped_wi
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     defaults = SamplingDefaults(temperature=0.6, min_p=0.1)
-    assert without_refused(defaults, ("min_p", "seed")).given() == {"temperature": 0.6}
+    assert without_unsupported(defaults, ("min_p", "seed")).given() == {"temperature": 0.6}
     assert "min_p of the model's generation config is not applied" in caplog.text
     caplog.clear()
     neutral = SamplingDefaults(repetition_penalty=1.0)  # the same answers without it
-    assert (without_refused(neutral, ("repetition_penalty",)), caplog.text) == (SamplingDefaults(), "")
+    assert (without_unsupported(neutral, ("repetition_penalty",)), caplog.text) == (SamplingDefaults(), "")
 
 
 def test_sampling_defaults_when_top_k_is_written_as_a_float_then_it_is_a_number_of_tokens(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
 from tests.instances import make_instance, make_ticket
 
 ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
-FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.WHOLE)]
+FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.AGGREGATED)]
 TICKET = make_ticket("t-1")
 
 
@@ -98,13 +98,13 @@ class Desk:
         role: Role = Role.AGGREGATED,
         files: dict[str, Path] | None = None,
         *,
-        serves_whole: bool = False,
+        can_aggregate: bool = False,
         limits: AdmissionLimits | None = None,
     ) -> None:
         self.engine = engine
         self.admission = Admission(limits or AdmissionLimits(), time.time)
         self.metrics = WorkerMetrics()
-        instance = msgspec.structs.replace(make_instance(1, role=role), serves_whole=serves_whole)
+        instance = msgspec.structs.replace(make_instance(1, role=role), can_aggregate=can_aggregate)
         self.service = WorkerService(engine, instance, self.admission, files=files or {}, metrics=self.metrics)
 
     async def ask(self, **fields: Any) -> list[Chunk]:
@@ -158,8 +158,8 @@ async def test_generate_when_ticket_and_phase_disagree_then_refused(
 
 
 async def test_generate_when_a_decode_worker_serves_whole_requests_too_then_they_pass() -> None:
-    desk = Desk(PlainEngine(), Role.DECODE, serves_whole=True)
-    assert await desk.ask(phase=Phase.WHOLE) == list(ANSWER)
+    desk = Desk(PlainEngine(), Role.DECODE, can_aggregate=True)
+    assert await desk.ask(phase=Phase.AGGREGATED) == list(ANSWER)
 
 
 async def test_control_when_asked_to_restart_then_its_owner_is_told_why() -> None:
@@ -264,12 +264,12 @@ async def test_file_when_it_is_asked_wrongly_then_refused_by_field(tmp_path: Pat
 
 async def test_release_when_the_engine_has_tickets_then_it_is_told_at_once() -> None:
     engine = TicketEngine()
-    assert await Desk(engine, Role.PREFILL).service.control(ReleaseKv("t-1", ReleaseOutcome.REFUSED)) == b""
-    assert engine.released == [("t-1", ReleaseOutcome.REFUSED)]
+    assert await Desk(engine, Role.PREFILL).service.control(ReleaseKv("t-1", ReleaseOutcome.ABORTED)) == b""
+    assert engine.released == [("t-1", ReleaseOutcome.ABORTED)]
 
 
 async def test_release_when_the_engine_has_no_tickets_then_no_error() -> None:
-    assert await Desk(PlainEngine()).service.control(ReleaseKv("t-1", ReleaseOutcome.REDEEMED)) == b""
+    assert await Desk(PlainEngine()).service.control(ReleaseKv("t-1", ReleaseOutcome.FETCHED)) == b""
 
 
 async def test_generate_when_no_place_is_left_then_refused_before_the_engine_sees_it() -> None:
@@ -290,7 +290,7 @@ async def test_generate_when_tickets_hold_too_much_kv_then_prefill_is_refused_an
                 running=0, waiting=0, kv_blocks_used=6, kv_blocks_total=10, tickets_held=1, ticket_kv_blocks=6
             )
 
-    desk = Desk(Full(), Role.PREFILL, limits=AdmissionLimits(ticket_kv_fraction=0.5))
+    desk = Desk(Full(), Role.PREFILL, limits=AdmissionLimits(max_pending_transfer_fraction=0.5))
     with pytest.raises(Overloaded, match="6 of 10 KV blocks"):
         await desk.ask(phase=Phase.PREFILL)
     assert desk.engine.asked == 0

@@ -47,20 +47,20 @@ def stats(*, ticket_kv_blocks: int, total: int = 100) -> EngineStats:
 
 def test_leg_when_all_places_are_taken_then_refused_until_one_ends(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=2), clock)
-    with admission.entered(leg(), None):
-        with admission.entered(leg(), None):
+    with admission.admit(leg(), None):
+        with admission.admit(leg(), None):
             with pytest.raises(Overloaded, match="2 requests are here and 0 places kept, of at most 2"):
-                with admission.entered(leg(), None):
+                with admission.admit(leg(), None):
                     raise AssertionError("it was let in")
             assert admission.active() == 2
-        with admission.entered(leg(), None):
+        with admission.admit(leg(), None):
             pass
     assert admission.active() == 0
 
 
 def test_leg_when_it_fails_then_its_place_is_free(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
-    with pytest.raises(ValueError, match="boom"), admission.entered(leg(), None):
+    with pytest.raises(ValueError, match="boom"), admission.admit(leg(), None):
         raise ValueError("boom")
     assert admission.active() == 0
 
@@ -68,16 +68,16 @@ def test_leg_when_it_fails_then_its_place_is_free(clock: Clock) -> None:
 def test_leg_when_no_limit_is_known_then_all_come_in(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(), clock)
     admission.reserve("a", clock.now + 1)
-    with admission.entered(leg(), None), admission.entered(leg(), None):
+    with admission.admit(leg(), None), admission.admit(leg(), None):
         assert admission.active() == 2
-    assert admission.reserved() == 0
+    assert admission.reserved_slots() == 0
 
 
 def test_reservation_when_made_then_it_counts_as_a_leg(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
     admission.reserve("a", clock.now + 10)
     with pytest.raises(Overloaded, match="0 requests are here and 1 places kept"):
-        with admission.entered(leg(), None):
+        with admission.admit(leg(), None):
             raise AssertionError("it was let in")
     with pytest.raises(Overloaded):
         admission.reserve("b", clock.now + 10)
@@ -86,9 +86,9 @@ def test_reservation_when_made_then_it_counts_as_a_leg(clock: Clock) -> None:
 def test_reservation_when_its_leg_comes_then_it_takes_that_place(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
     admission.reserve("a", clock.now + 10)
-    with admission.entered(leg("a"), None):
-        assert (admission.active(), admission.reserved()) == (1, 0)
-    assert (admission.active(), admission.reserved()) == (0, 0)
+    with admission.admit(leg("a"), None):
+        assert (admission.active(), admission.reserved_slots()) == (1, 0)
+    assert (admission.active(), admission.reserved_slots()) == (0, 0)
 
 
 def test_reservation_when_given_back_then_the_place_is_free_and_twice_is_no_error(clock: Clock) -> None:
@@ -97,7 +97,7 @@ def test_reservation_when_given_back_then_the_place_is_free_and_twice_is_no_erro
     admission.unreserve("a")
     admission.unreserve("a")
     admission.reserve("b", clock.now + 10)
-    assert admission.reserved() == 1
+    assert admission.reserved_slots() == 1
 
 
 def test_reservation_when_asked_for_twice_then_it_is_one_and_lasts_longer(clock: Clock) -> None:
@@ -105,33 +105,33 @@ def test_reservation_when_asked_for_twice_then_it_is_one_and_lasts_longer(clock:
     admission.reserve("a", clock.now + 1)
     admission.reserve("a", clock.now + 10)
     clock.now += 5
-    assert admission.reserved() == 1
+    assert admission.reserved_slots() == 1
 
 
 def test_reservation_when_expired_then_others_get_the_place_and_its_leg_comes_as_any_other(clock: Clock) -> None:
     admission = Admission(AdmissionLimits(active=1), clock)
     admission.reserve("a", clock.now + 1)
     clock.now += 1
-    assert admission.reserved() == 0
+    assert admission.reserved_slots() == 0
     admission.reserve("b", clock.now + 1)
-    with pytest.raises(Overloaded), admission.entered(leg("a"), None):
+    with pytest.raises(Overloaded), admission.admit(leg("a"), None):
         raise AssertionError("it was let in")
     clock.now += 1
-    with admission.entered(leg("a"), None):
+    with admission.admit(leg("a"), None):
         assert admission.active() == 1
 
 
 def test_prefill_when_tickets_hold_more_than_their_share_then_refused(clock: Clock) -> None:
-    admission = Admission(AdmissionLimits(active=9, ticket_kv_fraction=0.5), clock)
-    with admission.entered(leg(), stats(ticket_kv_blocks=50)):
+    admission = Admission(AdmissionLimits(active=9, max_pending_transfer_fraction=0.5), clock)
+    with admission.admit(leg(), stats(ticket_kv_blocks=50)):
         pass
     with pytest.raises(Overloaded, match=r"7 hand-offs .* hold 51 of 100 KV blocks"):
-        with admission.entered(leg(), stats(ticket_kv_blocks=51)):
+        with admission.admit(leg(), stats(ticket_kv_blocks=51)):
             raise AssertionError("it was let in")
     assert admission.active() == 0
 
 
 def test_prefill_when_the_engine_does_not_tell_its_blocks_then_taken(clock: Clock) -> None:
-    admission = Admission(AdmissionLimits(ticket_kv_fraction=0.5), clock)
-    with admission.entered(leg(), stats(ticket_kv_blocks=51, total=0)):
+    admission = Admission(AdmissionLimits(max_pending_transfer_fraction=0.5), clock)
+    with admission.admit(leg(), stats(ticket_kv_blocks=51, total=0)):
         pass

@@ -70,19 +70,19 @@ def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
     """What is wrong between the two roles alone, the worst first; each role has `check_role` of its own."""
     findings: list[Finding] = []
     for rule in PAIR_RULES:
-        clash = rule.test(prefill, decode)
-        if clash is not None:
-            value = clash.value or f"prefill: {prefill.shown(clash.field or rule.field)}"
-            findings.append(to_finding(rule, clash, value))
+        violation = rule.test(prefill, decode)
+        if violation is not None:
+            value = violation.value or f"prefill: {prefill.shown(violation.field or rule.field)}"
+            findings.append(to_finding(rule, violation, value))
     return sorted(findings, key=_severity)
 
 
-def check_peers(mine: RoleFacts, peers: Sequence[Instance], pairing: dict[str, str] | None = None) -> list[Finding]:
+def check_peers(mine: RoleFacts, peers: Sequence[Instance], kv_compat: dict[str, str] | None = None) -> list[Finding]:
     """What keeps `mine` from working with registered instances of the other role, the worst first.
 
-    `pairing`: what this worker will register beside its layout; None: not compared.
+    `kv_compat`: what this worker will register beside its layout; None: not compared.
     """
-    return sorted(evaluate_peers(mine, peers, pairing), key=_severity)
+    return sorted(evaluate_peers(mine, peers, kv_compat), key=_severity)
 
 
 def _severity(finding: Finding) -> int:

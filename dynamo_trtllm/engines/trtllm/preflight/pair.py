@@ -251,10 +251,12 @@ _SAME = (
 )
 
 
-def evaluate_peers(mine: RoleFacts, peers: Sequence[Instance], pairing: Mapping[str, str] | None) -> Iterator[Finding]:
+def evaluate_peers(
+    mine: RoleFacts, peers: Sequence[Instance], kv_compat: Mapping[str, str] | None
+) -> Iterator[Finding]:
     """A difference keeps the two from pairing: an error if no peer of the other role is left, else a warning."""
     others = [peer for peer in peers if peer.role is _OPPOSITE.get(mine.role)]
-    found = {peer.id: list(_differences(mine, peer, pairing)) for peer in others}
+    found = {peer.id: list(_differences(mine, peer, kv_compat)) for peer in others}
     alone = all(found.values())
     for peer in others:
         for difference in found[peer.id]:
@@ -268,7 +270,7 @@ class _Difference(NamedTuple):
     theirs: str
 
 
-def _differences(mine: RoleFacts, peer: Instance, pairing: Mapping[str, str] | None) -> Iterator[_Difference]:
+def _differences(mine: RoleFacts, peer: Instance, kv_compat: Mapping[str, str] | None) -> Iterator[_Difference]:
     """Everything that must fit and does not."""
     if peer.engine != "trtllm":
         yield _Difference("peer-engine", "engine", "trtllm", peer.engine)
@@ -280,10 +282,10 @@ def _differences(mine: RoleFacts, peer: Instance, pairing: Mapping[str, str] | N
         ours, theirs = getattr(layout, name), getattr(peer.layout, name)
         if ours != theirs:
             yield _Difference("peer-layout", f"layout.{name}", str(ours), str(theirs))
-    if pairing is not None:
-        for name in sorted({*pairing, *peer.pairing}):
-            if pairing.get(name) != peer.pairing.get(name):
-                texts = (str(side.get(name, "unset")) for side in (pairing, peer.pairing))
+    if kv_compat is not None:
+        for name in sorted({*kv_compat, *peer.kv_compat}):
+            if kv_compat.get(name) != peer.kv_compat.get(name):
+                texts = (str(side.get(name, "unset")) for side in (kv_compat, peer.kv_compat))
                 yield _Difference("peer-pairing", name, *texts)
     if not _lengths_fit(mine, peer):
         yield _Difference("peer-context", "max_seq_len", mine.shown("max_seq_len"), str(peer.card.context_length))

@@ -116,7 +116,7 @@ class GenerationExecutor:
     def let_go(self, request_id: int) -> None:
         ticket_id = self.held.pop(request_id, None)
         if ticket_id is not None:
-            self.core.engine.release(ticket_id, ReleaseOutcome.REFUSED)
+            self.core.engine.release(ticket_id, ReleaseOutcome.ABORTED)
 
     def note_step(self) -> None:
         """One row of statistics, as after an iteration."""

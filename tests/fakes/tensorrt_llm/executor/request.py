@@ -37,7 +37,7 @@ class Served:
         self._is_over = False
         params = submission.disaggregated_params
         kind = params.request_type if params is not None else None
-        self._phase = {"context_only": Phase.PREFILL, "generation_only": Phase.DECODE}.get(kind, Phase.WHOLE)
+        self._phase = {"context_only": Phase.PREFILL, "generation_only": Phase.DECODE}.get(kind, Phase.AGGREGATED)
         self._held_back: list[tuple[int, Any]] = []  # tokens not told yet, with their log-probabilities
         self._told = 0  # steps
         self._interval = _BURST_TOKENS if traps.is_on("bursts") else executor.args["stream_interval"]
@@ -84,7 +84,7 @@ class Served:
         info = self._executor.core.info
         sampling, stop = sampling_of(self._call.sampling, info, self._executor.args)
         ticket = None
-        if self._phase is not Phase.WHOLE:
+        if self._phase is not Phase.AGGREGATED:
             backend = (self._executor.args["cache_transceiver_config"] or {}).get("backend")
             assert backend is not None, "kv_cache_transceiver is disabled, please set cache_transceiver_config.backend"
         if self._phase is Phase.PREFILL:
@@ -118,7 +118,7 @@ class Served:
             self._held_back.append((token, logprob))
             if stop.ends_at(token):
                 return self._stop(token, stop)
-        if chunk.finish_reason is FinishReason.HANDOFF:
+        if chunk.finish_reason is FinishReason.KV_TRANSFER:
             return self._hand_out(chunk)
         if chunk.finish_reason is not None:
             self._tell("length")

@@ -40,25 +40,25 @@ class GatedCarrier(LoopbackBackend):
             self.reached.set()
             await self.opened.wait()
 
-    async def offer(self, ticket_id: str, pieces: Sequence[MemoryRegion], **named: Any) -> bytes:
+    async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], **named: Any) -> bytes:
         await self._pass("offer")
-        return await super().offer(ticket_id, pieces, **named)
+        return await super().publish(ticket_id, pieces, **named)
 
-    async def withdraw(self, ticket_id: str) -> None:
+    async def unpublish(self, ticket_id: str) -> None:
         await self._pass("withdraw")
-        await super().withdraw(ticket_id)
+        await super().unpublish(ticket_id)
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[MemoryRegion], **named: Any) -> None:
+    async def read(self, ticket_id: str, offer: bytes, pieces: Sequence[MemoryRegion], **named: Any) -> None:
         self.fetches += 1
         await self._pass("fetch")
-        await super().fetch(ticket_id, offer, pieces, **named)
+        await super().read(ticket_id, offer, pieces, **named)
 
 
 class DamagingCarrier(LoopbackBackend):
     """Delivers other bytes than were offered."""
 
-    async def fetch(self, ticket_id: str, offer: bytes, pieces: Sequence[MemoryRegion], **named: Any) -> None:
-        await super().fetch(ticket_id, offer, pieces, **named)
+    async def read(self, ticket_id: str, offer: bytes, pieces: Sequence[MemoryRegion], **named: Any) -> None:
+        await super().read(ticket_id, offer, pieces, **named)
         for piece in pieces:
             ctypes.memset(piece.address, 1, piece.num_bytes)
 
@@ -242,5 +242,5 @@ async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_tic
         await cancelled(stream)
         await check_nothing_left(decoder)
         assert prefill.stats().tickets_held == 1
-        prefill.release(ticket.ticket_id, ReleaseOutcome.REFUSED)
+        prefill.release(ticket.ticket_id, ReleaseOutcome.ABORTED)
         await check_nothing_left(prefill)

@@ -50,8 +50,8 @@ def outputs(kwargs: dict[str, Any], *, is_poisoned: bool) -> list[Tensor]:
             for at, bad in enumerate(BAD):
                 pool.keys.flatten(1, 2)[:, masked, :, at::3] = bad
                 pool.values.flatten(1, 2)[:, masked, :, at::3] = bad
-        if step.entered:
-            pool.scrub(torch.cat(step.entered))
+        if step.partial_blocks:
+            pool.scrub(torch.cat(step.partial_blocks))
         written[step.slots] = True
         entered[step.slots // 4] = True
         rows = len(step.slots)

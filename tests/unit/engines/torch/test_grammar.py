@@ -26,41 +26,41 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def guides(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+def grammar_compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     path = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
     return GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,))
 
 
 def guided(schema: Any = SCHEMA, literal: str = "", after: tuple[int, ...] = ()) -> StructuredOutput:
-    alternative = OutputFormat(json_schema=json.dumps(schema), literal=literal)
-    return StructuredOutput(alternatives=(alternative,), after=spell(list(after)), after_ids=token_ids(after))
+    alternative = OutputFormat(json_schema=json.dumps(schema), prefix=literal)
+    return StructuredOutput(alternatives=(alternative,), trigger=spell(list(after)), trigger_ids=token_ids(after))
 
 
-def allowed(guide: GrammarMatcher) -> set[int]:
+def allowed(grammar_matcher: GrammarMatcher) -> set[int]:
     logits = torch.zeros(SIZE)
-    guide.apply(logits)
+    grammar_matcher.apply_mask(logits)
     return set(torch.isfinite(logits).nonzero().flatten().tolist())
 
 
-def write(guide: GrammarMatcher, seed: int, most: int = 400) -> list[int]:
+def write(grammar_matcher: GrammarMatcher, seed: int, most: int = 400) -> list[int]:
     """What a model with random wishes writes, up to its stop token."""
     wishes = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     while len(ids) < most:
         logits = torch.randn(SIZE, generator=wishes)
-        guide.apply(logits)
+        grammar_matcher.apply_mask(logits)
         ids.append(int(logits.argmax()))
         if ids[-1] in STOPS:
             return ids
-        guide.note(ids[-1])
+        grammar_matcher.accept_token(ids[-1])
     raise AssertionError(f"no end after {most} tokens: {spell(ids)}")
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(
-    guides: GrammarCompiler, seed: int
+    grammar_compiler: GrammarCompiler, seed: int
 ) -> None:
-    ids = write(guides.compile(guided(), STOPS), seed)
+    ids = write(grammar_compiler.compile(guided(), STOPS), seed)
     value = json.loads(spell(ids[:-1]))
     assert set(value) == {"city", "ok", "kind"}
     assert len(value["city"]) <= 5
@@ -68,59 +68,63 @@ def test_output_when_wishes_are_random_then_it_is_json_of_the_schema_and_ends(
     assert value["kind"] in ("a", "b")
 
 
-def test_empty_schema_then_an_object(guides: GrammarCompiler) -> None:
-    assert allowed(guides.compile(guided({}), STOPS)) == {ord("{"), 256}
+def test_empty_schema_then_an_object(grammar_compiler: GrammarCompiler) -> None:
+    assert allowed(grammar_compiler.compile(guided({}), STOPS)) == {ord("{"), 256}
 
 
-def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(guides: GrammarCompiler) -> None:
+def test_alternatives_then_a_literal_and_the_json_that_belongs_to_it(grammar_compiler: GrammarCompiler) -> None:
     forms = (
-        OutputFormat(literal="first<|message|>", json_schema='{"const": 1}'),
-        OutputFormat(literal="second<|channel|>x<|message|>", json_schema='{"const": 2}'),
+        OutputFormat(prefix="first<|message|>", json_schema='{"const": 1}'),
+        OutputFormat(prefix="second<|channel|>x<|message|>", json_schema='{"const": 2}'),
     )
-    seen = {spell(write(guides.compile(StructuredOutput(alternatives=forms), (END,)), seed)) for seed in range(12)}
+    seen = {
+        spell(write(grammar_compiler.compile(StructuredOutput(alternatives=forms), (END,)), seed)) for seed in range(12)
+    }
     assert seen == {"first<|message|>1<|end|>", "second<|channel|>x<|message|>2<|end|>"}
 
 
-def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(guides: GrammarCompiler) -> None:
-    guide = guides.compile(guided(literal="<|message|>"), STOPS)
-    assert allowed(guide) == {MESSAGE}
+def test_literal_with_a_control_token_then_its_spelling_as_text_is_ruled_out(grammar_compiler: GrammarCompiler) -> None:
+    grammar_matcher = grammar_compiler.compile(guided(literal="<|message|>"), STOPS)
+    assert allowed(grammar_matcher) == {MESSAGE}
 
 
-def test_after_then_free_until_it_was_written_whole(guides: GrammarCompiler) -> None:
-    guide = guides.compile(guided({"const": True}, literal="<|message|>", after=(CHANNEL, 262)), STOPS)
+def test_after_then_free_until_it_was_written_whole(grammar_compiler: GrammarCompiler) -> None:
+    grammar_matcher = grammar_compiler.compile(
+        guided({"const": True}, literal="<|message|>", after=(CHANNEL, 262)), STOPS
+    )
     everything = set(range(SIZE))
     for token_id in (5, CHANNEL, 7, CHANNEL, CHANNEL):
-        assert allowed(guide) == everything
-        guide.note(token_id)
-    assert allowed(guide) == everything
-    guide.note(262)
-    assert allowed(guide) == {MESSAGE}
+        assert allowed(grammar_matcher) == everything
+        grammar_matcher.accept_token(token_id)
+    assert allowed(grammar_matcher) == everything
+    grammar_matcher.accept_token(262)
+    assert allowed(grammar_matcher) == {MESSAGE}
 
 
-def test_end_then_stop_tokens_and_nothing_else(guides: GrammarCompiler) -> None:
-    guide = guides.compile(guided({"const": 12}), STOPS)
-    assert END not in allowed(guide)
-    guide.note(256 + 8)  # "12"
-    assert allowed(guide) == set(STOPS)
+def test_end_then_stop_tokens_and_nothing_else(grammar_compiler: GrammarCompiler) -> None:
+    grammar_matcher = grammar_compiler.compile(guided({"const": 12}), STOPS)
+    assert END not in allowed(grammar_matcher)
+    grammar_matcher.accept_token(256 + 8)  # "12"
+    assert allowed(grammar_matcher) == set(STOPS)
 
 
-def test_state_when_built_anew_from_the_tokens_then_the_same(guides: GrammarCompiler) -> None:
+def test_state_when_built_anew_from_the_tokens_then_the_same(grammar_compiler: GrammarCompiler) -> None:
     form = guided(literal="<|message|>", after=(CHANNEL,))
-    whole, ids = guides.compile(form, STOPS), [9, CHANNEL, MESSAGE, 256, *b"city", *b'":"x"']
+    whole, ids = grammar_compiler.compile(form, STOPS), [9, CHANNEL, MESSAGE, 256, *b"city", *b'":"x"']
     for count, token_id in enumerate(ids):
-        anew = guides.compile(form, STOPS)
+        anew = grammar_compiler.compile(form, STOPS)
         for earlier in ids[:count]:
-            anew.note(earlier)
+            anew.accept_token(earlier)
         assert allowed(anew) == allowed(whole)
-        whole.note(token_id)
+        whole.accept_token(token_id)
     assert whole.failure is None
 
 
-def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(guides: GrammarCompiler) -> None:
-    guide = guides.compile(guided(), STOPS)
-    guide.note(ord("x"))
-    assert guide.failure
-    assert allowed(guide) == set(STOPS)
+def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(grammar_compiler: GrammarCompiler) -> None:
+    grammar_matcher = grammar_compiler.compile(guided(), STOPS)
+    grammar_matcher.accept_token(ord("x"))
+    assert grammar_matcher.failure
+    assert allowed(grammar_matcher) == set(STOPS)
 
 
 @pytest.mark.parametrize(
@@ -135,18 +139,18 @@ def test_token_that_the_form_does_not_allow_then_the_guide_has_failed(guides: Gr
     ],
 )
 def test_schema_that_cannot_be_followed_then_refused_with_the_reason(
-    guides: GrammarCompiler, schema: Any, reason: str
+    grammar_compiler: GrammarCompiler, schema: Any, reason: str
 ) -> None:
     with pytest.raises(RequestRejected, match=reason) as refused:
-        guides.compile(guided(schema), STOPS)
+        grammar_compiler.compile(guided(schema), STOPS)
     assert "\n" not in refused.value.message
     assert "form0" not in refused.value.message
     assert refused.value.field == "guided"
 
 
-def test_no_stop_token_then_refused(guides: GrammarCompiler) -> None:
+def test_no_stop_token_then_refused(grammar_compiler: GrammarCompiler) -> None:
     with pytest.raises(RequestRejected, match="ends with a stop token"):
-        guides.compile(guided(), ())
+        grammar_compiler.compile(guided(), ())
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"model": {"vocab": {}}, "decoder": null}'])
@@ -174,7 +178,9 @@ def test_vocabulary_that_is_not_byte_level_then_read_all_the_same(tmp_path: Path
         ],
     }
     path.write_text(json.dumps(file))
-    guide = GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(guided({"const": {"a": 12}}), (END,))
-    ids = write(guide, 1)
+    grammar_matcher = GrammarCompiler(path, vocab_size=SIZE, eos_token_ids=(END,)).compile(
+        guided({"const": {"a": 12}}), (END,)
+    )
+    ids = write(grammar_matcher, 1)
     text = "".join(pieces[i] if i < 11 else chr(i - 11) for i in ids[:-1]).replace("▁", " ")
     assert json.loads(text) == {"a": 12}

@@ -72,22 +72,22 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def guides(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
+def grammar_compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return GrammarCompiler(write_tokenizer(tmp_path_factory.mktemp("tokenizer")), vocab_size=SIZE, eos_token_ids=(END,))
 
 
-def check_output(guides: GrammarCompiler, schema: dict[str, Any], seed: int) -> None:
-    alternative = OutputFormat(json_schema=json.dumps(schema | {"title": "made"}), literal="<|message|>")
-    guide = guides.compile(StructuredOutput(alternatives=(alternative,)), (END,))
+def check_output(grammar_compiler: GrammarCompiler, schema: dict[str, Any], seed: int) -> None:
+    alternative = OutputFormat(json_schema=json.dumps(schema | {"title": "made"}), prefix="<|message|>")
+    grammar_matcher = grammar_compiler.compile(StructuredOutput(alternatives=(alternative,)), (END,))
     wishes = torch.Generator().manual_seed(seed)
     ids: list[int] = []
     while END not in ids and len(ids) < MOST:
         logits = torch.randn(SIZE, generator=wishes)
-        guide.apply(logits)
+        grammar_matcher.apply_mask(logits)
         assert torch.isfinite(logits).any(), f"nothing may follow {spell(ids)!r}"
         ids.append(int(logits.argmax()))
-        guide.note(ids[-1])
-        assert guide.failure is None
+        grammar_matcher.accept_token(ids[-1])
+        assert grammar_matcher.failure is None
     if ids[-1] == END:
         assert is_valid(json.loads(spell(ids[1:-1])), schema), spell(ids)
 
@@ -99,9 +99,9 @@ def _examples(count: int) -> settings:
 @_examples(60)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_generated_schema_then_what_ends_is_json_of_it(
-    guides: GrammarCompiler, schema: dict[str, Any], seed: int
+    grammar_compiler: GrammarCompiler, schema: dict[str, Any], seed: int
 ) -> None:
-    check_output(guides, schema, seed)
+    check_output(grammar_compiler, schema, seed)
 
 
 @pytest.mark.long
@@ -109,6 +109,6 @@ def test_generated_schema_then_what_ends_is_json_of_it(
 @_examples(2000)
 @given(schema=SCHEMAS, seed=st.integers(0, 1000))
 def test_generated_schema_when_very_many_then_what_ends_is_json_of_it(
-    guides: GrammarCompiler, schema: dict[str, Any], seed: int
+    grammar_compiler: GrammarCompiler, schema: dict[str, Any], seed: int
 ) -> None:
-    check_output(guides, schema, seed)
+    check_output(grammar_compiler, schema, seed)

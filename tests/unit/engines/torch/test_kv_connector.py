@@ -34,12 +34,14 @@ class Copy(threading.Event):
 class Side:
     def __init__(self) -> None:
         self.pool = KvPool(LAYOUT, 20, windows=(None, None), device=torch.device("cpu"))
-        self.staging = TransferBuffer(self.pool, 1 << 16)
+        self.transfer_buffer = TransferBuffer(self.pool, 1 << 16)
         self.retired: list[TorchSequence] = []
-        self.kv_connector = KvConnector(LoopbackBackend(), holder=1, model="m", ttl_s=60, retire=self.retired.append)
-        parcel = self.staging.take(TOKENS, self.pool.row_bytes * 20)
-        assert parcel is not None
-        self.parcel = parcel
+        self.kv_connector = KvConnector(
+            LoopbackBackend(), prefill_instance_id=1, model="m", ttl_s=60, retire=self.retired.append
+        )
+        allocation = self.transfer_buffer.allocate(TOKENS, self.pool.row_bytes * 20)
+        assert allocation is not None
+        self.allocation = allocation
 
 
 def request(phase: Phase, ticket: Any = None) -> GenerateRequest:
@@ -55,32 +57,32 @@ def request(phase: Phase, ticket: Any = None) -> GenerateRequest:
 
 
 async def handed_out(holder: Side, copies: list[Any]) -> Chunk:
-    job = TorchSequence(request=request(Phase.PREFILL), max_new_tokens=4, stop_ids=(), inbox=lambda event: None, seed=7)
-    return await holder.kv_connector.hand_out(
-        job, PrefillDone(holder.parcel, copies, Chunk(token_ids=token_ids([5]))), LAYOUT
+    seq = TorchSequence(request=request(Phase.PREFILL), max_new_tokens=4, stop_ids=(), inbox=lambda event: None, seed=7)
+    return await holder.kv_connector.export_kv(
+        seq, PrefillDone(holder.allocation, copies, Chunk(token_ids=token_ids([5]))), LAYOUT
     )
 
 
 async def test_ticket_when_copies_are_under_way_then_it_leaves_and_pieces_follow_one_by_one() -> None:
     holder, reader = Side(), Side()
-    await holder.kv_connector.start(holder.staging)
-    await reader.kv_connector.start(reader.staging)
-    holder.staging.region.copy_(torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8))
-    copies = [Copy() for _ in holder.parcel.pieces]
+    await holder.kv_connector.start(holder.transfer_buffer)
+    await reader.kv_connector.start(reader.transfer_buffer)
+    holder.transfer_buffer.region.copy_(torch.arange(1 << 16, dtype=torch.int64).to(torch.uint8))
+    copies = [Copy() for _ in holder.allocation.pieces]
     assert len(copies) == 2
     chunk = await handed_out(holder, copies)
     decode = request(Phase.DECODE, chunk.ticket)
-    terms = reader.kv_connector.redeem(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
+    terms = reader.kv_connector.validate(decode, LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS))
     assert terms == (7, REGION_BYTES["cuda"])
     arrived = asyncio.Queue[int]()
-    fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.parcel, 10, on_piece=arrived.put_nowait))
+    fetch = asyncio.create_task(reader.kv_connector.fetch(decode, reader.allocation, 10, on_piece=arrived.put_nowait))
     for number, copy in enumerate(copies):
         await asyncio.sleep(0.05)
         assert arrived.empty()
         copy.set()
         assert await arrived.get() == number
     await fetch
-    for ours, theirs in zip(reader.parcel.pieces, holder.parcel.pieces, strict=True):
+    for ours, theirs in zip(reader.allocation.pieces, holder.allocation.pieces, strict=True):
         assert torch.equal(ours, theirs)
     await reader.kv_connector.aclose()
     await holder.kv_connector.aclose()
@@ -95,7 +97,7 @@ async def test_ticket_when_a_copy_fails_then_it_is_logged_and_the_ticket_can_sti
             raise RuntimeError("no such memory")
 
     holder = Side()
-    await holder.kv_connector.start(holder.staging)
+    await holder.kv_connector.start(holder.transfer_buffer)
     await handed_out(holder, [Broken(), Broken()])
     await holder.kv_connector.aclose()
     assert "no such memory" in caplog.text
@@ -104,11 +106,11 @@ async def test_ticket_when_a_copy_fails_then_it_is_logged_and_the_ticket_can_sti
 
 async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
     holder = Side()
-    await holder.kv_connector.start(holder.staging)
+    await holder.kv_connector.start(holder.transfer_buffer)
     monkeypatch.setitem(REGION_BYTES, "cpu", 0)
     chunk = await handed_out(holder, [])
     with pytest.raises(TransferMismatch, match="pieces of 0 bytes"):
-        holder.kv_connector.redeem(
+        holder.kv_connector.validate(
             request(Phase.DECODE, chunk.ticket), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS)
         )
     await holder.kv_connector.aclose()
@@ -138,9 +140,9 @@ async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_mem
 
     caplog.set_level(logging.INFO)
     backend = HostOnly()
-    kv_connector = KvConnector(backend, holder=1, model="m", ttl_s=60, retire=lambda job: None)
-    staging: Any = OnGpu()
-    await kv_connector.start(staging)
+    kv_connector = KvConnector(backend, prefill_instance_id=1, model="m", ttl_s=60, retire=lambda seq: None)
+    transfer_buffer: Any = OnGpu()
+    await kv_connector.start(transfer_buffer)
     assert backend.registered == ["cpu"]
     assert caplog.text.count("KV moves through pinned host memory: not this memory") == 1
     await kv_connector.aclose()

@@ -13,14 +13,14 @@ from dynamo_trtllm.messages import GenerateRequest, Sampling, token_ids
 LOGITS = [2.0, -1.0, 0.5, 3.0, 0.0]
 
 
-def shaping(prompt: tuple[int, ...] = (), resumed: int = 0, **sampling: Any) -> LogitsProcessor:
+def logits_processor(prompt: tuple[int, ...] = (), resumed: int = 0, **sampling: Any) -> LogitsProcessor:
     request = GenerateRequest(
         request_id="r",
         model="m",
         token_ids=token_ids(prompt),
         sampling=Sampling(max_tokens=9, **sampling),
         deadline=0.0,
-        resumed_tokens=resumed,
+        num_resumed_output_tokens=resumed,
     )
     made = logits_processor_for(request, None)
     assert made is not None
@@ -29,7 +29,7 @@ def shaping(prompt: tuple[int, ...] = (), resumed: int = 0, **sampling: Any) -> 
 
 def shaped(by: LogitsProcessor, *noted: int) -> list[float]:
     for token_id in noted:
-        by.note(token_id)
+        by.accept_token(token_id)
     logits = torch.tensor(LOGITS)
     by.apply(logits)
     return logits.tolist()
@@ -47,41 +47,43 @@ def test_request_that_changes_nothing_then_no_shaping() -> None:
 
 
 def test_frequency_penalty_then_taken_off_per_occurrence_in_the_answer_only() -> None:
-    assert shaped(shaping((3, 3), frequency_penalty=0.5), 0, 2, 0) == [1.0, -1.0, 0.0, 3.0, 0.0]
+    assert shaped(logits_processor((3, 3), frequency_penalty=0.5), 0, 2, 0) == [1.0, -1.0, 0.0, 3.0, 0.0]
 
 
 def test_presence_penalty_then_taken_off_once() -> None:
-    assert shaped(shaping((3,), presence_penalty=0.5), 0, 2, 0) == [1.5, -1.0, 0.0, 3.0, 0.0]
+    assert shaped(logits_processor((3,), presence_penalty=0.5), 0, 2, 0) == [1.5, -1.0, 0.0, 3.0, 0.0]
 
 
 def test_negative_penalties_then_added_and_both_add_up() -> None:
-    by = shaping(frequency_penalty=-1.0, presence_penalty=0.25)
+    by = logits_processor(frequency_penalty=-1.0, presence_penalty=0.25)
     assert shaped(by, 1, 1, 4) == [2.0, 0.75, 0.5, 3.0, 0.75]
 
 
 def test_repetition_penalty_then_prompt_and_answer_become_less_likely_whatever_the_sign() -> None:
-    assert shaped(shaping((3, 1), repetition_penalty=2.0), 2) == [2.0, -2.0, 0.25, 1.5, 0.0]
+    assert shaped(logits_processor((3, 1), repetition_penalty=2.0), 2) == [2.0, -2.0, 0.25, 1.5, 0.0]
 
 
 def test_logit_bias_then_added() -> None:
-    assert shaped(shaping(logit_bias=((0, -100.0), (4, 5.5)))) == [-98.0, -1.0, 0.5, 3.0, 5.5]
+    assert shaped(logits_processor(logit_bias=((0, -100.0), (4, 5.5)))) == [-98.0, -1.0, 0.5, 3.0, 5.5]
 
 
 def test_all_at_once_then_each_has_its_effect() -> None:
-    by = shaping((3,), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.0),))
+    by = logits_processor(
+        (3,), repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.0),)
+    )
     assert shaped(by, 0) == [0.25, -1.0, 0.5, 2.5, 0.0]
 
 
 @pytest.mark.parametrize("fields", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.7}, {"presence_penalty": 1}])
 def test_answer_that_was_begun_elsewhere_then_it_counts(fields: dict[str, Any]) -> None:
-    assert shaped(shaping((3, 0, 2), 2, **fields), 4) == shaped(shaping((3,), **fields), 0, 2, 4)
+    assert shaped(logits_processor((3, 0, 2), 2, **fields), 4) == shaped(logits_processor((3,), **fields), 0, 2, 4)
 
 
 def test_choose_when_shaped_then_others_and_log_probabilities_are_untouched() -> None:
     logits = torch.tensor([LOGITS] * 2)
     sampling = Sampling(max_tokens=9, temperature=0.0, logprobs=1, logit_bias=((3, -100.0),))
     rows = [
-        SamplingMetadata(sampling, 1, 0, (), shaping(logit_bias=sampling.logit_bias)),
+        SamplingMetadata(sampling, 1, 0, (), logits_processor(logit_bias=sampling.logit_bias)),
         SamplingMetadata(sampling, 1, 0, ()),
     ]
     first, second = sample(logits, rows)

@@ -47,28 +47,28 @@ def test_blocks_when_kv_is_handed_over_on_a_gpu_then_staging_fits_beside_them(
     args = TorchArgs(kv_cache_gib=room_gib, max_seq_len=max_seq_len, max_batch_size=1000)
     made = model()
     layout = load.kv_layout(made, args)
-    blocks = load.kv_blocks(made, args, layout, staged=True)
+    blocks = load.kv_blocks(made, args, layout, has_transfer_buffer=True)
     context = load.context_length(made, args, blocks * layout.block_tokens)
-    staging = load.staging_bytes(made, args, layout, blocks, context)
-    used = blocks * load.block_bytes(layout) + staging
+    transfer_buffer = load.transfer_buffer_bytes(made, args, layout, blocks, context)
+    used = blocks * load.block_bytes(layout) + transfer_buffer
     assert 0.45 * room_gib * GIB < used <= room_gib * GIB + 4096  # or all that a thousand requests can use
-    assert staging >= most_bytes(layout, made.windows, context)
-    assert load.kv_blocks(made, args, layout, staged=False) >= blocks
+    assert transfer_buffer >= most_bytes(layout, made.windows, context)
+    assert load.kv_blocks(made, args, layout, has_transfer_buffer=False) >= blocks
 
 
 def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request() -> None:
     made, args = model(), TorchArgs(kv_cache_gib=20, kv_staging_gib=5)
     layout = load.kv_layout(made, args)
-    blocks = load.kv_blocks(made, args, layout, staged=True)
+    blocks = load.kv_blocks(made, args, layout, has_transfer_buffer=True)
     assert blocks == 15 * GIB // load.block_bytes(layout)
-    assert load.staging_bytes(made, args, layout, blocks, 131072) == 5 * GIB
+    assert load.transfer_buffer_bytes(made, args, layout, blocks, 131072) == 5 * GIB
     small = TorchArgs(kv_cache_gib=20, kv_staging_gib=1)
     with pytest.raises(ConfigError, match="raise it or lower max_seq_len"):
-        load.staging_bytes(made, small, layout, blocks, 131072)
-    assert load.staging_bytes(made, small, layout, blocks, 20000) == GIB
+        load.transfer_buffer_bytes(made, small, layout, blocks, 131072)
+    assert load.transfer_buffer_bytes(made, small, layout, blocks, 20000) == GIB
 
 
 def test_blocks_when_staging_takes_all_room_then_config_error() -> None:
     args = TorchArgs(kv_cache_gib=2, kv_staging_gib=4)
     with pytest.raises(ConfigError, match="hold no KV block"):
-        load.kv_blocks(model(), args, load.kv_layout(model(), args), staged=True)
+        load.kv_blocks(model(), args, load.kv_layout(model(), args), has_transfer_buffer=True)

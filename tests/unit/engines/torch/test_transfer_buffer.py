@@ -20,10 +20,10 @@ def make_pool(num_blocks: int = 20) -> KvPool:
     return KvPool(layout, num_blocks, windows=WINDOWS, device=torch.device("cpu"))
 
 
-def taken(staging: TransferBuffer, tokens: int, piece_bytes: int = 1 << 20) -> Allocation:
-    parcel = staging.take(tokens, piece_bytes)
-    assert parcel is not None
-    return parcel
+def taken(transfer_buffer: TransferBuffer, tokens: int, piece_bytes: int = 1 << 20) -> Allocation:
+    allocation = transfer_buffer.allocate(tokens, piece_bytes)
+    assert allocation is not None
+    return allocation
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 300, 1 << 20])
@@ -65,58 +65,58 @@ class Copying:
 
 
 def test_used_bytes_when_given_back_then_free_as_soon_as_copies_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging, copying = TransferBuffer(make_pool(), 3 * 4096), Copying()
-    parcel = taken(staging, 4)
-    monkeypatch.setattr(staging, "mark", lambda: copying)
-    staging.give_back(parcel)
-    assert staging.used_bytes == 4096
+    transfer_buffer, copying = TransferBuffer(make_pool(), 3 * 4096), Copying()
+    allocation = taken(transfer_buffer, 4)
+    monkeypatch.setattr(transfer_buffer, "mark", lambda: copying)
+    transfer_buffer.free(allocation)
+    assert transfer_buffer.used_bytes == 4096
     copying.is_done = True
-    assert staging.used_bytes == 0
-    assert taken(staging, 4).begin == parcel.begin
-    assert staging.used_bytes == 4096
+    assert transfer_buffer.used_bytes == 0
+    assert taken(transfer_buffer, 4).begin == allocation.begin
+    assert transfer_buffer.used_bytes == 4096
 
 
 def test_take_when_what_was_given_back_is_still_copied_then_waits_for_the_oldest_copies_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    staging, marks = TransferBuffer(make_pool(), 3 * 4096), [Copying() for _ in range(3)]
-    parcels = [taken(staging, 4) for _ in range(3)]
-    monkeypatch.setattr(staging, "mark", iter(marks).__next__)
-    for parcel in parcels:
-        staging.give_back(parcel)
-    assert taken(staging, 4).begin == parcels[0].begin
+    transfer_buffer, marks = TransferBuffer(make_pool(), 3 * 4096), [Copying() for _ in range(3)]
+    allocations = [taken(transfer_buffer, 4) for _ in range(3)]
+    monkeypatch.setattr(transfer_buffer, "mark", iter(marks).__next__)
+    for allocation in allocations:
+        transfer_buffer.free(allocation)
+    assert taken(transfer_buffer, 4).begin == allocations[0].begin
     assert [mark.is_done for mark in marks] == [True, False, False]
 
 
 def test_take_when_full_then_none_until_room_is_given_back() -> None:
-    staging = TransferBuffer(make_pool(), 3 * 4096)
-    parcels = [taken(staging, 4) for _ in range(3)]
-    assert staging.used_bytes == staging.num_bytes
-    assert staging.take(4, 4096) is None
-    staging.give_back(parcels[1])
-    assert taken(staging, 4).begin == parcels[1].begin
-    assert staging.take(4, 4096) is None
+    transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
+    allocations = [taken(transfer_buffer, 4) for _ in range(3)]
+    assert transfer_buffer.used_bytes == transfer_buffer.num_bytes
+    assert transfer_buffer.allocate(4, 4096) is None
+    transfer_buffer.free(allocations[1])
+    assert taken(transfer_buffer, 4).begin == allocations[1].begin
+    assert transfer_buffer.allocate(4, 4096) is None
 
 
 def test_take_when_all_was_given_back_in_any_order_then_it_is_one_room_again() -> None:
     pool = make_pool(400)
-    staging = TransferBuffer(pool, 8 * 4096)
+    transfer_buffer = TransferBuffer(pool, 8 * 4096)
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]):
-        parcels = [taken(staging, 4) for _ in range(4)]
+        allocations = [taken(transfer_buffer, 4) for _ in range(4)]
         for number in order:
-            staging.give_back(parcels[number])
-        assert staging.used_bytes == 0
+            transfer_buffer.free(allocations[number])
+        assert transfer_buffer.used_bytes == 0
         assert pool.moved_bytes(600) > 7 * 4096
-        whole = taken(staging, 600)
-        assert staging.used_bytes == staging.num_bytes
-        staging.give_back(whole)
+        whole = taken(transfer_buffer, 600)
+        assert transfer_buffer.used_bytes == transfer_buffer.num_bytes
+        transfer_buffer.free(whole)
 
 
 def test_take_when_prompts_follow_each_other_then_the_same_memory_is_used_again() -> None:
-    staging = TransferBuffer(make_pool(), 1 << 20)
-    first = taken(staging, 40)
-    staging.give_back(first)
-    assert taken(staging, 12).begin == first.begin
+    transfer_buffer = TransferBuffer(make_pool(), 1 << 20)
+    first = taken(transfer_buffer, 40)
+    transfer_buffer.free(first)
+    assert taken(transfer_buffer, 12).begin == first.begin
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 4096, 32_768 * 3 + 5])
@@ -140,7 +140,7 @@ def test_checksum_when_computed_by_another_version_then_the_same() -> None:
 
 
 def test_checksum_when_given_a_piece_then_that_of_its_part_of_the_region() -> None:
-    staging = TransferBuffer(make_pool(), 3 * 4096)
-    staging.region.copy_(torch.arange(3 * 4096) % 251)
-    part = staging.region[4096:5096]
-    assert staging.checksum(MemoryRegion(part.data_ptr(), 1000)) == checksum(part)
+    transfer_buffer = TransferBuffer(make_pool(), 3 * 4096)
+    transfer_buffer.region.copy_(torch.arange(3 * 4096) % 251)
+    part = transfer_buffer.region[4096:5096]
+    assert transfer_buffer.checksum(MemoryRegion(part.data_ptr(), 1000)) == checksum(part)

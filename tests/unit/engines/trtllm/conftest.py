@@ -18,4 +18,4 @@ def decode() -> tuple[TrtllmSession, Llm]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("kv_wait_s", "answer_s"):
-        monkeypatch.setitem(TrtllmInflightRequest.wind_down.__kwdefaults__, name, 0.05)
+        monkeypatch.setitem(TrtllmInflightRequest.abort_and_drain.__kwdefaults__, name, 0.05)

@@ -112,7 +112,7 @@ def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) ->
         prompt_limits={phase: PromptLimit(500, "") for phase in Phase},
         vocab_size=100,
         end_ids=(99,),
-        refuses=(),
+        unsupported_features=(),
         structural_tags=True,
     )
     llm, settled = Llm(), vendor()
@@ -121,7 +121,11 @@ def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) ->
 
 
 def ask(
-    phase: Phase = Phase.WHOLE, *, ticket: KvTransferParams | None = None, within_s: float = 60, max_tokens: int = 8
+    phase: Phase = Phase.AGGREGATED,
+    *,
+    ticket: KvTransferParams | None = None,
+    within_s: float = 60,
+    max_tokens: int = 8,
 ) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",

@@ -21,7 +21,7 @@ def decode_peer(number: int = 1, **changes: Any) -> Instance:
     fields = {
         "engine": "trtllm",
         "layout": LAYOUT,
-        "pairing": PAIRING,
+        "kv_compat": PAIRING,
         "card": msgspec.structs.replace(CARD, context_length=11000),
         **changes,
     }
@@ -52,8 +52,8 @@ def test_peers_when_only_tensor_parallelism_differs_then_nothing_is_found() -> N
         ({"layout": layout(dtype="bfloat16")}, "peer-layout", "layout.dtype", "fp8", "bfloat16"),
         ({"layout": layout(block_tokens=64)}, "peer-layout", "layout.block_tokens", "32", "64"),
         ({"layout": layout(num_layers=24)}, "peer-layout", "layout.num_layers", "36", "24"),
-        ({"pairing": {**PAIRING, "transceiver": "NIXL"}}, "peer-pairing", "transceiver", "UCX", "NIXL"),
-        ({"pairing": {"transceiver": "UCX"}}, "peer-pairing", "release", "1.2", "unset"),
+        ({"kv_compat": {**PAIRING, "transceiver": "NIXL"}}, "peer-pairing", "transceiver", "UCX", "NIXL"),
+        ({"kv_compat": {"transceiver": "UCX"}}, "peer-pairing", "release", "1.2", "unset"),
         ({"card": CARD}, "peer-context", "max_seq_len", "9000 (--override-engine-args)", "128"),
     ],
 )
@@ -85,7 +85,7 @@ def test_peer_rules_when_listed_then_each_is_found_by_some_difference() -> None:
         {"engine": "torch"},
         {"strategy": "x"},
         {"layout": layout(num_layers=1)},
-        {"pairing": {}},
+        {"kv_compat": {}},
         {"card": CARD},
     ]
     found = {rule for changes in differences for rule, _ in rules(decode_peer(**changes))}

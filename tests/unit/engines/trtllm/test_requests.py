@@ -23,7 +23,7 @@ def rules(**changes: Any) -> TrtllmModelLimits:
         "prompt_limits": {phase: PromptLimit(40, f"limit of {phase}") for phase in Phase},
         "vocab_size": 201088,
         "end_ids": (RETURN, CALL, EOS),
-        "refuses": (),
+        "unsupported_features": (),
         "structural_tags": True,
     }
     return TrtllmModelLimits(**{**values, **changes})
@@ -43,7 +43,7 @@ def ask(prompt: int = 10, *, phase: Phase = Phase.PREFILL, salt: str | None = No
 
 def test_call_when_prefill_then_one_token_is_asked_and_kv_stays() -> None:
     call = build_call(ask(), rules())
-    assert call.hands_over
+    assert call.exports_kv
     assert not call.streaming
     assert call.sampling["max_tokens"] == 1
     assert call.max_tokens == 20
@@ -54,7 +54,7 @@ def test_call_when_one_token_is_all_there_may_be_then_nothing_is_handed_over(
     prompt: int, max_tokens: int, context: int
 ) -> None:
     call = build_call(ask(prompt, max_tokens=max_tokens), rules(context_length=context))
-    assert not call.hands_over
+    assert not call.exports_kv
     assert call.sampling["max_tokens"] == 1
 
 
@@ -65,7 +65,7 @@ def test_call_when_decode_then_it_streams_the_original_length() -> None:
 
 
 def test_call_when_answer_would_leave_the_context_then_it_is_cut() -> None:
-    assert build_call(ask(30, phase=Phase.WHOLE, max_tokens=500), rules()).sampling["max_tokens"] == 70
+    assert build_call(ask(30, phase=Phase.AGGREGATED, max_tokens=500), rules()).sampling["max_tokens"] == 70
 
 
 def test_call_when_made_twice_then_nothing_is_shared() -> None:
@@ -155,9 +155,9 @@ def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
     ],
 )
 def test_call_when_it_can_not_be_honoured_then_refused_by_name(request_: GenerateRequest, field: str) -> None:
-    refuses = ("cache_salt", "guided", "logit_bias", "presence_penalty")
+    unsupported_features = ("cache_salt", "guided", "logit_bias", "presence_penalty")
     with pytest.raises(RequestRejected) as caught:
-        build_call(request_, rules(refuses=refuses))
+        build_call(request_, rules(unsupported_features=unsupported_features))
     assert caught.value.field == field
 
 
@@ -172,7 +172,7 @@ def test_call_when_aggregated_then_no_leg_of_a_pair_is_served() -> None:
 
 
 def test_call_when_an_answer_is_resumed_then_its_tokens_are_prompt() -> None:
-    request = msgspec.structs.replace(ask(10), resumed_tokens=4)
+    request = msgspec.structs.replace(ask(10), num_resumed_output_tokens=4)
     assert build_call(request, rules()).prompt == list(range(10))
 
 
@@ -180,7 +180,7 @@ def test_call_when_an_answer_is_resumed_then_its_tokens_are_prompt() -> None:
 
 
 def guided(*alternatives: OutputFormat, after: str = "", **changes: Any) -> dict[str, Any]:
-    call = build_call(ask(guided=StructuredOutput(alternatives=alternatives, after=after)), rules(**changes))
+    call = build_call(ask(guided=StructuredOutput(alternatives=alternatives, trigger=after)), rules(**changes))
     assert call.guided is not None
     return call.guided
 
@@ -202,7 +202,7 @@ def test_guided_when_after_free_text_then_a_triggered_tag_ends_it() -> None:
 
 
 def test_guided_when_several_forms_then_one_of_them() -> None:
-    forms = (OutputFormat(json_schema=SCHEMA, literal="a "), OutputFormat(json_schema="{}", literal="b "))
+    forms = (OutputFormat(json_schema=SCHEMA, prefix="a "), OutputFormat(json_schema="{}", prefix="b "))
     found = json.loads(guided(*forms)["structural_tag"])["format"]
     assert found["type"] == "or"
     assert [each["elements"][0]["value"] for each in found["elements"]] == ["a ", "b "]

@@ -99,8 +99,8 @@ BUFFER = {"cache_transceiver_config": {"backend": "UCX", "max_tokens_in_buffer":
         (Phase.PREFILL, {"max_num_tokens": 512}, 512, "max_num_tokens"),
         (Phase.PREFILL, {"max_num_tokens": 512, "enable_chunked_prefill": True}, 4095, "max_seq_len"),
         (Phase.DECODE, {"max_num_tokens": 512}, 4095, "max_seq_len"),
-        (Phase.WHOLE, {"max_num_tokens": 512}, 512, "max_num_tokens"),
-        (Phase.WHOLE, BUFFER, 4095, "max_seq_len"),
+        (Phase.AGGREGATED, {"max_num_tokens": 512}, 512, "max_num_tokens"),
+        (Phase.AGGREGATED, BUFFER, 4095, "max_seq_len"),
         (Phase.DECODE, BUFFER, 256, "max_tokens_in_buffer"),
         (Phase.PREFILL, BUFFER, 256, "max_tokens_in_buffer"),
         (Phase.DECODE, {"max_seq_len": 100}, 99, "max_seq_len 100"),
@@ -121,15 +121,15 @@ def test_context_when_nobody_says_it_then_the_flag_is_named() -> None:
 
 def test_pairing_when_attention_is_the_default_then_ranks_may_differ() -> None:
     transceiver = {"cache_transceiver_config": {"backend": "UCX"}}
-    assert settings.pairing(facts_of(**transceiver), "1.2") == {
+    assert settings.kv_compat(facts_of(**transceiver), "1.2") == {
         "release": "1.2",
         "transceiver": "UCX",
         "attn_backend": "TRTLLM",
     }
-    other = settings.pairing(facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2")
+    other = settings.kv_compat(facts_of(attn_backend="FLASHINFER", tensor_parallel_size=2, **transceiver), "1.2")
     assert other["tensor_parallel_size"] == "2"
-    assert settings.pairing(facts_of("1.3.0rc29", **transceiver), "1.3.0rc29")["transceiver_runtime"] == "auto"
-    assert settings.pairing(facts_of(role=Role.AGGREGATED), "1.2") == {}
+    assert settings.kv_compat(facts_of("1.3.0rc29", **transceiver), "1.3.0rc29")["transceiver_runtime"] == "auto"
+    assert settings.kv_compat(facts_of(role=Role.AGGREGATED), "1.2") == {}
 
 
 def test_ends_when_harmony_then_return_and_call_come_first() -> None:

@@ -43,13 +43,13 @@ def params(**changes: Any) -> dict[str, Any]:
 
 
 def transfers(
-    fields: frozenset[str] = OLD, *, line: str = "1.2", ttl_s: float = 60.0, holder: int = 5
+    fields: frozenset[str] = OLD, *, line: str = "1.2", ttl_s: float = 60.0, prefill_instance_id: int = 5
 ) -> TrtllmTransfers:
     capabilities = Capabilities(
         release=line, line=line, disagg_fields=fields, cache_salt=True, cached_tokens=True, structural_tag_format=True
     )
-    pairing = {"release": line, "transceiver": "UCX", "attn_backend": "TRTLLM"}
-    terms = TransferIdentity("trtllm", holder, "m", LAYOUT, pairing, transport="trtllm/ucx")
+    kv_compat = {"release": line, "transceiver": "UCX", "attn_backend": "TRTLLM"}
+    terms = TransferIdentity("trtllm", prefill_instance_id, "m", LAYOUT, kv_compat, transport="trtllm/ucx")
     return TrtllmTransfers(terms, capabilities, ttl_s=ttl_s, on_change=lambda: None)
 
 
@@ -67,7 +67,7 @@ def request(prompt: int = 40, ticket: KvTransferParams | None = None) -> Generat
 
 def handed_out(at: TrtllmTransfers, **changes: Any) -> KvTransferParams:
     logprobs = (TokenLogprob(42, -0.5),)
-    return at.hand_out(request(), params(**changes), logprobs, lambda: None)
+    return at.export_kv(request(), params(**changes), logprobs, lambda: None)
 
 
 def crossed(ticket: KvTransferParams) -> KvTransferParams:
@@ -76,7 +76,7 @@ def crossed(ticket: KvTransferParams) -> KvTransferParams:
 
 async def test_ticket_when_it_has_crossed_the_wire_then_ids_and_state_are_unharmed() -> None:
     ticket = crossed(handed_out(transfers(), draft_tokens=[1, 2]))
-    found = transfers().redeem(request(ticket=ticket), None)
+    found = transfers().import_kv(request(ticket=ticket), None)
     assert found == params(draft_tokens=[1, 2], request_type="generation_only")
     assert list(ticket.first_token_ids) == [42]
     assert ticket.first_logprobs == (TokenLogprob(42, -0.5),)
@@ -86,42 +86,42 @@ async def test_ticket_when_it_has_crossed_the_wire_then_ids_and_state_are_unharm
 async def test_ticket_when_logprobs_are_objects_then_they_are_rebuilt() -> None:
     told = [[{42: Logprob(-0.5, 1), 7: Logprob(-1.5, None)}]]
     ticket = crossed(handed_out(transfers(NEW), first_gen_log_probs=told))
-    assert transfers(NEW).redeem(request(ticket=ticket), Logprob)["first_gen_log_probs"] == told
+    assert transfers(NEW).import_kv(request(ticket=ticket), Logprob)["first_gen_log_probs"] == told
 
 
 async def test_ticket_when_it_holds_a_field_that_decode_lacks_then_the_field_is_named() -> None:
     ticket = crossed(handed_out(transfers(NEW), disagg_request_id=9))
     with pytest.raises(TransferMismatch) as caught:
-        transfers(OLD).redeem(request(ticket=ticket), None)
+        transfers(OLD).import_kv(request(ticket=ticket), None)
     assert caught.value.field == "disagg_request_id"
 
 
 @pytest.mark.parametrize(("name", "theirs"), [("release", "1.1"), ("transceiver", "NIXL"), ("attn_backend", "FA")])
 async def test_ticket_when_prefill_is_of_another_kind_then_the_difference_is_named(name: str, theirs: str) -> None:
     ticket = handed_out(transfers())
-    ticket = msgspec.structs.replace(ticket, pairing={**ticket.pairing, name: theirs})
+    ticket = msgspec.structs.replace(ticket, kv_compat={**ticket.kv_compat, name: theirs})
     with pytest.raises(TransferMismatch) as caught:
-        transfers().redeem(request(ticket=ticket), None)
+        transfers().import_kv(request(ticket=ticket), None)
     assert caught.value.field == name
 
 
 async def test_ticket_when_prompts_differ_then_refused() -> None:
     with pytest.raises(TransferMismatch, match="prompt_tokens"):
-        transfers().redeem(request(41, ticket=handed_out(transfers())), None)
+        transfers().import_kv(request(41, ticket=handed_out(transfers())), None)
 
 
 async def test_ticket_when_it_is_late_then_expired() -> None:
     ticket = msgspec.structs.replace(handed_out(transfers()), expires_at=time.time() - 1)
     with pytest.raises(TransferExpired):
-        transfers().redeem(request(ticket=ticket), None)
+        transfers().import_kv(request(ticket=ticket), None)
 
 
 async def test_ticket_when_its_inside_is_of_another_version_then_refused() -> None:
     ticket = handed_out(transfers())
-    inside = codec.decode(ticket.opaque, dict)
-    for opaque in (codec.encode({**inside, "version": 9}), b"nonsense"):
+    inside = codec.decode(ticket.engine_state, dict)
+    for engine_state in (codec.encode({**inside, "version": 9}), b"nonsense"):
         with pytest.raises(TransferMismatch):
-            transfers().redeem(request(ticket=msgspec.structs.replace(ticket, opaque=opaque)), None)
+            transfers().import_kv(request(ticket=msgspec.structs.replace(ticket, engine_state=engine_state)), None)
 
 
 @pytest.mark.parametrize("lacking", ["first_gen_tokens", "ctx_request_id", "opaque_state"])
@@ -140,18 +140,18 @@ def test_pack_when_a_value_can_not_travel_then_refused_with_its_name() -> None:
 
 
 def test_carried_when_release_is_old_then_only_its_names() -> None:
-    assert wire.carried(OLD) == ("first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens")
+    assert wire.transferred_fields(OLD) == ("first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens")
 
 
 async def test_desk_when_nobody_redeems_then_the_engine_is_asked_to_give_up() -> None:
     at, given_up = transfers(), []
-    for outcome in (ReleaseOutcome.REDEEMED, ReleaseOutcome.REFUSED):
-        ticket = at.hand_out(request(), params(), (), lambda outcome=outcome: given_up.append(outcome))
+    for outcome in (ReleaseOutcome.FETCHED, ReleaseOutcome.ABORTED):
+        ticket = at.export_kv(request(), params(), (), lambda outcome=outcome: given_up.append(outcome))
         assert len(at) == 1
-        at.let_go(ticket.ticket_id, outcome)
-        at.let_go(ticket.ticket_id, outcome)
+        at.release(ticket.ticket_id, outcome)
+        at.release(ticket.ticket_id, outcome)
         assert len(at) == 0
-    assert given_up == [ReleaseOutcome.REFUSED]
+    assert given_up == [ReleaseOutcome.ABORTED]
 
 
 async def test_desk_when_closed_then_no_ticket_is_held() -> None:
@@ -162,7 +162,7 @@ async def test_desk_when_closed_then_no_ticket_is_held() -> None:
 
 
 def test_context_when_release_knows_global_ids_then_they_are_unique_and_63_bits() -> None:
-    desks = [transfers(NEW, holder=holder) for holder in (1, 2, (1 << 63) - 1)]
+    desks = [transfers(NEW, prefill_instance_id=holder) for holder in (1, 2, (1 << 63) - 1)]
     ids = [at.context_params()["disagg_request_id"] for at in desks for _ in range(3)]
     assert len(set(ids)) == len(ids)
     assert all(1 << 42 <= each < 1 << 63 for each in ids)

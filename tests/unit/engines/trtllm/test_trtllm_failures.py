@@ -133,8 +133,8 @@ async def test_deadline_when_it_passes_while_nobody_waits_then_the_next_wait_end
         await asyncio.sleep(0)
         llm.results[0].say(1)
         await pull
-        (flight,) = at._flights
-        flight.due_in(0.0)
+        (inflight,) = at._inflight
+        inflight.due_in(0.0)
         await asyncio.sleep(0.01)
         llm.results[0].say(2)
         with pytest.raises(DeadlineExceeded):

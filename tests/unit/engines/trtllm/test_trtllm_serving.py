@@ -42,11 +42,11 @@ async def test_prefill_when_either_word_for_go_on_comes_then_a_ticket(finish: st
     task, result = await started(at, llm, ask(Phase.PREFILL))
     result.say(7, finish=finish)
     (chunk,) = await task
-    assert chunk.finish_reason is FinishReason.HANDOFF
+    assert chunk.finish_reason is FinishReason.KV_TRANSFER
     assert chunk.ticket is not None
     assert list(chunk.ticket.first_token_ids) == [7]
     assert at.stats().tickets_held == 1
-    at.release(chunk.ticket.ticket_id, ReleaseOutcome.REDEEMED)
+    at.release(chunk.ticket.ticket_id, ReleaseOutcome.FETCHED)
     assert result.aborts == 0
     await check_idle(at)
 

@@ -12,7 +12,7 @@ import multiprocessing, os, sys, time
 from dynamo_trtllm.engines.vllm.extension import WorkerExtension
 
 def rank(worker, told):
-    assert WorkerExtension().dynamo_die_with(worker)
+    assert WorkerExtension().dynamo_bind_lifetime(worker)
     told.send(os.getpid())
     time.sleep(60)
 

@@ -94,20 +94,20 @@ def test_reader_when_log_probabilities_are_missing_then_refused() -> None:
 # --- tickets -----------------------------------------------------------------------------------------------
 
 
-def ticket_with(opaque: bytes) -> KvTransferParams:
+def ticket_with(engine_state: bytes) -> KvTransferParams:
     return KvTransferParams(
         version=1,
         ticket_id="t",
         engine="vllm",
         model="m",
         layout=LAYOUT,
-        holder=1,
+        prefill_instance_id=1,
         expires_at=time.time() + 60,
         prompt_tokens=30,
         first_token_ids=token_ids([5]),
         transport="vllm/nixl",
         kv_bytes=1,
-        opaque=opaque,
+        engine_state=engine_state,
     )
 
 
@@ -126,10 +126,10 @@ def test_ticket_when_the_connector_answered_something_else_then_refused(params: 
     assert caught.value.field == "kv_transfer_config"
 
 
-@pytest.mark.parametrize("opaque", [b"", b"\x80", b"junk"])
-def test_ticket_when_it_is_not_ours_then_mismatch(opaque: bytes) -> None:
+@pytest.mark.parametrize("engine_state", [b"", b"\x80", b"junk"])
+def test_ticket_when_it_is_not_ours_then_mismatch(engine_state: bytes) -> None:
     with pytest.raises(TransferMismatch):
-        transfers.unpack(ticket_with(opaque))
+        transfers.unpack(ticket_with(engine_state))
 
 
 # --- side channel ------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def peer(engine: str = "vllm", tp: int = 1, block: int = 16, folder: str = "/m")
         layout=KvLayout(
             dtype="bfloat16", block_tokens=block, num_layers=36, num_kv_heads=8, head_dim=64, tensor_parallel_size=tp
         ),
-        pairing={"model_folder": folder},
+        kv_compat={"model_folder": folder},
     )
 
 
@@ -300,7 +300,7 @@ def test_extension_when_asked_then_only_the_named_leases_end_and_come_first(monk
     worker = SimpleNamespace(_reqs_to_send={"x-0a": 9.0, "r.1-0b": 8.0, "r.11-0c": 7.0})
     group = SimpleNamespace(connector_worker=worker)
     monkeypatch.setattr(bindings, "kv_transfer_group", lambda: group)
-    assert WorkerExtension().dynamo_release_tickets(["r.1", "gone"]) == ["r.1"]
+    assert WorkerExtension().dynamo_release_kv(["r.1", "gone"]) == ["r.1"]
     assert list(worker._reqs_to_send.items()) == [("r.1-0b", 0.0), ("x-0a", 9.0), ("r.11-0c", 7.0)]
 
 
@@ -315,14 +315,14 @@ async def test_flight_when_it_is_late_then_ended_once_with_the_first_reason() ->
     request = GenerateRequest(
         request_id="r", model="m", token_ids=token_ids([1]), sampling=Sampling(max_tokens=1), deadline=0.0
     )
-    flight = VllmInflightRequest(request, "c", end)
-    flight.due_in(0.0, lambda: DeadlineExceeded("first"))
+    inflight = VllmInflightRequest(request, "c", end)
+    inflight.due_in(0.0, lambda: DeadlineExceeded("first"))
     async with asyncio.timeout(SOON_S):
         await over.wait()
-    flight.give_up(lambda: DeadlineExceeded("second"))
+    inflight.abort(lambda: DeadlineExceeded("second"))
     assert ended == ["c"]
-    assert flight.reason is not None
-    assert flight.reason().message == "first"
+    assert inflight.reason is not None
+    assert inflight.reason().message == "first"
 
 
 # --- vendor ------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ RULES = VllmModelLimits(
     vocab_size=1000,
     end_ids=(1, 2),
     max_logprobs=20,
-    refuses=(),
+    unsupported_features=(),
 )
 PARAMS = {"do_remote_prefill": True, "remote_request_id": "x"}
 TICKET = FetchedKv(first_token=77, seed=None, kv_transfer_params=PARAMS)
@@ -37,7 +37,7 @@ def rules(**changes: Any) -> VllmModelLimits:
     return dataclasses.replace(RULES, **changes)
 
 
-def request(length: int = 20, phase: Phase = Phase.WHOLE, **sampling: Any) -> GenerateRequest:
+def request(length: int = 20, phase: Phase = Phase.AGGREGATED, **sampling: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         model="m",
@@ -98,7 +98,7 @@ def test_call_when_the_whole_answer_has_a_form_then_it_is_a_json_schema(guided: 
 
 
 def test_call_when_a_form_comes_after_a_marker_then_it_is_a_structural_tag() -> None:
-    guided = StructuredOutput(alternatives=JSON.alternatives, after="<|go|>")
+    guided = StructuredOutput(alternatives=JSON.alternatives, trigger="<|go|>")
     said = build_call(request(guided=guided), RULES).guided
     assert said is not None
     form = json.loads(said["structural_tag"])["format"]
@@ -107,7 +107,7 @@ def test_call_when_a_form_comes_after_a_marker_then_it_is_a_structural_tag() -> 
 
 def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_stays() -> None:
     call = build_call(request(phase=Phase.PREFILL, min_tokens=4), RULES)
-    assert call.hands_over
+    assert call.exports_kv
     assert (call.sampling["max_tokens"], call.sampling["min_tokens"]) == (1, 1)
     assert call.sampling["extra_args"]["kv_transfer_params"]["do_remote_decode"] is True
 
@@ -115,7 +115,7 @@ def test_prefill_when_more_than_one_token_is_wanted_then_one_is_made_and_the_kv_
 @pytest.mark.parametrize("changes", [{"max_tokens": 1}, {"length": 99}])
 def test_prefill_when_one_token_is_all_there_can_be_then_nothing_stays(changes: dict[str, Any]) -> None:
     call = build_call(request(phase=Phase.PREFILL, **changes), RULES)
-    assert not call.hands_over
+    assert not call.exports_kv
     assert "extra_args" not in call.sampling
 
 
@@ -201,7 +201,7 @@ def test_call_when_it_can_not_be_served_then_refused_by_name(
 
 def test_call_when_the_worker_has_no_tokenizer_then_forms_are_refused() -> None:
     with pytest.raises(RequestRejected) as caught:
-        build_call(request(guided=JSON), rules(refuses=("guided",)))
+        build_call(request(guided=JSON), rules(unsupported_features=("guided",)))
     assert caught.value.field == "guided"
 
 

@@ -79,7 +79,7 @@ class AsyncLLM:
         self.core.abort(request_id)
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        if method == "dynamo_die_with":
+        if method == "dynamo_bind_lifetime":
             return [True]  # it has no process of its own
         extension = importlib.import_module("dynamo_trtllm.engines.vllm.extension").WorkerExtension()
         kv_transfer.current = self.core
