@@ -90,12 +90,12 @@ def inner(channel: str, steps: int, **fields: Any) -> float:
     def work() -> None:
         plan = prepare_chat(body, SERVED, RequestContext(request_id="r", deadline=0))
         events = ChatSseEncoder(
-            PreparedRequest(heading=ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body=body, plan=plan)
+            PreparedRequest(meta=ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body=body, plan=plan)
         )
         outputs = [Detokenizer(prepared, index) for index, prepared in enumerate(plan.choices)]
         for chunk in made:
             for output in outputs:
-                events.piece(output.push(chunk))
+                events.delta(output.push(chunk))
 
     return cpu_us(work, steps * body.n)
 
@@ -122,10 +122,10 @@ class Played:
     def instances(self) -> list[Instance]:
         return []
 
-    def lacking(self, name: str) -> str | None:
+    def not_ready_reason(self, name: str) -> str | None:
         return None
 
-    def standing(self) -> ReadinessReport:
+    def readiness(self) -> ReadinessReport:
         return ReadinessReport(pairs=[], mismatched=[], rejected_records=[])
 
 
@@ -150,8 +150,8 @@ def whole(channel: str, steps: int, **fields: Any) -> float:
         models=played,
         pipeline=played,
         metrics=FrontendMetrics(),
-        permits=ConcurrencyLimiter(config.max_inflight),
-        bodies=BodyBudget(config.max_total_body_bytes),
+        limiter=ConcurrencyLimiter(config.max_inflight),
+        body_budget=BodyBudget(config.max_total_body_bytes),
         running=InFlight(),
     )
     app, sent = GenerateEndpoint(CHAT, edge), request(**fields)

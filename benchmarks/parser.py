@@ -50,7 +50,9 @@ def main() -> None:
 
 def _split(renderer: HarmonyRenderer, calls: Callable[[], ToolCallParser]) -> OutputParser:
     text = renderer.text_parser()
-    return ChatOutputParser(text, thinking=ReasoningParser(begins_inside=False), calls=calls(), forced=token_ids())
+    return ChatOutputParser(
+        text, reasoning_parser=ReasoningParser(begins_inside=False), calls=calls(), prefill_ids=token_ids()
+    )
 
 
 def _report(name: str, make: Callable[[], OutputParser], pushes: Sequence[TokenIds], rounds: int) -> None:

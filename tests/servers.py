@@ -37,7 +37,7 @@ class TestServer:
 
     def start(self) -> None:
         """After stop or kill: the same data, the same port."""
-        self._server = wait_for(self._server.again())
+        self._server = wait_for(self._server.restart())
 
     def restart(self) -> None:
         self.stop()

@@ -34,7 +34,7 @@ class Server:
 
     def start(self) -> None:
         """After its end: at the same address, on what it has on disk."""
-        self._server = wait_for(self._server.again())
+        self._server = wait_for(self._server.restart())
 
     def lose_data(self) -> None:
         """After its end: the next start finds nothing."""

@@ -96,7 +96,7 @@ class AssistantToolCall(RequestModel):
 
 class AssistantMessage(RequestModel):
     no_ops: ClassVar = {"annotations": ([],)}
-    refused: ClassVar = frozenset({"refusal", "audio", "function_call"})
+    unsupported: ClassVar = frozenset({"refusal", "audio", "function_call"})
 
     role: Literal["assistant"]
     content: Text = ""
@@ -243,7 +243,7 @@ class ChatRequest(SamplingFields):
         "add_generation_prompt": (True,),
         "functions": ([],),
     }
-    refused: ClassVar = frozenset(
+    unsupported: ClassVar = frozenset(
         {"audio", "prediction", "function_call", "web_search_options", "moderation", "echo", "best_of", "suffix"}
     )
 

@@ -53,7 +53,7 @@ class RequestModel(BaseModel):
 
     hints: ClassVar[frozenset[str]] = frozenset()  # may hold anything: they never change an answer
     no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # accepted with exactly these values, which change nothing
-    refused: ClassVar[frozenset[str]] = frozenset()  # known to the API, not supported here
+    unsupported: ClassVar[frozenset[str]] = frozenset()  # known to the API, not supported here
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -70,15 +70,15 @@ class RequestModel(BaseModel):
                 "enum": [*values, None],
                 "description": "Not supported, except as what changes nothing.",
             }
-        if cls.refused:
+        if cls.unsupported:
             schema["description"] = (
-                f"{schema.get('description', '')} Refused by name: {', '.join(sorted(cls.refused))}."
+                f"{schema.get('description', '')} Refused by name: {', '.join(sorted(cls.unsupported))}."
             )
         return schema
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_by_name(cls, data: Any) -> Any:
+    def _reject_by_name(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
         kept = {}
@@ -89,15 +89,15 @@ class RequestModel(BaseModel):
             if name in known:
                 kept[name] = value
             elif not any(_same(value, harmless) for harmless in cls.no_ops.get(name, ())):
-                cls._refuse(name)
+                cls._reject(name)
         return kept
 
     @classmethod
-    def _refuse(cls, name: str) -> NoReturn:
+    def _reject(cls, name: str) -> NoReturn:
         values = cls.no_ops.get(name)
         if values:
             reason = f"is not supported, except as {_alternatives(values)}; leave it out"
-        elif name in cls.refused or name in cls.no_ops:
+        elif name in cls.unsupported or name in cls.no_ops:
             reason = "is not supported; leave it out"
         else:
             near = difflib.get_close_matches(name, cls.model_fields, n=1, cutoff=0.8) if len(name) <= _SHOWN else ()

@@ -95,7 +95,7 @@ class ReasoningText(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    refused: ClassVar = frozenset({"encrypted_content"})
+    unsupported: ClassVar = frozenset({"encrypted_content"})
 
     type: Literal["reasoning"]
     id: Label | None = None
@@ -107,7 +107,7 @@ class ReasoningItem(RequestModel):
 class FunctionCallItem(RequestModel):
     hints: ClassVar = frozenset({"created_by"})
     no_ops: ClassVar = {"async": (False,), "caller": ({"type": "direct"},)}
-    refused: ClassVar = frozenset({"namespace"})
+    unsupported: ClassVar = frozenset({"namespace"})
 
     type: Literal["function_call"]
     id: Label | None = None
@@ -120,7 +120,7 @@ class FunctionCallItem(RequestModel):
 class FunctionOutputItem(RequestModel):
     hints: ClassVar = frozenset({"created_by", "name"})
     no_ops: ClassVar = {"caller": ({"type": "direct"},)}
-    refused: ClassVar = frozenset({"namespace"})
+    unsupported: ClassVar = frozenset({"namespace"})
 
     type: Literal["function_call_output"]
     id: Label | None = None
@@ -175,7 +175,7 @@ MAX_INCLUDED = 16
 
 class ResponsesFunctionTool(RequestModel):
     no_ops: ClassVar = {"async": (False,), "defer_loading": (False,), "allowed_callers": (["direct"],)}
-    refused: ClassVar = frozenset({"output_schema"})
+    unsupported: ClassVar = frozenset({"output_schema"})
 
     type: Literal["function"]
     name: Name
@@ -297,7 +297,7 @@ class ResponseRequest(SamplingFields):
         "truncation": ("disabled",),
         "prompt_cache_options": ({"mode": "implicit"},),
     }
-    refused: ClassVar = frozenset(
+    unsupported: ClassVar = frozenset(
         {
             "access_programs",
             "background_options",

@@ -82,7 +82,7 @@ class StreamOptions(RequestModel):
 class NvExt(RequestModel):
     """Extensions of NVIDIA's servers."""
 
-    refused: ClassVar = frozenset(
+    unsupported: ClassVar = frozenset(
         {"greed_sampling", "use_raw_prompt", "annotations", "backend_instance_id", "token_data", "max_thinking_tokens"}
     )
 
@@ -130,12 +130,12 @@ class SamplingFields(GenerationRequest):
 
     @property
     def past_eos(self) -> bool:
-        """Whether to go on past the model's own stop tokens; the top-level field beats `nvext`."""
+        """Whether to go on past the model's own stop tokens; the top-level field overrides `nvext`."""
         return self.nvext.ignore_eos if self.ignore_eos is None else self.ignore_eos
 
     @property
     def salt(self) -> str | None:
-        """The top-level field beats `nvext`, as above."""
+        """The top-level field overrides `nvext`, as above."""
         return self.nvext.cache_salt if self.cache_salt is None else self.cache_salt
 
 

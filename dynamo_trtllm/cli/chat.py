@@ -63,7 +63,7 @@ def _converse(config: ChatConfig) -> int:
     )
     if is_terminal:
         chat.notes.say(f"{config.model} at {config.url}; /help says what else there is")
-    chat.run(_typed() if is_terminal else sys.stdin)
+    chat.run(_typed_lines() if is_terminal else sys.stdin)
     return 0 if is_terminal else chat.failures
 
 
@@ -98,7 +98,7 @@ class Chat:
         self._screen = screen
         self.notes = notes
         self.failures = 0
-        self._said: list[dict[str, str]] = []
+        self._messages: list[dict[str, str]] = []
 
     def run(self, lines: Iterable[str]) -> None:
         """Until the lines end or one says /exit."""
@@ -118,14 +118,14 @@ class Chat:
         chosen = {name: getattr(config, name) for name in ("reasoning_effort", "max_tokens", "temperature")}
         return {
             "model": config.model,
-            "messages": [*system, *self._said, {"role": "user", "content": question}],
+            "messages": [*system, *self._messages, {"role": "user", "content": question}],
             "stream": True,
             "stream_options": {"include_usage": True},
         } | {name: value for name, value in chosen.items() if value is not None}
 
     def _command(self, text: str) -> None:
         if text == "/reset":
-            self._said.clear()
+            self._messages.clear()
             self.notes.say("forgotten")
         elif text == "/help":
             self.notes.say(HELP.rstrip())
@@ -149,12 +149,12 @@ class Chat:
             self.notes.say(f"error: {exc}")
             self.failures += 1
             return
-        self._said.append({"role": "user", "content": question})
+        self._messages.append({"role": "user", "content": question})
         if turn.content:
-            self._said.append({"role": "assistant", "content": turn.content})
+            self._messages.append({"role": "assistant", "content": turn.content})
 
 
-def _typed() -> Iterator[str]:
+def _typed_lines() -> Iterator[str]:
     """Lines from a person, up to Ctrl-D. Ctrl-C gives the line up."""
     with suppress(ImportError):
         import readline  # noqa: F401  # editing and history for `input`

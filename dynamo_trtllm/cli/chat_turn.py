@@ -166,9 +166,9 @@ class ChatTurn:
             words = [f"TTFT {(self.first - self.began) * 1e3:.0f} ms"]
         if self.tokens is not None:
             words.append(f"{self.tokens} tokens")
-            took = self.last - (self.first or self.last)
-            if self.tokens > 1 and took > 0:
-                words.append(f"{(self.tokens - 1) / took:.1f} tokens/s")
+            seconds = self.last - (self.first or self.last)
+            if self.tokens > 1 and seconds > 0:
+                words.append(f"{(self.tokens - 1) / seconds:.1f} tokens/s")
         if self.finish not in (None, "stop"):
             words.append(f"ended by {self.finish}")
         return ", ".join(words)

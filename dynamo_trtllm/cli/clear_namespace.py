@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         config = load(ClearNamespaceConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
         observe_logging.setup(config.log_level, "clear", config.log_format)
-        is_clear = asyncio.run(clear(config, _answered))
+        is_clear = asyncio.run(clear(config, _read_confirmation))
     except ConfigError as exc:
         exit_with(PROG, exc)
     except Unreachable as exc:
@@ -100,7 +100,7 @@ async def _remove(store: EtcdStore, config: ClearNamespaceConfig, found: StaleRe
         await delete_bucket(config.nats_server, config.namespace)
 
 
-def _answered() -> bool:
+def _read_confirmation() -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("there is no terminal to ask on; give --yes", field="yes")
     sys.stdout.write("remove all of it? [y/N] ")

@@ -51,8 +51,8 @@ class Report:
 
     def findings(self) -> Iterator[tuple[str, Finding]]:
         """(role or "pair", finding), role by role."""
-        for judged in self.roles:
-            yield from ((str(judged.role), finding) for finding in judged.findings)
+        for role_report in self.roles:
+            yield from ((str(role_report.role), finding) for finding in role_report.findings)
         yield from (("pair", finding) for finding in self.pair)
 
     def count(self, severity: str) -> int:
@@ -66,7 +66,7 @@ def as_json(report: Report) -> str:
         "errors": report.count("error"),
         "warnings": report.count("warning"),
         "findings": [{"role": role, **asdict(finding)} for role, finding in report.findings()],
-        "memory": [asdict(judged.memory) for judged in report.roles if judged.memory is not None],
+        "memory": [asdict(role_report.memory) for role_report in report.roles if role_report.memory is not None],
         "handoff": {"tokens": report.handoff_tokens, "seconds": dict(report.handoff_s)},
     }
     return json.dumps(body, indent=2) + "\n"
@@ -96,7 +96,7 @@ def _findings(report: Report) -> Iterator[str]:
 
 
 def _notes(report: Report) -> Iterator[str]:
-    lines = [f"  {judged.role}: {note}" for judged in report.roles for note in judged.notes]
+    lines = [f"  {role_report.role}: {note}" for role_report in report.roles for note in role_report.notes]
     if lines:
         yield "how the arguments were read:\n" + "\n".join(lines)
 
@@ -117,18 +117,18 @@ _ROWS: Sequence[tuple[str, Callable[[MemoryTable], str]]] = (
 
 
 def _memory(report: Report) -> str:
-    tables = [(judged, judged.memory) for judged in report.roles if judged.memory is not None]
+    tables = [(role_report, role_report.memory) for role_report in report.roles if role_report.memory is not None]
     if not tables:
         return "no memory estimate: it needs --model-path" if report.roles else ""
-    head = ["memory of one GPU, estimated", *(_who(judged) for judged, _ in tables)]
+    head = ["memory of one GPU, estimated", *(_role_and_ranks(role_report) for role_report, _ in tables)]
     rows = [head, *([name, *(shown(table) for _, table in tables)] for name, shown in _ROWS)]
     return _aligned(rows)
 
 
-def _who(judged: RoleReport) -> str:
-    facts = judged.facts
+def _role_and_ranks(role_report: RoleReport) -> str:
+    facts = role_report.facts
     ranks = facts.tensor_parallel if facts is not None else 1
-    return f"{judged.role}, {ranks} GPU{'s' if ranks > 1 else ''}"
+    return f"{role_report.role}, {ranks} GPU{'s' if ranks > 1 else ''}"
 
 
 def _handoff(report: Report) -> str:
@@ -195,14 +195,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def evaluate(config: PreflightConfig) -> Report:
     """Raises ConfigError for what can't be judged: files, names and flags that are not there."""
-    ground = _Target(
+    target = _Target(
         release=release_for(config.release),
         model=_model(config.model_path),
         gpu=_gpu(config.gpu),
         load=Load(isl=config.isl, osl=config.osl, concurrency=config.concurrency),
     )
     roles = [
-        _judged(role, path, flags, config, ground)
+        _evaluate_role(role, path, flags, config, target)
         for role, path, flags in (
             (Role.PREFILL, config.prefill, config.prefill_args),
             (Role.DECODE, config.decode, config.decode_args),
@@ -210,8 +210,8 @@ def evaluate(config: PreflightConfig) -> Report:
         )
         if path is not None
     ]
-    report = Report(release=config.release, gpu=ground.gpu.name if ground.gpu else None, roles=tuple(roles))
-    known = [judged.facts for judged in roles if judged.facts is not None]
+    report = Report(release=config.release, gpu=target.gpu.name if target.gpu else None, roles=tuple(roles))
+    known = [role_report.facts for role_report in roles if role_report.facts is not None]
     if len(known) < 2:
         return report
     prefill, decode = known
@@ -224,18 +224,18 @@ def evaluate(config: PreflightConfig) -> Report:
     )
 
 
-def _judged(role: Role, path: Path, flags: str | None, config: PreflightConfig, ground: _Target) -> RoleReport:
+def _evaluate_role(role: Role, path: Path, flags: str | None, config: PreflightConfig, target: _Target) -> RoleReport:
     """Arguments that the release refuses are a finding too: the file is at fault, not the command line."""
     if not find_file(path).is_file():
         raise ConfigError(f"there is no file {path}", field=str(role))
     worker = _worker(role, path, flags, config)
-    gpus = [ground.gpu] * 8 if ground.gpu else []
+    gpus = [target.gpu] * 8 if target.gpu else []
     try:
-        args = trtllm_args(worker, ground.release, gpus)
+        args = trtllm_args(worker, target.release, gpus)
     except ConfigError as exc:
         _check_engine_of(path)
-        return RoleReport(role=role, facts=None, notes=(), findings=(_refused(exc, path),), memory=None)
-    facts = _facts(role, args, worker, config, ground)
+        return RoleReport(role=role, facts=None, notes=(), findings=(_rejected_argument(exc, path),), memory=None)
+    facts = _facts(role, args, worker, config, target)
     return RoleReport(
         role=role, facts=facts, notes=args.notes, findings=tuple(check_role(facts)), memory=memory_table(facts)
     )
@@ -282,20 +282,20 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
         raise ConfigError(f"the flags of the {role} worker: {exc.message}", field=exc.field) from exc
 
 
-def _facts(role: Role, args: TrtllmArgs, worker: WorkerConfig, config: PreflightConfig, ground: _Target) -> RoleFacts:
+def _facts(role: Role, args: TrtllmArgs, worker: WorkerConfig, config: PreflightConfig, target: _Target) -> RoleFacts:
     return RoleFacts(
         role=role,
         args=args,
         release=config.release,
-        model=ground.model,
-        gpu=ground.gpu,
-        load=ground.load,
+        model=target.model,
+        gpu=target.gpu,
+        load=target.load,
         environment=args.profile.environment,
         strategy=worker.disaggregation_strategy,
     )
 
 
-def _refused(error: ConfigError, path: Path) -> Finding:
+def _rejected_argument(error: ConfigError, path: Path) -> Finding:
     return Finding(
         severity="error",
         rule="argument-refused",

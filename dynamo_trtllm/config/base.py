@@ -80,25 +80,30 @@ _ETCD = re.compile(rf"(https?://)?{_HOST}(:\d{{1,5}})?/?")
 _NATS = re.compile(rf"((nats|tls)://)?([^\s/@,]+@)?{_HOST}(:\d{{1,5}})?/?")
 
 
-def option(
+def cli_option(
     group: str,
     *flags: str,
     env: str | None = None,
     positional: bool = False,
-    words: Mapping[str, str] | None = None,
+    const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
 ) -> JsonDict:
-    """How a field shows on the command line: its help group, further spellings, a well-known environment variable.
+    """Return how a field shows on the command line, as `json_schema_extra` of its pydantic field.
 
-    `words`: flags without a value, each with the value that it stands for. `is_address`: it may hold a password, which
-    is shown nowhere.
+    Args:
+        group: title of the field's group in `--help`.
+        flags: further flags for the same field.
+        env: environment variable by which others know the setting, beside our own.
+        positional: the field is an argument without a flag.
+        const_flags: flags that take no value, each with the value that it stands for.
+        is_address: the value may hold a password, which is never printed.
     """
     return {
         "group": group,
         "flags": list(flags),
         "env": env,
         "positional": positional,
-        "words": dict(words or {}),
+        "const_flags": dict(const_flags or {}),
         "is_address": is_address,
     }
 
@@ -130,40 +135,40 @@ class ConnectionConfig(Config):
     namespace: str = Field(
         default="dynamo",
         description="deployment name; workers and frontends see only their own",
-        json_schema_extra=option(CONTROL, env="DYN_NAMESPACE"),
+        json_schema_extra=cli_option(CONTROL, env="DYN_NAMESPACE"),
     )
     etcd_endpoints: str = Field(
         default="http://localhost:2379",
         description="etcd addresses, comma-separated",
-        json_schema_extra=option(CONTROL, env="ETCD_ENDPOINTS", is_address=True),
+        json_schema_extra=cli_option(CONTROL, env="ETCD_ENDPOINTS", is_address=True),
     )
     etcd_ca: Path | None = Field(
         default=None,
         description="PEM file of the authority that signed etcd's certificate, for https:// endpoints",
-        json_schema_extra=option(CONTROL, env="ETCD_AUTH_CA"),
+        json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CA"),
     )
     etcd_cert: Path | None = Field(
         default=None,
         description="PEM file of the client certificate that etcd asks for",
-        json_schema_extra=option(CONTROL, env="ETCD_AUTH_CLIENT_CERT"),
+        json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CLIENT_CERT"),
     )
     etcd_key: Path | None = Field(
         default=None,
         description="PEM file of that certificate's key",
-        json_schema_extra=option(CONTROL, env="ETCD_AUTH_CLIENT_KEY"),
+        json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CLIENT_KEY"),
     )
     nats_server: str = Field(
         default="nats://localhost:4222",
         description="NATS address",
-        json_schema_extra=option(CONTROL, env="NATS_SERVER", is_address=True),
+        json_schema_extra=cli_option(CONTROL, env="NATS_SERVER", is_address=True),
     )
     log_level: LogLevel = Field(
-        default="info", description="least severe level logged", json_schema_extra=option(PROCESS)
+        default="info", description="least severe level logged", json_schema_extra=cli_option(PROCESS)
     )
     log_format: LogFormat = Field(
         default="text",
         description="format of log lines: text, or json (one object per line)",
-        json_schema_extra=option(PROCESS),
+        json_schema_extra=cli_option(PROCESS),
     )
 
     @field_validator("namespace")

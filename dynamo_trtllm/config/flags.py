@@ -31,7 +31,7 @@ class Flag:
     positional: bool
     kind: type  # bool, dict, int, float, Path or str
     choices: tuple[str, ...]
-    words: Mapping[str, str]  # flags that take no value -> the value each stands for
+    const_flags: Mapping[str, str]  # flags that take no value -> the value each stands for
     is_address: bool  # may hold a password
 
     def convert(self, text: str, source: str) -> Any:
@@ -66,7 +66,7 @@ def _flag(name: str, info: FieldInfo) -> Flag:
         positional=positional,
         kind=kind,
         choices=choices,
-        words=typing.cast("dict[str, str]", shown["words"]),
+        const_flags=typing.cast("dict[str, str]", shown["const_flags"]),
         is_address=bool(shown["is_address"]),
     )
 
@@ -148,7 +148,7 @@ def _add(group: argparse._ArgumentGroup, flag: Flag, info: FieldInfo) -> None:
         group.add_argument(*flag.names, dest=flag.field, action=argparse.BooleanOptionalAction, help=help_text)
     else:
         group.add_argument(*flag.names, dest=flag.field, metavar=metavar, help=help_text)
-    for word, value in flag.words.items():
+    for word, value in flag.const_flags.items():
         group.add_argument(
             word, dest=_WORDS, action="append_const", const=(flag.field, word, value), help=f"{flag.names[0]} {value}"
         )
@@ -166,25 +166,25 @@ def _help(flag: Flag, info: FieldInfo) -> str:
     return f"{info.description}" + (f" ({'; '.join(notes)})" if notes else "")
 
 
-Refuse = Callable[[str | None, Sequence[str], Sequence[str]], None]
+RejectUnknown = Callable[[str | None, Sequence[str], Sequence[str]], None]
 """Raises ConfigError for unknown words. Takes the value of the positional argument, the words, and the flags."""
 
 
 def read_flags(
-    parser: argparse.ArgumentParser, model: type[Config], argv: Sequence[str], refuse: Refuse
+    parser: argparse.ArgumentParser, model: type[Config], argv: Sequence[str], reject_unknown: RejectUnknown
 ) -> dict[str, Any]:
     """What was typed, by field: (flag as named, value); and `print_config`. Raises ConfigError, `--help` exits."""
     namespace, unknown = parser.parse_known_args(list(argv))
     given = vars(namespace)
     positional = next((given.get(flag.field) for flag in flags_of(model) if flag.positional), None)
-    refuse(positional, unknown, [name for name in parser._option_string_actions if name.startswith("--")])
+    reject_unknown(positional, unknown, [name for name in parser._option_string_actions if name.startswith("--")])
     typed: dict[str, Any] = {"print_config": given.pop("print_config", False)}
     for flag in flags_of(model):
         if flag.field in given and given[flag.field] is not None:
             value = given[flag.field]
             name = flag.names[0]
             typed[flag.field] = (name, value if isinstance(value, bool) else flag.convert(value, f"flag {name}"))
-    words = {word for flag in flags_of(model) for word in flag.words}
+    words = {word for flag in flags_of(model) for word in flag.const_flags}
     for field, word, value in given.get(_WORDS, ()):
         said, other = typed.setdefault(field, (word, value))
         if other != value:

@@ -37,7 +37,7 @@ class Source(NamedTuple):
 
     values: Mapping[str, Any]
     source: str
-    yields: bool = False  # advice: overriding it is not logged
+    is_default: bool = False  # advice: overriding it is not logged
 
 
 class Merged(NamedTuple):
@@ -53,25 +53,24 @@ def merge(layers: Iterable[Source]) -> Merged:
     Mappings are merged, anything else replaces what stood there, a whole subtree included.
     """
     merged: dict[str, Sourced] = {}
-    advice: set[str] = set()
+    defaults: set[str] = set()
     notes = []
     for layer in layers:
         for key, value in _leaves(layer.values):
             if value == {} and any(known.startswith(f"{key}.") for known in merged):
                 continue  # merging nothing into a mapping
-            for beaten in _contradicted(merged, key):
-                old = merged.pop(beaten)
-                if old.value != value and old.source not in advice:
-                    notes.append(
-                        f"{_who(layer.source)} {_text(value)} beats {beaten} {_text(old.value)} of {old.source}"
-                    )
+            for overridden in _overridden_keys(merged, key):
+                old = merged.pop(overridden)
+                if old.value != value and old.source not in defaults:
+                    loser = f"{overridden} {_text(old.value)} of {old.source}"
+                    notes.append(f"{_source_name(layer.source)} {_text(value)} overrides {loser}")
             merged[key] = Sourced(value, layer.source)
-        if layer.yields:
-            advice.add(layer.source)
+        if layer.is_default:
+            defaults.add(layer.source)
     return Merged(merged, notes)
 
 
-def _who(source: str) -> str:
+def _source_name(source: str) -> str:
     return source.removeprefix("flag ")
 
 
@@ -99,7 +98,7 @@ def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def _contradicted(merged: Mapping[str, Sourced], key: str) -> list[str]:
+def _overridden_keys(merged: Mapping[str, Sourced], key: str) -> list[str]:
     """Leaves that can't stand beside a new `key`: itself, those above it (now a mapping) and below it (replaced)."""
     parts = key.split(".")
     above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}

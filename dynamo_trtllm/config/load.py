@@ -21,7 +21,7 @@ from dynamo_trtllm.config.base import DEFAULT_SOURCE, Config, format_table, sugg
 from dynamo_trtllm.config.commands import LaunchConfig
 from dynamo_trtllm.config.flags import Flag, build_parser, flags_of, read_flags
 from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
-from dynamo_trtllm.config.unknown import refuse
+from dynamo_trtllm.config.unknown import reject_unknown
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.sanitize import MASK, mask_address, mask_credentials
 
@@ -53,7 +53,7 @@ def load(
     """
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
-    typed = read_flags(parser, model, sys.argv[1:] if argv is None else argv, partial(refuse, model))
+    typed = read_flags(parser, model, sys.argv[1:] if argv is None else argv, partial(reject_unknown, model))
     print_config = typed.pop("print_config", False)
     raw: dict[str, Any] = {}
     sources: dict[str, str] = dict.fromkeys(model.model_fields, DEFAULT_SOURCE)

@@ -106,7 +106,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
 }
 
 
-def refuse(model: type[Config], positional: str | None, unknown: Sequence[str], known: Sequence[str]) -> None:
+def reject_unknown(model: type[Config], positional: str | None, unknown: Sequence[str], known: Sequence[str]) -> None:
     """Explain what is wrong with words that the command does not take; return when there are none.
 
     Args:
@@ -120,12 +120,12 @@ def refuse(model: type[Config], positional: str | None, unknown: Sequence[str], 
     """
     words = [word for word in (positional, *unknown) if word is not None]
     if words and words[0].replace("_", "-") in _SUBCOMMANDS:
-        _refuse_subcommand(words)
+        _reject_subcommand(words)
     if not unknown:
         return
     word = unknown[0]
     if not word.startswith("-"):
-        _refuse_positional(model, word)
+        _reject_positional(model, word)
     name = word.partition("=")[0]
     answer = _answer(model, name.lstrip("-").replace("_", "-"))
     if answer is None:
@@ -134,7 +134,7 @@ def refuse(model: type[Config], positional: str | None, unknown: Sequence[str], 
     raise ConfigError(f"unknown flag {name}; {answer}", field=name)
 
 
-def _refuse_subcommand(words: Sequence[str]) -> NoReturn:
+def _reject_subcommand(words: Sequence[str]) -> NoReturn:
     name = words[1] if len(words) > 1 and not words[1].startswith("-") else "MODEL"
     raise ConfigError(
         f"there is no subcommand {words[0]!r}; for a whole deployment: {_LAUNCHER} DEPLOYMENT.yaml --model {name}; "
@@ -143,7 +143,7 @@ def _refuse_subcommand(words: Sequence[str]) -> NoReturn:
     )
 
 
-def _refuse_positional(model: type[Config], word: str) -> NoReturn:
+def _reject_positional(model: type[Config], word: str) -> NoReturn:
     hint = "every setting is a flag, see --help"
     if positional := next((flag.names[0] for flag in flags_of(model) if flag.positional), None):
         raise ConfigError(f"{word!r} is a second {positional}; give only one", field=word)

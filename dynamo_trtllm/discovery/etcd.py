@@ -116,7 +116,7 @@ class LeaseKeeper:
 
 START_TIMEOUT_S = 5.0  # etcd may start at the same moment as we do; a wrong address is reported soon
 AWAY_TIMEOUT_S = 120.0  # for one that has answered before: what was loaded in minutes is not given up for less
-SAY_EVERY_S = 5.0
+LOG_EVERY_S = 5.0
 
 T = TypeVar("T")
 
@@ -151,18 +151,18 @@ class EtcdDiscovery:
         registration = LeaseKeeper(self._store, key, record, ttl_s=self._lease_ttl_s, tasks=self._tasks)
         self._registrations.append(registration)  # first: a cancel may come when the record is there already
         try:
-            await self._at_start(registration.start)
+            await self._retry_at_start(registration.start)
         except Unreachable:
             self._registrations.remove(registration)
             raise
         return registration
 
-    async def _at_start(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _retry_at_start(self, call: Callable[[], Awaitable[T]]) -> T:
         """Tries for `start_timeout_s`, or longer where etcd has answered before; then raises the last Unreachable."""
         backoff = Backoff()
         loop = asyncio.get_running_loop()
         limit_s = AWAY_TIMEOUT_S if self._store.answered else self._start_timeout_s
-        begun_s, say_at_s = loop.time(), 0.0
+        begun_s, log_at_s = loop.time(), 0.0
         while True:
             try:
                 return await call()
@@ -170,42 +170,42 @@ class EtcdDiscovery:
                 delay_s, waited_s = backoff.next_s(), loop.time() - begun_s
                 if self._store.closed or waited_s + delay_s >= limit_s:
                     raise
-                if waited_s >= say_at_s:
-                    say_at_s += SAY_EVERY_S
+                if waited_s >= log_at_s:
+                    log_at_s += LOG_EVERY_S
                     logger.warning("waiting for etcd since %.0f s, up to %.0f s: %s", waited_s, limit_s, exc.message)
                 await asyncio.sleep(delay_s)
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """See `base.Discovery.watch`; ends when this object is closed. Raises Unreachable if etcd can't be reached
         for its first list."""
-        prefix, mirror, backoff = namespace_prefix(namespace), InstanceCache(grace_s=self._lease_ttl_s), Backoff()
+        prefix, cache, backoff = namespace_prefix(namespace), InstanceCache(grace_s=self._lease_ttl_s), Backoff()
         loop = asyncio.get_running_loop()
-        listing = await self._at_start(lambda: self._store.read_all(prefix))
-        for event in mirror.relist(listing.records):
+        snapshot = await self._retry_at_start(lambda: self._store.read_all(prefix))
+        for event in cache.relist(snapshot.records):
             yield event
         yield Synced()
         while not self._store.closed:
-            async with aclosing(self._changes(prefix, listing, mirror, backoff)) as changes:
+            async with aclosing(self._changes(prefix, snapshot, cache, backoff)) as changes:
                 async for key, record in changes:
-                    for event in mirror.removed(key) if record is None else mirror.put(key, record):
+                    for event in cache.delete(key) if record is None else cache.put(key, record):
                         yield event
-            again = await self._list_again(prefix, mirror, backoff)
+            again = await self._list_again(prefix, cache, backoff)
             if again is None:
                 return
-            listing = again
-            for event in mirror.relist(listing.records, loop.time()):
+            snapshot = again
+            for event in cache.relist(snapshot.records, loop.time()):
                 yield event
-            if mirror.due_s is not None:
+            if cache.next_list_s is not None:
                 logger.warning("instances that etcd lists no more are kept for up to %g s", self._lease_ttl_s)
 
     async def _changes(
-        self, prefix: str, listing: Snapshot, mirror: InstanceCache, backoff: Backoff
+        self, prefix: str, snapshot: Snapshot, cache: InstanceCache, backoff: Backoff
     ) -> AsyncGenerator[Change, None]:
         """What follows the list, until the watch is cut or it is time to see whether the missing are there now."""
         try:
-            async with aclosing(self._store.changes(prefix, listing.revision + 1)) as batches:
+            async with aclosing(self._store.changes(prefix, snapshot.revision + 1)) as batches:
                 while True:
-                    async with asyncio.timeout_at(mirror.due_s):
+                    async with asyncio.timeout_at(cache.next_list_s):
                         batch = await anext(batches, None)
                     if batch is None:
                         break
@@ -220,18 +220,18 @@ class EtcdDiscovery:
         if not self._store.closed:
             logger.warning("the watch of %s is cut, what is known is kept: %s", prefix, reason)
 
-    async def _list_again(self, prefix: str, mirror: InstanceCache, backoff: Backoff) -> Snapshot | None:
+    async def _list_again(self, prefix: str, cache: InstanceCache, backoff: Backoff) -> Snapshot | None:
         """However long it takes; None when this object is closed meanwhile."""
         while not self._store.closed:
             await asyncio.sleep(backoff.next_s())
             try:
-                listing = await self._store.read_all(prefix)
+                snapshot = await self._store.read_all(prefix)
             except Unreachable as exc:
                 logger.debug("the watch of %s: %s", prefix, exc.message)
-                mirror.wait_anew()
+                cache.restart_grace()
             else:
                 logger.info("the watch of %s is back", prefix)
-                return listing
+                return snapshot
         return None
 
     async def aclose(self) -> None:

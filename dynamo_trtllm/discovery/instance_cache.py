@@ -12,7 +12,7 @@ from dynamo_trtllm.discovery.records import BadRecord, read_instance
 
 logger = logging.getLogger(__name__)
 
-News = Added | Removed | Rejected
+CacheEvent = Added | Removed | Rejected
 
 MOST_REJECTED: Final = 10_000  # rejected keys that are stored; any client of etcd can write more
 MOST_WAITING_BYTES: Final = 16 << 20  # bytes of rejected records whose instance id another key has
@@ -31,34 +31,34 @@ class InstanceCache:
     def __init__(self, *, grace_s: float = 0.0) -> None:
         self._grace_s = grace_s
         self._records: dict[str, bytes] = {}
-        self._holders: dict[int, str] = {}  # instance id to the key that stands for it
+        self._owners: dict[int, str] = {}  # instance id to the key that stands for it
         self._missing: dict[str, float] = {}  # key to the time when a list that lacks it takes it down
         self._rejected: dict[str, str] = {}  # key, as shown, to the reason
         self._waiting: dict[int, dict[str, bytes]] = {}  # instance id to the rejected records that have it too
         self._waiting_bytes = 0
-        self._has_said_full = False
+        self._has_logged_full = False
 
     @property
-    def due_s(self) -> float | None:
+    def next_list_s(self) -> float | None:
         """When to list again, to see whether what was missing is there now; None when nothing is."""
         return min(self._missing.values(), default=None)
 
-    def wait_anew(self) -> None:
+    def restart_grace(self) -> None:
         """The store was away: who is missing could not come back, and has the whole grace from the next list on."""
         self._missing.clear()
 
-    def relist(self, listed: Mapping[str, bytes], now_s: float = 0.0) -> list[News]:
+    def relist(self, listed: Mapping[str, bytes], now_s: float = 0.0) -> list[CacheEvent]:
         """News when the store holds exactly `listed` at `now_s`, of any clock that only rises: first what has been
         missing for too long, then what is new or changed."""
-        news = self._forget_unlisted(listed)
+        events = self._forget_unlisted(listed)
         for key in [key for key in self._records if key not in listed]:
             if self._missing.setdefault(key, now_s + self._grace_s) <= now_s:
-                news += self._take_down(key)
+                events += self._remove(key)
         for key, record in listed.items():
-            news += self.put(key, record)
-        return news
+            events += self.put(key, record)
+        return events
 
-    def put(self, key: str, record: bytes) -> list[News]:
+    def put(self, key: str, record: bytes) -> list[CacheEvent]:
         """Return the events when `key` holds `record`. A rejected record is logged once per key."""
         self._missing.pop(key, None)
         if self._records.get(key) == record:
@@ -67,73 +67,73 @@ class InstanceCache:
             instance = read_instance(key, record)
         except BadRecord as exc:
             self._stop_waiting(key)
-            return [*self._removed(key), *self._reject(key, str(exc))]
-        holder = self._holders.get(instance.id, key)
-        if holder != key:
-            reason = f"instance id {instance.id:x} is already registered under the key {shown_key(holder)}"
-            news = self._reject(key, reason)
+            return [*self._on_removed(key), *self._reject(key, str(exc))]
+        owner = self._owners.get(instance.id, key)
+        if owner != key:
+            reason = f"instance id {instance.id:x} is already registered under the key {shown_key(owner)}"
+            events = self._reject(key, reason)
             self._wait(instance.id, key, record)
-            return news
-        news = self._forget(key)
+            return events
+        events = self._forget(key)
         self._records[key] = record
-        self._holders[instance.id] = key
-        return [*news, Added(instance)]
+        self._owners[instance.id] = key
+        return [*events, Added(instance)]
 
-    def removed(self, key: str) -> list[News]:
+    def delete(self, key: str) -> list[CacheEvent]:
         """News when `key` is no more."""
-        return [*self._forget(key), *self._removed(key)]
+        return [*self._forget(key), *self._on_removed(key)]
 
-    def _removed(self, key: str) -> list[News]:
+    def _on_removed(self, key: str) -> list[CacheEvent]:
         """Return the events when the instance of `key` is removed; another key with its id may replace it."""
         self._missing.pop(key, None)
-        news = self._take_down(key)
-        if news:
+        events = self._remove(key)
+        if events:
             for other, record in list(self._waiting.get(instance_id_of(key), {}).items()):
-                news += self.put(other, record)
-        return news
+                events += self.put(other, record)
+        return events
 
-    def _take_down(self, key: str) -> list[News]:
+    def _remove(self, key: str) -> list[CacheEvent]:
         if self._records.pop(key, None) is None:
             return []
         self._missing.pop(key, None)
         instance_id = instance_id_of(key)
-        del self._holders[instance_id]
+        del self._owners[instance_id]
         return [Removed(instance_id)]
 
-    def _reject(self, key: str, reason: str) -> list[News]:
+    def _reject(self, key: str, reason: str) -> list[CacheEvent]:
         shown = shown_key(key)
         known = self._rejected.get(shown)
         if known == reason:
             return []
         if known is None:
             if len(self._rejected) >= MOST_REJECTED:
-                self._say_full()
+                self._log_full()
                 return []
             logger.warning("etcd record rejected: %s: %s", shown, reason)
         self._rejected[shown] = reason
         return [Rejected(shown, reason)]
 
-    def _say_full(self) -> None:
-        if not self._has_said_full:
-            self._has_said_full = True
+    def _log_full(self) -> None:
+        if not self._has_logged_full:
+            self._has_logged_full = True
             logger.warning("%d etcd records rejected; further ones are not logged or listed", MOST_REJECTED)
 
-    def _forget(self, key: str) -> list[News]:
+    def _forget(self, key: str) -> list[CacheEvent]:
         """News when `key` is not rejected any more."""
         self._stop_waiting(key)
         shown = shown_key(key) if self._rejected else ""
         return [] if self._rejected.pop(shown, None) is None else [Rejected(shown, None)]
 
-    def _forget_unlisted(self, listed: Mapping[str, bytes]) -> list[News]:
+    def _forget_unlisted(self, listed: Mapping[str, bytes]) -> list[CacheEvent]:
         if not self._rejected:
             return []
         for key in [key for waiting in self._waiting.values() for key in waiting if key not in listed]:
             self._stop_waiting(key)
-        there = {shown_key(key) for key in listed}
-        gone = [shown for shown in self._rejected if shown not in there]
-        for shown in gone:
+        listed_shown = {shown_key(key) for key in listed}
+        unlisted = [shown for shown in self._rejected if shown not in listed_shown]
+        for shown in unlisted:
             del self._rejected[shown]
-        return [Rejected(shown, None) for shown in gone]
+        return [Rejected(shown, None) for shown in unlisted]
 
     def _wait(self, instance_id: int, key: str, record: bytes) -> None:
         """Store a rejected record until its id is free. Beyond the bound, the next listing brings it again."""

@@ -23,11 +23,11 @@ class FakeEtcd:
 
     def put(self, key: str, record: bytes) -> None:
         self._records[key] = record
-        self._tell(key, record)
+        self._notify(key, record)
 
     def delete(self, key: str) -> None:
         if self._records.pop(key, None) is not None:
-            self._tell(key, None)
+            self._notify(key, None)
 
     def expire(self, instance_id: int) -> None:
         """As if the lease of this instance ran out."""
@@ -46,7 +46,7 @@ class FakeEtcd:
     def unsubscribe(self, queue: asyncio.Queue[_Change | None]) -> None:
         self._watchers = [entry for entry in self._watchers if entry[1] is not queue]
 
-    def _tell(self, key: str, record: bytes | None) -> None:
+    def _notify(self, key: str, record: bytes | None) -> None:
         for prefix, queue in self._watchers:
             if key.startswith(prefix):
                 queue.put_nowait((key, record))
@@ -82,16 +82,16 @@ class MemoryDiscovery:
 
     async def watch(self, namespace: str) -> AsyncGenerator[Event, None]:
         """See `base.Discovery.watch`; ends when this object is closed."""
-        prefix, mirror = namespace_prefix(namespace), InstanceCache()
+        prefix, cache = namespace_prefix(namespace), InstanceCache()
         queue = self._store.subscribe(prefix)
         self._queues.append(queue)
         try:
-            for event in mirror.relist(self._store.listed(prefix)):
+            for event in cache.relist(self._store.listed(prefix)):
                 yield event
             yield Synced()
             while (change := await queue.get()) is not None:
                 key, record = change
-                for event in mirror.removed(key) if record is None else mirror.put(key, record):
+                for event in cache.delete(key) if record is None else cache.put(key, record):
                     yield event
         finally:
             self._store.unsubscribe(queue)

@@ -50,7 +50,7 @@ class DecayingRate:
     def note(self, now: float, count: int) -> None:
         if self._at is None:
             self._begun_at = now
-        self._weight = self._faded(now) + count
+        self._weight = self._decayed(now) + count
         self._at = now
 
     def per_s(self, now: float) -> float:
@@ -58,16 +58,16 @@ class DecayingRate:
         if self._at is None:
             return 0.0
         seen_s = max(now - self._begun_at, 1.0)  # what came in the first moment says little
-        return self._faded(now) / (self._window_s * -math.expm1(-seen_s / self._window_s))
+        return self._decayed(now) / (self._window_s * -math.expm1(-seen_s / self._window_s))
 
-    def _faded(self, now: float) -> float:
+    def _decayed(self, now: float) -> float:
         return 0.0 if self._at is None else self._weight * math.exp((self._at - now) / self._window_s)
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     count: int
-    turn: asyncio.Future[None]
+    granted: asyncio.Future[None]
 
 
 class ConcurrencyLimiter:
@@ -80,7 +80,7 @@ class ConcurrencyLimiter:
 
     def __init__(self, limit: int, max_queued: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
-        self.taken = 0
+        self.in_use = 0
         self._max_queued = max_queued
         self._clock = clock
         self._queue: deque[_Waiting] = deque()
@@ -94,15 +94,15 @@ class ConcurrencyLimiter:
 
     def check(self) -> None:
         """For the door, before anything is read. Raises Overloaded when not even a place in the queue is left."""
-        if self.taken >= self.limit and len(self._queue) >= self._max_queued:
+        if self.in_use >= self.limit and len(self._queue) >= self._max_queued:
             raise self._full()
 
-    async def take(self, count: int, within_s: float) -> None:
+    async def acquire(self, count: int, within_s: float) -> None:
         """Returns when it is this request's turn. Raises Overloaded, or DeadlineExceeded after `within_s`."""
-        if not self._queue and self.taken + count <= self.limit:
-            if not self.taken and self._clock() - self._idle_since_s > _RATE_WINDOW_S:
+        if not self._queue and self.in_use + count <= self.limit:
+            if not self.in_use and self._clock() - self._idle_since_s > _RATE_WINDOW_S:
                 self._finished = DecayingRate(_RATE_WINDOW_S)  # that nothing ended was for want of requests
-            self.taken += count
+            self.in_use += count
             return
         if len(self._queue) >= self._max_queued:
             raise self._full()
@@ -110,17 +110,17 @@ class ConcurrencyLimiter:
         self._queue.append(waiting)
         try:
             async with asyncio.timeout(within_s):
-                await waiting.turn
+                await waiting.granted
         except TimeoutError:
-            self._leave(waiting)
+            self._withdraw(waiting)
             raise DeadlineExceeded(
-                f"the request's deadline passed while it waited behind {self.taken} running choices"
+                f"the request's deadline passed while it waited behind {self.in_use} running choices"
             ) from None
         except asyncio.CancelledError:
-            self._leave(waiting)
+            self._withdraw(waiting)
             raise
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         """Of choices that have ended."""
         if count == 0:
             return
@@ -130,22 +130,22 @@ class ConcurrencyLimiter:
     def retry_after_s(self) -> int:
         """In how many whole seconds it would be the turn of one more, at the rate at which they ended lately."""
         rate = self._finished.per_s(self._clock())
-        turn_s = (len(self._queue) + 1) / rate if rate > 0 else 1.0
-        return max(1, min(_LONGEST_RETRY_S, math.ceil(turn_s)))
+        wait_s = (len(self._queue) + 1) / rate if rate > 0 else 1.0
+        return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
 
     def _free(self, count: int) -> None:
-        self.taken -= count
-        if not self.taken:
+        self.in_use -= count
+        if not self.in_use:
             self._idle_since_s = self._clock()
-        while self._queue and self.taken + self._queue[0].count <= self.limit:
+        while self._queue and self.in_use + self._queue[0].count <= self.limit:
             first = self._queue.popleft()
-            if not first.turn.cancelled():  # else it is about to leave
-                self.taken += first.count
-                first.turn.set_result(None)
+            if not first.granted.cancelled():  # else it is about to leave
+                self.in_use += first.count
+                first.granted.set_result(None)
 
-    def _leave(self, waiting: _Waiting) -> None:
+    def _withdraw(self, waiting: _Waiting) -> None:
         """It waits no more: for its place, or, when its turn came at that very moment, for its permits."""
-        if not waiting.turn.cancelled():
+        if not waiting.granted.cancelled():
             self._free(waiting.count)
         elif waiting in self._queue:
             self._queue.remove(waiting)
@@ -153,7 +153,7 @@ class ConcurrencyLimiter:
 
     def _full(self) -> Overloaded:
         return Overloaded(
-            f"{self.taken} of at most {self.limit} choices are being generated and {len(self._queue)} requests wait, "
+            f"{self.in_use} of at most {self.limit} choices are being generated and {len(self._queue)} requests wait, "
             f"of at most {self._max_queued}; try again later"
         )
 
@@ -163,7 +163,7 @@ class BodyBytes:
     """The part of the budget that one request body holds."""
 
     number: int  # in order of arrival
-    taken: int = 0  # bytes
+    in_use: int = 0  # bytes
 
 
 class BodyBudget:
@@ -176,7 +176,7 @@ class BodyBudget:
     def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S) -> None:
         """`limit`: bytes. `wait_s`: longest wait of one piece of a body, seconds."""
         self.limit = limit
-        self.taken = 0
+        self.in_use = 0
         self._wait_s = wait_s
         self._numbers = itertools.count()
         self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # bytes wanted; the order has no meaning
@@ -185,46 +185,46 @@ class BodyBudget:
         """Return the account of a new body."""
         return BodyBytes(next(self._numbers))
 
-    async def take(self, count: int, body: BodyBytes) -> None:
+    async def acquire(self, count: int, body: BodyBytes) -> None:
         """Take `count` bytes more for the body.
 
         Raises:
             Overloaded: they were not free in time.
         """
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting[body] = count, turn
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting[body] = count, granted
         self._grant()
         try:
-            if not turn.done():
+            if not granted.done():
                 async with asyncio.timeout(self._wait_s):
-                    await turn
+                    await granted
         except TimeoutError:
             raise Overloaded(
-                f"request bodies of {self.taken} bytes are being received and parsed, of at most {self.limit} "
+                f"request bodies of {self.in_use} bytes are being received and parsed, of at most {self.limit} "
                 "(--max-total-body-bytes); try again later"
             ) from None
         finally:
             self._waiting.pop(body, None)
 
-    def give_back(self, body: BodyBytes) -> None:
+    def release(self, body: BodyBytes) -> None:
         """Free all bytes of the body."""
-        self.taken -= body.taken
-        body.taken = 0
+        self.in_use -= body.in_use
+        body.in_use = 0
         self._grant()
 
     def _grant(self) -> None:
         is_oldest = True
         for body in sorted(self._waiting, key=lambda each: each.number):
-            count, turn = self._waiting[body]
-            most = self.limit
-            if body.taken + count > SMALL_BODY_BYTES:
-                most = most // 4 * (3 if is_oldest else 2)
+            count, granted = self._waiting[body]
+            max_bytes = self.limit
+            if body.in_use + count > SMALL_BODY_BYTES:
+                max_bytes = max_bytes // 4 * (3 if is_oldest else 2)
                 is_oldest = False
-            if self.taken + count <= most and not turn.done():
-                self.taken += count
-                body.taken += count
+            if self.in_use + count <= max_bytes and not granted.done():
+                self.in_use += count
+                body.in_use += count
                 del self._waiting[body]
-                turn.set_result(None)
+                granted.set_result(None)
 
 
 class InFlight:
@@ -247,7 +247,7 @@ class InFlight:
         return True
 
     @contextmanager
-    def entered(self, answer_id: str) -> Iterator[None]:
+    def track(self, answer_id: str) -> Iterator[None]:
         """Around the making, in the task that makes it."""
         task = asyncio.current_task()
         assert task is not None

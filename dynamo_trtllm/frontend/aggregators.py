@@ -19,15 +19,15 @@ HALF_CHARACTER = "\ufffd"
 class ChatAggregator:
     """A `chat.completion` object."""
 
-    def __init__(self, job: PreparedRequest[Any]) -> None:
-        self._heading = job.heading
-        self._choices = [_ChatChoiceAggregate(index, job.renderer) for index in range(job.answers)]
+    def __init__(self, prepared: PreparedRequest[Any]) -> None:
+        self._meta = prepared.meta
+        self._choices = [_ChatChoiceAggregate(index, prepared.renderer) for index in range(prepared.answers)]
 
-    def push(self, piece: ChoiceDelta) -> None:
-        self._choices[piece.index].push(piece)
+    def push(self, delta: ChoiceDelta) -> None:
+        self._choices[delta.index].push(delta)
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
-        return _whole("chat.completion", self._heading, [choice.body() for choice in self._choices], usage, stats)
+        return _whole("chat.completion", self._meta, [choice.body() for choice in self._choices], usage, stats)
 
 
 class _ChatChoiceAggregate:
@@ -40,15 +40,15 @@ class _ChatChoiceAggregate:
         self._logprobs: list[TokenLogprob] = []
         self._finish: str | None = None
 
-    def push(self, piece: ChoiceDelta) -> None:
-        self._content.append(piece.content)
-        self._reasoning.append(piece.reasoning)
-        self._logprobs.extend(piece.logprobs)
-        for call in piece.tool_calls:
+    def push(self, delta: ChoiceDelta) -> None:
+        self._content.append(delta.content)
+        self._reasoning.append(delta.reasoning)
+        self._logprobs.extend(delta.logprobs)
+        for call in delta.tool_calls:
             if call.name is not None:
                 self._calls[call.index] = (call.name, [])
             self._calls[call.index][1].append(call.arguments)
-        self._finish = piece.finish
+        self._finish = delta.finish
 
     def body(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content), "refusal": None}
@@ -67,15 +67,17 @@ class _ChatChoiceAggregate:
 class TextAggregator:
     """A `text_completion` object."""
 
-    def __init__(self, job: PreparedRequest[Any]) -> None:
-        self._heading = job.heading
-        self._choices = [_TextChoiceAggregate(index, echo, job.renderer) for index, echo in enumerate(echoes(job))]
+    def __init__(self, prepared: PreparedRequest[Any]) -> None:
+        self._meta = prepared.meta
+        self._choices = [
+            _TextChoiceAggregate(index, echo, prepared.renderer) for index, echo in enumerate(echoes(prepared))
+        ]
 
-    def push(self, piece: ChoiceDelta) -> None:
-        self._choices[piece.index].push(piece)
+    def push(self, delta: ChoiceDelta) -> None:
+        self._choices[delta.index].push(delta)
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
-        return _whole("text_completion", self._heading, [choice.body() for choice in self._choices], usage, stats)
+        return _whole("text_completion", self._meta, [choice.body() for choice in self._choices], usage, stats)
 
 
 class _TextChoiceAggregate:
@@ -86,10 +88,10 @@ class _TextChoiceAggregate:
         self._logprobs: list[TokenLogprob] = []
         self._finish: str | None = None
 
-    def push(self, piece: ChoiceDelta) -> None:
-        self._text.append(piece.content)
-        self._logprobs.extend(piece.logprobs)
-        self._finish = piece.finish
+    def push(self, delta: ChoiceDelta) -> None:
+        self._text.append(delta.content)
+        self._logprobs.extend(delta.logprobs)
+        self._finish = delta.finish
 
     def body(self) -> dict[str, Any]:
         logprobs = text_logprobs(self._logprobs, self._renderer, 0)[0] if self._logprobs else None
@@ -97,17 +99,17 @@ class _TextChoiceAggregate:
 
 
 def _whole(
-    kind: str, heading: ResponseMeta, choices: list[dict[str, Any]], usage: Usage, stats: Stats | None
+    kind: str, meta: ResponseMeta, choices: list[dict[str, Any]], usage: Usage, stats: Stats | None
 ) -> dict[str, Any]:
-    body = {"id": heading.id, "object": kind, "created": heading.created, "model": heading.model}
+    body = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
     body |= {"choices": choices, "usage": usage_object(usage)}
     return body if stats is None else body | {"dynamo_trtllm": stats}
 
 
-def echoes(job: PreparedRequest[Any]) -> list[str]:
+def echoes(prepared: PreparedRequest[Any]) -> list[str]:
     """What each choice of the answer begins with."""
-    plan = job.plan
-    return [prepared.echo for prepared in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
+    plan = prepared.plan
+    return [choice_request.echo for choice_request in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
 
 
 def tool_call_id() -> str:

@@ -58,7 +58,7 @@ class Stats(TypedDict):
 class PreparedRequest(Generic[B]):
     """One request, read and planned."""
 
-    heading: ResponseMeta
+    meta: ResponseMeta
     body: B
     plan: GenerationPlan
 
@@ -75,19 +75,19 @@ class PreparedRequest(Generic[B]):
 class SseEncoder(Protocol):
     """The server-sent events of one streamed answer. Pure: bytes out, nothing sent."""
 
-    def opening(self) -> bytes:
+    def start(self) -> bytes:
         """Before the first piece; called once, right before it."""
         ...
 
-    def piece(self, piece: ChoiceDelta) -> bytes:
+    def delta(self, delta: ChoiceDelta) -> bytes:
         """Of one choice; a piece with `finish` ends that choice. No bytes for a piece that adds nothing."""
         ...
 
-    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
+    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
         """After the last choice has ended: totals, when the client asked for them, and the end mark."""
         ...
 
-    def failure(self, error: DynamoError) -> bytes:
+    def error(self, error: DynamoError) -> bytes:
         """Ends a stream whose headers have left, at any point."""
         ...
 
@@ -95,7 +95,7 @@ class SseEncoder(Protocol):
 class Aggregator(Protocol):
     """Pieces to one whole answer."""
 
-    def push(self, piece: ChoiceDelta) -> None: ...
+    def push(self, delta: ChoiceDelta) -> None: ...
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
         """Called once, after each choice has had its piece with `finish`."""
@@ -121,16 +121,16 @@ class ApiAdapter(Protocol[B]):
         """The body's fields that are no longer needed once the plan is made."""
         ...
 
-    async def plan(self, body: B, served: ServedModel, identity: RequestContext, *, off_loop: bool) -> GenerationPlan:
+    async def plan(self, body: B, served: ServedModel, context: RequestContext, *, off_loop: bool) -> GenerationPlan:
         """Raises what the client did wrong. `off_loop`: the body is large, do the work in a thread."""
         ...
 
-    def events(self, job: PreparedRequest[B]) -> SseEncoder: ...
+    def encoder(self, prepared: PreparedRequest[B]) -> SseEncoder: ...
 
-    def fold(self, job: PreparedRequest[B]) -> Aggregator: ...
+    def aggregator(self, prepared: PreparedRequest[B]) -> Aggregator: ...
 
-    async def finished(self, job: PreparedRequest[B], answer: SseEncoder | Aggregator) -> None:
-        """The answer is complete and not yet wholly sent. `answer`: what `events` or `fold` gave for the job."""
+    async def on_complete(self, prepared: PreparedRequest[B], answer: SseEncoder | Aggregator) -> None:
+        """The answer is complete and not yet wholly sent. `answer`: what `events` or `aggregator` gave for the job."""
         ...
 
 
@@ -143,13 +143,13 @@ class StatelessAdapter(Generic[B]):
     body: type[B]
     prompt: frozenset[str]
     prepare: Callable[[B, ServedModel, RequestContext], GenerationPlan]
-    events: Callable[[PreparedRequest[B]], SseEncoder]
-    fold: Callable[[PreparedRequest[B]], Aggregator]
+    encoder: Callable[[PreparedRequest[B]], SseEncoder]
+    aggregator: Callable[[PreparedRequest[B]], Aggregator]
 
-    async def plan(self, body: B, served: ServedModel, identity: RequestContext, *, off_loop: bool) -> GenerationPlan:
+    async def plan(self, body: B, served: ServedModel, context: RequestContext, *, off_loop: bool) -> GenerationPlan:
         if off_loop:
-            return await in_thread(self.prepare, body, served, identity)
-        return self.prepare(body, served, identity)
+            return await in_thread(self.prepare, body, served, context)
+        return self.prepare(body, served, context)
 
-    async def finished(self, job: PreparedRequest[B], answer: SseEncoder | Aggregator) -> None:
+    async def on_complete(self, prepared: PreparedRequest[B], answer: SseEncoder | Aggregator) -> None:
         pass

@@ -38,8 +38,8 @@ CHAT = StatelessAdapter(
     body=ChatRequest,
     prompt=frozenset({"messages", "tools"}),
     prepare=prepare_chat,
-    events=ChatSseEncoder,
-    fold=ChatAggregator,
+    encoder=ChatSseEncoder,
+    aggregator=ChatAggregator,
 )
 TEXT = StatelessAdapter(
     endpoint="completions",
@@ -47,8 +47,8 @@ TEXT = StatelessAdapter(
     body=CompletionRequest,
     prompt=frozenset({"prompt"}),
     prepare=prepare_text,
-    events=TextSseEncoder,
-    fold=TextAggregator,
+    encoder=TextSseEncoder,
+    aggregator=TextAggregator,
 )
 
 
@@ -58,25 +58,26 @@ def build_app(
     pipeline: Generator,
     metrics: FrontendMetrics,
     store: Store | None = None,
-    awaited: Callable[[], str | None] = lambda: None,
+    not_ready_reason: Callable[[], str | None] = lambda: None,
 ) -> Starlette:
     """The whole HTTP surface of a frontend. Starts and closes nothing of what it is given.
 
-    `store`: where responses are kept; None: in this process. `awaited`: returns why `/ready` answers 503, or None.
+    `store`: where responses are kept; None: in this process. `not_ready_reason`: returns why `/ready` answers
+    503, or None.
     """
-    permits = ConcurrencyLimiter(config.max_inflight, config.max_queued)
-    bodies = BodyBudget(config.max_total_body_bytes)
-    metrics.watch(choices=lambda: permits.taken, queued=lambda: permits.queued, body_bytes=lambda: bodies.taken)
-    edge = AppState(
+    limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
+    body_budget = BodyBudget(config.max_total_body_bytes)
+    metrics.watch(choices=lambda: limiter.in_use, queued=lambda: limiter.queued, body_bytes=lambda: body_budget.in_use)
+    app_state = AppState(
         config=config,
         models=models,
         pipeline=pipeline,
         metrics=metrics,
-        permits=permits,
-        bodies=bodies,
+        limiter=limiter,
+        body_budget=body_budget,
         running=InFlight(),
     )
-    answers = StatusRoutes(models, metrics, awaited)
+    status_routes = StatusRoutes(models, metrics, not_ready_reason)
     limits = store_limits(config)
     response_store = ResponseStore(
         store or MemoryResponseStore(limits),
@@ -87,17 +88,17 @@ def build_app(
     responses = ResponsesAdapter(response_store)
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", GenerateEndpoint(CHAT, edge), methods=["POST"]),
-            Route("/v1/completions", GenerateEndpoint(TEXT, edge), methods=["POST"]),
-            Route("/v1/responses", GenerateEndpoint(responses, edge), methods=["POST"]),
-            *response_routes(responses, response_store, edge.running),
-            Route("/v1/models", answers.models, methods=["GET"]),
-            Route("/v1/models/{name:path}/ready", answers.ready, methods=["GET"]),
-            Route("/v1/models/{name:path}", answers.model, methods=["GET"]),
-            Route("/health", answers.health, methods=["GET"]),
-            Route("/ready", answers.serves, methods=["GET"]),
-            Route("/live", answers.live, methods=["GET"]),
-            Route("/metrics", answers.metrics, methods=["GET"]),
+            Route("/v1/chat/completions", GenerateEndpoint(CHAT, app_state), methods=["POST"]),
+            Route("/v1/completions", GenerateEndpoint(TEXT, app_state), methods=["POST"]),
+            Route("/v1/responses", GenerateEndpoint(responses, app_state), methods=["POST"]),
+            *response_routes(responses, response_store, app_state.running),
+            Route("/v1/models", status_routes.models, methods=["GET"]),
+            Route("/v1/models/{name:path}/ready", status_routes.ready, methods=["GET"]),
+            Route("/v1/models/{name:path}", status_routes.model, methods=["GET"]),
+            Route("/health", status_routes.health, methods=["GET"]),
+            Route("/ready", status_routes.frontend_ready, methods=["GET"]),
+            Route("/live", status_routes.live, methods=["GET"]),
+            Route("/metrics", status_routes.metrics, methods=["GET"]),
             Route("/openapi.json", openapi, methods=["GET"]),
             Route("/docs", docs, methods=["GET"]),
         ],
@@ -105,7 +106,7 @@ def build_app(
         exception_handlers={HTTPException: _no_such_thing, Exception: _bug},
     )
     app.router.redirect_slashes = False
-    app.state.running = edge.running
+    app.state.running = app_state.running
     app.state.close_responses = response_store.aclose
     return app
 

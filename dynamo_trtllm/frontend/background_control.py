@@ -25,13 +25,13 @@ class BackgroundControl:
     def release(self, holder: Instance, ticket: KvTransferParams, outcome: ReleaseOutcome) -> None:
         self._post(holder, ReleaseKv(ticket.ticket_id, outcome), f"ticket {ticket.ticket_id} was not released")
 
-    def unreserve(self, decode: Instance, slot: str | None) -> None:
+    def release_slot(self, decode: Instance, slot: str | None) -> None:
         if slot is not None:
             self._post(decode, ReleaseSlot(slot), f"decode slot {slot} was not given back")
 
-    def _post(self, instance: Instance, verb: ReleaseKv | ReleaseSlot, complaint: str) -> None:
+    def _post(self, instance: Instance, command: ReleaseKv | ReleaseSlot, error_text: str) -> None:
         """Posts and returns: it also runs while a cancelled stream is closed, where nothing may be awaited."""
-        task = asyncio.get_running_loop().create_task(self._carry(instance, verb, complaint))
+        task = asyncio.get_running_loop().create_task(self._send(instance, command, error_text))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -40,16 +40,16 @@ class BackgroundControl:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("control request to a worker failed unexpectedly", exc_info=error)
 
-    async def _carry(self, instance: Instance, verb: ReleaseKv | ReleaseSlot, complaint: str) -> None:
+    async def _send(self, instance: Instance, command: ReleaseKv | ReleaseSlot, error_text: str) -> None:
         for pause_s in (*_PAUSES_S, None):
             try:
-                await self._plane.control(instance.subject, verb, timeout_s=_TIMEOUT_S)
+                await self._plane.control(instance.subject, command, timeout_s=_TIMEOUT_S)
                 return
             except DynamoError as exc:
                 if pause_s is None or not isinstance(exc, Disconnected | Unreachable):
                     # a worker that has ended holds nothing
                     level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
-                    _log.log(level, "%s (%s): %s", complaint, exc.code, exc.message)
+                    _log.log(level, "%s (%s): %s", error_text, exc.code, exc.message)
                     return
             await asyncio.sleep(pause_s)
 

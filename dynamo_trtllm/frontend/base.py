@@ -37,11 +37,11 @@ class ModelCatalog(Protocol):
 
     def instances(self) -> Sequence[Instance]: ...
 
-    def lacking(self, name: str) -> str | None:
+    def not_ready_reason(self, name: str) -> str | None:
         """Why the model can't be served now, for people; None: it can."""
         ...
 
-    def standing(self) -> ReadinessReport:
+    def readiness(self) -> ReadinessReport:
         """All pairs of all models, the instances that fit no other, and the records that were rejected."""
         ...
 
@@ -53,15 +53,15 @@ class PeerProcesses(Protocol):
         """From now on one scrape, of whichever process, tells of all."""
         ...
 
-    def served(self) -> None:
+    def announce_ready(self) -> None:
         """This process takes requests."""
         ...
 
-    def awaited(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Return why not all processes of this frontend are ready, as text for `/ready`; None when they are."""
         ...
 
-    def on_parted(self, stop: Callable[[], None]) -> None:
+    def on_parent_exit(self, stop: Callable[[], None]) -> None:
         """Call `stop` when the parent process has ended."""
         ...
 
@@ -72,12 +72,12 @@ class SingleProcess:
     def share(self, metrics: FrontendMetrics) -> None:
         """Do nothing: its own metrics are complete."""
 
-    def served(self) -> None:
+    def announce_ready(self) -> None:
         """Do nothing: no other process waits for it."""
 
-    def awaited(self) -> str | None:
+    def not_ready_reason(self) -> str | None:
         """Returns None: the process that asks takes requests, and there is no other."""
         return None
 
-    def on_parted(self, stop: Callable[[], None]) -> None:
+    def on_parent_exit(self, stop: Callable[[], None]) -> None:
         """Do nothing: there is no parent process."""

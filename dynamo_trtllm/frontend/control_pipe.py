@@ -43,44 +43,44 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlPipe:
-    """One end. `snapshot` makes the reply to the other end's request. `served` runs when the other end is ready."""
+    """One end. `snapshot` makes the reply to the other end's request. `on_ready` runs when the other end is ready."""
 
     def __init__(
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         snapshot: Callable[[], Awaitable[Snapshot]],
-        served: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._snapshot = snapshot
-        self._served = served
+        self._on_ready = on_ready
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Snapshot]] = {}
-        self._is_over = False
+        self._is_closed = False
 
     @classmethod
-    async def over(
+    async def connect(
         cls,
         sock: socket.socket,
         snapshot: Callable[[], Awaitable[Snapshot]],
-        served: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> ControlPipe:
         """Takes the socket over."""
         reader, writer = await asyncio.open_unix_connection(sock=sock)
-        return cls(reader, writer, snapshot, served)
+        return cls(reader, writer, snapshot, on_ready)
 
     async def run(self) -> None:
         """Until the other end is gone."""
         try:
-            async with asyncio.TaskGroup() as answering:
+            async with asyncio.TaskGroup() as group:
                 while (message := await self._next()) is not None:
                     match message:
                         case Ready():
-                            self._served()
+                            self._on_ready()
                         case MetricsRequest(number):
-                            answering.create_task(self._answer(number))
+                            group.create_task(self._reply(number))
                         case MetricsReply(number, snapshot):
                             future = self._waiting.get(number)
                             if future is not None and not future.done():
@@ -90,19 +90,19 @@ class ControlPipe:
 
     def close(self) -> None:
         """Close the pipe and fail the requests that wait for a reply. Idempotent."""
-        self._is_over = True
+        self._is_closed = True
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._gone())
+                future.set_exception(self._disconnected())
         self._writer.close()
 
-    def say_served(self) -> None:
+    def send_ready(self) -> None:
         self._send(Ready())
 
-    async def ask(self, within_s: float) -> Snapshot:
+    async def request_snapshot(self, within_s: float) -> Snapshot:
         """The other end's snapshot. Raises DeadlineExceeded, Disconnected."""
-        if self._is_over:
-            raise self._gone()
+        if self._is_closed:
+            raise self._disconnected()
         number = next(self._numbers)
         future: asyncio.Future[Snapshot] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -115,7 +115,7 @@ class ControlPipe:
         finally:
             del self._waiting[number]
 
-    async def _answer(self, number: int) -> None:
+    async def _reply(self, number: int) -> None:
         self._send(MetricsReply(number, await self._snapshot()))
 
     def _send(self, body: Ready | MetricsRequest | MetricsReply) -> None:
@@ -131,5 +131,5 @@ class ControlPipe:
             return None
 
     @staticmethod
-    def _gone() -> Disconnected:
+    def _disconnected() -> Disconnected:
         return Disconnected("the other process of this frontend has ended")

@@ -103,24 +103,24 @@ def _borders(stop: str) -> tuple[int, ...]:
 class Detokenizer:
     """The client's view of one choice's stream."""
 
-    def __init__(self, prepared: ChoiceRequest, index: int = 0) -> None:
-        self._prepared = prepared
+    def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
+        self._choice_request = choice_request
         self._index = index
-        self._has_logprobs = prepared.request.sampling.logprobs is not None
-        self._shows_logprobs = self._has_logprobs and prepared.shows_logprobs
+        self._has_logprobs = choice_request.request.sampling.logprobs is not None
+        self._shows_logprobs = self._has_logprobs and choice_request.shows_logprobs
         self._logprob_sum = 0.0
-        self._stops = StopStrings(prepared.stop) if prepared.stop else None
+        self._stops = StopStrings(choice_request.stop) if choice_request.stop else None
         self.completion_tokens = 0
         self._reasoning_tokens = 0
         self._saw_tool_call = False
         self._in_content = False
-        self._is_plain = prepared.ends_with_engine and not self._has_logprobs
+        self._is_plain = choice_request.ends_with_engine and not self._has_logprobs
 
     def push(self, chunk: Chunk) -> ChoiceDelta:
         tokens = len(chunk.token_ids)
         self.completion_tokens += tokens
         if chunk.finish_reason is None and self._is_plain:  # how nearly all tokens go: only the parser looks at them
-            delta = self._prepared.parser.push(chunk.token_ids)
+            delta = self._choice_request.parser.push(chunk.token_ids)
             self._reasoning_tokens += delta.reasoning_tokens
             if delta.tool_calls:
                 self._saw_tool_call = True
@@ -137,18 +137,18 @@ class Detokenizer:
         if self._shows_logprobs:
             delta, logprobs = self._push_each(shown, chunk.logprobs)
         else:
-            delta, logprobs = self._prepared.parser.push(shown), NO_LOGPROBS
+            delta, logprobs = self._choice_request.parser.push(shown), NO_LOGPROBS
         if chunk.finish_reason is not None:
-            delta = merged(delta, self._prepared.parser.finish())
+            delta = merged(delta, self._choice_request.parser.finish())
         self._reasoning_tokens += delta.reasoning_tokens
         finish = chunk.finish_reason
         if delta.tool_calls:
             self._saw_tool_call = True
-            most = self._prepared.max_tool_calls
+            most = self._choice_request.max_tool_calls
             if most is not None and delta.tool_calls[-1].index >= most:
                 calls = tuple(call for call in delta.tool_calls if call.index < most)
                 delta, finish = msgspec.structs.replace(delta, tool_calls=calls), FinishReason.STOP
-        return self._piece(delta, logprobs, finish, tokens)
+        return self._choice_delta(delta, logprobs, finish, tokens)
 
     @property
     def mean_logprob(self) -> float:
@@ -161,7 +161,7 @@ class Detokenizer:
         `cached_tokens` is the engine's count. After a migration it may include output tokens: they are part of the new
         worker's prompt.
         """
-        prompt_tokens = len(self._prepared.request.token_ids)
+        prompt_tokens = len(self._choice_request.request.token_ids)
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
@@ -172,9 +172,9 @@ class Detokenizer:
     def _shown(self, chunk: Chunk) -> TokenIds:
         ids = chunk.token_ids
         stopped = chunk.finish_reason is FinishReason.STOP
-        return ids[:-1] if stopped and ids and ids[-1] in self._prepared.hidden_token_ids else ids
+        return ids[:-1] if stopped and ids and ids[-1] in self._choice_request.hidden_token_ids else ids
 
-    def _piece(
+    def _choice_delta(
         self, delta: Delta, logprobs: tuple[TokenLogprob, ...], finish: FinishReason | None, tokens: int
     ) -> ChoiceDelta:
         content, hit = delta.content, False
@@ -216,20 +216,20 @@ class Detokenizer:
         """One token at a time, so that each log-probability is known to belong to content or not."""
         total, kept = Delta(), []
         for index in range(len(ids)):
-            delta = self._prepared.parser.push(ids[index : index + 1])
+            delta = self._choice_request.parser.push(ids[index : index + 1])
             total = merged(total, delta)
             if index < len(all_logprobs) and self._counts(delta, all_logprobs[index].token_id):
                 kept.append(all_logprobs[index])
         return total, tuple(kept)
 
     def _counts(self, delta: Delta, token_id: int) -> bool:
-        if not self._prepared.content_logprobs_only:
+        if not self._choice_request.content_logprobs_only:
             return True
         if delta.content or delta.reasoning or delta.tool_calls or delta.reasoning_tokens:
             self._in_content = bool(delta.content)
             return self._in_content
         # No text yet: part of a character inside content counts, a marker does not.
-        return self._in_content and "\ufffd" in self._prepared.renderer.decode(_single(token_id))
+        return self._in_content and "\ufffd" in self._choice_request.renderer.decode(_single(token_id))
 
 
 def _single(token_id: int) -> TokenIds:
@@ -256,10 +256,10 @@ async def detokenize_stream(
     ended = False
     async with aclosing(chunks):
         async for chunk in chunks:
-            piece = output.push(chunk)
-            yield piece
+            delta = output.push(chunk)
+            yield delta
             ended = chunk.finish_reason is not None
-            if piece.finish is not None and not ended:
+            if delta.finish is not None and not ended:
                 return
     if not ended:
         raise StreamIncomplete("the stream ended with no terminal chunk")

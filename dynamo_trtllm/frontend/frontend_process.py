@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dynamo_trtllm.observability.metrics import FrontendMetrics
 
 PROG = "python -m dynamo_trtllm.frontend.frontend_process"
-_NUMBERS_WITHIN_S = 5.0  # of all processes; the parent waits for each of them a shorter time
+_METRICS_TIMEOUT_S = 5.0  # of all processes; the parent waits for each of them a shorter time
 
 _log = logging.getLogger(__name__)
 
@@ -38,42 +38,42 @@ class FrontendProcess:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._metrics: FrontendMetrics | None = None
-        self._all_serve = False
+        self._are_all_ready = False
         self._stop: Callable[[], None] = lambda: None
 
     async def join(self) -> None:
         """Before all else."""
-        self._channel = await ControlPipe.over(self._sock, self._snapshot, self._note_all_serve)
+        self._pipe = await ControlPipe.connect(self._sock, self._snapshot, self._on_all_ready)
 
     async def run(self) -> None:
         """Until the parent is gone."""
         try:
-            await self._channel.run()
+            await self._pipe.run()
             _log.error("the parent of this process has ended, and so it does")
         finally:
             self._stop()
 
     def share(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
-        metrics.gather = self._whole
+        metrics.gather = self._total_metrics
 
-    def served(self) -> None:
-        self._channel.say_served()
+    def announce_ready(self) -> None:
+        self._pipe.send_ready()
 
-    def awaited(self) -> str | None:
-        return None if self._all_serve else "other processes of this frontend are starting"
+    def not_ready_reason(self) -> str | None:
+        return None if self._are_all_ready else "other processes of this frontend are starting"
 
-    def on_parted(self, stop: Callable[[], None]) -> None:
+    def on_parent_exit(self, stop: Callable[[], None]) -> None:
         self._stop = stop
 
-    def _note_all_serve(self) -> None:
-        self._all_serve = True
+    def _on_all_ready(self) -> None:
+        self._are_all_ready = True
 
     async def _snapshot(self) -> Snapshot:
         return () if self._metrics is None else self._metrics.snapshot()
 
-    async def _whole(self) -> Snapshot:
-        return await self._channel.ask(_NUMBERS_WITHIN_S)
+    async def _total_metrics(self) -> Snapshot:
+        return await self._pipe.request_snapshot(_METRICS_TIMEOUT_S)
 
 
 def main() -> None:
@@ -90,11 +90,11 @@ def main() -> None:
 
 
 async def _serve(config: FrontendProcessConfig) -> None:
-    member = FrontendProcess(socket.socket(fileno=sys.stdin.fileno()))
-    await member.join()
-    parent = asyncio.create_task(member.run())
+    process = FrontendProcess(socket.socket(fileno=sys.stdin.fileno()))
+    await process.join()
+    parent = asyncio.create_task(process.run())
     try:
-        await serve(config, listen(config.http_host, config.http_port, is_shared=True), member)
+        await serve(config, listen(config.http_host, config.http_port, is_shared=True), process)
     finally:
         parent.cancel()
         (ended,) = await asyncio.gather(parent, return_exceptions=True)

@@ -29,40 +29,42 @@ log = logging.getLogger(__name__)
 class GenerateEndpoint(Generic[B]):
     """The ASGI app of one dialect."""
 
-    def __init__(self, dialect: ApiAdapter[B], edge: AppState) -> None:
-        self._dialect = dialect
-        self._edge = edge
+    def __init__(self, adapter: ApiAdapter[B], app_state: AppState) -> None:
+        self._adapter = adapter
+        self._app_state = app_state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics, engine_id = self._edge.metrics, _engine_id(scope)
+        metrics, engine_id = self._app_state.metrics, _engine_id(scope)
         wants_stats = header(scope, b"x-dynamo-stats") == "1"
-        record = RequestMetrics(
-            metrics, self._dialect.endpoint, engine_id, path=str(scope.get("path", "")), wants_stats=wants_stats
+        request_metrics = RequestMetrics(
+            metrics, self._adapter.endpoint, engine_id, path=str(scope.get("path", "")), wants_stats=wants_stats
         )
-        reply = ClientResponse(send, scope.get("state", {}).get(WRITER))
-        run = RequestHandler(self._dialect, self._edge, reply, record)
+        response = ClientResponse(send, scope.get("state", {}).get(WRITER))
+        handler = RequestHandler(self._adapter, self._app_state, response, request_metrics)
         metrics.request_started()
-        ending: str | DynamoError = "cancelled"
+        outcome: str | DynamoError = "cancelled"
         try:
-            ending = await self._answered(run, scope, receive, engine_id)
+            outcome = await self._run(handler, scope, receive, engine_id)
         finally:
-            run.leave()
-            record.write(ending, reply.status)
+            handler.release()
+            request_metrics.write(outcome, response.status)
 
-    async def _answered(
-        self, run: RequestHandler[B], scope: Scope, receive: Receive, engine_id: str
+    async def _run(
+        self, handler: RequestHandler[B], scope: Scope, receive: Receive, engine_id: str
     ) -> str | DynamoError:
         """Answers whatever happens, and says how it ended: "ok", "cancelled", or the error."""
         try:
-            run.admit()
+            handler.admit()
             check_json(scope)
-            config = self._edge.config
-            run.raw = await read_body(scope, receive, config.max_body_bytes, config.receive_timeout_s, run.take_bytes)
-            await run_until_disconnect(run.serve(engine_id, _client(scope)), receive, run.is_answered)
+            config = self._app_state.config
+            handler.raw_body = await read_body(
+                scope, receive, config.max_body_bytes, config.receive_timeout_s, handler.reserve_bytes
+            )
+            await run_until_disconnect(handler.serve(engine_id, _client(scope)), receive, handler.is_answered)
         except ClientDisconnected:
             return "cancelled"
         except DynamoError as error:
-            await run.fail(error)
+            await handler.fail(error)
             return error
         except MemoryError:
             # No traceback: it takes memory.
@@ -70,12 +72,12 @@ class GenerateEndpoint(Generic[B]):
             failure = Overloaded(
                 "this server has no memory left for the request; try again later, or send a shorter one"
             )
-            await run.fail(failure)
+            await handler.fail(failure)
             return failure
         except Exception:  # the ASGI catch-all: logged here, answered as `internal`
             log.exception("request %s failed", engine_id)
             bug = internal()
-            await run.fail(bug)
+            await handler.fail(bug)
             return bug
         return "ok"
 

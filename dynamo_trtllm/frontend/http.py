@@ -32,15 +32,15 @@ def check_json(scope: Scope) -> None:
     kind = (given or "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise UnsupportedMedia(f"the body is of type {kind!r}; send Content-Type: application/json")
-    packed = (header(scope, b"content-encoding") or "identity").strip().lower()
-    if packed != "identity":
-        raise UnsupportedMedia(f"the body is packed by {packed!r}; send it as it is, without Content-Encoding")
+    encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
+    if encoding != "identity":
+        raise UnsupportedMedia(f"the body is packed by {encoding!r}; send it as it is, without Content-Encoding")
 
 
 async def read_body(
-    scope: Scope, receive: Receive, max_bytes: int, within_s: float, take: Callable[[int], Awaitable[None]]
+    scope: Scope, receive: Receive, max_bytes: int, within_s: float, reserve: Callable[[int], Awaitable[None]]
 ) -> bytes:
-    """Return the body. `take` is awaited with the size of each piece, and may raise to reject it.
+    """Return the body. `reserve` is awaited with the size of each piece, and may raise to reject it.
 
     Raises:
         PayloadTooLarge: the body is too large; raised as soon as this is known.
@@ -52,25 +52,25 @@ async def read_body(
         raise _too_large(max_bytes)
     try:
         async with asyncio.timeout(within_s):
-            return await _pieces(receive, max_bytes, take)
+            return await _receive_body(receive, max_bytes, reserve)
     except TimeoutError:
         raise RequestTimeout(f"the request body did not come in {within_s:g} s") from None
 
 
-async def _pieces(receive: Receive, max_bytes: int, take: Callable[[int], Awaitable[None]]) -> bytes:
-    pieces, size, more = [], 0, True
+async def _receive_body(receive: Receive, max_bytes: int, reserve: Callable[[int], Awaitable[None]]) -> bytes:
+    parts, size, more = [], 0, True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
-        piece = message.get("body", b"")
-        size += len(piece)
+        part = message.get("body", b"")
+        size += len(part)
         if size > max_bytes:
             raise _too_large(max_bytes)
-        await take(len(piece))
-        pieces.append(piece)
+        await reserve(len(part))
+        parts.append(part)
         more = message.get("more_body", False)
-    return b"".join(pieces)
+    return b"".join(parts)
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:
@@ -84,7 +84,7 @@ async def run_until_disconnect(
 
     A server tells the same of a client that has its whole answer; what `work` does after that is waited for.
     """
-    tasks = (asyncio.create_task(work), asyncio.create_task(_gone(receive)))
+    tasks = (asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive)))
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not (tasks[0].done() or is_answered()):
@@ -98,7 +98,7 @@ async def run_until_disconnect(
         del tasks, task
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     message: Message = {"type": ""}
     while message["type"] != "http.disconnect":
         message = await receive()
@@ -120,10 +120,10 @@ class ClientResponse:
         self.ended = False
         self.deadline = 0.0  # seconds since the epoch; until then the client may take its time
 
-    async def json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
+    async def send_json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
         body = orjson.dumps(value)
         await self._start(status, {"Content-Type": "application/json", "Content-Length": str(len(body))}, headers)
-        await self._pass({"type": "http.response.body", "body": body})
+        await self._send_message({"type": "http.response.body", "body": body})
         self.ended = True
 
     async def start_events(self, headers: Mapping[str, str]) -> None:
@@ -131,26 +131,26 @@ class ClientResponse:
             200, {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}, headers
         )
 
-    async def events(self, data: bytes, *, last: bool = False) -> None:
+    async def send_events(self, data: bytes, *, last: bool = False) -> None:
         """Waits while the client reads slowly: this stream only."""
         if self.writer is not None:
             self.writer.flush()
-        await self._pass({"type": "http.response.body", "body": data, "more_body": not last})
+        await self._send_message({"type": "http.response.body", "body": data, "more_body": not last})
         self.ended = last
 
-    async def fail(self, error: DynamoError, retry_after_s: int) -> None:
+    async def send_error(self, error: DynamoError, retry_after_s: int) -> None:
         """A proper status, while there is none yet."""
         if not self.started:
             response = to_response(error, retry_after_s)
-            await self.json(response.status, response.body, response.headers)
+            await self.send_json(response.status, response.body, response.headers)
 
     async def _start(self, status: int, first: Mapping[str, str], more: Mapping[str, str] | None) -> None:
         self.started, self.status = True, status
         pairs = [*first.items(), *(more or {}).items()]
         headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in pairs]
-        await self._pass({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send_message({"type": "http.response.start", "status": status, "headers": headers})
 
-    async def _pass(self, message: Message) -> None:
+    async def _send_message(self, message: Message) -> None:
         writer = self.writer
         if writer is None or writer.is_ready():
             await self._send(message)

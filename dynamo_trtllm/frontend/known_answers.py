@@ -34,13 +34,13 @@ class KnownAnswer:
 
 
 class ProbeCall(Protocol):
-    """Sends one greedy request to `placement` and returns the tokens of its answer.
+    """Sends one greedy request to `selection` and returns the tokens of its answer.
 
     Raises DynamoError, or TimeoutError when the answer takes too long.
     """
 
     async def __call__(
-        self, placement: WorkerSelection, prompt: TokenIds, max_tokens: int, *, num_resumed_output_tokens: int = 0
+        self, selection: WorkerSelection, prompt: TokenIds, max_tokens: int, *, num_resumed_output_tokens: int = 0
     ) -> list[int]: ...
 
 
@@ -62,16 +62,16 @@ class KnownAnswers:
         self._locks: defaultdict[_Key, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._failures: dict[_Key, _Failure] = {}
 
-    async def get(self, number: int, placement: WorkerSelection, view: ModelView, ask: ProbeCall) -> KnownAnswer | None:
+    async def get(self, number: int, selection: WorkerSelection, view: ModelView, ask: ProbeCall) -> KnownAnswer | None:
         """Return known answer `number` for a pair, counted from 0; None when no worker of the model can give one.
 
         Raises what `ask` raises. A failure is shared with the pairs that waited for the same answer meanwhile: the
         pairs of a worker that does not answer wait for one time-out together, not for one each.
         """
-        sources = _sources(placement, view)
-        if not is_salted(placement):  # a prefix cache would serve a prompt that was used before
-            return await _make(placement, sources, ask)
-        key, begun_s = _Key(placement.decode.id, _prompt_tokens(placement)), asyncio.get_running_loop().time()
+        sources = _sources(selection, view)
+        if not is_salted(selection):  # a prefix cache would serve a prompt that was used before
+            return await _make(selection, sources, ask)
+        key, begun_s = _Key(selection.decode.id, _prompt_tokens(selection)), asyncio.get_running_loop().time()
         async with self._locks[key]:
             failure = self._failures.get(key)
             if failure is not None and failure.at_s >= begun_s:
@@ -79,7 +79,7 @@ class KnownAnswers:
             answers = self._answers.setdefault(key, [])
             while len(answers) <= number:
                 try:
-                    made = await _make(placement, sources, ask)
+                    made = await _make(selection, sources, ask)
                 except (DynamoError, TimeoutError) as exc:
                     self._failures[key] = _Failure(asyncio.get_running_loop().time(), exc)
                     raise
@@ -102,19 +102,19 @@ class KnownAnswers:
             self._failures.pop(key, None)
 
 
-def random_prompt(placement: WorkerSelection) -> TokenIds:
+def random_prompt(selection: WorkerSelection) -> TokenIds:
     """Return a prompt that no worker has seen. Raises ValueError for a model without a vocabulary.
 
     Its ids are from the middle half of the vocabulary: control tokens and image placeholders are at the ends.
     """
-    vocab_size = placement.decode.card.vocab_size
-    ids = (vocab_size // 4 + secrets.randbelow(vocab_size // 2) for _ in range(_prompt_tokens(placement)))
+    vocab_size = selection.decode.card.vocab_size
+    ids = (vocab_size // 4 + secrets.randbelow(vocab_size // 2) for _ in range(_prompt_tokens(selection)))
     return token_ids(ids)
 
 
-def _prompt_tokens(placement: WorkerSelection) -> int:
+def _prompt_tokens(selection: WorkerSelection) -> int:
     """Return the length of a canary's prompt: more than two KV blocks, if both workers can hold so many tokens."""
-    instances = _instances(placement)
+    instances = _instances(selection)
     block = max(instance.layout.block_tokens for instance in instances)
     max_prompt = min(instance.card.context_length for instance in instances) - ANSWER_TOKENS
     for limits in (instance.limits for instance in instances):
@@ -125,36 +125,36 @@ def _prompt_tokens(placement: WorkerSelection) -> int:
     return max(1, min(max_prompt, max(_PROMPT_TOKENS, 2 * block + block // 2 + 1)))
 
 
-def is_salted(placement: WorkerSelection) -> bool:
+def is_salted(selection: WorkerSelection) -> bool:
     """Whether the pair's workers keep the prefix caches of different salts apart."""
-    return not any("cache_salt" in instance.card.unsupported_features for instance in _instances(placement))
+    return not any("cache_salt" in instance.card.unsupported_features for instance in _instances(selection))
 
 
-def _instances(placement: WorkerSelection) -> list[Instance]:
-    return [placement.decode] if placement.prefill is None else [placement.decode, placement.prefill]
+def _instances(selection: WorkerSelection) -> list[Instance]:
+    return [selection.decode] if selection.prefill is None else [selection.decode, selection.prefill]
 
 
-def _sources(placement: WorkerSelection, view: ModelView) -> list[Instance]:
+def _sources(selection: WorkerSelection, view: ModelView) -> list[Instance]:
     """Return the workers that may give the known answer, the best first: the decode worker rounds as the pair does.
 
     Without cache salts the decode worker is left out: its prefix cache would then hold the prompt's KV, and the pair
     would transfer none.
     """
-    wanted = [*_instances(placement), *view.aggregated]
-    if not is_salted(placement):
-        wanted.remove(placement.decode)
+    wanted = [*_instances(selection), *view.aggregated]
+    if not is_salted(selection):
+        wanted.remove(selection.decode)
     return [instance for instance in wanted if instance.can_aggregate or instance.role is Role.AGGREGATED]
 
 
-async def _make(placement: WorkerSelection, sources: Iterable[Instance], ask: ProbeCall) -> KnownAnswer | None:
+async def _make(selection: WorkerSelection, sources: Iterable[Instance], ask: ProbeCall) -> KnownAnswer | None:
     for source in sources:
-        alone, prompt, other = WorkerSelection(None, source), random_prompt(placement), random_prompt(placement)
+        alone, prompt, other = WorkerSelection(None, source), random_prompt(selection), random_prompt(selection)
         try:
             tokens = await ask(alone, prompt, ANSWER_TOKENS)
             follows = await ask(alone, other + token_ids(tokens[:1]), ANSWER_TOKENS - 1, num_resumed_output_tokens=1)
         except (DynamoError, TimeoutError) as exc:
             refused = isinstance(exc, (RequestRejected, RequestError))  # it runs aggregated requests, but not this one
-            if source in _instances(placement) and not refused:
+            if source in _instances(selection) and not refused:
                 raise
             continue
         if len(tokens) == ANSWER_TOKENS:

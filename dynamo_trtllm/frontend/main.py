@@ -30,7 +30,7 @@ DESCRIPTION = "The OpenAI-compatible HTTP frontend: renders, routes to prefill a
 
 _log = logging.getLogger(__name__)
 
-KeepServing = Callable[[FrontendConfig, StartupGate, PeerProcesses, Callable[[], None]], Awaitable[None]]
+RunApp = Callable[[FrontendConfig, StartupGate, PeerProcesses, Callable[[], None]], Awaitable[None]]
 
 
 def main() -> None:
@@ -63,21 +63,21 @@ def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
     warn_if_exposed(config.http_host, sock.getsockname()[1], "use the API", "--http-host")
 
 
-async def serve(config: FrontendConfig, sock: socket.socket, colleagues: PeerProcesses) -> None:
+async def serve(config: FrontendConfig, sock: socket.socket, peers: PeerProcesses) -> None:
     """Serves on `sock`, which it closes, until SIGTERM or SIGINT. Raises what `serving.run_app` raises."""
-    _give_memory_back()
+    _tune_malloc()
     with sock:
-        door = StartupGate()
-        server = http_server(door, config, backlog=BACKLOG)
+        gate = StartupGate()
+        server = http_server(gate, config, backlog=BACKLOG)
         server.config.load()  # imports, which a second thread must not do at the same time
 
         def stop(_: object = None) -> None:
             server.should_exit = True
 
-        work = asyncio.create_task(_work(config, door, colleagues, stop))
+        work = asyncio.create_task(_work(config, gate, peers, stop))
         work.add_done_callback(stop)
-        work.add_done_callback(lambda _: door.close())
-        colleagues.on_parted(stop)
+        work.add_done_callback(lambda _: gate.close())
+        peers.on_parent_exit(stop)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.handle_exit, number, None)
@@ -92,7 +92,7 @@ async def serve(config: FrontendConfig, sock: socket.socket, colleagues: PeerPro
             raise ended
 
 
-def _give_memory_back() -> None:
+def _tune_malloc() -> None:
     """Have glibc return freed memory to the system: large blocks at once, and the rest of few arenas (mallopt(3)).
 
     By default it raises its threshold for large blocks to the largest one freed, and keeps memory in an arena for each
@@ -104,12 +104,12 @@ def _give_memory_back() -> None:
             mallopt(parameter, value)
 
 
-async def _work(config: FrontendConfig, door: StartupGate, colleagues: PeerProcesses, stop: Callable[[], None]) -> None:
+async def _work(config: FrontendConfig, gate: StartupGate, peers: PeerProcesses, stop: Callable[[], None]) -> None:
     run_app = await asyncio.to_thread(_load)
-    await run_app(config, door, colleagues, stop)
+    await run_app(config, gate, peers, stop)
 
 
-def _load() -> KeepServing:
+def _load() -> RunApp:
     """Takes most of the time of a start, and holds up no answer."""
     from dynamo_trtllm.frontend.run_app import run_app
 

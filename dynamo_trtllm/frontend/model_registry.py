@@ -29,7 +29,7 @@ from dynamo_trtllm.tokenization.select import renderer_for
 _log = logging.getLogger(__name__)
 
 MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; a worker's stated size is not trusted
-_MOST_SAID: Final = 300  # longest quoted library error, in characters
+_ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
 
 
@@ -43,11 +43,16 @@ class ModelRegistry:
     """`watch` is the one writer; everything else reads what it has put in place."""
 
     def __init__(
-        self, view: ClusterView, discovery: Discovery, plane: Plane, namespace: str, book: PairBreakers | None = None
+        self,
+        view: ClusterView,
+        discovery: Discovery,
+        plane: Plane,
+        namespace: str,
+        breakers: PairBreakers | None = None,
     ) -> None:
-        """With a `book`, a model is ready only when one of its pairs was seen to work."""
+        """With a `breakers`, a model is ready only when one of its pairs was seen to work."""
         self._view = view
-        self._book = book
+        self._breakers = breakers
         self._discovery = discovery
         self._plane = plane
         self._namespace = namespace
@@ -73,16 +78,18 @@ class ModelRegistry:
     def instances(self) -> list[Instance]:
         return self._view.instances()
 
-    def lacking(self, name: str) -> str | None:
+    def not_ready_reason(self, name: str) -> str | None:
         """See `Catalog`."""
-        return self._plane.unavailable_reason() or readiness.not_ready_reason(self._view.model(name), name, self._book)
+        return self._plane.unavailable_reason() or readiness.not_ready_reason(
+            self._view.model(name), name, self._breakers
+        )
 
-    def standing(self) -> ReadinessReport:
+    def readiness(self) -> ReadinessReport:
         """See `Catalog`."""
         views = {name: self._view.model(name) for name in sorted(self._view.models())}
-        book, now = self._book or PairBreakers(), time.monotonic()
+        breakers, now = self._breakers or PairBreakers(), time.monotonic()
         return ReadinessReport(
-            pairs=[row for name, view in views.items() for row in readiness.pair_rows(view, name, book, now)],
+            pairs=[row for name, view in views.items() for row in readiness.pair_rows(view, name, breakers, now)],
             mismatched=[line for view in views.values() for line in readiness.mismatches(view)],
             rejected_records=readiness.rejected_rows(self._rejected),
         )
@@ -103,7 +110,7 @@ class ModelRegistry:
                     case Synced():
                         self.synced.set()
 
-    async def settled(self) -> None:
+    async def wait_until_loaded(self) -> None:
         """Returns when the models of the workers that were there at the start are served."""
         await self.synced.wait()
         if self._loading:
@@ -208,12 +215,12 @@ class ModelRegistry:
         total_bytes: int | None = None
         while total_bytes is None or len(data) < total_bytes:
             reply = await self._plane.control(holder.subject, GetFile(sha256, len(data)))
-            piece = codec.decode(reply, FileChunk)
+            chunk = codec.decode(reply, FileChunk)
             if total_bytes is None:
-                total_bytes = piece.total_bytes
-            if wrong := _wrong_size(piece, len(data), total_bytes, most_bytes):
+                total_bytes = chunk.total_bytes
+            if wrong := _wrong_size(chunk, len(data), total_bytes, most_bytes):
                 raise BadFrame(f"instance {holder.id:x} sent file {sha256} {wrong}")
-            data += piece.data
+            data += chunk.data
         if hashlib.sha256(data).hexdigest() != sha256:
             raise BadFrame(f"instance {holder.id:x} sent another file than {sha256}; restart it")
         return bytes(data)
@@ -235,22 +242,22 @@ def _renderer(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer
     # thread receives no cancellation.
     except BaseException as exc:
         raise InternalError(
-            f"the renderer of model {card.name!r} fails on its files: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}; "
+            f"the renderer of model {card.name!r} fails on its files: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}; "
             "replace them on the workers"
         ) from exc
 
 
-def _wrong_size(piece: FileChunk, offset: int, total_bytes: int, most_bytes: int) -> str:
+def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int) -> str:
     """Return what is wrong with the sizes in a piece; "" when nothing is."""
-    if piece.total_bytes != total_bytes:
-        return f"with total size {total_bytes}, then {piece.total_bytes}; restart it"
+    if chunk.total_bytes != total_bytes:
+        return f"with total size {total_bytes}, then {chunk.total_bytes}; restart it"
     if not 0 <= total_bytes <= most_bytes:
         return (
             f"with size {total_bytes}; allowed are 0 to {most_bytes} bytes; the files of a model may have "
             f"{MOST_FILES_BYTES >> 20} MiB together"
         )
-    if offset + len(piece.data) > total_bytes:
-        return f"with {offset + len(piece.data)} bytes where {total_bytes} were announced; restart it"
-    if not piece.data and offset < total_bytes:
+    if offset + len(chunk.data) > total_bytes:
+        return f"with {offset + len(chunk.data)} bytes where {total_bytes} were announced; restart it"
+    if not chunk.data and offset < total_bytes:
         return f"with only {offset} of {total_bytes} bytes; restart it"
     return ""

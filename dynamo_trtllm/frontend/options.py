@@ -13,7 +13,7 @@ import msgspec
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.messages import ModelDeploymentCard, OutputFormat, Sampling, StructuredOutput, TokenIds, Tool
-from dynamo_trtllm.tokenization.base import NOTHING_FORCED
+from dynamo_trtllm.tokenization.base import NO_PREFILL
 
 ANY_OBJECT: Final = "{}"  # the schema that engines take for "any object"
 _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
@@ -56,11 +56,11 @@ class GenerationOptions:
 
 
 def reject_unsupported(
-    asked: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
+    requested: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
 ) -> None:
     """Raises UnsupportedParameter for a field that was set and that the model's engine does not support."""
     for refused in card.unsupported_features:
-        given = cache_salt if refused == "cache_salt" else getattr(asked, refused, None)
+        given = cache_salt if refused == "cache_salt" else getattr(requested, refused, None)
         if given != _DEFAULTS.get(refused):
             reject(names.get(refused, refused), card)
 
@@ -73,7 +73,7 @@ def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine can't
 
 
 class Constraints(NamedTuple):
-    forced: TokenIds = NOTHING_FORCED  # put after the prompt, as if the model had written it
+    prefill_ids: TokenIds = NO_PREFILL  # put after the prompt, as if the model had written it
     guided: StructuredOutput | None = None
 
 
@@ -122,20 +122,23 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
     if tool.name in options.strict_tools:
         _check_guidable(options, "tool_choice", served)
         return Constraints(
-            forced=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
+            prefill_ids=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=_schema(tool)),))
         )
-    asked = options.sampling
-    if "guided" in served.card.unsupported_features or asked.ignore_eos or asked.min_tokens:
-        return Constraints(forced=header)
-    return Constraints(forced=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=ANY_OBJECT),)))
+    requested = options.sampling
+    if "guided" in served.card.unsupported_features or requested.ignore_eos or requested.min_tokens:
+        return Constraints(prefill_ids=header)
+    return Constraints(
+        prefill_ids=header, guided=StructuredOutput(alternatives=(OutputFormat(json_schema=ANY_OBJECT),))
+    )
 
 
 def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
     """What the calls' headers share is forced where the format can begin in the middle of one; the rest is guided."""
     _check_guidable(options, "tool_choice", served)
-    forced = served.renderer.call_header(None) or NOTHING_FORCED
+    prefill_ids = served.renderer.call_header(None) or NO_PREFILL
     return Constraints(
-        forced=forced, guided=StructuredOutput(alternatives=tuple(_alternatives(tools, forced, options, served)))
+        prefill_ids=prefill_ids,
+        guided=StructuredOutput(alternatives=tuple(_alternatives(tools, prefill_ids, options, served))),
     )
 
 

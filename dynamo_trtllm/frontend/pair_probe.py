@@ -38,11 +38,11 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 2  # canaries of one decode worker: one of them may be that of a prefill worker that hangs
+_MAX_CONCURRENT = 2  # canaries of one decode worker: one of them may be that of a prefill worker that hangs
 _PROMPTS = 3  # a pair is broken if its answers to this many all differ from the known ones: rounding rarely does that
 _PASSED = "ok"
 _INCONCLUSIVE = "inconclusive"
-_MOST_SAID = 300  # longest text of an unexpected exception in /health, in characters
+_ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
 
 
 class _ProbeResult(NamedTuple):
@@ -59,144 +59,148 @@ class PairProbeOptions:
 
 
 class PairProbeMetrics(Protocol):
-    def canary_finished(self, *, model: str, code: str) -> None: ...
+    def probe_finished(self, *, model: str, code: str) -> None: ...
 
 
 class PairProbes:
     """`run` in a task of the owner's."""
 
-    def __init__(self, view: ClusterView, pipeline: Pipeline, book: PairBreakers, options: PairProbeOptions) -> None:
+    def __init__(
+        self, view: ClusterView, pipeline: Pipeline, breakers: PairBreakers, options: PairProbeOptions
+    ) -> None:
         self._view = view
         self._pipeline = pipeline
-        self._book = book
+        self._breakers = breakers
         self._options = options
-        self._known = KnownAnswers()
+        self._known_answers = KnownAnswers()
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
         # pairs whose canary raised an unexpected exception and has not passed since
-        self._broke: set[Pair] = set()
+        self._unexpected_failures: set[Pair] = set()
         self._inconclusive: set[str] = set()  # models of which the log says so
-        self._trying: set[Pair] = set()
-        self._places: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _AT_ONCE))
-        self._tried = asyncio.Event()
+        self._probing: set[Pair] = set()
+        self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _MAX_CONCURRENT))
+        self._probed = asyncio.Event()
 
     async def run(self, plane: Plane, metrics: PairProbeMetrics) -> None:
         """Send canaries until cancelled. Each pair is tested in its own task: one that hangs delays no other."""
         async with asyncio.TaskGroup() as group:
             while True:
                 changed = self._view.changed
-                self._tried.clear()
+                self._probed.clear()
                 models = self._pairs()
                 self._keep_only(models)
-                idle = [pair for pair in models if pair not in self._trying]
-                for pair in self._book.due(idle, time.monotonic(), self._options.interval_s):
-                    self._trying.add(pair)
-                    group.create_task(self._try_one(pair, models[pair], plane, metrics), name="canary")
-                waiting = [pair for pair in idle if pair not in self._trying]
-                next_at = self._book.next_due_at(waiting, self._options.interval_s)
-                await _first_of((changed, self._tried), None if next_at is None else next_at - time.monotonic())
+                idle = [pair for pair in models if pair not in self._probing]
+                for pair in self._breakers.due(idle, time.monotonic(), self._options.interval_s):
+                    self._probing.add(pair)
+                    group.create_task(self._probe_one(pair, models[pair], plane, metrics), name="canary")
+                waiting = [pair for pair in idle if pair not in self._probing]
+                next_at = self._breakers.next_due_at(waiting, self._options.interval_s)
+                await _first_of((changed, self._probed), None if next_at is None else next_at - time.monotonic())
 
     def _pairs(self) -> dict[Pair, str]:
         return {pair: name for name in self._view.models() for pair in pairs_of(self._view.model(name))}
 
     def _keep_only(self, pairs: dict[Pair, str]) -> None:
         ids = {instance.id for instance in self._view.instances()}
-        self._known.keep_only(ids)
+        self._known_answers.keep_only(ids)
         self._asked_to_restart &= ids
-        self._broke.intersection_update(pairs)
-        for decode in [decode for decode in self._places if decode not in ids]:
-            del self._places[decode]
+        self._unexpected_failures.intersection_update(pairs)
+        for decode in [decode for decode in self._slots if decode not in ids]:
+            del self._slots[decode]
 
-    async def _try_one(self, pair: Pair, model: str, plane: Plane, metrics: PairProbeMetrics) -> None:
+    async def _probe_one(self, pair: Pair, model: str, plane: Plane, metrics: PairProbeMetrics) -> None:
         try:
-            async with self._places[pair[1]]:
-                code = await self._try_safely(pair)
-            metrics.canary_finished(model=model, code=code)
+            async with self._slots[pair[1]]:
+                code = await self._probe_safely(pair)
+            metrics.probe_finished(model=model, code=code)
             if code not in (_PASSED, _INCONCLUSIVE):
-                await self._restart_poisoned(plane)
+                await self._restart_suspects(plane)
         finally:
-            self._trying.discard(pair)
-            self._tried.set()
+            self._probing.discard(pair)
+            self._probed.set()
 
-    async def _try_safely(self, pair: Pair) -> str:
-        """As `_try`; an unexpected exception is the failure of this pair alone."""
+    async def _probe_safely(self, pair: Pair) -> str:
+        """As `_probe`; an unexpected exception is the failure of this pair alone."""
         try:
-            code = await self._try(pair)
+            code = await self._probe(pair)
         # A canary uses data that workers send. An exception would end the canaries of all pairs and the frontend. The
         # traceback is logged once per pair until its canary passes.
         except Exception as exc:  # noqa: BLE001
             code = InternalError.code
-            if pair not in self._broke:
-                self._broke.add(pair)
+            if pair not in self._unexpected_failures:
+                self._unexpected_failures.add(pair)
                 prefill, decode = ("none" if each is None else f"{each:x}" for each in pair)
                 text = "canary raised an unexpected exception: prefill %s, decode %s"
                 _log.error(text, prefill, decode, exc_info=exc)
-            self._note(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_MOST_SAID]}")
+            self._record_failure(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}")
         if code in (_PASSED, _INCONCLUSIVE):
-            self._broke.discard(pair)
+            self._unexpected_failures.discard(pair)
         return code
 
-    async def _try(self, pair: Pair) -> str:
+    async def _probe(self, pair: Pair) -> str:
         """Note the outcome in the pair book. Return the code of the verdict or of the error."""
-        placement = self._placement(pair)
-        if placement is None:
+        selection = self._selection(pair)
+        if selection is None:
             return "gone"
         trace = RouteTrace()
         try:
-            verdict = await self._verdict(placement, trace)
+            result = await self._compare(selection, trace)
         except TimeoutError:
-            verdict = _ProbeResult("canary", f"no answer to a canary within {self._options.timeout_s:g} s")
+            result = _ProbeResult("canary", f"no answer to a canary within {self._options.timeout_s:g} s")
         except (TransferFailed, TransferTimeout) as exc:
             return exc.code  # the pipeline has noted it
         except CapacityError as exc:  # busy is not broken
-            self._book.postpone(pair, time.monotonic())
+            self._breakers.defer(pair, time.monotonic())
             return exc.code
         except (Unreachable, Disconnected) as exc:  # not taken up is not broken either
-            self._book.doubt(pair, f"{exc.code}: {exc.message}", time.monotonic())
-            self._pipeline.note_missed(trace, exc)
+            self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
+            self._pipeline.record_unreachable(trace, exc)
             return exc.code
         except DynamoError as exc:
-            self._note(pair, f"{exc.code}: {exc.message}")
+            self._record_failure(pair, f"{exc.code}: {exc.message}")
             return exc.code
-        if verdict.code == "mismatch":
-            self._known.forget(placement.decode.id)
-            self._note(pair, verdict.text, is_wrong=True)
-        elif verdict.code == "canary":
-            self._note(pair, verdict.text)
-        elif verdict.code == _INCONCLUSIVE and self._book.record(pair).is_wrong:
-            self._book.postpone(pair, time.monotonic())  # only a right answer clears it
+        if result.code == "mismatch":
+            self._known_answers.forget(selection.decode.id)
+            self._record_failure(pair, result.text, is_wrong=True)
+        elif result.code == "canary":
+            self._record_failure(pair, result.text)
+        elif result.code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
+            self._breakers.defer(pair, time.monotonic())  # only a right answer clears it
         else:
-            self._pipeline.note_passed(pair, is_probe=True, note=verdict.text)
-            self._say_inconclusive(placement, verdict.text)
-        return verdict.code
+            self._pipeline.record_success(pair, is_probe=True, note=result.text)
+            self._log_inconclusive(selection, result.text)
+        return result.code
 
-    async def _verdict(self, placement: WorkerSelection, trace: RouteTrace) -> _ProbeResult:
+    async def _compare(self, selection: WorkerSelection, trace: RouteTrace) -> _ProbeResult:
         """The pair works as soon as one of its answers is the known one; it is broken when _PROMPTS answers differ,
         or some do and the others prove nothing."""
-        ask, view = partial(self._ask, trace), self._view.model(placement.decode.card.name)
-        known: KnownAnswer | None = None
+        ask, view = partial(self._ask, trace), self._view.model(selection.decode.card.name)
+        known_answer: KnownAnswer | None = None
         num_wrong = 0
         for number in range(_PROMPTS):
-            if placement.prefill is not None:
-                known = await self._known.get(number, placement, view, ask)
-            tokens = await ask(placement, random_prompt(placement) if known is None else known.prompt, ANSWER_TOKENS)
+            if selection.prefill is not None:
+                known_answer = await self._known_answers.get(number, selection, view, ask)
+            tokens = await ask(
+                selection, random_prompt(selection) if known_answer is None else known_answer.prompt, ANSWER_TOKENS
+            )
             if len(tokens) != ANSWER_TOKENS:
                 return _ProbeResult("canary", f"a canary of {ANSWER_TOKENS} tokens brought {len(tokens)}")
-            if placement.prefill is None:
+            if selection.prefill is None:
                 return _ProbeResult(_PASSED)
             if not (trace.decode_stats and trace.decode_stats.kv_bytes):
                 text = "the decode worker answered a canary without reading the prefill worker's KV"
                 return _ProbeResult("canary", text)
-            if known is None and num_wrong:
+            if known_answer is None and num_wrong:
                 text = "its answer to a canary is not the known one, and no worker gives another one to compare with"
                 return _ProbeResult("canary", text)
-            if known is None:
+            if known_answer is None:
                 return _ProbeResult(
                     _INCONCLUSIVE, "no worker of its model can run aggregated requests: wrong KV would go unnoticed"
                 )
-            if tokens == known.tokens and known.depends_on_kv:
+            if tokens == known_answer.tokens and known_answer.depends_on_kv:
                 return _ProbeResult(_PASSED)
-            num_wrong += tokens != known.tokens
+            num_wrong += tokens != known_answer.tokens
         if not num_wrong:
             return _ProbeResult(
                 _INCONCLUSIVE, "its model answers all prompts alike: KV of another prompt would go unnoticed"
@@ -211,7 +215,7 @@ class PairProbes:
     async def _ask(
         self,
         trace: RouteTrace,
-        placement: WorkerSelection,
+        selection: WorkerSelection,
         prompt: TokenIds,
         max_tokens: int,
         *,
@@ -221,43 +225,43 @@ class PairProbes:
         trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
         request = GenerateRequest(
             request_id=f"canary-{next(self._numbers)}",
-            model=placement.decode.card.name,
+            model=selection.decode.card.name,
             token_ids=prompt,
             sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
             deadline=time.time() + self._options.timeout_s,
             num_resumed_output_tokens=num_resumed_output_tokens,
-            cache_salt=secrets.token_hex(8) if is_salted(placement) else None,
+            cache_salt=secrets.token_hex(8) if is_salted(selection) else None,
         )
         tokens: list[int] = []
         async with (
             asyncio.timeout(self._options.timeout_s),
-            aclosing(self._pipeline.attempt(placement, request, trace, is_canary=True)) as chunks,
+            aclosing(self._pipeline.attempt(selection, request, trace, is_probe=True)) as chunks,
         ):
             async for chunk in chunks:
                 tokens.extend(chunk.token_ids)
         return tokens
 
-    def _say_inconclusive(self, placement: WorkerSelection, text: str) -> None:
+    def _log_inconclusive(self, selection: WorkerSelection, text: str) -> None:
         """Log the reason once per model."""
-        model = placement.decode.card.name
+        model = selection.decode.card.name
         if text and model not in self._inconclusive:
             self._inconclusive.add(model)
             _log.info("canaries can't prove that a pair works: %s (model %s)", text, model)
 
-    def _placement(self, pair: Pair) -> WorkerSelection | None:
+    def _selection(self, pair: Pair) -> WorkerSelection | None:
         by_id: dict[int | None, Instance] = {instance.id: instance for instance in self._view.instances()}
         prefill, decode = by_id.get(pair[0]), by_id.get(pair[1])
         if decode is None or (prefill is None and pair[0] is not None):
             return None
         return WorkerSelection(prefill, decode)
 
-    def _note(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
-        if self._book.failed(pair, reason, time.monotonic(), is_wrong=is_wrong):
+    def _record_failure(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
+        if self._breakers.record_failure(pair, reason, time.monotonic(), is_wrong=is_wrong):
             _log.error("%s is quarantined: %s", format_pair(pair), reason)
 
-    async def _restart_poisoned(self, plane: Plane) -> None:
+    async def _restart_suspects(self, plane: Plane) -> None:
         by_id = {instance.id: instance for instance in self._view.instances()}
-        for instance_id in suspects(self._book, list(self._pairs())) - self._asked_to_restart:
+        for instance_id in suspects(self._breakers, list(self._pairs())) - self._asked_to_restart:
             self._asked_to_restart.add(instance_id)
             instance = by_id.get(instance_id)
             if instance is None:

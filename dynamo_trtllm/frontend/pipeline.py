@@ -33,7 +33,7 @@ from dynamo_trtllm.errors import (
     Unreachable,
 )
 from dynamo_trtllm.frontend.background_control import BackgroundControl
-from dynamo_trtllm.frontend.retry_state import Cooldown, RecoveryLimits, RetryState, is_refusal
+from dynamo_trtllm.frontend.retry_state import Cooldown, RecoveryLimits, RetryState, is_not_accepted
 from dynamo_trtllm.messages import (
     Chunk,
     FinishReason,
@@ -72,7 +72,7 @@ class _Out(NamedTuple):
 
     trace: RouteTrace
     sink: Sink | None
-    is_canary: bool
+    is_probe: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class PipelineOptions:
     hold_s: float = 0.0  # longest wait for a role that has no instance
     decode_fallback: bool = False  # decode workers do whole requests while there is no prefill worker
     # Canaries test new and quarantined pairs. Without canaries, requests do: quarantined pairs get them after a while.
-    has_canaries: bool = False
+    has_probes: bool = False
 
 
 class Pipeline:
@@ -94,16 +94,16 @@ class Pipeline:
         view: ClusterView,
         plane: Plane,
         options: PipelineOptions | None = None,
-        book: PairBreakers | None = None,
+        breakers: PairBreakers | None = None,
     ) -> None:
-        """`book` gets the outcome of every hand-off, and keeps requests off the pairs it has shut."""
+        """`breakers` gets the outcome of every hand-off, and keeps requests off the pairs it has shut."""
         self._view = view
-        self._book = book or PairBreakers()
+        self._breakers = breakers or PairBreakers()
         self._plane = plane
         self._options = options or PipelineOptions()
-        self._turns: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
-        self._absent = Cooldown()
-        self._verbs = BackgroundControl(plane)
+        self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+        self._cooldown = Cooldown()
+        self._background_control = BackgroundControl(plane)
         self._withheld_at: asyncio.Event | None = None  # the view's change up to which new pairs are withheld
 
     async def generate(
@@ -115,128 +115,140 @@ class Pipeline:
 
         Raises NoInstances, TransferMismatch, MigrationFailed, and errors of a call after which there is no retry.
         """
-        recovery = RetryState(request=request, limits=self._options.limits)
-        sink = sink and recovery.noting(sink)
-        while not recovery.is_complete:
-            placement = await self._placed(recovery)
+        retry_state = RetryState(request=request, limits=self._options.limits)
+        sink = sink and retry_state.count_tokens(sink)
+        while not retry_state.is_complete:
+            selection = await self._select_or_wait(retry_state)
             trace.prefill_instance = trace.decode_instance = None
             try:
-                attempt = self.attempt(placement, recovery.remaining(), trace, sink)
+                attempt = self.attempt(selection, retry_state.remaining(), trace, sink)
                 async with aclosing(attempt) as chunks:
                     async for chunk in chunks:
-                        recovery.took(chunk)
+                        retry_state.on_chunk(chunk)
                         yield chunk
                 return
             except DynamoError as exc:
-                at, card = self.note_missed(trace, exc), placement.decode.card
-                recovery.failed(exc, at=at, prefill=trace.prefill_instance, card=card)
-                trace.retries, trace.migrations = recovery.retries, recovery.migrations
+                at, card = self.record_unreachable(trace, exc), selection.decode.card
+                retry_state.record_failure(exc, at=at, prefill=trace.prefill_instance, card=card)
+                trace.retries, trace.migrations = retry_state.retries, retry_state.migrations
                 _log.warning("request %s: a call failed, retrying (%s): %s", request.request_id, exc.code, exc.message)
         yield Chunk(finish_reason=FinishReason.LENGTH)
 
-    async def _placed(self, recovery: RetryState) -> WorkerSelection:
+    async def _select_or_wait(self, retry_state: RetryState) -> WorkerSelection:
         """Where the next attempt runs; waits a bounded time for an instance that is not there yet."""
         loop = asyncio.get_running_loop()
         begun_s, hold_s = loop.time(), self._options.hold_s
-        turn = next(self._turns[recovery.request.model])
+        round_robin_index = next(self._round_robin[retry_state.request.model])
         while True:
             changed = self._view.changed
             try:
-                return self._place(recovery, turn)
+                return self._select(retry_state, round_robin_index)
             except NoInstances as missing:
-                pause_s = recovery.pause_s(hold_s) if recovery.gone else hold_s
-                untried = pairs_of(self._view.model(recovery.request.model))
-                if pause_s is None or not recovery.is_worth_waiting:
-                    if self._book.admit(untried):
+                pause_s = retry_state.pause_s(hold_s) if retry_state.excluded else hold_s
+                untried = pairs_of(self._view.model(retry_state.request.model))
+                if pause_s is None or not retry_state.is_worth_waiting:
+                    if self._breakers.admit(untried):
                         continue  # a pair that no canary has tried yet is better than none
-                    raise recovery.error or missing from None
-                left_s = min(pause_s - (loop.time() - begun_s), recovery.request.deadline - time.time())
+                    raise retry_state.error or missing from None
+                left_s = min(pause_s - (loop.time() - begun_s), retry_state.request.deadline - time.time())
                 if await _happens(changed, left_s):
                     continue
-                if self._book.admit(untried):
+                if self._breakers.admit(untried):
                     continue
-                if not recovery.gone:
-                    raise recovery.error or missing from None
-                recovery.try_anew()
+                if not retry_state.excluded:
+                    raise retry_state.error or missing from None
+                retry_state.next_round()
 
-    def _place(self, recovery: RetryState, turn: int) -> WorkerSelection:
-        self._settle_book()
-        absent = self._absent.ids(time.monotonic())
-        if absent:
+    def _select(self, retry_state: RetryState, round_robin_index: int) -> WorkerSelection:
+        self._update_breakers()
+        cooling_down = self._cooldown.ids(time.monotonic())
+        if cooling_down:
             try:
-                return self._place_without(absent | recovery.gone if recovery.gone else absent, recovery, turn)
+                return self._select_excluding(
+                    cooling_down | retry_state.excluded if retry_state.excluded else cooling_down,
+                    retry_state,
+                    round_robin_index,
+                )
             except NoInstances:
                 pass  # better one that may be back than none
-        return self._place_without(frozenset(recovery.gone), recovery, turn)
+        return self._select_excluding(frozenset(retry_state.excluded), retry_state, round_robin_index)
 
-    def _settle_book(self) -> None:
+    def _update_breakers(self) -> None:
         """Update which pairs get no requests; called before a pair is chosen."""
-        if not self._options.has_canaries:
-            if self._book.has_shut:
-                self._book.reopen(time.monotonic())
+        if not self._options.has_probes:
+            if self._breakers.any_open:
+                self._breakers.half_open(time.monotonic())
         elif self._withheld_at is not self._view.changed:
             self._withheld_at = self._view.changed
             for name in self._view.models():
-                self._book.withhold(pairs_of(self._view.model(name)))
+                self._breakers.withhold(pairs_of(self._view.model(name)))
 
-    def _place_without(self, ids: frozenset[int], recovery: RetryState, turn: int) -> WorkerSelection:
-        model = recovery.request.model
-        view = self._view.model(model).without(ids)
+    def _select_excluding(
+        self, ids: frozenset[int], retry_state: RetryState, round_robin_index: int
+    ) -> WorkerSelection:
+        model = retry_state.request.model
+        view = self._view.model(model).excluding(ids)
         fallback = self._options.decode_fallback
-        return select(view, model, turn, self._book, avoid=recovery.shunned, decode_fallback=fallback)
+        return select(view, model, round_robin_index, self._breakers, avoid=retry_state.avoid, decode_fallback=fallback)
 
-    def note_missed(self, trace: RouteTrace, error: DynamoError) -> int | None:
+    def record_unreachable(self, trace: RouteTrace, error: DynamoError) -> int | None:
         """Note a failed attempt; return the id of the instance whose call failed."""
         at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
         if at is not None:
-            self._note_missed(at, error)
+            self._record_unreachable(at, error)
         return at
 
-    def _note_missed(self, instance_id: int, error: DynamoError) -> None:
+    def _record_unreachable(self, instance_id: int, error: DynamoError) -> None:
         """Skip an instance for a while if it did not accept a call. None of its pairs is known to work any more."""
         now = time.monotonic()
-        if is_refusal(error):
-            self._absent.note(instance_id, now)
-        if is_refusal(error) or isinstance(error, Disconnected):
+        if is_not_accepted(error):
+            self._cooldown.start(instance_id, now)
+        if is_not_accepted(error) or isinstance(error, Disconnected):
             reason = f"{error.code}: {error.message}"
-            worked = [pair for pair in self._book.of(instance_id) if self._book.doubt(pair, reason, now)]
+            worked = [
+                pair
+                for pair in self._breakers.pairs_with(instance_id)
+                if self._breakers.record_unreachable(pair, reason, now)
+            ]
             if worked:
-                self._view.stir()  # canaries try them soon
+                self._view.notify_changed()  # canaries try them soon
 
     def attempt(
         self,
-        placement: WorkerSelection,
+        selection: WorkerSelection,
         request: GenerateRequest,
         trace: RouteTrace,
         sink: Sink | None = None,
         *,
-        is_canary: bool = False,
+        is_probe: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
-        """One attempt on the given instances, with no recovery; as `generate` otherwise. With `is_canary` no other
+        """One attempt on the given instances, with no recovery; as `generate` otherwise. With `is_probe` no other
         decode instance gets its ticket, and whether the pair works is for the caller to note: it knows at the end."""
-        out = _Out(trace, sink, is_canary)
-        if placement.prefill is None:
-            return self._whole(placement.decode, request, out)
-        return self._pair(placement.prefill, placement.decode, request, out)
+        out = _Out(trace, sink, is_probe)
+        if selection.prefill is None:
+            return self._run_aggregated(selection.decode, request, out)
+        return self._run_pair(selection.prefill, selection.decode, request, out)
 
-    async def _whole(self, instance: Instance, request: GenerateRequest, out: _Out) -> AsyncGenerator[Chunk, None]:
+    async def _run_aggregated(
+        self, instance: Instance, request: GenerateRequest, out: _Out
+    ) -> AsyncGenerator[Chunk, None]:
         trace = out.trace
         trace.decode_instance = instance.id
-        noted = out.is_canary
+        is_recorded = out.is_probe
         async with aclosing(self._plane.generate(instance.subject, request, out.sink)) as chunks:
             async for chunk in chunks:
-                if not noted:
-                    noted = True
-                    self.note_passed((None, instance.id))
+                if not is_recorded:
+                    is_recorded = True
+                    self.record_success((None, instance.id))
                 trace.decode_stats = chunk.stats or trace.decode_stats
                 yield chunk
 
-    async def _pair(
+    async def _run_pair(
         self, prefill: Instance, decode: Instance, request: GenerateRequest, out: _Out
     ) -> AsyncGenerator[Chunk, None]:
         trace = out.trace
         slot = await self._reserve(decode, request, trace) if decode.strategy == "decode_first" else None
-        begun, ticket, asked = False, None, {decode.id}
+        begun, ticket, tried = False, None, {decode.id}
         try:
             last = await self._prefill(prefill, request, trace)
             ticket = last.ticket
@@ -251,20 +263,20 @@ class Pipeline:
                             begun = True
                             yield chunk
                 except (Draining, Unreachable, Overloaded) as exc:
-                    other = self._other_decode(prefill, asked) if not (out.is_canary or begun) else None
+                    other = self._other_decode(prefill, tried) if not (out.is_probe or begun) else None
                     if other is None:
                         raise
-                    self._note_missed(decode.id, exc)
+                    self._record_unreachable(decode.id, exc)
                     _log.info("instance %x decodes %s instead (%s)", other.id, request.request_id, exc.code)
-                    self._verbs.unreserve(decode, slot)
+                    self._background_control.release_slot(decode, slot)
                     call, slot = msgspec.structs.replace(call, reservation_id=None), None
                     decode = other
-                    asked.add(decode.id)
+                    tried.add(decode.id)
         finally:
             if not begun:
-                self._verbs.unreserve(decode, slot)  # the call may never have arrived
+                self._background_control.release_slot(decode, slot)  # the call may never have arrived
                 if ticket is not None:
-                    self._verbs.release(prefill, ticket, ReleaseOutcome.ABORTED)
+                    self._background_control.release(prefill, ticket, ReleaseOutcome.ABORTED)
 
     async def _decode(
         self, prefill: Instance, decode: Instance, call: GenerateRequest, out: _Out
@@ -277,23 +289,28 @@ class Pipeline:
             async with aclosing(self._plane.generate(decode.subject, call, out.sink)) as chunks:
                 async for chunk in chunks:
                     if ticket is not None:
-                        self._verbs.release(prefill, ticket, ReleaseOutcome.FETCHED)
-                        if not out.is_canary:
-                            self.note_passed((prefill.id, decode.id))
+                        self._background_control.release(prefill, ticket, ReleaseOutcome.FETCHED)
+                        if not out.is_probe:
+                            self.record_success((prefill.id, decode.id))
                         ticket = None
                     trace.decode_stats = chunk.stats or trace.decode_stats
                     yield chunk
         except (TransferFailed, TransferTimeout) as exc:
-            self._note_failed((prefill.id, decode.id), exc)
+            self._record_failure((prefill.id, decode.id), exc)
             raise
 
-    def _other_decode(self, prefill: Instance, asked: set[int]) -> Instance | None:
+    def _other_decode(self, prefill: Instance, tried: set[int]) -> Instance | None:
         """Another one that can redeem this prefill instance's tickets."""
-        self._settle_book()
+        self._update_breakers()
         model = prefill.card.name
-        view, key = self._view.model(model).without(self._absent.ids(time.monotonic()) | asked), pairing_key(prefill)
-        able = [d for d in view.decode if view.keys[d.id] == key and not self._book.is_shut((prefill.id, d.id))]
-        return able[next(self._turns[model]) % len(able)] if able else None
+        view, key = (
+            self._view.model(model).excluding(self._cooldown.ids(time.monotonic()) | tried),
+            pairing_key(prefill),
+        )
+        candidates = [
+            d for d in view.decode if view.keys[d.id] == key and not self._breakers.is_open((prefill.id, d.id))
+        ]
+        return candidates[next(self._round_robin[model]) % len(candidates)] if candidates else None
 
     async def _reserve(self, decode: Instance, request: GenerateRequest, trace: RouteTrace) -> str:
         """Reserve a slot for this request's decode call and return its id. Raises Overloaded when there is none."""
@@ -302,30 +319,30 @@ class Pipeline:
         left_s = request.deadline - time.time()
         if left_s <= 0:
             raise DeadlineExceeded("the request's deadline passed before a decode slot was kept for it")
-        verb = ReserveSlot(slot, min(request.deadline, time.time() + _RESERVED_S))
+        command = ReserveSlot(slot, min(request.deadline, time.time() + _RESERVED_S))
         try:
-            await self._plane.control(decode.subject, verb, timeout_s=min(left_s, _RESERVE_TIMEOUT_S))
+            await self._plane.control(decode.subject, command, timeout_s=min(left_s, _RESERVE_TIMEOUT_S))
         except Overloaded:
             raise
         except BaseException:  # cancelled too: the worker may have kept it
-            self._verbs.unreserve(decode, slot)
+            self._background_control.release_slot(decode, slot)
             raise
         trace.decode_instance = None
         return slot
 
-    def note_passed(self, pair: Pair, *, is_probe: bool = False, note: str = "") -> None:
-        """Note that KV was read at the other end; arguments as of `PairBreakers.passed`."""
+    def record_success(self, pair: Pair, *, is_probe: bool = False, note: str = "") -> None:
+        """Note that KV was read at the other end; arguments as of `PairBreakers.record_success`."""
         for instance_id in filter(None, pair):
-            self._absent.forget(instance_id)
-        if self._book.passed(pair, time.monotonic(), is_probe=is_probe, note=note):
-            self._view.stir()  # requests may wait for it
+            self._cooldown.forget(instance_id)
+        if self._breakers.record_success(pair, time.monotonic(), is_probe=is_probe, note=note):
+            self._view.notify_changed()  # requests may wait for it
             _log.info("%s works", format_pair(pair))
 
-    def _note_failed(self, pair: Pair, error: DynamoError) -> None:
-        worked = self._book.record(pair).state is PairState.WORKING
-        opened = self._book.failed(pair, f"{error.code}: {error.message}", time.monotonic())
+    def _record_failure(self, pair: Pair, error: DynamoError) -> None:
+        worked = self._breakers.status(pair).state is PairState.WORKING
+        opened = self._breakers.record_failure(pair, f"{error.code}: {error.message}", time.monotonic())
         if worked or opened:
-            self._view.stir()  # a canary tries it when that is due
+            self._view.notify_changed()  # a canary tries it when that is due
         if opened:
             _log.error("%s is quarantined (%s): %s", format_pair(pair), error.code, error.message)
 
@@ -345,7 +362,7 @@ class Pipeline:
 
     async def aclose(self) -> None:
         """Waits a bounded time for the verbs under way."""
-        await self._verbs.aclose()
+        await self._background_control.aclose()
 
 
 async def _happens(event: asyncio.Event, within_s: float) -> bool:

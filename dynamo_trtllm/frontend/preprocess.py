@@ -69,54 +69,56 @@ class GenerationPlan:
     keep: int = 1  # n
 
 
-def prepare_chat(body: ChatRequest, served: ServedModel, identity: RequestContext) -> GenerationPlan:
+def prepare_chat(body: ChatRequest, served: ServedModel, context: RequestContext) -> GenerationPlan:
     """Raises InvalidRequest, UnsupportedParameter or ContextTooLong, each naming the field."""
-    return prepare_conversation(chat_conversation(body), chat_options(body, served.card), served, identity)
+    return prepare_conversation(chat_conversation(body), chat_options(body, served.card), served, context)
 
 
 def prepare_conversation(
-    conversation: Conversation, options: GenerationOptions, served: ServedModel, identity: RequestContext
+    conversation: Conversation, options: GenerationOptions, served: ServedModel, context: RequestContext
 ) -> GenerationPlan:
     """As `prepare_chat`, for every API that has conversations. `conversation.tools`: all that the client sent."""
-    renderer, asked = served.renderer, options.sampling
-    reject_unsupported(asked, options.cache_salt, served.card, options.names)
+    renderer, requested = served.renderer, options.sampling
+    reject_unsupported(requested, options.cache_salt, served.card, options.names)
     tools = visible_tools(conversation.tools, options)
     schema = options.json_schema if options.json_schema != ANY_OBJECT else None
     prompt = render_prompt(
         msgspec.structs.replace(conversation, tools=tools, answer_schema=schema or ""), served, options
     )
-    forced, guided = constraints_of(tools, options, served)
-    ids = prompt + forced
-    sampling = _sampling(asked, _output_budget(asked.max_tokens or None, len(ids), served, options), served, options)
-    stops = () if asked.ignore_eos else renderer.stop_token_ids
+    prefill_ids, guided = constraints_of(tools, options, served)
+    ids = prompt + prefill_ids
+    sampling = _sampling(
+        requested, _output_budget(requested.max_tokens or None, len(ids), served, options), served, options
+    )
+    stops = () if requested.ignore_eos else renderer.stop_token_ids
     sampling = msgspec.structs.replace(
-        sampling, guided=guided, stop_token_ids=tuple(dict.fromkeys((*asked.stop_token_ids, *stops)))
+        sampling, guided=guided, stop_token_ids=tuple(dict.fromkeys((*requested.stop_token_ids, *stops)))
     )
     choices = tuple(
         ChoiceRequest(
             request=request,
             renderer=renderer,
-            parser=renderer.chat_parser(forced=forced),
+            parser=renderer.chat_parser(prefill_ids=prefill_ids),
             stop=options.stop,
-            hidden_token_ids=_hidden(asked, served),
+            hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=True,
             max_tool_calls=None if options.parallel_tool_calls else 1,
         )
-        for request in _requests([(ids, sampling)] * options.n, served, identity, options.cache_salt)
+        for request in _requests([(ids, sampling)] * options.n, served, context, options.cache_salt)
     )
     return GenerationPlan(choices=choices, candidates=options.n, keep=options.n)
 
 
-def prepare_text(body: CompletionRequest, served: ServedModel, identity: RequestContext) -> GenerationPlan:
+def prepare_text(body: CompletionRequest, served: ServedModel, context: RequestContext) -> GenerationPlan:
     """As `prepare_chat`; the prompts go to the model as they are."""
-    asked, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
-    options = GenerationOptions(sampling=asked, stop=tuple(body.stop), names={"messages": "prompt"})
-    reject_unsupported(asked, body.salt, served.card, options.names)
-    ranks = body.candidates > body.n
-    if ranks and "logprobs" in served.card.unsupported_features:
+    requested, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
+    options = GenerationOptions(sampling=requested, stop=tuple(body.stop), names={"messages": "prompt"})
+    reject_unsupported(requested, body.salt, served.card, options.names)
+    selects_best = body.candidates > body.n
+    if selects_best and "logprobs" in served.card.unsupported_features:
         reject("best_of", served.card, "its engine gives no log-probabilities to choose by")
-    if ranks and asked.logprobs is None:
-        asked = msgspec.structs.replace(asked, logprobs=0)
+    if selects_best and requested.logprobs is None:
+        requested = msgspec.structs.replace(requested, logprobs=0)
     prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
     calls = []
     for ids in prompts:
@@ -124,7 +126,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Request
         if wanted is None:
             wanted = min(DEFAULT_MAX_TOKENS, max(1, served.card.context_length - len(ids)))
         budget = _output_budget(wanted, len(ids), served, options)
-        calls += [(ids, _sampling(asked, budget, served, options))] * body.candidates
+        calls += [(ids, _sampling(requested, budget, served, options))] * body.candidates
     texts = [_text(prompt, served) if body.echo else "" for prompt in body.prompt]
     if (size := sum(map(len, texts)) * body.n) > _MAX_ECHO_CHARS:
         raise InvalidRequest(
@@ -138,12 +140,12 @@ def prepare_text(body: CompletionRequest, served: ServedModel, identity: Request
             renderer=renderer,
             parser=renderer.text_parser(),
             stop=options.stop,
-            hidden_token_ids=_hidden(asked, served),
+            hidden_token_ids=_hidden_token_ids(requested, served),
             content_logprobs_only=False,
             shows_logprobs=body.logprobs is not None,
             echo=echo,
         )
-        for request, echo in zip(_requests(calls, served, identity, body.salt), echoes, strict=True)
+        for request, echo in zip(_requests(calls, served, context, body.salt), echoes, strict=True)
     )
     return GenerationPlan(choices=choices, candidates=body.candidates, keep=body.n)
 
@@ -160,7 +162,7 @@ def _text(prompt: str | list[int], served: ServedModel) -> str:
 
 
 def _requests(
-    calls: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, identity: RequestContext, cache_salt: str | None
+    calls: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, context: RequestContext, cache_salt: str | None
 ) -> list[GenerateRequest]:
     """One request per prompt and choice. Choice i has the seed plus i: equal seeds would give equal choices."""
     if (tokens := sum(len(ids) for ids, _ in calls)) > _MAX_PROMPT_TOKENS:
@@ -171,13 +173,13 @@ def _requests(
         )
     return [
         GenerateRequest(
-            request_id=identity.request_id if len(calls) == 1 else f"{identity.request_id}-{index}",
+            request_id=context.request_id if len(calls) == 1 else f"{context.request_id}-{index}",
             model=served.card.name,
             token_ids=ids,
             sampling=sampling
             if sampling.seed is None
             else msgspec.structs.replace(sampling, seed=_wrapped(sampling.seed + index)),
-            deadline=identity.deadline,
+            deadline=context.deadline,
             cache_salt=cache_salt,
         )
         for index, (ids, sampling) in enumerate(calls)
@@ -208,20 +210,20 @@ def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, 
     return available if wanted is None else wanted
 
 
-def _sampling(asked: Sampling, max_tokens: int, served: ServedModel, options: GenerationOptions) -> Sampling:
+def _sampling(requested: Sampling, max_tokens: int, served: ServedModel, options: GenerationOptions) -> Sampling:
     """What was asked, checked against the model, with its budget."""
-    if asked.min_tokens > max_tokens:
+    if requested.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {asked.min_tokens} and more than {options.name('max_tokens')}, {max_tokens}",
+            f"min_tokens is {requested.min_tokens} and more than {options.name('max_tokens')}, {max_tokens}",
             field="min_tokens",
         )
-    _checked_ids(asked.stop_token_ids, served, "stop_token_ids")
-    _checked_ids([token_id for token_id, _ in asked.logit_bias], served, "logit_bias")
+    _checked_ids(requested.stop_token_ids, served, "stop_token_ids")
+    _checked_ids([token_id for token_id, _ in requested.logit_bias], served, "logit_bias")
     return msgspec.structs.replace(
-        asked,
+        requested,
         max_tokens=max_tokens,
-        top_k=min(asked.top_k, served.card.vocab_size),  # engines' integers have 64 bits or fewer
-        temperature=asked.temperature if asked.temperature >= _LEAST_TEMPERATURE else 0.0,
+        top_k=min(requested.top_k, served.card.vocab_size),  # engines' integers have 64 bits or fewer
+        temperature=requested.temperature if requested.temperature >= _LEAST_TEMPERATURE else 0.0,
     )
 
 
@@ -237,5 +239,5 @@ def _checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenId
     return token_ids(ids)
 
 
-def _hidden(asked: Sampling, served: ServedModel) -> frozenset[int]:
-    return frozenset(asked.stop_token_ids) - set(served.renderer.stop_token_ids) - set(served.card.eos_token_ids)
+def _hidden_token_ids(requested: Sampling, served: ServedModel) -> frozenset[int]:
+    return frozenset(requested.stop_token_ids) - set(served.renderer.stop_token_ids) - set(served.card.eos_token_ids)

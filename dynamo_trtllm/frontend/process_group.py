@@ -25,7 +25,7 @@ from dynamo_trtllm.subprocesses.child import Child, decide, describe, spawn
 
 _MODULE = "dynamo_trtllm.frontend.frontend_process"
 _STOP_S = 34.0  # from SIGTERM to SIGKILL: a process gives running requests 30 s
-_NUMBERS_WITHIN_S = 1.0  # of one process; then its last ones count
+_METRICS_TIMEOUT_S = 1.0  # of one process; then its last ones count
 
 _log = logging.getLogger(__name__)
 
@@ -73,10 +73,10 @@ class ProcessGroup:
         self._environ = process_environ(config, environ)
         self._stopping = asyncio.Event()
         self._children: dict[str, Child] = {}
-        self._channels: dict[str, ControlPipe] = {}
-        self._served: set[str] = set()
+        self._pipes: dict[str, ControlPipe] = {}
+        self._ready: set[str] = set()
         self._statuses: dict[str, int] = {}
-        self._ledger = MetricsAggregator()
+        self._aggregator = MetricsAggregator()
 
     def stop(self) -> None:
         """Called once: all finish what they do. Called again: all are killed."""
@@ -88,81 +88,81 @@ class ProcessGroup:
         """Until `stop`, or until it is of no use any more; the exit status. No process is left."""
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, self.stop)
-        given_up: _RestartLimitReached | None = None
+        limit_reached: _RestartLimitReached | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(1, self._config.workers + 1):
-                    group.create_task(self._keep(number))
+                    group.create_task(self._supervise(number))
                 group.create_task(self._stop_all())
         except* _RestartLimitReached as failed:
-            (given_up, *_) = (exc for exc in failed.exceptions if isinstance(exc, _RestartLimitReached))
-            _log.error("%s; stopping all", given_up)
+            (limit_reached, *_) = (exc for exc in failed.exceptions if isinstance(exc, _RestartLimitReached))
+            _log.error("%s; stopping all", limit_reached)
             self._stopping.set()
             await self._stop_all()
         finally:
             self._kill_all()
-        return combined_exit_status(self._statuses) if given_up is None else given_up.exit_status
+        return combined_exit_status(self._statuses) if limit_reached is None else limit_reached.exit_status
 
-    async def _keep(self, number: int) -> None:
+    async def _supervise(self, number: int) -> None:
         name = f"frontend-{number}"
         restarts: list[float] = []
         while not self._stopping.is_set():
-            status = await self._one_life(name, number)
+            status = await self._run_once(name, number)
             if self._stopping.is_set():
                 self._statuses[name] = status
                 return
-            if name not in self._served:
+            if name not in self._ready:
                 raise _RestartLimitReached(
                     f"{name} {describe(status)} and never served", combined_exit_status({name: status}) or 1
                 )
-            verdict = decide(RestartConfig(), status, restarts, time.monotonic())
-            if not verdict.is_restart:
-                raise _RestartLimitReached(f"{name} {verdict.text}", verdict.exit_status)
-            _log.error("%s %s", name, verdict.text)
+            decision = decide(RestartConfig(), status, restarts, time.monotonic())
+            if not decision.is_restart:
+                raise _RestartLimitReached(f"{name} {decision.text}", decision.exit_status)
+            _log.error("%s %s", name, decision.text)
             restarts.append(time.monotonic())
 
-    async def _one_life(self, name: str, number: int) -> int:
+    async def _run_once(self, name: str, number: int) -> int:
         """The exit status of one process, from its start to its end."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            channel = await ControlPipe.over(ours, self._whole, lambda: self._note_served(name))
+        own_end, child_end = socket.socketpair()
+        with child_end:
+            pipe = await ControlPipe.connect(own_end, self._total_metrics, lambda: self._on_process_ready(name))
             if self._stopping.is_set():  # meanwhile: who stops all would not see one that is started now
-                channel.close()
+                pipe.close()
                 return 0
             argv = process_argv(self._config, number, self._port)
-            child = self._children[name] = Child(spawn(argv, env=self._environ, stdin=theirs.fileno()), _STOP_S)
-        self._channels[name] = channel
-        talking = asyncio.create_task(channel.run(), name=f"channel of {name}")
+            child = self._children[name] = Child(spawn(argv, env=self._environ, stdin=child_end.fileno()), _STOP_S)
+        self._pipes[name] = pipe
+        pipe_task = asyncio.create_task(pipe.run(), name=f"channel of {name}")
         try:
             return await child.ended()
         finally:
-            del self._channels[name]
-            self._ledger.ended(name)
-            talking.cancel()
-            channel.close()
-            await asyncio.gather(talking, return_exceptions=True)
+            del self._pipes[name]
+            self._aggregator.ended(name)
+            pipe_task.cancel()
+            pipe.close()
+            await asyncio.gather(pipe_task, return_exceptions=True)
 
-    def _note_served(self, name: str) -> None:
+    def _on_process_ready(self, name: str) -> None:
         """Note that a process is ready. When all are, notify each, so that `/ready` answers the same in every
         process."""
-        self._served.add(name)
-        if len(self._served) == self._config.workers:
-            for channel in self._channels.values():
-                channel.say_served()
+        self._ready.add(name)
+        if len(self._ready) == self._config.workers:
+            for pipe in self._pipes.values():
+                pipe.send_ready()
 
-    async def _whole(self) -> Snapshot:
+    async def _total_metrics(self) -> Snapshot:
         """The numbers of all processes."""
-        await asyncio.gather(*(self._refresh(name, channel) for name, channel in self._channels.items()))
-        return self._ledger.whole()
+        await asyncio.gather(*(self._refresh(name, pipe) for name, pipe in self._pipes.items()))
+        return self._aggregator.total()
 
-    async def _refresh(self, name: str, channel: ControlPipe) -> None:
+    async def _refresh(self, name: str, pipe: ControlPipe) -> None:
         try:
-            snapshot = await channel.ask(_NUMBERS_WITHIN_S)
+            snapshot = await pipe.request_snapshot(_METRICS_TIMEOUT_S)
         except (DeadlineExceeded, Disconnected) as exc:
             _log.warning("the last numbers of %s are taken: %s", name, exc.message)
             return
-        if name in self._channels:  # else it has ended meanwhile
-            self._ledger.update(name, snapshot)
+        if name in self._pipes:  # else it has ended meanwhile
+            self._aggregator.update(name, snapshot)
 
     async def _stop_all(self) -> None:
         await self._stopping.wait()

@@ -41,19 +41,19 @@ class ReadinessReport(TypedDict):
     rejected_records: list[RejectedRow]
 
 
-def not_ready_reason(view: ModelView, name: str, book: PairBreakers | None) -> str | None:
+def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
     """Why the model can't be served now; None: it can. With a book, a pair must have been seen to work."""
     if missing := view.missing_roles():
         return f"model {name} has no {' and no '.join(WANTED[role] for role in missing)}"
     pairs = pairs_of(view)
     if not pairs:
         return f"no prefill worker of model {name} matches a decode worker: {'; '.join(mismatches(view))}"
-    if book is None or any(book.record(pair).state is PairState.WORKING for pair in pairs):
+    if breakers is None or any(breakers.status(pair).state is PairState.WORKING for pair in pairs):
         return None
-    tried = [(pair, book.record(pair)) for pair in pairs]
+    tried = [(pair, breakers.status(pair)) for pair in pairs]
     each = "; ".join(
-        f"{format_pair(pair)} is {record.state}" + (f" ({record.reason})" if record.reason else "")
-        for pair, record in tried
+        f"{format_pair(pair)} is {status.state}" + (f" ({status.reason})" if status.reason else "")
+        for pair, status in tried
     )
     return f"model {name}: no pair hands KV over now: {each}"
 
@@ -76,19 +76,19 @@ def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRow]:
     return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
 
 
-def pair_rows(view: ModelView, name: str, book: PairBreakers, now: float) -> list[PairRow]:
+def pair_rows(view: ModelView, name: str, breakers: PairBreakers, now: float) -> list[PairRow]:
     """`now`: of the book's clock."""
     rows: list[PairRow] = []
     for pair in pairs_of(view):
-        record, (prefill, decode) = book.record(pair), pair
+        status, (prefill, decode) = breakers.status(pair), pair
         rows.append(
             {
                 "model": name,
                 "prefill": None if prefill is None else f"{prefill:x}",
                 "decode": f"{decode:x}",
-                "state": record.state,
-                "reason": record.reason,
-                "age_s": None if record.state is PairState.UNTRIED else round(now - record.seen_at, 3),
+                "state": status.state,
+                "reason": status.reason,
+                "age_s": None if status.state is PairState.UNTRIED else round(now - status.seen_at, 3),
             }
         )
     return rows

@@ -34,19 +34,19 @@ from dynamo_trtllm.request_plane.base import Sink
 
 AHEAD = 16  # pieces per choice that wait for a client that reads slowly; then the choices wait
 
-Pieces = AsyncGenerator[ChoiceDelta, None]
+ChoiceDeltas = AsyncGenerator[ChoiceDelta, None]
 
 
-async def merge_streams(streams: Sequence[Pieces]) -> Pieces:
+async def merge_streams(streams: Sequence[ChoiceDeltas]) -> ChoiceDeltas:
     """Pieces as they come. The first error of a stream ends all and is raised; closing closes all."""
     came: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
     slots = asyncio.Semaphore(AHEAD * len(streams))
 
-    async def pump(stream: Pieces) -> None:
+    async def pump(stream: ChoiceDeltas) -> None:
         async with aclosing(stream):
-            async for piece in stream:
+            async for delta in stream:
                 await slots.acquire()
-                came.put_nowait(piece)
+                came.put_nowait(delta)
 
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     for task in tasks:
@@ -68,22 +68,22 @@ async def merge_streams(streams: Sequence[Pieces]) -> Pieces:
 
 
 def pick_best_of(
-    pieces: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
+    deltas: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
 ) -> Iterator[ChoiceDelta]:
     """Of the pieces of all candidates those of each prompt's `keep` likeliest, best first and numbered anew.
 
     `likelihood`: of the candidate at this place of the plan.
     """
     of: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
-    for piece in pieces:
-        of[piece.index].append(piece)
+    for delta in deltas:
+        of[delta.index].append(delta)
     answers = itertools.count()
     for first in range(0, len(of), plan.candidates):
         ranked = sorted(range(first, first + plan.candidates), key=likelihood, reverse=True)
         for candidate in ranked[: plan.keep]:
             index = next(answers)
-            for piece in of[candidate]:
-                yield msgspec.structs.replace(piece, index=index)
+            for delta in of[candidate]:
+                yield msgspec.structs.replace(delta, index=index)
 
 
 THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so as not to delay other streams
@@ -98,8 +98,8 @@ class AppState:
     models: ModelCatalog
     pipeline: Generator
     metrics: FrontendMetrics
-    permits: ConcurrencyLimiter
-    bodies: BodyBudget
+    limiter: ConcurrencyLimiter
+    body_budget: BodyBudget
     running: InFlight
     large_bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_LARGE_AT_ONCE))
 
@@ -107,166 +107,174 @@ class AppState:
 class RequestHandler(Generic[B]):
     """The state of one exchange."""
 
-    def __init__(self, dialect: ApiAdapter[B], edge: AppState, reply: ClientResponse, record: RequestMetrics) -> None:
-        self._dialect = dialect
-        self._edge = edge
-        self._reply = reply
-        self._record = record
-        self._events: SseEncoder | None = None
-        self._permits = 0
-        self._body_bytes = edge.bodies.body()
+    def __init__(
+        self, adapter: ApiAdapter[B], app_state: AppState, response: ClientResponse, request_metrics: RequestMetrics
+    ) -> None:
+        self._adapter = adapter
+        self._app_state = app_state
+        self._response = response
+        self._request_metrics = request_metrics
+        self._encoder: SseEncoder | None = None
+        self._num_admitted = 0
+        self._body_bytes = app_state.body_budget.body()
         self._arrived_at = time.time()
-        self.raw = b""  # the body, until it is parsed
+        self.raw_body = b""  # the body, until it is parsed
 
     async def serve(self, request_id: str, client: str) -> None:
         """Sends the whole answer. Raises what kept it from that; `fail` tells the client then."""
-        job = await self._job(request_id, client)
-        if job.body.stream:
-            self._events = self._dialect.events(job)
-        with self._edge.running.entered(job.heading.id):
-            async with aclosing(self._pieces(job.plan)) as stream:
-                if self._events is not None:
-                    await self._streamed(job, stream, self._events)
+        prepared = await self._prepare(request_id, client)
+        if prepared.body.stream:
+            self._encoder = self._adapter.encoder(prepared)
+        with self._app_state.running.track(prepared.meta.id):
+            async with aclosing(self._deltas(prepared.plan)) as stream:
+                if self._encoder is not None:
+                    await self._stream(prepared, stream, self._encoder)
                 else:
-                    await self._folded(job, stream)
+                    await self._aggregate(prepared, stream)
 
     def is_answered(self) -> bool:
         """All was sent."""
-        return self._reply.ended
+        return self._response.ended
 
     async def fail(self, error: DynamoError) -> None:
         """Send the error as HTTP status, or as last event of a started stream. Do nothing if the client is gone."""
         with suppress(ClientDisconnected):
-            if self._events is not None and self._reply.started:
-                await self._reply.events(self._events.failure(error), last=True)
+            if self._encoder is not None and self._response.started:
+                await self._response.send_events(self._encoder.error(error), last=True)
             else:
-                crowded = isinstance(error, Overloaded)
-                await self._reply.fail(error, self._edge.permits.retry_after_s() if crowded else RETRY_AFTER_S)
+                is_overloaded = isinstance(error, Overloaded)
+                await self._response.send_error(
+                    error, self._app_state.limiter.retry_after_s() if is_overloaded else RETRY_AFTER_S
+                )
 
     def admit(self) -> None:
         """Before anything is read. Raises Overloaded when this request could not even wait for its turn."""
-        self._edge.permits.check()
+        self._app_state.limiter.check()
 
-    async def take_bytes(self, count: int) -> None:
+    async def reserve_bytes(self, count: int) -> None:
         """Reserve budget for this many more bytes of the body. Raises Overloaded."""
-        await self._edge.bodies.take(count, self._body_bytes)
+        await self._app_state.body_budget.acquire(count, self._body_bytes)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Give all permits and bytes back."""
         self._drop_body()
-        self._edge.permits.give_back(self._permits)
-        self._permits = 0
+        self._app_state.limiter.release(self._num_admitted)
+        self._num_admitted = 0
 
     def _drop_body(self) -> None:
-        self.raw = b""
-        self._edge.bodies.give_back(self._body_bytes)
+        self.raw_body = b""
+        self._app_state.body_budget.release(self._body_bytes)
 
-    async def _job(self, request_id: str, client: str) -> PreparedRequest[B]:
+    async def _prepare(self, request_id: str, client: str) -> PreparedRequest[B]:
         """Return when it is this request's turn. By then the body's bytes and texts are freed."""
-        dialect, off_loop = self._dialect, len(self.raw) > THREAD_BYTES
-        async with self._large_turn() if off_loop else nullcontext():
+        adapter, off_loop = self._adapter, len(self.raw_body) > THREAD_BYTES
+        async with self._large_body_slot() if off_loop else nullcontext():
             if off_loop:
-                body = await in_thread(parse, dialect.body, self.raw)
+                body = await in_thread(parse, adapter.body, self.raw_body)
             else:
-                body = parse(dialect.body, self.raw)
-            most_s = self._edge.config.request_timeout_s
-            deadline = self._arrived_at + (most_s if body.timeout is None else min(body.timeout, most_s))
-            self._reply.deadline = deadline
-            identity = RequestContext(request_id=request_id, deadline=deadline)
-            plan = await dialect.plan(body, self._edge.models.get(body.model), identity, off_loop=off_loop)
-            body = body.model_copy(update=dict.fromkeys(dialect.prompt))
+                body = parse(adapter.body, self.raw_body)
+            max_s = self._app_state.config.request_timeout_s
+            deadline = self._arrived_at + (max_s if body.timeout is None else min(body.timeout, max_s))
+            self._response.deadline = deadline
+            context = RequestContext(request_id=request_id, deadline=deadline)
+            plan = await adapter.plan(body, self._app_state.models.get(body.model), context, off_loop=off_loop)
+            body = body.model_copy(update=dict.fromkeys(adapter.prompt))
             self._drop_body()
-        self._record.planned(plan)
-        await self._turn(len(plan.choices), deadline)
-        answer_id = self._record.answer_id = dialect.id_prefix + secrets.token_hex(16)
-        heading = ResponseMeta(id=answer_id, model=body.model, created=int(time.time()), client=client)
-        return PreparedRequest(heading=heading, body=body, plan=plan)
+        self._request_metrics.set_plan(plan)
+        await self._acquire(len(plan.choices), deadline)
+        answer_id = self._request_metrics.answer_id = adapter.id_prefix + secrets.token_hex(16)
+        meta = ResponseMeta(id=answer_id, model=body.model, created=int(time.time()), client=client)
+        return PreparedRequest(meta=meta, body=body, plan=plan)
 
     @asynccontextmanager
-    async def _large_turn(self) -> AsyncGenerator[None, None]:
+    async def _large_body_slot(self) -> AsyncGenerator[None, None]:
         """Limit how many large bodies are processed at once: each takes several times its size in memory meanwhile.
 
         Raises:
             DeadlineExceeded: the bodies before this one took too long.
         """
         try:
-            async with asyncio.timeout(self._edge.config.request_timeout_s):
-                await self._edge.large_bodies.acquire()
+            async with asyncio.timeout(self._app_state.config.request_timeout_s):
+                await self._app_state.large_bodies.acquire()
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while other large requests were parsed") from None
         try:
             yield
         finally:
-            self._edge.large_bodies.release()
+            self._app_state.large_bodies.release()
 
-    async def _turn(self, count: int, deadline: float) -> None:
-        limit = self._edge.permits.limit
+    async def _acquire(self, count: int, deadline: float) -> None:
+        limit = self._app_state.limiter.limit
         if count > limit:
             raise InvalidRequest(f"the request has {count} choices in all; this server runs at most {limit} at once")
-        with self._record.queueing():
-            await self._edge.permits.take(count, deadline - time.time())
-        self._permits = count
+        with self._request_metrics.measure_queue():
+            await self._app_state.limiter.acquire(count, deadline - time.time())
+        self._num_admitted = count
 
-    def _pieces(self, plan: GenerationPlan) -> AsyncGenerator[ChoiceDelta, None]:
+    def _deltas(self, plan: GenerationPlan) -> AsyncGenerator[ChoiceDelta, None]:
         """Of all choices that are answered, however many."""
-        generate = self._edge.pipeline.generate
+        generate = self._app_state.pipeline.generate
         if len(plan.choices) == 1 and (sink := self._sink(plan.choices[0])) is not None:
-            course = self._record.courses[0]
-            return detokenize_stream(generate(plan.choices[0].request, course.trace, sink), course.output)
+            choice = self._request_metrics.choices[0]
+            return detokenize_stream(generate(plan.choices[0].request, choice.trace, sink), choice.detokenizer)
         streams = [
-            detokenize_stream(generate(prepared.request, course.trace), course.output)
-            for prepared, course in zip(plan.choices, self._record.courses, strict=True)
+            detokenize_stream(generate(choice_request.request, choice.trace), choice.detokenizer)
+            for choice_request, choice in zip(plan.choices, self._request_metrics.choices, strict=True)
         ]
         return streams[0] if len(streams) == 1 else merge_streams(streams)
 
-    def _sink(self, prepared: ChoiceRequest) -> Sink | None:
+    def _sink(self, choice_request: ChoiceRequest) -> Sink | None:
         """Sends the only choice's events within the step that made them, while the client keeps up: most take this
-        way. What it does not take, the beginning and the end go through `_streamed`. None: all must."""
-        writer, events = self._reply.writer, self._events
-        if writer is None or events is None or not prepared.ends_with_engine:
+        way. What it does not take, the beginning and the end go through `_stream`. None: all must."""
+        writer, encoder = self._response.writer, self._encoder
+        if writer is None or encoder is None or not choice_request.ends_with_engine:
             return None
-        push, tick, event = self._record.courses[0].output.push, self._record.tick, events.piece
+        push, observe, encode = (
+            self._request_metrics.choices[0].detokenizer.push,
+            self._request_metrics.observe,
+            encoder.delta,
+        )
         is_ready, write = writer.is_ready, writer.write
 
         def sink(chunk: Chunk) -> bool:
             if not is_ready():
                 return False
-            piece = push(chunk)
-            tick(piece)
-            if data := event(piece):
+            delta = push(chunk)
+            observe(delta)
+            if data := encode(delta):
                 write(data)
             return True
 
         return sink
 
-    async def _streamed(
-        self, job: PreparedRequest[B], stream: AsyncGenerator[ChoiceDelta, None], events: SseEncoder
+    async def _stream(
+        self, prepared: PreparedRequest[B], stream: AsyncGenerator[ChoiceDelta, None], encoder: SseEncoder
     ) -> None:
-        record, reply, left = self._record, self._reply, job.answers
-        async for piece in stream:
-            record.tick(piece)
-            if reply.started:
-                data = events.piece(piece)
+        request_metrics, response, num_unfinished = self._request_metrics, self._response, prepared.answers
+        async for delta in stream:
+            request_metrics.observe(delta)
+            if response.started:
+                data = encoder.delta(delta)
             else:
-                data = events.opening() + events.piece(piece)
-                await reply.start_events(record.served_by())
-            if piece.finish is not None:
-                left -= 1
-                if not left:
-                    data += events.closing(record.usage(), record.stats())
-                    await self._dialect.finished(job, events)
+                data = encoder.start() + encoder.delta(delta)
+                await response.start_events(request_metrics.served_by())
+            if delta.finish is not None:
+                num_unfinished -= 1
+                if not num_unfinished:
+                    data += encoder.finish(request_metrics.usage(), request_metrics.stats())
+                    await self._adapter.on_complete(prepared, encoder)
             if data:
-                await reply.events(data, last=not left)
+                await response.send_events(data, last=not num_unfinished)
 
-    async def _folded(self, job: PreparedRequest[B], stream: AsyncGenerator[ChoiceDelta, None]) -> None:
-        fold, record, plan = self._dialect.fold(job), self._record, job.plan
+    async def _aggregate(self, prepared: PreparedRequest[B], stream: AsyncGenerator[ChoiceDelta, None]) -> None:
+        aggregator, request_metrics, plan = self._adapter.aggregator(prepared), self._request_metrics, prepared.plan
         candidates: list[ChoiceDelta] = []
-        take = fold.push if plan.candidates == plan.keep else candidates.append
-        async for piece in stream:
-            record.tick(piece)
-            take(piece)
-        for piece in pick_best_of(candidates, plan, record.likelihood):
-            fold.push(piece)
-        body = fold.body(record.usage(), record.stats())
-        await self._dialect.finished(job, fold)
-        await self._reply.json(200, body, record.served_by())
+        add = aggregator.push if plan.candidates == plan.keep else candidates.append
+        async for delta in stream:
+            request_metrics.observe(delta)
+            add(delta)
+        for delta in pick_best_of(candidates, plan, request_metrics.likelihood):
+            aggregator.push(delta)
+        body = aggregator.body(request_metrics.usage(), request_metrics.stats())
+        await self._adapter.on_complete(prepared, aggregator)
+        await self._response.send_json(200, body, request_metrics.served_by())

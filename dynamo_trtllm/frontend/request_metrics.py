@@ -26,11 +26,11 @@ _MESSAGE_CHARS = 300  # of an error, in the log line
 class ChoiceMetrics:
     """How one choice goes."""
 
-    output: Detokenizer
+    detokenizer: Detokenizer
     trace: RouteTrace = field(default_factory=RouteTrace)
     first_s: float | None = None
     last_s: float = 0.0
-    tokens_seen: int = 0
+    num_tokens: int = 0
     finish: str | None = None
 
     def timings(self) -> PhaseTimings:
@@ -47,7 +47,7 @@ class ChoiceMetrics:
         )
 
     def usage(self) -> Usage:
-        return self.output.usage(self.timings().cached_tokens)
+        return self.detokenizer.usage(self.timings().cached_tokens)
 
 
 class RequestMetrics:
@@ -66,17 +66,19 @@ class RequestMetrics:
         self._model = ""
         self._candidates = 1
         self._queued_s = 0.0
-        self.courses: list[ChoiceMetrics] = []
+        self.choices: list[ChoiceMetrics] = []
 
-    def planned(self, plan: GenerationPlan) -> None:
+    def set_plan(self, plan: GenerationPlan) -> None:
         """Makes a course per choice."""
         request = plan.choices[0].request
         self._model, self._candidates = request.model, plan.candidates
         self._observe_itl = self._metrics.itl(model=self._model).observe
-        self.courses = [ChoiceMetrics(Detokenizer(prepared, index)) for index, prepared in enumerate(plan.choices)]
+        self.choices = [
+            ChoiceMetrics(Detokenizer(choice_request, index)) for index, choice_request in enumerate(plan.choices)
+        ]
 
     @contextmanager
-    def queueing(self) -> Iterator[None]:
+    def measure_queue(self) -> Iterator[None]:
         """Around the wait for this request's turn."""
         begun_s = time.monotonic()
         try:
@@ -85,28 +87,28 @@ class RequestMetrics:
             self._queued_s = time.monotonic() - begun_s
             self._metrics.observe_queue(seconds=self._queued_s)
 
-    def tick(self, piece: ChoiceDelta) -> None:
+    def observe(self, delta: ChoiceDelta) -> None:
         """A piece came. The client's first token counts once, the gaps between tokens count in each choice."""
-        course = self.courses[piece.index]
-        if piece.finish is not None:
-            course.finish = piece.finish
-        if piece.tokens == 0:
+        choice = self.choices[delta.index]
+        if delta.finish is not None:
+            choice.finish = delta.finish
+        if delta.tokens == 0:
             return
         now = time.monotonic()
-        if course.first_s is not None:
-            self._observe_itl((now - course.last_s) / piece.tokens, piece.tokens)  # they came together
+        if choice.first_s is not None:
+            self._observe_itl((now - choice.last_s) / delta.tokens, delta.tokens)  # they came together
         else:
             if self._first_s() is None:
                 self._metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
-            course.first_s = now
-        course.last_s = now
-        course.tokens_seen += piece.tokens
+            choice.first_s = now
+        choice.last_s = now
+        choice.num_tokens += delta.tokens
 
     def usage(self) -> Usage:
         """So far. A prompt counts once, however many candidates it has; its tokens were cached for the first."""
-        if len(self.courses) == 1:
-            return self.courses[0].usage()
-        each = [course.usage() for course in self.courses]
+        if len(self.choices) == 1:
+            return self.choices[0].usage()
+        each = [choice.usage() for choice in self.choices]
         prompts = each[:: self._candidates]
         return Usage(
             prompt_tokens=sum(usage.prompt_tokens for usage in prompts),
@@ -117,34 +119,34 @@ class RequestMetrics:
 
     def likelihood(self, index: int) -> float:
         """Of the choice at this place of the plan, as far as it has come."""
-        return self.courses[index].output.mean_logprob
+        return self.choices[index].detokenizer.mean_logprob
 
     def served_by(self) -> dict[str, str]:
         """Headers: the instances known by now."""
-        found = {"x-prefill-instance": self._prefills(), "x-decode-instance": self._decodes()}
-        return {name: value for name, value in found.items() if value is not None}
+        headers = {"x-prefill-instance": self._prefill_ids(), "x-decode-instance": self._decode_ids()}
+        return {name: value for name, value in headers.items() if value is not None}
 
     def stats(self) -> Stats | None:
         """None when the client did not ask."""
         if not self._wants_stats:
             return None
-        stats = self._stats_of(self.courses)
-        if len(self.courses) > 1:
-            stats["choices"] = [self._stats_of([course]) for course in self.courses]
+        stats = self._stats_of(self.choices)
+        if len(self.choices) > 1:
+            stats["choices"] = [self._stats_of([choice]) for choice in self.choices]
         return stats
 
-    def _stats_of(self, courses: list[ChoiceMetrics]) -> Stats:
+    def _stats_of(self, choices: list[ChoiceMetrics]) -> Stats:
         """Several courses run side by side, so each phase took as long as the longest of them."""
-        timings = [course.timings() for course in courses]
-        first_s = min((course.first_s or course.last_s for course in courses), default=0.0)
+        timings = [choice.timings() for choice in choices]
+        first_s = min((choice.first_s or choice.last_s for choice in choices), default=0.0)
         return {
-            "prefill_instance": _joined(course.trace.prefill_instance for course in courses),
-            "decode_instance": _joined(course.trace.decode_instance for course in courses),
+            "prefill_instance": _joined(choice.trace.prefill_instance for choice in choices),
+            "decode_instance": _joined(choice.trace.decode_instance for choice in choices),
             "kv_bytes": sum(timings.kv_bytes for timings in timings),
             "transport": timings[0].transport,
             "queued_s": self._queued_s,
             "ttft_s": first_s - self._begun_s,
-            "tokens_per_s": _tokens_per_s(courses),
+            "tokens_per_s": _tokens_per_s(choices),
             "phase_s": {
                 "queue": max(timings.queue_s for timings in timings),
                 "prefill": max(timings.prefill_s for timings in timings),
@@ -153,68 +155,68 @@ class RequestMetrics:
             },
         }
 
-    def write(self, ending: str | DynamoError, status: int) -> None:
+    def write(self, outcome: str | DynamoError, status: int) -> None:
         """Write metrics and the log line, at the end.
 
         Args:
             ending: "ok", "cancelled" or the error.
             status: of the HTTP answer; 0 when none was begun.
         """
-        code = ending if isinstance(ending, str) else ending.code
+        code = outcome if isinstance(outcome, str) else outcome.code
         seconds = time.monotonic() - self._begun_s
         metrics = self._metrics
         metrics.request_finished(model=self._model, endpoint=self._endpoint, code=code, seconds=seconds)
-        usage = self.usage() if self.courses else Usage()
-        if self.courses:
+        usage = self.usage() if self.choices else Usage()
+        if self.choices:
             metrics.observe_tokens(model=self._model, prompt=usage.prompt_tokens, output=usage.completion_tokens)
-        for course in self.courses:
-            trace = course.trace
+        for choice in self.choices:
+            trace = choice.trace
             if trace.retries or trace.migrations:
                 metrics.observe_recovery(model=self._model, retries=trace.retries, migrations=trace.migrations)
-            for timings in (course.trace.prefill_stats, course.trace.decode_stats):
+            for timings in (choice.trace.prefill_stats, choice.trace.decode_stats):
                 if timings is not None:
                     metrics.observe_call(model=self._model, stats=timings)
-        log.info("request %s %s", self._request_id, self._summary(ending, status, usage))
+        log.info("request %s %s", self._request_id, self._summary(outcome, status, usage))
 
-    def _summary(self, ending: str | DynamoError, status: int, usage: Usage) -> str:
+    def _summary(self, outcome: str | DynamoError, status: int, usage: Usage) -> str:
         """Return what is known of the exchange, as name=value; what is not known or nothing is left out."""
-        first_s, rate = self._first_s(), _tokens_per_s(self.courses)
+        first_s, rate = self._first_s(), _tokens_per_s(self.choices)
         known = {
             "status": status,
             "path": self._path,
             "id": self.answer_id,
             "model": self._model,
-            "prefill": self._prefills(),
-            "decode": self._decodes(),
+            "prefill": self._prefill_ids(),
+            "decode": self._decode_ids(),
             "isl": usage.prompt_tokens,
             "osl": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
             "queued": _seconds(self._queued_s),
             "ttft": _seconds(first_s - self._begun_s) if first_s is not None else None,
-            "tpot": _seconds(len(self.courses) / rate) if rate else None,
-            "finish": (self._finishes() or "ok") if ending == "ok" else _why(ending),
+            "tpot": _seconds(len(self.choices) / rate) if rate else None,
+            "finish": (self._finishes() or "ok") if outcome == "ok" else _format_outcome(outcome),
         }
         return " ".join(f"{name}={value}" for name, value in known.items() if value)
 
     def _first_s(self) -> float | None:
-        return min((course.first_s for course in self.courses if course.first_s is not None), default=None)
+        return min((choice.first_s for choice in self.choices if choice.first_s is not None), default=None)
 
     def _finishes(self) -> str:
-        return ",".join(dict.fromkeys(course.finish for course in self.courses if course.finish is not None))
+        return ",".join(dict.fromkeys(choice.finish for choice in self.choices if choice.finish is not None))
 
-    def _prefills(self) -> str | None:
-        return _joined(course.trace.prefill_instance for course in self.courses)
+    def _prefill_ids(self) -> str | None:
+        return _joined(choice.trace.prefill_instance for choice in self.choices)
 
-    def _decodes(self) -> str | None:
-        return _joined(course.trace.decode_instance for course in self.courses)
+    def _decode_ids(self) -> str | None:
+        return _joined(choice.trace.decode_instance for choice in self.choices)
 
 
-def _why(ending: str | DynamoError) -> str:
+def _format_outcome(outcome: str | DynamoError) -> str:
     """Return the error's code, its field and the beginning of its message, which may quote the client."""
-    if isinstance(ending, str):
-        return ending
-    param = f" param={ending.field}" if isinstance(ending, RequestError) and ending.field else ""
-    return f"{ending.code}{param}: {shorten(ending.message, _MESSAGE_CHARS)}"
+    if isinstance(outcome, str):
+        return outcome
+    param = f" param={outcome.field}" if isinstance(outcome, RequestError) and outcome.field else ""
+    return f"{outcome.code}{param}: {shorten(outcome.message, _MESSAGE_CHARS)}"
 
 
 def _seconds(value: float) -> str | None:
@@ -227,11 +229,11 @@ def _joined(instances: Iterable[int | None]) -> str | None:
     return ",".join(dict.fromkeys(f"{instance:x}" for instance in instances if instance is not None)) or None
 
 
-def _tokens_per_s(courses: Iterable[ChoiceMetrics]) -> float | None:
+def _tokens_per_s(choices: Iterable[ChoiceMetrics]) -> float | None:
     """All courses together, of the tokens after the first; None when there is nothing to measure."""
     rates = [
-        (course.tokens_seen - 1) / (course.last_s - course.first_s)
-        for course in courses
-        if course.first_s is not None and course.last_s > course.first_s
+        (choice.num_tokens - 1) / (choice.last_s - choice.first_s)
+        for choice in choices
+        if choice.first_s is not None and choice.last_s > choice.first_s
     ]
     return sum(rates) if rates else None

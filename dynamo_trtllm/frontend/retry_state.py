@@ -15,7 +15,7 @@ from dynamo_trtllm.errors import Draining, DynamoError, KvTransferError, Migrati
 from dynamo_trtllm.messages import Chunk, GenerateRequest, ModelDeploymentCard, Sampling, TokenIds, token_ids
 from dynamo_trtllm.request_plane.base import Sink
 
-ABSENT_S = 5.0
+COOLDOWN_S = 5.0
 
 
 class Cooldown:
@@ -29,9 +29,9 @@ class Cooldown:
         self._ids: frozenset[int] = frozenset()
         self._next_until = math.inf  # when the next instance is tried again
 
-    def note(self, instance_id: int, now: float) -> None:
+    def start(self, instance_id: int, now: float) -> None:
         """`now` in seconds of a clock that only rises."""
-        self._until[instance_id] = now + ABSENT_S
+        self._until[instance_id] = now + COOLDOWN_S
         self._changed()
 
     def forget(self, instance_id: int) -> None:
@@ -65,38 +65,38 @@ class RetryState:
 
     request: GenerateRequest
     limits: RecoveryLimits
-    made: TokenIds = field(default_factory=token_ids)  # what has left, of all attempts
-    gone: set[int] = field(default_factory=set)  # instances that failed it
-    shunned: int | None = None  # a prefill instance whose hand-off failed: only taken when there is no other
+    sent_ids: TokenIds = field(default_factory=token_ids)  # what has left, of all attempts
+    excluded: set[int] = field(default_factory=set)  # instances that failed it
+    avoid: int | None = None  # a prefill instance whose hand-off failed: only taken when there is no other
     retries: int = 0
     migrations: int = 0
     rounds: int = 0  # how often each instance had failed it
     error: DynamoError | None = None  # of the last attempt
-    _handoffs: int = 0
-    _fresh: bool = True  # the running attempt has given nothing yet
+    _transfer_failures: int = 0
+    _is_first_chunk: bool = True  # the running attempt has given nothing yet
 
-    def took(self, chunk: Chunk) -> None:
+    def on_chunk(self, chunk: Chunk) -> None:
         """A chunk of the running attempt is on its way to the client."""
-        self.made.extend(chunk.token_ids)
-        self._fresh = False
+        self.sent_ids.extend(chunk.token_ids)
+        self._is_first_chunk = False
 
-    def noting(self, sink: Sink) -> Sink:
+    def count_tokens(self, sink: Sink) -> Sink:
         """`sink`, and a note of each chunk that it takes: none of them is the first of an attempt."""
 
-        extend = self.made.extend
+        extend = self.sent_ids.extend
 
-        def noted(chunk: Chunk) -> bool:
-            taken = sink(chunk)
-            if taken:
+        def counting(chunk: Chunk) -> bool:
+            accepted = sink(chunk)
+            if accepted:
                 extend(chunk.token_ids)
-            return taken
+            return accepted
 
-        return noted
+        return counting
 
     @property
     def is_complete(self) -> bool:
         """All tokens left, and only the end of the stream was lost."""
-        return len(self.made) >= self.request.sampling.max_tokens
+        return len(self.sent_ids) >= self.request.sampling.max_tokens
 
     @property
     def is_worth_waiting(self) -> bool:
@@ -111,63 +111,70 @@ class RetryState:
             return None
         return float(hold_s * 2**self.rounds / (2**self.limits.retries - 1))
 
-    def try_anew(self) -> None:
+    def next_round(self) -> None:
         """After the pause."""
-        self.gone.clear()
+        self.excluded.clear()
         self.rounds += 1
 
     def remaining(self) -> GenerateRequest:
         """The request of the next attempt."""
-        self._fresh = True
-        made = len(self.made)
-        if made == 0:
+        self._is_first_chunk = True
+        num_sent = len(self.sent_ids)
+        if num_sent == 0:
             return self.request
         sampling = self.request.sampling
         rest = msgspec.structs.replace(
-            sampling, max_tokens=sampling.max_tokens - made, min_tokens=max(0, sampling.min_tokens - made)
+            sampling, max_tokens=sampling.max_tokens - num_sent, min_tokens=max(0, sampling.min_tokens - num_sent)
         )
         return msgspec.structs.replace(
-            self.request, token_ids=self.request.token_ids + self.made, sampling=rest, num_resumed_output_tokens=made
+            self.request,
+            token_ids=self.request.token_ids + self.sent_ids,
+            sampling=rest,
+            num_resumed_output_tokens=num_sent,
         )
 
-    def failed(self, error: DynamoError, *, at: int | None, prefill: int | None, card: ModelDeploymentCard) -> None:
+    def record_failure(
+        self, error: DynamoError, *, at: int | None, prefill: int | None, card: ModelDeploymentCard
+    ) -> None:
         """Note the failure. `at` is the instance whose call failed, `prefill` the attempt's prefill instance.
 
         Raises `error` when there is no further attempt, or MigrationFailed when no other worker can continue it.
         """
         self.error = error
-        if not error.retryable or (isinstance(error, Overloaded) and not self._fresh):  # the latter: a slow reader
+        if not error.retryable or (
+            isinstance(error, Overloaded) and not self._is_first_chunk
+        ):  # the latter: a slow reader
             raise error
-        if self.made:
+        if self.sent_ids:
             self._migrate(error, card)
         else:
             self._retry(error)
         if isinstance(error, KvTransferError):
-            self.shunned = prefill
+            self.avoid = prefill
         elif at is not None:
-            self.gone.add(at)
+            self.excluded.add(at)
 
     def _retry(self, error: DynamoError) -> None:
-        self.retries += not is_refusal(error)
-        self._handoffs += isinstance(error, KvTransferError)
-        if self.retries > self.limits.retries or self._handoffs > 1:
+        self.retries += not is_not_accepted(error)
+        self._transfer_failures += isinstance(error, KvTransferError)
+        if self.retries > self.limits.retries or self._transfer_failures > 1:
             raise error
 
     def _migrate(self, error: DynamoError, card: ModelDeploymentCard) -> None:
-        history = _history(self.request.sampling)
+        history = _token_dependence(self.request.sampling)
         if history is not None and "resumed_tokens" in card.unsupported_features:
-            raise _not_migratable(error, f"its engine can't take up {history} midway; send it without")
-        self.migrations += not is_refusal(error)
+            raise _migration_failed(error, f"its engine can't take up {history} midway; send it without")
+        self.migrations += not is_not_accepted(error)
         if self.migrations > self.limits.migrations:
             raise error
 
 
-def is_refusal(error: DynamoError) -> bool:
+def is_not_accepted(error: DynamoError) -> bool:
     """Whether the worker never accepted the call: it is draining or unreachable."""
     return isinstance(error, Draining | Unreachable)
 
 
-def _history(sampling: Sampling) -> str | None:
+def _token_dependence(sampling: Sampling) -> str | None:
     """What makes the next token depend on how the ones before came about, and not on them as a prompt alone."""
     if sampling.guided is not None:
         return "the form of its output"
@@ -176,7 +183,7 @@ def _history(sampling: Sampling) -> str | None:
     return "a seed's randomness" if sampling.seed is not None and sampling.temperature > 0 else None
 
 
-def _not_migratable(error: DynamoError, why: str) -> MigrationFailed:
+def _migration_failed(error: DynamoError, why: str) -> MigrationFailed:
     failed = MigrationFailed(
         f"the stream broke and can't be continued on another worker: {why} ({error.code}: {error.message})"
     )

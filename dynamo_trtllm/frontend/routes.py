@@ -40,11 +40,14 @@ def error_response(status: int, message: str, *, code: str, headers: Mapping[str
 class StatusRoutes:
     """One method per path."""
 
-    def __init__(self, models: ModelCatalog, metrics: FrontendMetrics, awaited: Callable[[], str | None]) -> None:
-        """`awaited`: returns why `/ready` answers 503, or None."""
+    def __init__(
+        self, models: ModelCatalog, metrics: FrontendMetrics, not_ready_reason: Callable[[], str | None]
+    ) -> None:
+        """`not_ready_reason`: returns why `/ready` answers
+        503, or None."""
         self._models = models
         self._metrics = metrics
-        self._awaited = awaited
+        self._not_ready_reason = not_ready_reason
         self._created = int(time.time())  # models have no age here: that of the frontend stands for it
 
     async def models(self, _: Request) -> Response:
@@ -67,34 +70,34 @@ class StatusRoutes:
         name = request.path_params["name"]
         try:
             self._models.get(name)
-            lacking = self._models.lacking(name)
+            not_ready_reason = self._models.not_ready_reason(name)
         except ModelNotFound as error:
             return _error_answer(error)
         except EngineNotReady as error:
             return _not_ready(name, error.message)
-        if lacking:
-            return _not_ready(name, lacking)
+        if not_ready_reason:
+            return _not_ready(name, not_ready_reason)
         return json_response({"model": name, "status": "ready"})
 
     async def health(self, _: Request) -> Response:
         """Always 200: this process is fine. `status` tells about the deployment."""
         instances = sorted(self._models.instances(), key=lambda instance: (instance.component, instance.id))
         names = self._models.names()
-        lacking = [why for name in names if (why := self._models.lacking(name))]
+        not_ready_reason = [reason for name in names if (reason := self._models.not_ready_reason(name))]
         if not names:
-            lacking = [NO_WORKER]
+            not_ready_reason = [NO_WORKER]
         body: dict[str, Any] = {
-            "status": "not_ready" if lacking else "healthy",
+            "status": "not_ready" if not_ready_reason else "healthy",
             "endpoints": sorted({str(endpoint_of(instance)) for instance in instances}),
             "instances": [_instance(instance) for instance in instances],
-            **self._models.standing(),
+            **self._models.readiness(),
         }
-        return json_response(body | {"message": "; ".join(lacking)} if lacking else body)
+        return json_response(body | {"message": "; ".join(not_ready_reason)} if not_ready_reason else body)
 
-    async def serves(self, _: Request) -> Response:
+    async def frontend_ready(self, _: Request) -> Response:
         """Answer 200 when this frontend takes requests, otherwise 503 with the reason."""
-        if awaited := self._awaited():
-            return json_response({"status": "not_ready", "reason": awaited}, 503, retry_headers(503))
+        if not_ready_reason := self._not_ready_reason():
+            return json_response({"status": "not_ready", "reason": not_ready_reason}, 503, retry_headers(503))
         return json_response({"status": "ready", "reason": ""})
 
     async def live(self, _: Request) -> Response:
@@ -102,7 +105,7 @@ class StatusRoutes:
 
     async def metrics(self, _: Request) -> Response:
         try:
-            text = await self._metrics.render_whole()
+            text = await self._metrics.render_all()
         except DynamoError as error:
             return _error_answer(error)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})

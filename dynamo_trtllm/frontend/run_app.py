@@ -35,9 +35,7 @@ _SHOWN_S = 1.0  # how long `/ready` gives the reason of a failure before the por
 _SETTLE_S = 15.0  # longest wait for the models that are there already, before the first request is taken
 
 
-async def run_app(
-    config: FrontendConfig, door: StartupGate, colleagues: PeerProcesses, stop: Callable[[], None]
-) -> None:
+async def run_app(config: FrontendConfig, gate: StartupGate, peers: PeerProcesses, stop: Callable[[], None]) -> None:
     """Until cancelled. Opens the door when the models that are there are served.
 
     When a background task ends, `/ready` says so, `stop` has the server finish what runs, and the failure is raised
@@ -52,35 +50,35 @@ async def run_app(
         stack.push_async_callback(plane.aclose)
         discovery = EtcdDiscovery(config.etcd_endpoints, tls=tls_files(config), tasks=tasks)
         stack.push_async_callback(discovery.aclose)
-        view, book, metrics = ClusterView(), PairBreakers(), FrontendMetrics()
-        colleagues.share(metrics)
-        tries_pairs = config.canary_interval_s > 0
-        models = ModelRegistry(view, discovery, plane, config.namespace, book if tries_pairs else None)
+        view, breakers, metrics = ClusterView(), PairBreakers(), FrontendMetrics()
+        peers.share(metrics)
+        has_probes = config.canary_interval_s > 0
+        models = ModelRegistry(view, discovery, plane, config.namespace, breakers if has_probes else None)
         stack.push_async_callback(models.aclose)
-        pipeline = Pipeline(view, plane, _options(config), book)
+        pipeline = Pipeline(view, plane, _options(config), breakers)
         stack.push_async_callback(pipeline.aclose)
         store = await _store(config)
         stack.push_async_callback(store.aclose)
 
         def not_ready() -> str | None:
-            return tasks.reason or colleagues.awaited()
+            return tasks.reason or peers.not_ready_reason()
 
         app = build_app(config, models, pipeline, metrics, store, not_ready)
         stack.push_async_callback(app.state.close_responses)
         work = {
             "discovery-watch": models.watch(),
             "nats-watch": plane.until_ended(),
-            "pairs": prune_breakers(view, book),
+            "pairs": prune_breakers(view, breakers),
         }
-        if tries_pairs:
+        if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
-            work["canaries"] = PairProbes(view, pipeline, book, options).run(plane, metrics)
+            work["canaries"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
-        await _first(_settled(models), tasks.until_failed())
+        await _first(_wait_for_models(models), tasks.until_failed())
         tune_gc()
-        door.open(app)
-        colleagues.served()
+        gate.open(app)
+        peers.announce_ready()
         await _until_failed(tasks, stop)
 
 
@@ -97,18 +95,18 @@ async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> Non
             raise failure from failure.__cause__
 
 
-async def prune_breakers(view: ClusterView, book: PairBreakers) -> None:
+async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
     """Keeps in the book only pairs whose instances are there. Until cancelled."""
     while True:
         changed = view.changed
-        book.keep_only({instance.id for instance in view.instances()})
+        breakers.keep_only({instance.id for instance in view.instances()})
         await changed.wait()
 
 
-async def _settled(models: ModelRegistry) -> None:
+async def _wait_for_models(models: ModelRegistry) -> None:
     try:
         async with asyncio.timeout(_SETTLE_S):
-            await models.settled()
+            await models.wait_until_loaded()
     except TimeoutError:
         return  # the door is opened all the same: others of the models may be served
 
@@ -131,7 +129,7 @@ def _options(config: FrontendConfig) -> PipelineOptions:
         limits=RecoveryLimits(retries=config.retry_limit, migrations=config.migration_limit),
         hold_s=config.hold_for_roles_s,
         decode_fallback=config.decode_fallback,
-        has_canaries=config.canary_interval_s > 0,
+        has_probes=config.canary_interval_s > 0,
     )
 
 

@@ -17,15 +17,15 @@ from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
-_HOLE = "\x00"  # JSON writes it as \u0000, which none of our other values holds
+_PLACEHOLDER = "\x00"  # JSON writes it as \u0000, which none of our other values holds
 
 
 def event(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def split_at_hole(value: Any) -> tuple[bytes, bytes]:
-    """The event around the one `_HOLE` in it, as (before, after)."""
+def split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
+    """The event around the one `_PLACEHOLDER` in it, as (before, after)."""
     before, after = event(value).split(b'"\\u0000"')
     return before, after
 
@@ -33,43 +33,43 @@ def split_at_hole(value: Any) -> tuple[bytes, bytes]:
 class SseEnvelope:
     """What both dialects put around a choice, and how their streams end."""
 
-    def __init__(self, kind: str, heading: ResponseMeta, *, include_usage: bool) -> None:
-        self._base = {"id": heading.id, "object": kind, "created": heading.created, "model": heading.model}
+    def __init__(self, kind: str, meta: ResponseMeta, *, include_usage: bool) -> None:
+        self._base = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
         self._include_usage = include_usage
 
-    def around(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def wrap(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = self._base | {"choices": [choice]}
         return chunk | {"usage": None} if self._include_usage else chunk
 
-    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
+    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
         if not self._include_usage and stats is None:
             return DONE
         totals: dict[str, Any] = self._base | {"choices": [], "usage": usage_object(usage)}
         return event(totals if stats is None else totals | {"dynamo_trtllm": stats}) + DONE
 
     @staticmethod
-    def failure(error: DynamoError) -> bytes:
+    def error(error: DynamoError) -> bytes:
         return event(to_response(error).body) + DONE
 
 
 class ChatSseEncoder:
     """`chat.completion.chunk` objects."""
 
-    def __init__(self, job: PreparedRequest[Any]) -> None:
-        self._envelope = SseEnvelope("chat.completion.chunk", job.heading, include_usage=job.body.include_usage)
-        self._choices = [_ChatChoice(index, self._envelope, job.renderer) for index in range(job.answers)]
+    def __init__(self, prepared: PreparedRequest[Any]) -> None:
+        self._envelope = SseEnvelope("chat.completion.chunk", prepared.meta, include_usage=prepared.body.include_usage)
+        self._choices = [_ChatChoice(index, self._envelope, prepared.renderer) for index in range(prepared.answers)]
 
-    def opening(self) -> bytes:
-        return b"".join(choice.opening() for choice in self._choices)
+    def start(self) -> bytes:
+        return b"".join(choice.start() for choice in self._choices)
 
-    def piece(self, piece: ChoiceDelta) -> bytes:
-        return self._choices[piece.index].piece(piece)
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        return self._choices[delta.index].delta(delta)
 
-    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
-        return self._envelope.closing(usage, stats)
+    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
+        return self._envelope.finish(usage, stats)
 
-    def failure(self, error: DynamoError) -> bytes:
-        return self._envelope.failure(error)
+    def error(self, error: DynamoError) -> bytes:
+        return self._envelope.error(error)
 
 
 class _ChatChoice:
@@ -77,33 +77,33 @@ class _ChatChoice:
         self._index = index
         self._envelope = envelope
         self._renderer = renderer
-        before, after = self._around_delta = split_at_hole(self._chunk(_HOLE))
+        before, after = self._around_delta = split_at_placeholder(self._chunk(_PLACEHOLDER))
         self._before_content, self._before_reasoning = before + b'{"content":', before + b'{"reasoning_content":'
         self._after_text = b"}" + after
 
-    def opening(self) -> bytes:
+    def start(self) -> bytes:
         return event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
 
-    def piece(self, piece: ChoiceDelta) -> bytes:
-        if piece.content and not (piece.finish or piece.reasoning or piece.tool_calls or piece.logprobs):  # nearly all
-            return self._before_content + orjson.dumps(piece.content) + self._after_text
-        data = self._delta(piece)
-        return data if piece.finish is None else data + event(self._chunk({}, finish=piece.finish))
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        if delta.content and not (delta.finish or delta.reasoning or delta.tool_calls or delta.logprobs):  # nearly all
+            return self._before_content + orjson.dumps(delta.content) + self._after_text
+        data = self._delta(delta)
+        return data if delta.finish is None else data + event(self._chunk({}, finish=delta.finish))
 
-    def _delta(self, piece: ChoiceDelta) -> bytes:
-        if piece.logprobs:
-            return event(self._chunk(_delta(piece), logprobs=chat_logprobs(piece.logprobs, self._renderer)))
-        if piece.tool_calls or (piece.content and piece.reasoning):
+    def _delta(self, delta: ChoiceDelta) -> bytes:
+        if delta.logprobs:
+            return event(self._chunk(_delta(delta), logprobs=chat_logprobs(delta.logprobs, self._renderer)))
+        if delta.tool_calls or (delta.content and delta.reasoning):
             before, after = self._around_delta
-            return before + orjson.dumps(_delta(piece)) + after
-        if piece.content:
-            return self._before_content + orjson.dumps(piece.content) + self._after_text
-        if piece.reasoning:
-            return self._before_reasoning + orjson.dumps(piece.reasoning) + self._after_text
+            return before + orjson.dumps(_delta(delta)) + after
+        if delta.content:
+            return self._before_content + orjson.dumps(delta.content) + self._after_text
+        if delta.reasoning:
+            return self._before_reasoning + orjson.dumps(delta.reasoning) + self._after_text
         return b""
 
     def _chunk(self, delta: Any, *, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        return self._envelope.around(
+        return self._envelope.wrap(
             {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         )
 
@@ -111,23 +111,23 @@ class _ChatChoice:
 class TextSseEncoder:
     """`text_completion` objects."""
 
-    def __init__(self, job: PreparedRequest[Any]) -> None:
-        self._envelope = SseEnvelope("text_completion", job.heading, include_usage=job.body.include_usage)
+    def __init__(self, prepared: PreparedRequest[Any]) -> None:
+        self._envelope = SseEnvelope("text_completion", prepared.meta, include_usage=prepared.body.include_usage)
         self._choices = [
-            _TextChoice(index, self._envelope, echo, job.renderer) for index, echo in enumerate(echoes(job))
+            _TextChoice(index, self._envelope, echo, prepared.renderer) for index, echo in enumerate(echoes(prepared))
         ]
 
-    def opening(self) -> bytes:
-        return b"".join(choice.opening() for choice in self._choices)
+    def start(self) -> bytes:
+        return b"".join(choice.start() for choice in self._choices)
 
-    def piece(self, piece: ChoiceDelta) -> bytes:
-        return self._choices[piece.index].piece(piece)
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        return self._choices[delta.index].delta(delta)
 
-    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
-        return self._envelope.closing(usage, stats)
+    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
+        return self._envelope.finish(usage, stats)
 
-    def failure(self, error: DynamoError) -> bytes:
-        return self._envelope.failure(error)
+    def error(self, error: DynamoError) -> bytes:
+        return self._envelope.error(error)
 
 
 class _TextChoice:
@@ -137,39 +137,37 @@ class _TextChoice:
         self._echo = echo
         self._renderer = renderer
         self._offset = 0  # characters of the tokens whose log-probabilities were sent
-        self._around_text = split_at_hole(self._chunk(_HOLE))
+        self._around_text = split_at_placeholder(self._chunk(_PLACEHOLDER))
 
-    def opening(self) -> bytes:
+    def start(self) -> bytes:
         return event(self._chunk(self._echo)) if self._echo else b""
 
-    def piece(self, piece: ChoiceDelta) -> bytes:
-        data = self._text(piece)
-        return data if piece.finish is None else data + event(self._chunk("", finish=piece.finish))
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        data = self._text(delta)
+        return data if delta.finish is None else data + event(self._chunk("", finish=delta.finish))
 
-    def _text(self, piece: ChoiceDelta) -> bytes:
-        if piece.logprobs:
-            logprobs, self._offset = text_logprobs(piece.logprobs, self._renderer, self._offset)
-            return event(self._chunk(piece.content, logprobs=logprobs))
-        if piece.content:
+    def _text(self, delta: ChoiceDelta) -> bytes:
+        if delta.logprobs:
+            logprobs, self._offset = text_logprobs(delta.logprobs, self._renderer, self._offset)
+            return event(self._chunk(delta.content, logprobs=logprobs))
+        if delta.content:
             before, after = self._around_text
-            return before + orjson.dumps(piece.content) + after
+            return before + orjson.dumps(delta.content) + after
         return b""
 
     def _chunk(self, text: str, *, finish: str | None = None, logprobs: Any = None) -> dict[str, Any]:
-        return self._envelope.around(
-            {"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        )
+        return self._envelope.wrap({"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": finish})
 
 
-def _delta(piece: ChoiceDelta) -> dict[str, Any]:
-    delta: dict[str, Any] = {}
-    if piece.reasoning:
-        delta["reasoning_content"] = piece.reasoning
-    if piece.content:
-        delta["content"] = piece.content
-    if piece.tool_calls:
-        delta["tool_calls"] = [_tool_call(call) for call in piece.tool_calls]
-    return delta
+def _delta(delta: ChoiceDelta) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.content:
+        fields["content"] = delta.content
+    if delta.tool_calls:
+        fields["tool_calls"] = [_tool_call(call) for call in delta.tool_calls]
+    return fields
 
 
 def _tool_call(call: ToolCallDelta) -> dict[str, Any]:

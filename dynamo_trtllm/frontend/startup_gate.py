@@ -63,8 +63,8 @@ class StartupGate:
 
 async def _answer_early(scope: Scope, receive: Receive, send: Send) -> None:
     status, body = _EARLY[scope["path"]]
-    await ClientResponse(send).json(status, body, retry_headers(status))
+    await ClientResponse(send).send_json(status, body, retry_headers(status))
 
 
 async def _answer_late(scope: Scope, receive: Receive, send: Send) -> None:
-    await ClientResponse(send).fail(Draining("this frontend could not start; its log says why"), RETRY_AFTER_S)
+    await ClientResponse(send).send_error(Draining("this frontend could not start; its log says why"), RETRY_AFTER_S)

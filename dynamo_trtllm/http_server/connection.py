@@ -110,7 +110,7 @@ def _close_least_recent(connections: set[Any]) -> bool:
     """Close the connection whose last request, or opening, was longest ago. Return whether there was one."""
     if not connections:
         return False
-    oldest: LimitedProtocol = min(connections, key=lambda each: each.heard)
+    oldest: LimitedProtocol = min(connections, key=lambda each: each.last_activity)
     connections.discard(oldest)
     oldest.transport.abort()  # not `close`, which waits until the client has taken what was written
     return True
@@ -122,24 +122,24 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: ClassVar[ConnectionLimits]
     turn: ClassVar[FlushBatch]
 
-    heard = 0  # rank among the connections by when it was opened or when its newest request's head was complete
+    last_activity = 0  # rank among the connections by when it was opened or when its newest request's head was complete
     _in_head = True  # or before it
     _received_bytes = 0  # of a head that is not complete
     _parsed_bytes = 0
     _body_bytes = 0  # received
-    _refused = False
+    _rejected = False
     _timer: asyncio.TimerHandle | None = None
     _answering: RequestResponseCycle | None = None
     _answer_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.heard = next(_order)
+        self.last_activity = next(_order)
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
             if not self.limits.closes_least_recent:
                 self.connections.discard(self)
                 most = self.limits.max_connections
-                self._refuse(Overloaded(f"{most} connections are open, the most this server has; try later"))
+                self._reject(Overloaded(f"{most} connections are open, the most this server has; try later"))
                 return
             _close_least_recent(self.connections)
         self._arm(self.limits.receive_timeout_s)
@@ -171,23 +171,23 @@ class LimitedProtocol(HttpToolsProtocol):
             self._answer_timer = None
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._rejected:
             return
         if self._in_head:
             self._received_bytes += len(data)
         else:
             self._body_bytes += len(data)
         super().data_received(data)
-        if self._body_bytes > self.limits.max_body_bytes + self.limits.max_header_bytes and not self._refused:
-            self._refuse(
+        if self._body_bytes > self.limits.max_body_bytes + self.limits.max_header_bytes and not self._rejected:
+            self._reject(
                 PayloadTooLarge(
                     f"the request body is larger than {self.limits.max_body_bytes} bytes, chunk sizes, extensions and "
                     "trailers included"
                 )
             )
             return
-        if self._in_head and self._received_bytes > self.limits.max_header_bytes and not self._refused:
-            self._refuse(self._too_large())
+        if self._in_head and self._received_bytes > self.limits.max_header_bytes and not self._rejected:
+            self._reject(self._too_large())
 
     # --- called by the parser, within `data_received` --------------------------------------------------
 
@@ -207,7 +207,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._check_version()
         self._in_head, self._received_bytes, self._parsed_bytes, self._body_bytes = False, 0, 0, 0
-        self.heard = next(_order)
+        self.last_activity = next(_order)
         self._arm(self.limits.receive_timeout_s + _GRACE_S)
         super().on_headers_complete()
         self.scope["state"][WRITER] = CycleWriter(self.cycle, self.turn)
@@ -237,7 +237,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Called by uvicorn while it handles the parser's error, whose cause may be one of ours."""
         exc = sys.exception()
         cause = exc and exc.__context__
-        self._refuse(cause if isinstance(cause, DynamoError) else InvalidRequest("the request is not valid HTTP/1.1"))
+        self._reject(cause if isinstance(cause, DynamoError) else InvalidRequest("the request is not valid HTTP/1.1"))
 
     # --- the end ---------------------------------------------------------------------------------------
 
@@ -256,13 +256,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def _cut(self) -> None:
         self._timer = None
         if self._in_head and self._received_bytes:
-            self._refuse(RequestTimeout(f"the request's head did not come in {self.limits.receive_timeout_s:g} s"))
+            self._reject(RequestTimeout(f"the request's head did not come in {self.limits.receive_timeout_s:g} s"))
         else:
             self.transport.close()
 
-    def _refuse(self, error: DynamoError) -> None:
+    def _reject(self, error: DynamoError) -> None:
         """Answers, and takes no more from this connection."""
-        self._refused = True
+        self._rejected = True
         self._disarm()
         answering = self._answering
         if answering is not None and answering.response_complete and answering is self.cycle and not self._in_head:

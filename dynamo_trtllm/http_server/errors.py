@@ -70,12 +70,12 @@ class ErrorResponse(NamedTuple):
 
 def to_response(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> ErrorResponse:
     """Return the response for an error. A class without a row of its own takes its parent's."""
-    row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
-    body = error_body(error.message, type=row.type, param=error.field, code=error.code)
-    headers = retry_headers(row.status, retry_after_s)
+    spec = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
+    body = error_body(error.message, type=spec.type, param=error.field, code=error.code)
+    headers = retry_headers(spec.status, retry_after_s)
     if isinstance(error, errors.RequestTimeout):
         headers["Connection"] = "close"  # the rest of the request is still to come
-    return ErrorResponse(row.status, body, headers)
+    return ErrorResponse(spec.status, body, headers)
 
 
 def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:

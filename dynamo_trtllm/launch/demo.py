@@ -86,8 +86,8 @@ def report(answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, i
     lines.append(f"answer:     {_one_line(message.get('content') or '(none)')}")
     if is_mock:
         lines.append("            (random text: the mock engine has no model. It shows routing and transfers only.)")
-    lines.append(f"prefill by: {_who(stats['prefill_instance'], names)}")
-    lines.append(f"decode by:  {_who(stats['decode_instance'], names)}")
+    lines.append(f"prefill by: {_process_name(stats['prefill_instance'], names)}")
+    lines.append(f"decode by:  {_process_name(stats['decode_instance'], names)}")
     lines.append(f"KV moved:   {stats['kv_bytes']:,} bytes over {stats['transport'] or 'nothing'}")
     lines.append(f"TTFT:       {stats['ttft_s'] * 1e3:.0f} ms")
     if stats["tokens_per_s"] is not None:
@@ -105,7 +105,7 @@ def next_step(frontend: str, model: str) -> str:
     )
 
 
-def _who(instance: str | None, names: Mapping[str, str]) -> str:
+def _process_name(instance: str | None, names: Mapping[str, str]) -> str:
     if instance is None:
         return "none"
     return f"{names.get(instance, 'a worker of another launcher')} (instance {instance})"

@@ -22,14 +22,14 @@ class ProcessState(Protocol):
     is_ready: bool  # has answered /ready with 200
 
     @property
-    def is_asked(self) -> bool:
+    def is_terminating(self) -> bool:
         """Whether the launcher has asked it to stop."""
         ...
 
     @property
     def has_ended(self) -> bool: ...
 
-    def ask(self) -> None:
+    def terminate(self) -> None:
         """Tells it to stop. Idempotent."""
         ...
 
@@ -71,26 +71,26 @@ def next_to_drain(holding: Sequence[str], *, is_work_done: bool, are_all_back: b
 
 
 class DependentRestart:
-    """Has readers end. `lives`: the last or present life of each process, kept by the supervisor."""
+    """Has readers end. `processes`: the last or present life of each process, kept by the supervisor."""
 
     def __init__(
-        self, specs: Sequence[ProcessSpec], lives: Mapping[str, ProcessState], say: Callable[[str], None]
+        self, specs: Sequence[ProcessSpec], processes: Mapping[str, ProcessState], say: Callable[[str], None]
     ) -> None:
         self._specs = specs
-        self._lives = lives
+        self._processes = processes
         self._say = say
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
 
-    def tell(self) -> None:
+    def notify_changed(self) -> None:
         """A process serves, or has ended."""
-        self._news.set()
-        self._news = asyncio.Event()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def wanted_by(self, dead: ProcessSpec) -> None:
+    async def restart_dependents(self, dead: ProcessSpec) -> None:
         """Return once no process that may keep memory of `dead` is left. The supervisor of each one starts it again.
         A process that is not ready yet can't have read anything, and is left alone."""
-        readers = dependents_of(dead, self._specs)
-        holding = {name: life for name, life in self._living(readers) if life.is_ready}
+        dependents = dependents_of(dead, self._specs)
+        holding = {name: process for name, process in self._living(dependents) if process.is_ready}
         if not holding:
             return
         names = ", ".join(holding)
@@ -98,24 +98,26 @@ class DependentRestart:
             f"{names}: to be drained and started again, too: a worker that reads KV over CUDA IPC keeps GPU memory of "
             f"{dead.name} taken until it ends itself (restart.readers_too: false leaves it alone)"
         )
-        siblings = replicas_of(dead, self._specs)
-        while left := [name for name, life in holding.items() if not life.has_ended]:
-            news = self._news  # before the look: what changes after it is not missed
-            now = next_to_drain(left, is_work_done=self._serves(siblings, any), are_all_back=self._serves(readers, all))
+        replicas = replicas_of(dead, self._specs)
+        while remaining := [name for name, process in holding.items() if not process.has_ended]:
+            changed = self._changed  # before the look: what changes after it is not missed
+            now = next_to_drain(
+                remaining, is_work_done=self._are_ready(replicas, any), are_all_back=self._are_ready(dependents, all)
+            )
             for name in now:
-                holding[name].ask()  # at once: no other caller may count it as ready
+                holding[name].terminate()  # at once: no other caller may count it as ready
             if now:
                 await asyncio.gather(*(holding[name].stop() for name in now))
             else:
-                await news.wait()
+                await changed.wait()
         self._say(f"{names} ended: GPU memory of {dead.name} is free")
 
     def _living(self, names: Sequence[str]) -> Iterator[tuple[str, ProcessState]]:
         for name in names:
-            life = self._lives.get(name)
-            if life is not None and not life.has_ended:
-                yield name, life
+            process = self._processes.get(name)
+            if process is not None and not process.has_ended:
+                yield name, process
 
-    def _serves(self, names: Sequence[str], of_them: Callable[[Iterator[bool]], bool]) -> bool:
-        serving = {name for name, life in self._living(names) if life.is_ready and not life.is_asked}
-        return of_them(name in serving for name in names)
+    def _are_ready(self, names: Sequence[str], of_them: Callable[[Iterator[bool]], bool]) -> bool:
+        ready_names = {name for name, process in self._living(names) if process.is_ready and not process.is_terminating}
+        return of_them(name in ready_names for name in names)

@@ -67,13 +67,13 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
 
     is_done, is_mock = False, any(spec.engine == "mock" for spec in specs)
 
-    async def on_ready(serving: DeploymentStatus) -> bool:
+    async def on_ready(status: DeploymentStatus) -> bool:
         nonlocal is_done
-        where = "" if serving.frontend is None else f" at http://{serving.frontend}"
+        where = "" if status.frontend is None else f" at http://{status.frontend}"
         console.say(f"all processes serve{where}" + ("" if config.once else "; Ctrl-C stops them"))
-        if config.demo and serving.frontend is not None:
+        if config.demo and status.frontend is not None:
             model = model_names(deployment)[0]
-            console.say(await _demonstrate(serving.frontend, model, serving.names, is_mock=is_mock))
+            console.say(await _demonstrate(status.frontend, model, status.names, is_mock=is_mock))
         is_done = True
         return config.once
 

@@ -37,7 +37,7 @@ class ReadyAnswer(msgspec.Struct, frozen=True):
 
 
 async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
-    """Calls `ask` again and again until it returns. Raises NotYet with the last reason when it has not in `within_s`.
+    """Calls `ask` restart and again until it returns. Raises NotYet with the last reason when it has not in `within_s`.
 
     Pauses grow to a tenth of the time waited, at most 1 s.
     """
@@ -68,14 +68,14 @@ async def ready(host: str, port: int) -> ReadyAnswer:
     return answer
 
 
-async def etcd_serves(host: str, port: int) -> None:
+async def check_etcd(host: str, port: int) -> None:
     """Asks an etcd on its client port. Raises as `ready`."""
     status, answer = await _get(host, port, "/health", _EtcdHealth)
     if status != 200 or answer.health != "true":
         raise NotYet(f"etcd is not healthy: {answer.reason}" if answer.reason else "etcd is not healthy")
 
 
-async def nats_serves(host: str, port: int) -> None:
+async def check_nats(host: str, port: int) -> None:
     """Sends a NATS server a PING. Raises as `ready`."""
     async with _connection(host, port) as (reader, writer):
         greeting = await reader.readline()

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamo_trtllm.errors import ConfigError, install_hint
-from dynamo_trtllm.launch.readiness_checks import NotYet, etcd_serves, is_taken, nats_serves, until
+from dynamo_trtllm.launch.readiness_checks import NotYet, check_etcd, check_nats, is_taken, until
 from dynamo_trtllm.subprocesses.child import Child, describe, spawn
 from dynamo_trtllm.subprocesses.ports import free_ports
 
@@ -36,7 +36,7 @@ class LocalServer(Child):
     """One run of a server. Create it on the event loop, in the main thread or one that lives as long as the process
     (see `spawn`). Its log goes to `log_path`; `address` is what clients take.
 
-    `again` starts it once more after its end: the same data, the same address. It raises as the first time.
+    `restart` starts it once more after its end: the same data, the same address. It raises as the first time.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LocalServer(Child):
         argv: Sequence[str],
         address: str,
         log_path: Path,
-        again: Callable[[], Coroutine[Any, Any, LocalServer]],
+        restart: Callable[[], Coroutine[Any, Any, LocalServer]],
     ) -> None:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
@@ -54,7 +54,7 @@ class LocalServer(Child):
         self.program = Path(argv[0]).name
         self.address = address
         self.log_path = log_path
-        self.again = again
+        self.restart = restart
 
     def last_lines(self) -> str:
         """Return the last log lines of this run."""
@@ -84,7 +84,7 @@ async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
         argv += [f"--initial-cluster=local={peer_url}"]
         argv += ["--heartbeat-interval=10", "--election-timeout=50"]  # starts fast; leases of 1 s are possible
         server = LocalServer(argv, f"{_HOST}:{client}", log_path, partial(start_etcd, data_dir, client))
-        await _until_up(server, partial(etcd_serves, _HOST, client))
+        await _until_up(server, partial(check_etcd, _HOST, client))
         return server
 
     return await _at_port("etcd", port, 2, begin)
@@ -100,7 +100,7 @@ async def start_nats(data_dir: Path, port: int | None = None, flags: Sequence[st
     async def begin(client: int) -> LocalServer:
         argv = [binary, "-a", _HOST, "-p", str(client), "--store_dir", str(data_dir), *flags]
         server = LocalServer(argv, f"nats://{_HOST}:{client}", log_path, partial(start_nats, data_dir, client, flags))
-        await _until_up(server, partial(nats_serves, _HOST, client))
+        await _until_up(server, partial(check_nats, _HOST, client))
         return server
 
     return await _at_port("nats-server", port, 1, begin)

@@ -104,7 +104,7 @@ class Supervisor:
         self._not_ready: set[str] = set()
         self._running: dict[str, ManagedProcess] = {}
         self._servers: list[LocalServer] = []
-        self.serving = DeploymentStatus()
+        self.deployment_status = DeploymentStatus()
 
     def stop(self) -> None:
         """Called once: stop in order. Called again: kill the processes at once, which ends the waiting for them."""
@@ -125,7 +125,7 @@ class Supervisor:
         with scratch_folder("dynamo-launch-") as folder:
             try:
                 addresses = await self._unless_stopped(self._start_servers(folder))
-                await self._keep_all(processes(self._deployment, addresses, self._environ), on_ready)
+                await self._supervise_all(processes(self._deployment, addresses, self._environ), on_ready)
             except* (LaunchFailed, ConfigError) as group:
                 failure = _first(group)
             except* _Stopped:
@@ -163,17 +163,17 @@ class Supervisor:
         began = time.monotonic()
         server = await start
         self._servers.append(server)
-        self._say_ready(name, began, f"at {server.address}")
+        self._report_ready(name, began, f"at {server.address}")
         return server.address
 
-    async def _keep_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
+    async def _supervise_all(self, specs: list[ProcessSpec], on_ready: OnReady) -> None:
         self._not_ready = {spec.name for spec in specs}
-        release = DependentRestart(specs, self._running, self._console.say)
+        dependents = DependentRestart(specs, self._running, self._console.say)
         async with asyncio.TaskGroup() as group:
             for at in range(len(self._servers)):
-                group.create_task(self._keep_server(at))
+                group.create_task(self._supervise_server(at))
             for spec in specs:
-                group.create_task(self._keep(spec, release))
+                group.create_task(self._supervise(spec, dependents))
             group.create_task(self._when_ready(on_ready))
             await self._stopping.wait()
             await self._stop_processes()
@@ -181,51 +181,51 @@ class Supervisor:
 
     async def _when_ready(self, on_ready: OnReady) -> None:
         await self._all_ready.wait()
-        if await on_ready(self.serving):
+        if await on_ready(self.deployment_status):
             self._stopping.set()
 
-    async def _keep_server(self, at: int) -> None:
+    async def _supervise_server(self, at: int) -> None:
         """Workers and frontends go on meanwhile, and register and connect again by themselves."""
         restarts: list[float] = []
         while not self._stopping.is_set():
             server = self._servers[at]
             name = server.log_path.stem
             status = await server.ended()
-            verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=False)
-            if not verdict.is_restart:
-                raise LaunchFailed(f"{name} {verdict.text}", verdict.exit_status)
-            self._console.say(f"{name} {verdict.text}")
+            decision = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=False)
+            if not decision.is_restart:
+                raise LaunchFailed(f"{name} {decision.text}", decision.exit_status)
+            self._console.say(f"{name} {decision.text}")
             restarts.append(time.monotonic())
-            if await self._stopped_within(verdict.pause_s):
+            if await self._stopped_within(decision.pause_s):
                 return
             began = time.monotonic()
-            self._servers[at] = await server.again()
-            self._say_ready(name, began, f"at {server.address}")
+            self._servers[at] = await server.restart()
+            self._report_ready(name, began, f"at {server.address}")
 
-    async def _keep(self, spec: ProcessSpec, release: DependentRestart) -> None:
+    async def _supervise(self, spec: ProcessSpec, dependents: DependentRestart) -> None:
         restarts: list[float] = []
-        may_be_read = False  # memory of an earlier life may be mapped by others
+        may_be_mapped = False  # memory of an earlier life may be mapped by others
         while not self._stopping.is_set():
-            status, last_line = await self._run_once(spec, release)
-            life = self._running[spec.name]
+            status, last_line = await self._run_once(spec, dependents)
+            process = self._running[spec.name]
             if self._stopping.is_set():
                 return
-            if life.is_asked:  # by `release`
+            if process.is_terminating:  # by `dependents`
                 self._console.say(f"{spec.name} {describe(status)}, as it was to end; starting it again")
                 continue
             # between our choice of a port and its start another process may have taken that port
-            lost_port = not spec.port and not life.is_ready and await is_taken(spec.host, life.port)
-            verdict = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=not lost_port)
-            if not verdict.is_restart:
-                raise LaunchFailed(f"{spec.name} {verdict.text}; its last line: {last_line}", verdict.exit_status)
-            self._console.say(f"{spec.name} {verdict.text}")
+            lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
+            decision = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=not lost_port)
+            if not decision.is_restart:
+                raise LaunchFailed(f"{spec.name} {decision.text}; its last line: {last_line}", decision.exit_status)
+            self._console.say(f"{spec.name} {decision.text}")
             restarts.append(time.monotonic())
-            may_be_read = may_be_read or life.is_ready
+            may_be_mapped = may_be_mapped or process.is_ready
             # one that ended with 0 should have given it back: if it did not, its successor fails to start
-            if self._deployment.restart.readers_too and may_be_read and status != 0:
-                await release.wanted_by(spec)
-                may_be_read = False
-            if await self._stopped_within(verdict.pause_s):
+            if self._deployment.restart.readers_too and may_be_mapped and status != 0:
+                await dependents.restart_dependents(spec)
+                may_be_mapped = False
+            if await self._stopped_within(decision.pause_s):
                 return
 
     async def _stopped_within(self, pause_s: float) -> bool:
@@ -235,7 +235,7 @@ class Supervisor:
                 await self._stopping.wait()
         return self._stopping.is_set()
 
-    async def _run_once(self, spec: ProcessSpec, release: DependentRestart) -> tuple[int, str]:
+    async def _run_once(self, spec: ProcessSpec, dependents: DependentRestart) -> tuple[int, str]:
         """One life of a process: its exit status and the last thing it said."""
         began = time.monotonic()
         last_line = ""
@@ -248,10 +248,10 @@ class Supervisor:
         running = ManagedProcess(spec, self._port_of(spec), self._environ, on_line)
         self._running[spec.name] = running
         async with asyncio.TaskGroup() as group:
-            waiting = group.create_task(self._await_ready(running, began, release))
+            waiting = group.create_task(self._await_ready(running, began, dependents))
             status = await running.ended()
             waiting.cancel()
-        release.tell()
+        dependents.notify_changed()
         return status, last_line
 
     def _port_of(self, spec: ProcessSpec) -> int:
@@ -263,7 +263,7 @@ class Supervisor:
             pass
         return port
 
-    async def _await_ready(self, running: ManagedProcess, began: float, release: DependentRestart) -> None:
+    async def _await_ready(self, running: ManagedProcess, began: float, dependents: DependentRestart) -> None:
         spec, limit_s = running.spec, self._deployment.ready_timeout_s
         try:
             answer = await until(partial(ready, spec.host, running.port), limit_s)
@@ -272,18 +272,18 @@ class Supervisor:
                 f"{spec.name} did not serve within {limit_s:g} s ({exc}); raise ready_timeout_s"
             ) from None
         running.is_ready = True
-        release.tell()
+        dependents.notify_changed()
         if spec.is_frontend:
-            self.serving.frontend = reachable(f"{spec.host}:{running.port}")
-            self._say_ready(spec.name, began, f"at http://{self.serving.frontend}")
+            self.deployment_status.frontend = reachable(f"{spec.host}:{running.port}")
+            self._report_ready(spec.name, began, f"at http://{self.deployment_status.frontend}")
         else:
-            self.serving.names[answer.instance_id] = spec.name
-            self._say_ready(spec.name, began, f"as instance {answer.instance_id}")
+            self.deployment_status.names[answer.instance_id] = spec.name
+            self._report_ready(spec.name, began, f"as instance {answer.instance_id}")
         self._not_ready.discard(spec.name)
         if not self._not_ready:
             self._all_ready.set()
 
-    def _say_ready(self, name: str, began: float, where: str) -> None:
+    def _report_ready(self, name: str, began: float, where: str) -> None:
         self._console.say(f"{name} is ready after {time.monotonic() - began:.2f} s {where}")
 
     async def _stop_processes(self) -> None:

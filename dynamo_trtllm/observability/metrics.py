@@ -45,7 +45,7 @@ class HistogramChild:
 
 
 class WeightedHistogram(Collector):
-    """`cell(labels)` is observed, not the histogram. Used from one thread."""
+    """`child(labels)` is observed, not the histogram. Used from one thread."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str], *, buckets: Sequence[float]) -> None:
         self._name = name
@@ -54,7 +54,7 @@ class WeightedHistogram(Collector):
         self._bounds = tuple(buckets)
         self._cells: dict[tuple[str, ...], HistogramChild] = {}
 
-    def cell(self, labels: tuple[str, ...]) -> HistogramChild:
+    def child(self, labels: tuple[str, ...]) -> HistogramChild:
         """The same one whenever the labels are."""
         found = self._cells.get(labels)
         if found is None:
@@ -66,13 +66,13 @@ class WeightedHistogram(Collector):
 
     def collect(self) -> Iterator[Collected]:
         family = HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
-        for labels, cell in self._cells.items():
+        for labels, child in self._cells.items():
             total = 0
             buckets: list[tuple[str, float]] = []
-            for bound, number in zip([*map(str, self._bounds), "+Inf"], cell.counts, strict=True):
+            for bound, number in zip([*map(str, self._bounds), "+Inf"], child.counts, strict=True):
                 total += number
                 buckets.append((bound, total))
-            family.add_metric(labels, buckets, cell.sum)
+            family.add_metric(labels, buckets, child.sum)
         yield family
 
 
@@ -230,7 +230,7 @@ class FrontendMetrics:
         self._labelled("retries_total", model).inc(retries)
         self._labelled("migrations_total", model).inc(migrations)
 
-    def canary_finished(self, *, model: str, code: str) -> None:
+    def probe_finished(self, *, model: str, code: str) -> None:
         """`code`: "ok", "inconclusive" (no fault found, but the check is incomplete), "mismatch" (other tokens than a
         worker alone gives: wrong KV), "canary" (too few tokens, too late, no KV read), "gone", or an error's code."""
         self._labelled("canaries_total", model, code).inc()
@@ -244,8 +244,8 @@ class FrontendMetrics:
 
     def itl(self, *, model: str) -> HistogramChild:
         """For the seconds between two tokens of a request, with how many were that far apart."""
-        cell: HistogramChild = self._metrics["itl_seconds"].cell((model,))
-        return cell
+        child: HistogramChild = self._metrics["itl_seconds"].child((model,))
+        return child
 
     def observe_call(self, *, model: str, stats: PhaseTimings) -> None:
         """Observe the time of one call in each phase; phases that took no time were not part of it."""
@@ -277,7 +277,7 @@ class FrontendMetrics:
         """This process's numbers in the Prometheus text format, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
-    async def render_whole(self) -> bytes:
+    async def render_all(self) -> bytes:
         """As `render`, of all processes of this frontend. Raises as `gather`."""
         return self.render() if self.gather is None else generate_latest(_Taken(await self.gather()))
 

@@ -13,7 +13,7 @@ import msgspec
 
 PROCESS_LABEL = "process"
 _OF_ONE_PROCESS = "process_"  # cpu seconds, memory, open files, start time
-_KEPT = ("counter", "histogram")
+_CUMULATIVE = ("counter", "histogram")
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -43,13 +43,13 @@ class MetricsAggregator:
 
     def update(self, process: str, snapshot: Snapshot) -> None:
         """The newest numbers of a process that lives."""
-        self._last[process] = tuple(_named(family, process) for family in snapshot)
+        self._last[process] = tuple(_label_process(family, process) for family in snapshot)
 
     def ended(self, process: str) -> None:
         """Its counters stay, its gauges go. Another process may come under the same name."""
-        self._past = merged([self._past, [family for family in self._last.pop(process, ()) if _stays(family)]])
+        self._past = merged([self._past, [family for family in self._last.pop(process, ()) if _is_cumulative(family)]])
 
-    def whole(self) -> Snapshot:
+    def total(self) -> Snapshot:
         return merged([*(self._last[name] for name in sorted(self._last)), self._past])
 
 
@@ -70,11 +70,11 @@ def merged(parts: Iterable[Iterable[Family]]) -> Snapshot:
     )
 
 
-def _stays(family: Family) -> bool:
-    return family.kind in _KEPT and not family.name.startswith(_OF_ONE_PROCESS)
+def _is_cumulative(family: Family) -> bool:
+    return family.kind in _CUMULATIVE and not family.name.startswith(_OF_ONE_PROCESS)
 
 
-def _named(family: Family, process: str) -> Family:
+def _label_process(family: Family, process: str) -> Family:
     if not family.name.startswith(_OF_ONE_PROCESS):
         return family
     label = (PROCESS_LABEL, process)

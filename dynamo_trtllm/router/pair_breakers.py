@@ -42,7 +42,7 @@ class PairStatus:
     reason: str = ""
     seen_at: float = 0.0  # last outcome
     failures: int = 0  # in a row
-    openings: int = 0  # since it last worked
+    num_openings: int = 0  # since it last worked
     open_until: float = 0.0
     is_wrong: bool = False  # its last answers to a canary were wrong: only a canary can clear it
     is_proven: bool = False  # a canary has passed since it was last wrong
@@ -54,107 +54,107 @@ class PairBreakers:
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
         self._limits = limits or BreakerLimits()
-        self._records: dict[Pair, PairStatus] = {}
-        self._shut: set[Pair] = set()
+        self._statuses: dict[Pair, PairStatus] = {}
+        self._open: set[Pair] = set()
         self._withheld: set[Pair] = set()  # new pairs that a canary will test
 
     def withhold(self, pairs: Iterable[Pair]) -> None:
         """Send no requests to those of `pairs` that have no record, until a canary has tested them."""
-        self._withheld.update(pair for pair in pairs if pair not in self._records)
+        self._withheld.update(pair for pair in pairs if pair not in self._statuses)
 
     def admit(self, pairs: Iterable[Pair]) -> bool:
         """Let requests decide about new pairs whose canary takes long. Return whether any of `pairs` was withheld."""
-        late = self._withheld.intersection(pairs)
-        self._withheld -= late
-        for pair in late:  # from now on it is known, and not withheld again
-            self._records.setdefault(pair, PairStatus())
-        return bool(late)
+        overdue = self._withheld.intersection(pairs)
+        self._withheld -= overdue
+        for pair in overdue:  # from now on it is known, and not withheld again
+            self._statuses.setdefault(pair, PairStatus())
+        return bool(overdue)
 
-    def passed(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
+    def record_success(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
         """Note that KV was read at the other end, by a request or, with `is_probe`, by a canary that passed.
 
         `note`: what the canary could not find out, shown as the reason. Return True when the pair did not work before.
         """
-        record = self._records.get(pair)
-        if not is_probe and (pair in self._withheld or (record is not None and record.is_wrong)):
+        status = self._statuses.get(pair)
+        if not is_probe and (pair in self._withheld or (status is not None and status.is_wrong)):
             return False  # it began before the pair was withheld or wrong; whether its answer is right is not known
-        record = record or self._records.setdefault(pair, PairStatus())
-        changed = record.state is not PairState.WORKING
+        status = status or self._statuses.setdefault(pair, PairStatus())
+        changed = status.state is not PairState.WORKING
         if changed:
-            record.state, record.reason, record.failures, record.openings = PairState.WORKING, "", 0, 0
-            record.tried_at = now
-            self._shut.discard(pair)
+            status.state, status.reason, status.failures, status.num_openings = PairState.WORKING, "", 0, 0
+            status.tried_at = now
+            self._open.discard(pair)
             self._withheld.discard(pair)
         if is_probe:
-            record.is_proven, record.is_wrong, record.reason = True, False, note
-        record.seen_at = now
+            status.is_proven, status.is_wrong, status.reason = True, False, note
+        status.seen_at = now
         return changed
 
-    def failed(self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False) -> bool:
+    def record_failure(self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False) -> bool:
         """Note a failure. `is_wrong`: the pair gave wrong answers, which opens the breaker at once.
 
         Return True when this opened the breaker.
         """
-        limits, record = self._limits, self._records.setdefault(pair, PairStatus())
-        record.reason, record.seen_at = reason, now
+        limits, status = self._limits, self._statuses.setdefault(pair, PairStatus())
+        status.reason, status.seen_at = reason, now
         self._withheld.discard(pair)
         if is_wrong:
-            record.is_wrong, record.is_proven = True, False
-        if record.state is PairState.QUARANTINED and now < record.open_until:
+            status.is_wrong, status.is_proven = True, False
+        if status.state is PairState.QUARANTINED and now < status.open_until:
             return False  # the call began before the quarantine: each of many such would count as a failed canary
-        record.failures += 1
-        if not is_wrong and record.failures < limits.failures and record.state is not PairState.QUARANTINED:
-            record.state = PairState.FAILING
+        status.failures += 1
+        if not is_wrong and status.failures < limits.failures and status.state is not PairState.QUARANTINED:
+            status.state = PairState.FAILING
             return False
-        record.state = PairState.QUARANTINED
-        record.open_until = now + min(limits.max_open_s, limits.open_s * 2 ** min(record.openings, _MOST_DOUBLINGS))
-        record.openings += 1
-        self._shut.add(pair)
-        return record.openings == 1
+        status.state = PairState.QUARANTINED
+        status.open_until = now + min(limits.max_open_s, limits.open_s * 2 ** min(status.num_openings, _MOST_DOUBLINGS))
+        status.num_openings += 1
+        self._open.add(pair)
+        return status.num_openings == 1
 
-    def doubt(self, pair: Pair, reason: str, now: float) -> bool:
+    def record_unreachable(self, pair: Pair, reason: str, now: float) -> bool:
         """Note that a call was not accepted or lost its connection. Return True when the pair worked before.
 
         This says nothing about its KV transfers, so the breaker does not count it. The pair is working again when a
         transfer succeeds.
         """
-        record = self._records.setdefault(pair, PairStatus())
-        worked = record.state is PairState.WORKING
-        record.seen_at = now
-        if record.state is PairState.QUARANTINED:
-            record.open_until = max(record.open_until, now + self._limits.open_s)
+        status = self._statuses.setdefault(pair, PairStatus())
+        worked = status.state is PairState.WORKING
+        status.seen_at = now
+        if status.state is PairState.QUARANTINED:
+            status.open_until = max(status.open_until, now + self._limits.open_s)
         else:
-            record.state, record.reason = PairState.FAILING, reason
+            status.state, status.reason = PairState.FAILING, reason
         return worked
 
-    def of(self, instance_id: int) -> list[Pair]:
+    def pairs_with(self, instance_id: int) -> list[Pair]:
         """The pairs of an instance of which something is known."""
-        return [pair for pair in self._records if instance_id in pair]
+        return [pair for pair in self._statuses if instance_id in pair]
 
-    def postpone(self, pair: Pair, now: float) -> None:
+    def defer(self, pair: Pair, now: float) -> None:
         """Note that the pair was too busy for a canary, which leaves its state unchanged. A new pair gets requests from
         now on: otherwise workers that stay too busy for a canary would never get any."""
-        record = self._records.setdefault(pair, PairStatus())
-        record.seen_at = record.tried_at = now
+        status = self._statuses.setdefault(pair, PairStatus())
+        status.seen_at = status.tried_at = now
         self._withheld.discard(pair)
-        if record.state is PairState.QUARANTINED:
-            record.open_until = now + self._limits.open_s
+        if status.state is PairState.QUARANTINED:
+            status.open_until = now + self._limits.open_s
 
-    def reopen(self, now: float) -> None:
+    def half_open(self, now: float) -> None:
         """Where no canary decides: pairs whose time is over get requests again, and these decide."""
-        self._shut -= {pair for pair in self._shut if self._records[pair].open_until <= now}
+        self._open -= {pair for pair in self._open if self._statuses[pair].open_until <= now}
 
-    def is_shut(self, pair: Pair) -> bool:
+    def is_open(self, pair: Pair) -> bool:
         """Whether requests are kept off this pair."""
-        return pair in self._shut or pair in self._withheld
+        return pair in self._open or pair in self._withheld
 
     @property
-    def has_shut(self) -> bool:
+    def any_open(self) -> bool:
         """Whether any pair is kept apart: mostly none is, and placement has nothing to look up."""
-        return bool(self._shut or self._withheld)
+        return bool(self._open or self._withheld)
 
-    def record(self, pair: Pair) -> PairStatus:
-        return self._records.get(pair, PairStatus())
+    def status(self, pair: Pair) -> PairStatus:
+        return self._statuses.get(pair, PairStatus())
 
     def due(self, pairs: Iterable[Pair], now: float, interval_s: float) -> list[Pair]:
         """Return the pairs that a canary should test now: new and idle pairs, quarantined ones whose time is over, and
@@ -165,21 +165,21 @@ class PairBreakers:
         return min((self._due_at(pair, interval_s) for pair in pairs), default=None)
 
     def _due_at(self, pair: Pair, interval_s: float) -> float:
-        record = self._records.get(pair)
-        if record is None:
+        status = self._statuses.get(pair)
+        if status is None:
             return 0.0
-        if record.state is PairState.QUARANTINED:
-            return record.open_until
-        if record.state is not PairState.WORKING:
-            return record.seen_at + min(1.0, interval_s)
-        return record.seen_at + interval_s if record.is_proven else record.tried_at + min(1.0, interval_s)
+        if status.state is PairState.QUARANTINED:
+            return status.open_until
+        if status.state is not PairState.WORKING:
+            return status.seen_at + min(1.0, interval_s)
+        return status.seen_at + interval_s if status.is_proven else status.tried_at + min(1.0, interval_s)
 
     def keep_only(self, ids: Collection[int]) -> None:
         """Forgets pairs of instances that are gone."""
-        gone = [pair for pair in (*self._records, *self._withheld) if not all(i is None or i in ids for i in pair)]
+        gone = [pair for pair in (*self._statuses, *self._withheld) if not all(i is None or i in ids for i in pair)]
         for pair in gone:
-            self._records.pop(pair, None)
-            self._shut.discard(pair)
+            self._statuses.pop(pair, None)
+            self._open.discard(pair)
             self._withheld.discard(pair)
 
 
@@ -190,14 +190,14 @@ def pairs_of(view: ModelView) -> list[Pair]:
     return [*matched, *((None, instance.id) for instance in view.aggregated)]
 
 
-def suspects(book: PairBreakers, pairs: Collection[Pair], openings: int = 3) -> set[int]:
+def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = 3) -> set[int]:
     """Instances whose every pair's breaker opened this often in a row.
 
     When that is true of both ends of a pair, and the cause is unknown, only the prefill instance is returned.
     """
     prefills = {prefill for prefill, _ in pairs if prefill is not None}
     decodes = {decode for _, decode in pairs}
-    bad = {pair for pair in pairs if book.record(pair).openings >= openings}
+    bad = {pair for pair in pairs if breakers.status(pair).num_openings >= num_openings}
     bad_prefills = {p for p in prefills if all(pair in bad for pair in pairs if pair[0] == p)}
     bad_decodes = {d for d in decodes if all(pair in bad for pair in pairs if pair[1] == d)}
     others_work = {pair[1] for pair in pairs if pair[0] is not None and pair[0] not in bad_prefills}

@@ -36,7 +36,7 @@ class ModelView:
         keys = {instance.id: pairing_key(instance) for instance in (*self.prefill, *self.decode)}
         object.__setattr__(self, "keys", keys)
 
-    def without(self, ids: frozenset[int]) -> ModelView:
+    def excluding(self, ids: frozenset[int]) -> ModelView:
         """Return the view without these instances. A view caches the last results: requests ask for the same few."""
         if not ids:
             return self
@@ -85,7 +85,7 @@ class ClusterView:
         self._instances.pop(instance_id, None)
         self._rebuild()
 
-    def stir(self) -> None:
+    def notify_changed(self) -> None:
         """Wakes who waits for a change: no instance came or went, and placement may come out otherwise all the same."""
         self.changed.set()
         self.changed = asyncio.Event()
@@ -107,7 +107,7 @@ class ClusterView:
 
     def _rebuild(self) -> None:
         """Runs per cluster change, so that a request pays a dictionary look-up."""
-        self.stir()
+        self.notify_changed()
         names = {i.card.name for i in self._instances.values()}
         self._models = {name: _model_view(i for i in self.instances() if i.card.name == name) for name in names}
 

@@ -83,32 +83,32 @@ class Child:
     def __init__(self, process: subprocess.Popen[bytes], stop_timeout_s: float) -> None:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
-        self._ended = end_of(process)
-        self._is_asked = False
+        self._exit_status = wait_for_exit(process)
+        self._is_terminating = False
         self.pid = process.pid
 
     @property
-    def is_asked(self) -> bool:
+    def is_terminating(self) -> bool:
         """Whether its end, if it comes, is what was asked of it here."""
-        return self._is_asked
+        return self._is_terminating
 
     @property
     def has_ended(self) -> bool:
-        return self._ended.done()
+        return self._exit_status.done()
 
     async def ended(self) -> int:
         """Its exit status. May be awaited by several."""
-        return await asyncio.shield(self._ended)
+        return await asyncio.shield(self._exit_status)
 
-    def ask(self) -> None:
+    def terminate(self) -> None:
         """SIGTERM, once: a second one would end a drain at once."""
-        if not self._is_asked and not self.has_ended:
-            self._is_asked = True
+        if not self._is_terminating and not self.has_ended:
+            self._is_terminating = True
             self._process.terminate()
 
     async def stop(self) -> None:
         """SIGTERM, then SIGKILL after the time it was given. Returns when it is gone. Idempotent."""
-        self.ask()
+        self.terminate()
         try:
             async with asyncio.timeout(self._stop_timeout_s):
                 await self.ended()
@@ -125,13 +125,13 @@ class Child:
                 self._process.kill()  # not a group of its own yet
 
 
-def end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
+def wait_for_exit(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
     """The exit status to come; what the child had started and left behind is killed by then: an engine's processes hold
     the GPU that the next child needs. A thread waits: that works on each system and needs no child watcher."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[int] = loop.create_future()
 
-    def settle(status: int) -> None:
+    def set_status(status: int) -> None:
         if not future.done():
             future.set_result(status)
 
@@ -142,7 +142,7 @@ def end_of(process: subprocess.Popen[bytes]) -> asyncio.Future[int]:
             os.killpg(process.pid, signal.SIGKILL)
         status = process.wait()
         try:
-            loop.call_soon_threadsafe(settle, status)
+            loop.call_soon_threadsafe(set_status, status)
         except RuntimeError:
             return  # the loop has ended, and nothing waits for the status
 

@@ -11,7 +11,7 @@ import msgspec
 
 from dynamo_trtllm.messages import Conversation, TokenIds, token_ids
 
-NOTHING_FORCED = token_ids()
+NO_PREFILL = token_ids()
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
 
 
@@ -66,9 +66,9 @@ class Renderer(Protocol):
         """Return the whole text of the ids, special tokens included."""
         ...
 
-    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
-        """For output of a rendered conversation. `forced`: ids put after the rendering, as if the model had written
-        them: they set where the output begins and are no output (a call's name comes with the first delta)."""
+    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> OutputParser:
+        """For output of a rendered conversation. `prefill_ids`: ids that follow the rendering, as if the model had
+        written them. They set where the output begins and are no output (a call's name comes with the first delta)."""
         ...
 
     def call_header(self, name: str | None) -> TokenIds | None:

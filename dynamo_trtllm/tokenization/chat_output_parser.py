@@ -86,13 +86,18 @@ class ChatOutputParser:
     """OutputParser over the content of another one."""
 
     def __init__(
-        self, text: OutputParser, *, thinking: ReasoningParser | None, calls: ToolCallParser | None, forced: TokenIds
+        self,
+        text: OutputParser,
+        *,
+        reasoning_parser: ReasoningParser | None,
+        calls: ToolCallParser | None,
+        prefill_ids: TokenIds,
     ) -> None:
         self._text = text
-        self._thinking = thinking
+        self._reasoning_parser = reasoning_parser
         self._calls = calls
         self._out = DeltaBuilder()
-        self._add(forced)
+        self._add(prefill_ids)
         self._out.reasoning_tokens = 0
 
     def push(self, token_ids: TokenIds) -> Delta:
@@ -100,9 +105,9 @@ class ChatOutputParser:
         return self._take()
 
     def finish(self) -> Delta:
-        self._answer(self._thought(self._text.finish().content))
-        if self._thinking is not None:
-            self._answer(self._thinking.finish(self._out))
+        self._push_content(self._without_reasoning(self._text.finish().content))
+        if self._reasoning_parser is not None:
+            self._push_content(self._reasoning_parser.finish(self._out))
         if self._calls is not None:
             self._calls.finish(self._out)
         return self._take()
@@ -113,24 +118,24 @@ class ChatOutputParser:
 
     def _add(self, token_ids: TokenIds) -> None:
         at = 0
-        while at < len(token_ids) and self._thinking is not None and not self._thinking.is_over:
-            self._think(self._thinking, token_ids[at : at + 1])
+        while at < len(token_ids) and self._reasoning_parser is not None and not self._reasoning_parser.is_over:
+            self._push_reasoning_token(self._reasoning_parser, token_ids[at : at + 1])
             at += 1
         if at < len(token_ids):
-            self._answer(self._thought(self._text.push(token_ids[at:]).content))
+            self._push_content(self._without_reasoning(self._text.push(token_ids[at:]).content))
 
-    def _think(self, thinking: ReasoningParser, token: TokenIds) -> None:
+    def _push_reasoning_token(self, reasoning_parser: ReasoningParser, token: TokenIds) -> None:
         """One token at a time, to know which ones are reasoning: those inside, and those that end a part of it."""
-        said = len(self._out.reasoning)
-        was_inside = thinking.is_inside
-        self._answer(self._thought(self._text.push(token).content))
-        if (was_inside and thinking.is_inside) or len(self._out.reasoning) > said:
+        num_chars = len(self._out.reasoning)
+        was_inside = reasoning_parser.is_inside
+        self._push_content(self._without_reasoning(self._text.push(token).content))
+        if (was_inside and reasoning_parser.is_inside) or len(self._out.reasoning) > num_chars:
             self._out.reasoning_tokens += 1
 
-    def _thought(self, text: str) -> str:
-        return text if self._thinking is None else self._thinking.push(text, self._out)
+    def _without_reasoning(self, text: str) -> str:
+        return text if self._reasoning_parser is None else self._reasoning_parser.push(text, self._out)
 
-    def _answer(self, text: str) -> None:
+    def _push_content(self, text: str) -> None:
         if not text:
             return
         if self._calls is None:

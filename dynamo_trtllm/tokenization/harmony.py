@@ -20,7 +20,7 @@ import openai_harmony as oh
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, Tool, token_ids
 from dynamo_trtllm.tokenization import vocabulary
-from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, OutputParser
+from dynamo_trtllm.tokenization.base import NO_PREFILL, TOOL_NAME, OutputParser
 from dynamo_trtllm.tokenization.harmony_parser import HarmonyParser, HarmonyTexts
 from dynamo_trtllm.tokenization.harmony_tools import DeveloperTexts
 from dynamo_trtllm.tokenization.text import BytesTextParser, TokenizationCache, TokenTextCache
@@ -57,9 +57,9 @@ class HarmonyRenderer:
         self._is_call_split = tool_call_parser != "none"
         self._harmony = vocabulary.load_harmony(cache_dir)
         self._tiktoken = vocabulary.load_tiktoken(cache_dir)
-        self._known = TokenizationCache(self.encode)
+        self._token_cache = TokenizationCache(self.encode)
         self._developer_texts = DeveloperTexts(self._harmony)
-        self._whole = HarmonyTexts(
+        self._token_texts = HarmonyTexts(
             content=TokenTextCache(self._token_bytes), reasoning=TokenTextCache(self._token_bytes, is_reasoning=True)
         )
         self._today = today
@@ -89,11 +89,11 @@ class HarmonyRenderer:
         except KeyError as exc:
             raise InvalidRequest(f"token id {exc} is not in the vocabulary") from exc
 
-    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
+    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> OutputParser:
         return HarmonyParser(
             self._token_bytes,
-            self._whole,
-            forced=forced,
+            self._token_texts,
+            prefill_ids=prefill_ids,
             is_reasoning_split=self._is_reasoning_split,
             is_call_split=self._is_call_split,
         )
@@ -113,7 +113,7 @@ class HarmonyRenderer:
         return array("I", self._harmony.encode(text, allowed_special="all"))
 
     def text_parser(self) -> OutputParser:
-        return BytesTextParser(self._token_bytes, self._whole.content)
+        return BytesTextParser(self._token_bytes, self._token_texts.content)
 
     def _token_bytes(self, token_id: int) -> bytes:
         return vocabulary.ordinary_bytes(self._tiktoken, token_id)
@@ -136,7 +136,7 @@ class HarmonyRenderer:
         head, tail = self._frame(message.author.role, *placeholders, message.channel, message.content_type)
         for part in head:
             ids.extend(self.encode(part.replace(_NAME, name or "")) if isinstance(part, str) else part)
-        ids.extend(self._known.ids(text))
+        ids.extend(self._token_cache.ids(text))
         ids.extend(tail)
 
     def _make_frame(

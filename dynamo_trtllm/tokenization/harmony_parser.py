@@ -13,7 +13,7 @@ from enum import Enum, auto
 from typing import Final, NamedTuple
 
 from dynamo_trtllm.messages import TokenIds
-from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, Delta, DeltaBuilder
+from dynamo_trtllm.tokenization.base import NO_PREFILL, TOOL_NAME, Delta, DeltaBuilder
 from dynamo_trtllm.tokenization.text import TokenTextCache
 from dynamo_trtllm.tokenization.vocabulary import FIRST_SPECIAL
 
@@ -95,7 +95,7 @@ class _HarmonyState(Enum):
     BETWEEN = auto()  # after the end of a message
 
 
-class _Goes(Enum):
+class _BodyKind(Enum):
     """Where the text of the current body goes."""
 
     CONTENT = auto()
@@ -116,7 +116,7 @@ class HarmonyParser:
     What is not Harmony is content, control tokens left out: a header that is none, is too long or is ended
     before its message begins, text between messages, calls without a name or of tools that gpt-oss was trained
     with and the request does not offer. A header that the end of the output cuts off is dropped while it could still
-    become one. `forced` was put behind the prompt and is no output. Without `is_reasoning_split` reasoning is content,
+    become one. `prefill_ids` follow the prompt and are no output. Without `is_reasoning_split` reasoning is content,
     without `is_call_split` the arguments of calls are.
     """
 
@@ -125,30 +125,30 @@ class HarmonyParser:
         token_bytes: Callable[[int], bytes],
         texts: HarmonyTexts,
         *,
-        forced: TokenIds = NOTHING_FORCED,
+        prefill_ids: TokenIds = NO_PREFILL,
         is_reasoning_split: bool = True,
         is_call_split: bool = True,
     ) -> None:
         self._token_bytes = token_bytes  # no bytes for control tokens
-        self._reasoning = _Goes.REASONING if is_reasoning_split else _Goes.CONTENT
+        self._reasoning = _BodyKind.REASONING if is_reasoning_split else _BodyKind.CONTENT
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
-        self._texts = {_Goes.CONTENT: texts.content, _Goes.REASONING: texts.reasoning}
-        self._whole: TokenTextCache | None = None  # of the next token, if it just goes on where the last one was
+        self._texts = {_BodyKind.CONTENT: texts.content, _BodyKind.REASONING: texts.reasoning}
+        self._token_texts: TokenTextCache | None = None  # of the next token, if it just goes on where the last one was
         self._state = _HarmonyState.HEADER
-        self._goes = _Goes.CONTENT
+        self._body_kind = _BodyKind.CONTENT
         self._header: list[int] = []
         self._blanks = 0  # in the header
         self._calls = 0
         self._out = DeltaBuilder()
-        self._run(forced)
-        self._forced = len(self._header)  # of the header's tokens, those that are no output
+        self._run(prefill_ids)
+        self._prefill_ids = len(self._header)  # of the header's tokens, those that are no output
 
     def push(self, token_ids: TokenIds) -> Delta:
-        if self._whole is not None and len(token_ids) == 1 and not self._decoder.buffer:
-            whole = self._whole[token_ids[0]]
-            if whole is not None:
-                return whole
+        if self._token_texts is not None and len(token_ids) == 1 and not self._decoder.buffer:
+            delta = self._token_texts[token_ids[0]]
+            if delta is not None:
+                return delta
         self._run(token_ids)
         return self._take()
 
@@ -160,7 +160,7 @@ class HarmonyParser:
 
     def _take(self) -> Delta:
         out, self._out = self._out, DeltaBuilder()
-        self._whole = self._texts.get(self._goes) if self._state is _HarmonyState.BODY else None
+        self._token_texts = self._texts.get(self._body_kind) if self._state is _HarmonyState.BODY else None
         return out.delta()
 
     def _run(self, token_ids: TokenIds) -> None:
@@ -182,7 +182,7 @@ class HarmonyParser:
     def _text(self, token_id: int) -> None:
         """An ordinary token outside a body."""
         if self._state is _HarmonyState.BETWEEN:
-            self._open(_Goes.CONTENT)
+            self._open(_BodyKind.CONTENT)
             self._body([token_id])
             return
         self._header.append(token_id)
@@ -220,11 +220,11 @@ class HarmonyParser:
             return
         self._clear_header()
         if self._is_call_split and header.call is not None:
-            self._open(_Goes.ARGUMENTS)
+            self._open(_BodyKind.ARGUMENTS)
             self._out.begin_call(self._calls, header.call)
             self._calls += 1
         else:
-            self._open(self._reasoning if header.is_reasoning else _Goes.CONTENT)
+            self._open(self._reasoning if header.is_reasoning else _BodyKind.CONTENT)
 
     def _read_header(self) -> Header | None:
         """What the held tokens say; None if they are no header."""
@@ -248,19 +248,19 @@ class HarmonyParser:
 
     def _header_is_text(self) -> None:
         """What was held as a header is none: it is content, and so is what follows up to the next control token."""
-        shown = self._header[self._forced :]
+        shown = self._header[self._prefill_ids :]
         self._clear_header()
-        self._open(_Goes.CONTENT)
+        self._open(_BodyKind.CONTENT)
         self._body(shown)
 
     def _clear_header(self) -> None:
         self._header = []
         self._blanks = 0
-        self._forced = 0
+        self._prefill_ids = 0
 
-    def _open(self, goes: _Goes) -> None:
+    def _open(self, body_kind: _BodyKind) -> None:
         self._state = _HarmonyState.BODY
-        self._goes = goes
+        self._body_kind = body_kind
 
     def _end_message(self) -> None:
         if self._state is _HarmonyState.HEADER and self._header and self._read_header() != Header():
@@ -268,10 +268,10 @@ class HarmonyParser:
         self._flush()
         self._clear_header()
         self._state = _HarmonyState.BETWEEN
-        self._goes = _Goes.CONTENT
+        self._body_kind = _BodyKind.CONTENT
 
     def _body(self, ids: list[int]) -> None:
-        if self._goes is _Goes.REASONING:
+        if self._body_kind is _BodyKind.REASONING:
             self._out.reasoning_tokens += len(ids)
         self._put(self._decoder.decode(self._bytes(ids)))
 
@@ -285,10 +285,10 @@ class HarmonyParser:
     def _put(self, text: str) -> None:
         if not text:
             return
-        match self._goes:
-            case _Goes.CONTENT:
+        match self._body_kind:
+            case _BodyKind.CONTENT:
                 self._out.content.append(text)
-            case _Goes.REASONING:
+            case _BodyKind.REASONING:
                 self._out.reasoning.append(text)
-            case _Goes.ARGUMENTS:
+            case _BodyKind.ARGUMENTS:
                 self._out.add_arguments(self._calls - 1, text)

@@ -22,7 +22,7 @@ _NESTED_STOP: Final = re.compile(r'["{}\[\]]')
 _SCALAR: Final = re.compile(r"[A-Za-z0-9+.\-]*")
 
 
-class _At(Enum):
+class _Position(Enum):
     OPEN = auto()  # before the object
     KEY = auto()  # before a key
     COLON = auto()
@@ -36,7 +36,7 @@ class _At(Enum):
     BROKEN = auto()
 
 
-_INSIDE: Final = frozenset((_At.STRING, _At.NESTED, _At.SCALAR))
+_INSIDE: Final = frozenset((_Position.STRING, _Position.NESTED, _Position.SCALAR))
 
 
 class StreamingJsonCall:
@@ -47,44 +47,44 @@ class StreamingJsonCall:
         self.begun = False  # something was given out
         self.index = index
         self._needs_arguments = needs_arguments
-        self._at = _At.OPEN
+        self._position = _Position.OPEN
         self._key: str | None = None  # whose value is read; None: a key is read
         self._seen: set[str] = set()
         self._name = ""
         self._piece: list[str] = []  # the key or value being read, arguments left out
         self._arguments: list[str] = []  # not given out yet
-        self._unseen: list[str] = []  # read and not given out
+        self._unparsed: list[str] = []  # read and not given out
         self._closers: list[str] = []
         self._in_string = False  # of what is nested
         self._escaped = False  # the last character was a backslash in a string
 
     @property
     def is_done(self) -> bool:
-        return self._at is _At.DONE
+        return self._position is _Position.DONE
 
     @property
     def is_broken(self) -> bool:
-        return self._at is _At.BROKEN
+        return self._position is _Position.BROKEN
 
     @property
     def unseen(self) -> str:
         """What was read and not given out: for a broken or cut-off object, what is left to show."""
-        return "".join(self._unseen)
+        return "".join(self._unparsed)
 
     def feed(self, text: str, out: DeltaBuilder) -> str:
         """Reads up to the end of the object or the first fault; the rest comes back."""
         at = 0
-        while at < len(text) and self._at not in (_At.DONE, _At.BROKEN):
-            before = self._at
+        while at < len(text) and self._position not in (_Position.DONE, _Position.BROKEN):
+            before = self._position
             end = self._step(text, at)
-            if before in _INSIDE or self._at in _INSIDE:
+            if before in _INSIDE or self._position in _INSIDE:
                 self._keep(text[at:end])
             else:
-                self._unseen.append(text[at:end])
+                self._unparsed.append(text[at:end])
             at = end
-            if self._at is _At.ENDED:
-                self._at = self._ended()
-            self._give(out)
+            if self._position is _Position.ENDED:
+                self._position = self._ended()
+            self._emit(out)
         return text[at:]
 
     def _keep(self, text: str) -> None:
@@ -94,14 +94,14 @@ class StreamingJsonCall:
         else:
             self._arguments.append(text)
         if self._key not in _ARGUMENTS or not self.begun:
-            self._unseen.append(text)
+            self._unparsed.append(text)
         elif text:
-            self._unseen.clear()
+            self._unparsed.clear()
 
-    def _give(self, out: DeltaBuilder) -> None:
+    def _emit(self, out: DeltaBuilder) -> None:
         if not self.begun and self._is_certain():
             self.begun = True
-            self._unseen.clear()
+            self._unparsed.clear()
             out.begin_call(self.index, self._name)
         if self.begun:
             out.add_arguments(self.index, "".join(self._arguments))
@@ -114,66 +114,66 @@ class StreamingJsonCall:
 
     def _step(self, text: str, at: int) -> int:
         """Reads some text, which is all in one state or the first of the next; returns the place after it."""
-        match self._at:
-            case _At.STRING:
+        match self._position:
+            case _Position.STRING:
                 end, is_closed = self._string_end(text, at)
-                self._at = _At.ENDED if is_closed else _At.STRING
+                self._position = _Position.ENDED if is_closed else _Position.STRING
                 return end
-            case _At.NESTED:
+            case _Position.NESTED:
                 return self._nested(text, at)
-            case _At.SCALAR:
+            case _Position.SCALAR:
                 match = _SCALAR.match(text, at)
                 end = match.end() if match else at
-                self._at = _At.SCALAR if end == len(text) else _At.ENDED
+                self._position = _Position.SCALAR if end == len(text) else _Position.ENDED
                 return end
         if text[at] not in _SPACE:
-            self._at = self._after(text[at])
-        return at if self._at is _At.BROKEN else at + 1
+            self._position = self._after(text[at])
+        return at if self._position is _Position.BROKEN else at + 1
 
-    def _after(self, char: str) -> _At:
+    def _after(self, char: str) -> _Position:
         """The state after a character that stands outside keys and values, or begins one."""
-        match self._at, char:
-            case (_At.OPEN, "{") | (_At.AFTER, ","):
-                return _At.KEY
-            case (_At.KEY, '"'):
+        match self._position, char:
+            case (_Position.OPEN, "{") | (_Position.AFTER, ","):
+                return _Position.KEY
+            case (_Position.KEY, '"'):
                 self._key = None
-                return _At.STRING
-            case (_At.COLON, ":"):
-                return _At.VALUE
-            case (_At.AFTER, "}"):
-                return _At.DONE if self._is_certain() else _At.BROKEN
-            case (_At.VALUE, '"'):
-                return _At.STRING
-            case (_At.VALUE, "{" | "[") if self._key in _ARGUMENTS:
+                return _Position.STRING
+            case (_Position.COLON, ":"):
+                return _Position.VALUE
+            case (_Position.AFTER, "}"):
+                return _Position.DONE if self._is_certain() else _Position.BROKEN
+            case (_Position.VALUE, '"'):
+                return _Position.STRING
+            case (_Position.VALUE, "{" | "[") if self._key in _ARGUMENTS:
                 self._closers = [_CLOSERS[char]]
-                return _At.NESTED
-            case (_At.VALUE, _) if self._key != "name" and _SCALAR.fullmatch(char):
-                return _At.SCALAR
+                return _Position.NESTED
+            case (_Position.VALUE, _) if self._key != "name" and _SCALAR.fullmatch(char):
+                return _Position.SCALAR
             case _:
-                return _At.BROKEN
+                return _Position.BROKEN
 
-    def _ended(self) -> _At:
+    def _ended(self) -> _Position:
         """The state after a key or a value that was read to its end."""
         piece = "".join(self._piece)
         self._piece.clear()
         if self._key in _ARGUMENTS:
-            return _At.AFTER
+            return _Position.AFTER
         try:
             value = json.loads(piece)
         except ValueError:
-            return _At.BROKEN
+            return _Position.BROKEN
         if self._key is None:
             return self._begin_key(value)
         if self._key == "name":
             self._name = value if TOOL_NAME.match(value) else ""
-        return _At.AFTER if self._name or self._key != "name" else _At.BROKEN
+        return _Position.AFTER if self._name or self._key != "name" else _Position.BROKEN
 
-    def _begin_key(self, key: str) -> _At:
+    def _begin_key(self, key: str) -> _Position:
         if key not in _KEYS or key in self._seen or (key in _ARGUMENTS and self._seen & _ARGUMENTS):
-            return _At.BROKEN
+            return _Position.BROKEN
         self._key = key
         self._seen.add(key)
-        return _At.COLON
+        return _Position.COLON
 
     def _string_end(self, text: str, at: int) -> tuple[int, bool]:
         """The place behind the closing quote, or the end of the text; and which it is."""
@@ -203,9 +203,9 @@ class StreamingJsonCall:
             elif char in _CLOSERS:
                 self._closers.append(_CLOSERS[char])
             elif char != self._closers.pop():
-                self._at = _At.BROKEN
+                self._at = _Position.BROKEN
                 return at - 1
             elif not self._closers:
-                self._at = _At.ENDED
+                self._at = _Position.ENDED
                 return at
         return at

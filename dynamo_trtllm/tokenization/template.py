@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import Conversation, Message, TokenIds, token_ids
-from dynamo_trtllm.tokenization.base import NOTHING_FORCED, TOOL_NAME, OutputParser
+from dynamo_trtllm.tokenization.base import NO_PREFILL, TOOL_NAME, OutputParser
 from dynamo_trtllm.tokenization.chat_output_parser import END_THINK, THINK, ChatOutputParser, ReasoningParser
 from dynamo_trtllm.tokenization.text import BytesTextParser, TokenTextCache, WindowTextParser
 from dynamo_trtllm.tokenization.tool_call_parser import (
@@ -142,8 +142,8 @@ class ChatTemplateRenderer:
         self._added = {token_id: token.content for token_id, token in added.items()}
         markers = _MARKERS[reasoning_parser] + _MARKERS[tool_call_parser]
         self._hidden_in_chat = frozenset(i for i in self._hidden if self._added[i] not in markers)
-        self._whole = TokenTextCache(functools.partial(self._token_bytes, self._hidden))
-        self._whole_in_chat = TokenTextCache(functools.partial(self._token_bytes, self._hidden_in_chat))
+        self._token_texts = TokenTextCache(functools.partial(self._token_bytes, self._hidden))
+        self._token_texts_in_chat = TokenTextCache(functools.partial(self._token_bytes, self._hidden_in_chat))
         decoder = _json_object(self._source, TOKENIZER).get("decoder") or {}
         self._is_byte_level = decoder.get("type") == "ByteLevel"
 
@@ -174,13 +174,18 @@ class ChatTemplateRenderer:
     def decode(self, token_ids: TokenIds) -> str:
         return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
-    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> OutputParser:
-        thinking = None
+    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> OutputParser:
+        reasoning_parser = None
         if self._reasoning_parser != "none":
-            thinking = ReasoningParser(begins_inside=self._reasoning_parser == "deepseek_r1")
+            reasoning_parser = ReasoningParser(begins_inside=self._reasoning_parser == "deepseek_r1")
         make_calls = _CALL_READERS[self._tool_call_parser]
         calls = make_calls() if make_calls is not None else None
-        return ChatOutputParser(self._text_parser(self._hidden_in_chat), thinking=thinking, calls=calls, forced=forced)
+        return ChatOutputParser(
+            self._text_parser(self._hidden_in_chat),
+            reasoning_parser=reasoning_parser,
+            calls=calls,
+            prefill_ids=prefill_ids,
+        )
 
     def call_header(self, name: str | None) -> TokenIds | None:
         """A named call can be forced where the format of calls is known and the answer comes first."""
@@ -201,8 +206,8 @@ class ChatTemplateRenderer:
 
     def _text_parser(self, hidden: frozenset[int]) -> OutputParser:
         if self._is_byte_level:
-            whole = self._whole_in_chat if hidden is self._hidden_in_chat else self._whole
-            return BytesTextParser(functools.partial(self._token_bytes, hidden), whole)
+            token_texts = self._token_texts_in_chat if hidden is self._hidden_in_chat else self._token_texts
+            return BytesTextParser(functools.partial(self._token_bytes, hidden), token_texts)
         return WindowTextParser(functools.partial(self._tokenizer.decode, skip_special_tokens=False), hidden)
 
     def _control_text(self, text: str) -> TokenIds:

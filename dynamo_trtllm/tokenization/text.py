@@ -46,14 +46,14 @@ class TokenTextCache(dict[int, Delta | None]):
 class BytesTextParser:
     """OutputParser for vocabularies whose tokens are byte strings; all text is content."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes], whole: TokenTextCache) -> None:
+    def __init__(self, token_bytes: Callable[[int], bytes], token_texts: TokenTextCache) -> None:
         self._token_bytes = token_bytes  # no bytes for a token that must not be shown
-        self._whole = whole
+        self._token_texts = token_texts
         self._decoder = Utf8Decoder(errors="replace")
 
     def push(self, token_ids: TokenIds) -> Delta:
-        if len(token_ids) == 1 and not self._decoder.buffer and (whole := self._whole[token_ids[0]]) is not None:
-            return whole
+        if len(token_ids) == 1 and not self._decoder.buffer and (delta := self._token_texts[token_ids[0]]) is not None:
+            return delta
         return Delta(content=self._decoder.decode(b"".join(map(self._token_bytes, token_ids))))
 
     def finish(self) -> Delta:
@@ -102,7 +102,7 @@ class TokenizationCache:
     def __init__(self, encode: Callable[[str], TokenIds], max_bytes: int = MAX_BYTES) -> None:
         self._encode = encode
         self._max_bytes = max_bytes
-        self._known: OrderedDict[str, TokenIds] = OrderedDict()
+        self._cached: OrderedDict[str, TokenIds] = OrderedDict()
         self._lock = threading.Lock()  # large bodies are rendered in threads
         self.num_bytes = 0
 
@@ -110,22 +110,22 @@ class TokenizationCache:
         if len(text) < _MIN_CHARS:
             return self._encode(text)
         with self._lock:
-            ids = self._known.get(text)
+            ids = self._cached.get(text)
             if ids is not None:
-                self._known.move_to_end(text)
+                self._cached.move_to_end(text)
                 return ids
         ids = self._encode(text)
         with self._lock:
-            self._keep(text, ids)
+            self._put(text, ids)
         return ids
 
-    def _keep(self, text: str, ids: TokenIds) -> None:
-        if text in self._known or _cost(text, ids) > self._max_bytes:
+    def _put(self, text: str, ids: TokenIds) -> None:
+        if text in self._cached or _cost(text, ids) > self._max_bytes:
             return
-        self._known[text] = ids
+        self._cached[text] = ids
         self.num_bytes += _cost(text, ids)
         while self.num_bytes > self._max_bytes:
-            self.num_bytes -= _cost(*self._known.popitem(last=False))
+            self.num_bytes -= _cost(*self._cached.popitem(last=False))
 
 
 def _cost(text: str, ids: TokenIds) -> int:

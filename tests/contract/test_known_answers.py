@@ -129,17 +129,17 @@ class Deployment:
         if self._kind == "vllm":  # its stand-in moves no bytes
             self._reader._llm.core.reads_wrongly = way is not None
 
-    def canary_finished(self, *, model: str, code: str) -> None:
+    def probe_finished(self, *, model: str, code: str) -> None:
         self.codes[code] += 1
 
     @asynccontextmanager
     async def frontend(self) -> AsyncIterator[tuple[PairBreakers, Pipeline]]:
-        book = PairBreakers(BreakerLimits(open_s=0.5))
-        pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_canaries=True), book)
-        canaries = PairProbes(self.view, pipeline, book, PairProbeOptions(interval_s=60.0, timeout_s=SOON_S))
+        breakers = PairBreakers(BreakerLimits(open_s=0.5))
+        pipeline = Pipeline(self.view, self.plane, PipelineOptions(hold_s=SOON_S, has_probes=True), breakers)
+        canaries = PairProbes(self.view, pipeline, breakers, PairProbeOptions(interval_s=60.0, timeout_s=SOON_S))
         task = asyncio.create_task(canaries.run(self.plane, self))
         try:
-            yield book, pipeline
+            yield breakers, pipeline
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -193,21 +193,21 @@ async def test_run_when_a_decode_worker_reads_other_kv_then_its_pair_never_works
     for way in (None, *WAYS[kind.partition(" ")[0]]):
         deployment.read_wrongly(way)
         deployment.codes.clear()
-        async with deployment.frontend() as (book, pipeline):
+        async with deployment.frontend() as (breakers, pipeline):
             for _ in range(2):
                 trace = RouteTrace()
                 answer = await tokens_of(pipeline, request, trace)
                 right = right or answer
                 assert answer == right
                 assert way is None or trace.decode_instance == 2
-            await until(lambda: book.record(GOOD).state is PairState.WORKING)
+            await until(lambda: breakers.status(GOOD).state is PairState.WORKING)
             if way is None:
-                await until(lambda: book.record(BAD).state is PairState.WORKING)
+                await until(lambda: breakers.status(BAD).state is PairState.WORKING)
                 assert deployment.codes == {"ok": 2}
                 continue
-            await until(lambda: book.is_shut(BAD) and book.record(BAD).state is PairState.QUARANTINED)
+            await until(lambda: breakers.is_open(BAD) and breakers.status(BAD).state is PairState.QUARANTINED)
             assert set(deployment.codes) == {"ok", "mismatch"}
-            assert "KV arrives changed" in book.record(BAD).reason
+            assert "KV arrives changed" in breakers.status(BAD).reason
             deployment.read_wrongly(None)
             if way is WAYS[kind.partition(" ")[0]][-1]:
-                await until(lambda: book.record(BAD).state is PairState.WORKING)
+                await until(lambda: breakers.status(BAD).state is PairState.WORKING)

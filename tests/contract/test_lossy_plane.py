@@ -148,7 +148,7 @@ async def cluster() -> AsyncIterator[Cluster]:
         service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
         await plane.serve(instance.subject, service)
         view.add(instance)
-    options = PipelineOptions(hold_s=2.0, has_canaries=False)
+    options = PipelineOptions(hold_s=2.0, has_probes=False)
     pipeline = Pipeline(view, plane, options, PairBreakers(BreakerLimits(open_s=0.05, max_open_s=0.2)))
     yield Cluster(pipeline=pipeline, plane=plane, engines=engines)
     await pipeline.aclose()

@@ -37,7 +37,7 @@ class TorchArgs(BaseModel):
     max_queue: _Count = Field(256, description="requests that wait for a place; one more is refused")
     prefill_chunk_tokens: _Count = Field(512, description="tokens of one prompt in one step")
     kv_block_size: _Count = Field(32, description="tokens in one KV block")
-    kv_cache_blocks: _Count | None = Field(None, description="KV blocks; beats kv_cache_gib")
+    kv_cache_blocks: _Count | None = Field(None, description="KV blocks; overrides kv_cache_gib")
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
         None, description="KV memory; default at most 0.5 on CPU, free_gpu_memory_fraction on a GPU"
     )

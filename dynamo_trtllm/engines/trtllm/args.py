@@ -284,7 +284,7 @@ def _advice(wanted: Mapping[str, Sourced], given: Sequence[Source], release: Api
             continue
         if _EITHER.get(key) not in decided:
             kept[key] = leaf
-    return Source(layers.nested(kept), source, yields=True)
+    return Source(layers.nested(kept), source, is_default=True)
 
 
 def _unchecked(found: schema.Unverified, release: ApiManifest) -> str:

@@ -26,7 +26,7 @@ THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread,
 
 
 class ResponsesAdapter:
-    """`making` has the answers under way, by id; an answer leaves it with the exchange that makes it."""
+    """`builders` has the answers under way, by id; an answer leaves it with the exchange that makes it."""
 
     endpoint = "responses"
     body = ResponseRequest
@@ -35,10 +35,10 @@ class ResponsesAdapter:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self.id_prefix = store.id_prefix
-        self.making: WeakValueDictionary[str, ResponseBuilder] = WeakValueDictionary()
+        self.builders: WeakValueDictionary[str, ResponseBuilder] = WeakValueDictionary()
 
     async def plan(
-        self, body: ResponseRequest, served: ServedModel, identity: RequestContext, *, off_loop: bool
+        self, body: ResponseRequest, served: ServedModel, context: RequestContext, *, off_loop: bool
     ) -> GenerationPlan:
         """Raises ResponseNotFound when the request refers to a response that is not stored, InvalidRequest when the
         conversation is too long to be stored."""
@@ -60,24 +60,24 @@ class ResponsesAdapter:
                 field="store",
             )
         if off_loop or size > THREAD_CHARS:
-            return await in_thread(prepare_turn, body, items, served, identity)
-        return prepare_turn(body, items, served, identity)
+            return await in_thread(prepare_turn, body, items, served, context)
+        return prepare_turn(body, items, served, context)
 
-    def events(self, job: PreparedRequest[ResponseRequest]) -> ResponseSseEncoder:
-        return ResponseSseEncoder(self._answer(job))
+    def encoder(self, prepared: PreparedRequest[ResponseRequest]) -> ResponseSseEncoder:
+        return ResponseSseEncoder(self._builder(prepared))
 
-    def fold(self, job: PreparedRequest[ResponseRequest]) -> ResponseAggregator:
-        return ResponseAggregator(self._answer(job))
+    def aggregator(self, prepared: PreparedRequest[ResponseRequest]) -> ResponseAggregator:
+        return ResponseAggregator(self._builder(prepared))
 
-    async def finished(self, job: PreparedRequest[ResponseRequest], answer: SseEncoder | Aggregator) -> None:
-        assert isinstance(answer, ResponseSseEncoder | ResponseAggregator)
-        made = answer.answer
-        if made.packed is not None:
-            await self._store.keep(made.id, made.packed, made.client)
+    async def on_complete(self, prepared: PreparedRequest[ResponseRequest], output: SseEncoder | Aggregator) -> None:
+        assert isinstance(output, ResponseSseEncoder | ResponseAggregator)
+        builder = output.builder
+        if builder.packed is not None:
+            await self._store.put(builder.id, builder.packed, builder.client)
 
-    def _answer(self, job: PreparedRequest[ResponseRequest]) -> ResponseBuilder:
-        answer = self.making[job.heading.id] = ResponseBuilder(job, self._store.max_bytes)
-        return answer
+    def _builder(self, prepared: PreparedRequest[ResponseRequest]) -> ResponseBuilder:
+        builder = self.builders[prepared.meta.id] = ResponseBuilder(prepared, self._store.max_bytes)
+        return builder
 
 
 async def _own(given: Sequence[InputItem], references: References) -> list[Item]:

@@ -19,7 +19,7 @@ from dynamo_trtllm.errors import InvalidRequest
 from dynamo_trtllm.messages import Message, ToolCall
 
 PREFIX: Final = "resp_"
-MARK_CHARS: Final = 8
+FRONTEND_ID_CHARS: Final = 8
 _RESPONSE: Final = re.compile(r"resp_[0-9a-f]{40}")
 _ITEM: Final = re.compile(r"(?:msg|rs|fc|fco)_([0-9a-f]{40})[io][0-9a-f]{4,}")
 
@@ -28,9 +28,9 @@ def is_response_id(text: str) -> bool:
     return _RESPONSE.fullmatch(text) is not None
 
 
-def mark_of(response_id: str) -> str:
+def frontend_id_of(response_id: str) -> str:
     """The mark of the frontend that made the response."""
-    return response_id[len(PREFIX) : len(PREFIX) + MARK_CHARS]
+    return response_id[len(PREFIX) : len(PREFIX) + FRONTEND_ID_CHARS]
 
 
 def response_of(item_id: str) -> str | None:
@@ -134,12 +134,12 @@ class _Turn:
 
 def messages_of(items: Iterable[Item]) -> list[Message]:
     """The messages that the items are. Raises InvalidRequest for a result of no call."""
-    kept = list(items)
-    answered = {item["call_id"] for item in kept if item["type"] == "function_call_output"}
+    reasoning_kept = list(items)
+    answered = {item["call_id"] for item in reasoning_kept if item["type"] == "function_call_output"}
     called: set[str] = set()
     messages: list[Message] = []
     turn = _Turn()
-    for item in kept:
+    for item in reasoning_kept:
         match item["type"]:
             case "reasoning":
                 if turn.content or turn.calls:

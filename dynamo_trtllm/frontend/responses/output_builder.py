@@ -25,12 +25,12 @@ Item: TypeAlias = dict[str, Any]
 class TextDelta(NamedTuple):
     """The event that text was added to the open item, and nothing else."""
 
-    around: EventTemplate
+    template: EventTemplate
     text: str
 
     @property
     def event(self) -> Event:
-        return self.around.event | {"delta": self.text}
+        return self.template.event | {"delta": self.text}
 
 
 class EventTemplate:
@@ -85,25 +85,25 @@ class _TextItem:
         self._index = index
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
-        self._around = EventTemplate(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
+        self._template = EventTemplate(self._event(f"{kind.event}.delta", **self._with_logprobs([])))
 
     def item(self, status: str) -> Item:
         return {"id": self._id, **self.kind.head, "status": status, "content": [self._part("".join(self._texts))]}
 
-    def opening(self) -> Iterator[Event]:
+    def start(self) -> Iterator[Event]:
         empty = {"id": self._id, **self.kind.head, "status": "in_progress", "content": []}
         yield _event("output_item.added", self._index, item=empty)
         yield self._event("content_part.added", part=self._part(""))
 
     def text(self, text: str, logprobs: list[dict[str, Any]]) -> OutputEvent:
         self._texts.append(text)
-        growth = TextDelta(self._around, text)
+        text_delta = TextDelta(self._template, text)
         if not logprobs:
-            return growth
+            return text_delta
         self._logprobs.extend(logprobs)
-        return growth.event | {"logprobs": _without_bytes(logprobs)}
+        return text_delta.event | {"logprobs": _without_bytes(logprobs)}
 
-    def closing(self, status: str) -> Iterator[Event]:
+    def finish(self, status: str) -> Iterator[Event]:
         text = "".join(self._texts)
         yield self._event(f"{self.kind.event}.done", text=text, **self._with_logprobs(_without_bytes(self._logprobs)))
         yield self._event("content_part.done", part=self._part(text))
@@ -128,20 +128,20 @@ class _CallItem:
         self._name = name
         self._call_id = tool_call_id()
         self._arguments: list[str] = []
-        self._around = EventTemplate(_event("function_call_arguments.delta", index, item_id=self._id))
+        self._template = EventTemplate(_event("function_call_arguments.delta", index, item_id=self._id))
 
     def item(self, status: str) -> Item:
         head = {"id": self._id, "type": "function_call", "status": status, "call_id": self._call_id}
         return head | {"name": self._name, "arguments": "".join(self._arguments)}
 
-    def opening(self) -> Iterator[Event]:
+    def start(self) -> Iterator[Event]:
         yield _event("output_item.added", self._index, item=self.item("in_progress"))
 
     def arguments(self, text: str) -> TextDelta:
         self._arguments.append(text)
-        return TextDelta(self._around, text)
+        return TextDelta(self._template, text)
 
-    def closing(self, status: str) -> Iterator[Event]:
+    def finish(self, status: str) -> Iterator[Event]:
         arguments = "".join(self._arguments)
         yield _event("function_call_arguments.done", self._index, item_id=self._id, arguments=arguments)
         yield _event("output_item.done", self._index, item=self.item(status))
@@ -157,15 +157,15 @@ class OutputBuilder:
         self._open: _TextItem | _CallItem | None = None
         self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
 
-    def push(self, piece: ChoiceDelta) -> list[OutputEvent]:
+    def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
         events: list[OutputEvent] = []
-        if piece.reasoning:
-            events += self._text(_REASONING, piece.reasoning)
-        if piece.logprobs:
-            self._logprobs.extend(piece.logprobs)
-        if piece.content:
-            events += self._text(_MESSAGE, piece.content)
-        for call in piece.tool_calls:
+        if delta.reasoning:
+            events += self._text(_REASONING, delta.reasoning)
+        if delta.logprobs:
+            self._logprobs.extend(delta.logprobs)
+        if delta.content:
+            events += self._text(_MESSAGE, delta.content)
+        for call in delta.tool_calls:
             events += self._call(call)
         return events
 
@@ -183,7 +183,7 @@ class OutputBuilder:
             events = self._close("completed")
             index = len(self._done)
             opened = self._open = _TextItem(kind, output_id(kind.prefix, self._response_id, index), index)
-            events += opened.opening()
+            events += opened.start()
         events.append(opened.text(text, self._take_logprobs() if kind.has_logprobs else []))
         return events
 
@@ -192,7 +192,7 @@ class OutputBuilder:
         if delta.name is not None:
             events = self._close("completed")
             self._open = _CallItem(self._response_id, len(self._done), delta.name)
-            events += self._open.opening()
+            events += self._open.start()
         assert isinstance(self._open, _CallItem)  # the parts of one call come one after the other
         if delta.arguments:
             events.append(self._open.arguments(delta.arguments))
@@ -204,9 +204,9 @@ class OutputBuilder:
         events: list[OutputEvent] = []
         if self._logprobs and isinstance(self._open, _TextItem) and self._open.kind is _MESSAGE:
             events.append(self._open.text("", self._take_logprobs()))
-        closing = list(self._open.closing(status))
-        events += closing
-        self._done.append(closing[-1]["item"])
+        finish_events = list(self._open.finish(status))
+        events += finish_events
+        self._done.append(finish_events[-1]["item"])
         self._open = None
         return events
 

@@ -39,10 +39,10 @@ class ResponsePlan(GenerationPlan):
 
 
 def prepare_turn(
-    body: ResponseRequest, items: Sequence[Item], served: ServedModel, identity: RequestContext
+    body: ResponseRequest, items: Sequence[Item], served: ServedModel, context: RequestContext
 ) -> ResponsePlan:
     """Raises as `prepare_chat`, in the words of this API."""
-    plan = prepare_conversation(_conversation(body, items), _options(body, served.card), served, identity)
+    plan = prepare_conversation(_conversation(body, items), _options(body, served.card), served, context)
     return ResponsePlan(choices=plan.choices, items=tuple(items))
 
 
@@ -85,44 +85,44 @@ def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
 class ResponseBuilder:
     """The state that streamed and whole answers share."""
 
-    def __init__(self, job: PreparedRequest[ResponseRequest], max_kept_bytes: int) -> None:
-        assert isinstance(job.plan, ResponsePlan)
-        self.id = job.heading.id
-        self.client = job.heading.client
-        self.stored = job.body.store
-        self.transcript = OutputBuilder(self.id, job.renderer)
-        self._items = job.plan.items
-        self._base = _echo(job)
+    def __init__(self, prepared: PreparedRequest[ResponseRequest], max_stored_bytes: int) -> None:
+        assert isinstance(prepared.plan, ResponsePlan)
+        self.id = prepared.meta.id
+        self.client = prepared.meta.client
+        self.stored = prepared.body.store
+        self.output = OutputBuilder(self.id, prepared.renderer)
+        self._items = prepared.plan.items
+        self._base = _echo(prepared)
         self._finish = ""
-        self._max_kept_bytes = max_kept_bytes
+        self._max_stored_bytes = max_stored_bytes
         self.final: dict[str, Any] | None = None  # what was answered, once it is complete
         self.packed: bytes | None = None  # the response as it is stored; None: it is not stored
 
-    def push(self, piece: ChoiceDelta) -> list[OutputEvent]:
-        self._finish = piece.finish or self._finish
-        return self.transcript.push(piece)
+    def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
+        self._finish = delta.finish or self._finish
+        return self.output.push(delta)
 
     def in_progress(self) -> dict[str, Any]:
         """The response as it is now."""
-        return self._base | {"status": "in_progress", "output": self.transcript.items("in_progress")}
+        return self._base | {"status": "in_progress", "output": self.output.items("in_progress")}
 
     def cancelled(self) -> dict[str, Any]:
         """The response as it is when somebody ended it."""
-        return self._base | {"status": "cancelled", "output": self.transcript.items("incomplete")}
+        return self._base | {"status": "cancelled", "output": self.output.items("incomplete")}
 
     def failed(self, error: DynamoError) -> dict[str, Any]:
         event = {"code": _error_code(error), "message": error.message}
-        return self._base | {"status": "failed", "error": event, "output": self.transcript.items("incomplete")}
+        return self._base | {"status": "failed", "error": event, "output": self.output.items("incomplete")}
 
     def close(self, usage: Usage, stats: Stats | None) -> list[OutputEvent]:
         """Events of the end of the last item; `final` is set."""
-        cut = self._finish == "length"
-        events = self.transcript.finish("incomplete" if cut else "completed")
+        is_incomplete = self._finish == "length"
+        events = self.output.finish("incomplete" if is_incomplete else "completed")
         self.final = self._base | {
-            "status": "incomplete" if cut else "completed",
-            "completed_at": None if cut else int(time.time()),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": self.transcript.items("completed"),
+            "status": "incomplete" if is_incomplete else "completed",
+            "completed_at": None if is_incomplete else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_incomplete else None,
+            "output": self.output.items("completed"),
             "usage": usage_object(usage),
         }
         if stats is not None:
@@ -135,7 +135,7 @@ class ResponseBuilder:
         if not self.stored:
             return None
         packed = codec.encode(StoredResponse(response=response, items=self.input_items()))
-        if len(packed) <= self._max_kept_bytes:
+        if len(packed) <= self._max_stored_bytes:
             return packed
         response["store"] = False
         return None
@@ -147,40 +147,40 @@ class ResponseBuilder:
 class ResponseSseEncoder:
     """The events of a streamed response, numbered."""
 
-    def __init__(self, answer: ResponseBuilder) -> None:
-        self.answer = answer
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self.builder = builder
         self._next = 0
 
-    def opening(self) -> bytes:
-        response = orjson.Fragment(orjson.dumps(self.answer.in_progress()))
+    def start(self) -> bytes:
+        response = orjson.Fragment(orjson.dumps(self.builder.in_progress()))
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._encoded({"type": kind, "response": response}) for kind in kinds)
 
-    def piece(self, piece: ChoiceDelta) -> bytes:
-        return b"".join(map(self._encoded, self.answer.push(piece)))
+    def delta(self, delta: ChoiceDelta) -> bytes:
+        return b"".join(map(self._encoded, self.builder.push(delta)))
 
-    def closing(self, usage: Usage, stats: Stats | None) -> bytes:
-        events = self.answer.close(usage, stats)
-        final = self.answer.final
+    def finish(self, usage: Usage, stats: Stats | None) -> bytes:
+        events = self.builder.close(usage, stats)
+        final = self.builder.final
         assert final is not None
         events.append({"type": f"response.{final['status']}", "response": final})
         return b"".join(map(self._encoded, events))
 
-    def failure(self, error: DynamoError) -> bytes:
+    def error(self, error: DynamoError) -> bytes:
         """There is no event for a cancelled response: it is an incomplete one whose status says so."""
-        events = self.answer.transcript.finish("incomplete")
+        events = self.builder.output.finish("incomplete")
         if isinstance(error, Cancelled):
-            events.append({"type": "response.incomplete", "response": self.answer.cancelled()})
+            events.append({"type": "response.incomplete", "response": self.builder.cancelled()})
         else:
             events.append({"type": "error", "code": error.code, "message": error.message, "param": error.field})
-            events.append({"type": "response.failed", "response": self.answer.failed(error)})
+            events.append({"type": "response.failed", "response": self.builder.failed(error)})
         return b"".join(map(self._encoded, events))
 
     def _encoded(self, event: OutputEvent) -> bytes:
         number = self._next
         self._next += 1
         if isinstance(event, TextDelta):
-            return event.around.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
+            return event.template.prefix + orjson.dumps(event.text) + b',"sequence_number":%d}\n\n' % number
         event["sequence_number"] = number
         return formatted_head(event) + orjson.dumps(event) + b"\n\n"
 
@@ -188,16 +188,16 @@ class ResponseSseEncoder:
 class ResponseAggregator:
     """Builds a whole response from the same events. The events are not sent."""
 
-    def __init__(self, answer: ResponseBuilder) -> None:
-        self.answer = answer
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self.builder = builder
 
-    def push(self, piece: ChoiceDelta) -> None:
-        self.answer.push(piece)
+    def push(self, delta: ChoiceDelta) -> None:
+        self.builder.push(delta)
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
-        self.answer.close(usage, stats)
-        assert self.answer.final is not None
-        return self.answer.final
+        self.builder.close(usage, stats)
+        assert self.builder.final is not None
+        return self.builder.final
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -217,13 +217,13 @@ def _error_code(error: DynamoError) -> str:
     return "invalid_prompt" if isinstance(error, RequestError) else "server_error"
 
 
-def _echo(job: PreparedRequest[ResponseRequest]) -> dict[str, Any]:
+def _echo(prepared: PreparedRequest[ResponseRequest]) -> dict[str, Any]:
     """The response without status, output and usage: what was asked."""
-    body, heading, sampling = job.body, job.heading, job.plan.choices[0].request.sampling
+    body, meta, sampling = prepared.body, prepared.meta, prepared.plan.choices[0].request.sampling
     return {
-        "id": heading.id,
+        "id": meta.id,
         "object": "response",
-        "created_at": heading.created,
+        "created_at": meta.created,
         "completed_at": None,
         "status": "in_progress",
         "background": False,
@@ -233,7 +233,7 @@ def _echo(job: PreparedRequest[ResponseRequest]) -> dict[str, Any]:
         "max_output_tokens": body.output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata,
-        "model": heading.model,
+        "model": meta.model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,

@@ -16,7 +16,13 @@ import msgspec
 from dynamo_trtllm import codec
 from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, InternalError, InvalidRequest, ResponseNotFound
-from dynamo_trtllm.frontend.responses.items import MARK_CHARS, PREFIX, is_response_id, mark_of, response_of
+from dynamo_trtllm.frontend.responses.items import (
+    FRONTEND_ID_CHARS,
+    PREFIX,
+    frontend_id_of,
+    is_response_id,
+    response_of,
+)
 from dynamo_trtllm.request_plane.store import Store, StoreLimits
 
 _log = logging.getLogger(__name__)
@@ -65,20 +71,20 @@ class ResponseStore:
         self._writes = PendingWrites(store, on_write_failed)
         self.max_bytes = max_bytes
         self._shared = shared
-        self._mark = secrets.token_hex(MARK_CHARS // 2)
-        self.id_prefix = PREFIX + self._mark
+        self._frontend_id = secrets.token_hex(FRONTEND_ID_CHARS // 2)
+        self.id_prefix = PREFIX + self._frontend_id
 
-    async def keep(self, response_id: str, kept: bytes, owner: str) -> None:
+    async def put(self, response_id: str, data: bytes, owner: str) -> None:
         """Begin to store a response; it is readable here once this returns. The write continues after that, so a store
         that is slow or unreachable delays no answer."""
-        await self._writes.start(response_id, kept, owner)
+        await self._writes.start(response_id, data, owner)
 
     async def aclose(self) -> None:
         """Wait a bounded time for the writes under way. The store stays open."""
         await self._writes.aclose()
 
     async def read(self, response_id: str, field: str | None = None) -> bytes:
-        """Return a response as it is stored. Raises as `find`."""
+        """Return a response as it is stored. Raises as `get`."""
         data = await self._read(response_id) if is_response_id(response_id) else None
         if data is None:
             raise self.missing(response_id, field)
@@ -88,7 +94,7 @@ class ResponseStore:
         if (data := self._writes.data(response_id)) is not None:
             return data
         data = await self._store.get(response_id)
-        if self._shared and mark_of(response_id) != self._mark:
+        if self._shared and frontend_id_of(response_id) != self._frontend_id:
             for pause_s in _PAUSES_S:  # another frontend may still be writing what its client has already got
                 if data is not None:
                     break
@@ -96,36 +102,36 @@ class ResponseStore:
                 data = await self._store.get(response_id)
         return data
 
-    async def find(self, response_id: str, field: str | None = None) -> StoredResponse:
+    async def get(self, response_id: str, field: str | None = None) -> StoredResponse:
         """Raises ResponseNotFound, with `field` for the request's field that names it; Disconnected, Unreachable."""
         return codec.decode(await self.read(response_id, field), StoredResponse)
 
-    async def drop(self, response_id: str) -> None:
-        """Raises as `find`."""
+    async def delete(self, response_id: str) -> None:
+        """Raises as `get`."""
         await self._writes.finished(response_id)  # a write that ends later would restore it
-        await self.find(response_id)
+        await self.get(response_id)
         await self._store.delete(response_id)
 
     def missing(self, response_id: str, field: str | None) -> ResponseNotFound:
         """Says why it may not be here and what to do."""
         if not is_response_id(response_id):
-            why = "it is no id of a response of this server"
-        elif not self._shared and mark_of(response_id) != self._mark:
-            why = (
+            reason = "it is no id of a response of this server"
+        elif not self._shared and frontend_id_of(response_id) != self._frontend_id:
+            reason = (
                 "it was made by another frontend, or by this one before a restart, and each keeps its own; start the "
                 "frontends with --response-store jetstream to share them"
             )
-        elif mark_of(response_id) != self._mark:
-            why = (
+        elif frontend_id_of(response_id) != self._frontend_id:
+            reason = (
                 "it was deleted, made with store=false, has given way to newer ones, or is still being made, which "
                 "only its own frontend can show or cancel"
             )
         else:
-            why = (
+            reason = (
                 "it was deleted, made with store=false, not finished, or has given way to newer ones; send the whole "
                 "conversation as input"
             )
-        return ResponseNotFound(f"response {response_id!r} is not stored here: {why}", field=field)
+        return ResponseNotFound(f"response {response_id!r} is not stored here: {reason}", field=field)
 
 
 class _Write(NamedTuple):
@@ -217,7 +223,7 @@ class References:
         self._bytes_left = MAX_REFERRED_BYTES
 
     async def conversation(self, response_id: str, field: str) -> list[dict[str, Any]]:
-        """Return all items up to this response. Raises as `ResponseStore.find`, and InvalidRequest beyond the limit."""
+        """Return all items up to this response. Raises as `ResponseStore.get`, and InvalidRequest beyond the limit."""
         return (await self._conversation(response_id, field)).items
 
     async def item(self, item_id: str, field: str) -> dict[str, Any]:

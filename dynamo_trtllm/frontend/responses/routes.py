@@ -26,27 +26,27 @@ MAX_LIMIT: Final = 100
 
 def response_routes(responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> list[Route]:
     """All below `/v1/responses/`."""
-    made = ResponseRoutes(responses, store, running)
+    routes = ResponseRoutes(responses, store, running)
     path = "/v1/responses/{id}"
     return [
-        Route(path, _with_errors(made.retrieve), methods=["GET"]),
-        Route(path, _with_errors(made.delete), methods=["DELETE"]),
-        Route(f"{path}/cancel", _with_errors(made.cancel), methods=["POST"]),
-        Route(f"{path}/input_items", _with_errors(made.input_items), methods=["GET"]),
+        Route(path, _with_errors(routes.retrieve), methods=["GET"]),
+        Route(path, _with_errors(routes.delete), methods=["DELETE"]),
+        Route(f"{path}/cancel", _with_errors(routes.cancel), methods=["POST"]),
+        Route(f"{path}/input_items", _with_errors(routes.input_items), methods=["GET"]),
     ]
 
 
 def _with_errors(endpoint: Endpoint) -> Endpoint:
     """The endpoint with its errors answered."""
 
-    async def answered(request: Request) -> Response:
+    async def respond(request: Request) -> Response:
         try:
             return await endpoint(request)
         except DynamoError as error:
             response = to_response(error)
             return _json(response.body, response.status, response.headers)
 
-    return answered
+    return respond
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -67,40 +67,40 @@ class ResponseRoutes:
             raise UnsupportedParameter(
                 "stream is not supported for a response that was made; leave it out", field="stream"
             )
-        making = self._made_now(request)
-        if making is not None and making.stored:
-            return _json(making.in_progress())
-        return _json((await self._store.find(_id(request))).response)
+        builder = self._running_builder(request)
+        if builder is not None and builder.stored:
+            return _json(builder.in_progress())
+        return _json((await self._store.get(_id(request))).response)
 
     async def input_items(self, request: Request) -> Response:
         _check_query(request, "limit", "order", "after", "include", "include[]")
-        making = self._made_now(request)
-        if making is not None and making.stored:
-            items = making.input_items()
+        builder = self._running_builder(request)
+        if builder is not None and builder.stored:
+            items = builder.input_items()
         else:
-            items = (await self._store.find(_id(request))).items
+            items = (await self._store.get(_id(request))).items
         return _json(_page(items, request))
 
     async def delete(self, request: Request) -> Response:
         response_id = _id(request)
-        if self._made_now(request) is not None:
+        if self._running_builder(request) is not None:
             raise InvalidRequest(f"response {response_id!r} is still being made; cancel it first")
-        await self._store.drop(response_id)
+        await self._store.delete(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Cancel a response that is being made, prefill and decode. Return one that has ended as it is."""
-        making = self._made_now(request)
-        if making is None or not self._running.cancel(making.id):
-            return _json((await self._store.find(_id(request))).response)
-        response = making.cancelled()
-        if (packed := making.pack(response)) is not None:
-            await self._store.keep(making.id, packed, making.client)
+        builder = self._running_builder(request)
+        if builder is None or not self._running.cancel(builder.id):
+            return _json((await self._store.get(_id(request))).response)
+        response = builder.cancelled()
+        if (packed := builder.pack(response)) is not None:
+            await self._store.put(builder.id, packed, builder.client)
         return _json(response)
 
-    def _made_now(self, request: Request) -> ResponseBuilder | None:
+    def _running_builder(self, request: Request) -> ResponseBuilder | None:
         response_id = _id(request)
-        return self._responses.making.get(response_id) if response_id in self._running else None
+        return self._responses.builders.get(response_id) if response_id in self._running else None
 
 
 def _id(request: Request) -> str:

@@ -45,15 +45,15 @@ BODIES: dict[type[RequestModel], dict[str, Any]] = {
 @pytest.mark.parametrize(("sent", "taken"), PAIRS, ids=lambda side: side.__name__)
 def test_sdk_fields_when_walked_then_each_is_listed(sent: Any, taken: type[RequestModel]) -> None:
     fields = {field.alias or name for name, field in taken.model_fields.items()}
-    listed = fields | taken.hints | set(taken.no_ops) | taken.refused
+    listed = fields | taken.hints | set(taken.no_ops) | taken.unsupported
     assert set(typing.get_type_hints(sent)) - listed == set()
-    groups = (fields, taken.hints, set(taken.no_ops), taken.refused)
+    groups = (fields, taken.hints, set(taken.no_ops), taken.unsupported)
     assert sum(map(len, groups)) == len(listed), "a field is in two lists"
 
 
 @pytest.mark.parametrize("model", BODIES)
 def test_fields_that_are_not_honoured_when_set_then_refused_by_their_names(model: type[RequestModel]) -> None:
-    for name in sorted(model.refused | set(model.no_ops)):
+    for name in sorted(model.unsupported | set(model.no_ops)):
         with pytest.raises(UnsupportedParameter) as refused:
             parse(model, orjson.dumps(BODIES[model] | {name: "something"}))
         assert refused.value.field == name
@@ -68,4 +68,4 @@ def test_harmless_values_and_hints_and_null_when_sent_then_taken(model: type[Req
     for name in sorted(model.hints):
         parse(model, orjson.dumps(BODIES[model] | {name: {"any": "thing"}}))
     optional = {name for name, field in model.model_fields.items() if not field.is_required()}
-    parse(model, orjson.dumps(BODIES[model] | dict.fromkeys(optional | model.refused)))
+    parse(model, orjson.dumps(BODIES[model] | dict.fromkeys(optional | model.unsupported)))

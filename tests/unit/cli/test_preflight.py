@@ -152,7 +152,7 @@ def test_main_when_flags_are_added_then_they_beat_the_file_and_say_so(capsys: py
     status, out, _ = run(capsys, *TARGET, *KNOWN, "--decode-args", "--max-seq-len 8000 --max-batch-size 64")
     assert status == 1
     assert "decode: 8000 (flag --max-seq-len)" in out
-    assert "--max-seq-len 8000 beats max_seq_len 11000" in out
+    assert "--max-seq-len 8000 overrides max_seq_len 11000" in out
 
 
 def test_main_when_one_worker_serves_whole_requests_then_it_is_judged_alone(

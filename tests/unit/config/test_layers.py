@@ -59,8 +59,8 @@ def test_merge_when_another_value_is_beaten_then_one_line_names_both_and_their_p
         Source({"max_num_tokens": 20000, "kv": None}, "flag --max-num-tokens"),
     ]
     assert merge(layer).notes == [
-        "--max-num-tokens 20000 beats max_num_tokens 16384 of YAML d.yaml",
-        "--max-num-tokens null beats kv.dtype fp8 of YAML d.yaml",
+        "--max-num-tokens 20000 overrides max_num_tokens 16384 of YAML d.yaml",
+        "--max-num-tokens null overrides kv.dtype fp8 of YAML d.yaml",
     ]
 
 
@@ -69,7 +69,7 @@ def test_merge_when_the_same_value_is_set_twice_then_nothing_is_said():
 
 
 def test_merge_when_advice_is_beaten_then_nothing_is_said():
-    leaves, notes = merge([Source({"x": 1}, "advice", yields=True), Source({"x": 2}, "b")])
+    leaves, notes = merge([Source({"x": 1}, "advice", is_default=True), Source({"x": 2}, "b")])
     assert (leaves, notes) == ({"x": (2, "b")}, [])
 
 

@@ -43,7 +43,7 @@ def test_table_when_the_engine_is_ours_then_each_argument_has_its_source(engine:
 
 def test_table_when_a_flag_beats_the_file_then_a_note_says_so(file: Path) -> None:
     text = main.table(worker("--engine", "mock", "--extra-engine-args", str(file), "--max-batch-size", "9"))
-    assert f"note: --max-batch-size 9 beats max_batch_size 8 of YAML {file}\n" in text
+    assert f"note: --max-batch-size 9 overrides max_batch_size 8 of YAML {file}\n" in text
 
 
 def test_table_when_code_built_the_config_then_the_source_is_the_configuration() -> None:

@@ -28,7 +28,7 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.base import Sink
-from dynamo_trtllm.tokenization.base import NOTHING_FORCED, Delta, ToolCallDelta
+from dynamo_trtllm.tokenization.base import NO_PREFILL, Delta, ToolCallDelta
 
 REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
 MODEL = "lab/tiny"
@@ -41,8 +41,8 @@ class Characters:
     A call that was forced is told with the first tokens.
     """
 
-    def __init__(self, forced: TokenIds = NOTHING_FORCED) -> None:
-        self._channel = CONTENT
+    def __init__(self, forced: TokenIds = NO_PREFILL) -> None:
+        self._pipe = CONTENT
         self._calls = 0
         self._forced = self._read(forced).tool_calls
 
@@ -52,21 +52,21 @@ class Characters:
         return msgspec.structs.replace(delta, tool_calls=forced + delta.tool_calls) if forced else delta
 
     def _read(self, ids: TokenIds) -> Delta:
-        if self._channel == CONTENT and min(ids, default=END) > HALF:
+        if self._pipe == CONTENT and min(ids, default=END) > HALF:
             return Delta(content=ids.tobytes().decode("utf-32-le"))  # no marker in it: fast, for tests that send much
         content, reasoning, calls, count = "", "", [], 0
         for token_id in ids:
             if token_id in (REASONING, CONTENT):
-                self._channel = token_id
+                self._pipe = token_id
             elif token_id == CALL:
-                self._channel = CALL
+                self._pipe = CALL
                 calls.append(ToolCallDelta(index=self._calls, name="get_system_health"))
                 self._calls += 1
             elif token_id in (END, HALF):
                 continue
-            elif self._channel == REASONING:
+            elif self._pipe == REASONING:
                 reasoning, count = reasoning + chr(token_id), count + 1
-            elif self._channel == CALL:
+            elif self._pipe == CALL:
                 calls.append(ToolCallDelta(index=self._calls - 1, arguments=chr(token_id)))
             else:
                 content += chr(token_id)
@@ -103,7 +103,7 @@ class CharacterRenderer:
     def decode(self, ids: TokenIds) -> str:
         return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)
 
-    def chat_parser(self, *, forced: TokenIds = NOTHING_FORCED) -> Characters:
+    def chat_parser(self, *, forced: TokenIds = NO_PREFILL) -> Characters:
         return Characters(forced)
 
     def call_header(self, name: str | None) -> TokenIds | None:
@@ -135,10 +135,10 @@ class Catalog:
     def instances(self) -> Sequence[Instance]:
         return self.up
 
-    def lacking(self, name: str) -> str | None:
+    def not_ready_reason(self, name: str) -> str | None:
         return self.lacks
 
-    def standing(self) -> ReadinessReport:
+    def readiness(self) -> ReadinessReport:
         return self.shown
 
 
@@ -202,10 +202,12 @@ class Front:
     config: FrontendConfig = field(default_factory=FrontendConfig)
     catalog: Catalog = field(default_factory=Catalog)
     metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
-    awaited: str | None = None  # why /ready is not answered 200
+    not_ready_reason: str | None = None  # why /ready is not answered 200
 
     def __post_init__(self) -> None:
-        self.app = build_app(self.config, self.catalog, self.pipeline, self.metrics, awaited=lambda: self.awaited)
+        self.app = build_app(
+            self.config, self.catalog, self.pipeline, self.metrics, not_ready_reason=lambda: self.not_ready_reason
+        )
 
 
 def front(*script: Chunk | BaseException | asyncio.Event, **config: object) -> Front:

@@ -35,7 +35,7 @@ class End:
 async def pair(one: End, other: End) -> AsyncIterator[tuple[ControlPipe, ControlPipe, list[asyncio.Task[None]]]]:
     sockets = socket.socketpair()
     channels = [
-        await ControlPipe.over(sock, end.snapshot, end.is_served.set)
+        await ControlPipe.connect(sock, end.snapshot, end.is_served.set)
         for sock, end in zip(sockets, (one, other), strict=True)
     ]
     running = [asyncio.create_task(channel.run()) for channel in channels]
@@ -71,7 +71,7 @@ async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() ->
 async def test_say_served_then_the_other_end_knows() -> None:
     one, other = End(), End()
     async with asyncio.timeout(10), pair(one, other) as (here, _, _):
-        here.say_served()
+        here.send_ready()
         await other.is_served.wait()
         assert not one.is_served.is_set()
 
@@ -80,12 +80,12 @@ async def test_member_when_its_parent_says_that_all_serve_then_it_awaits_none_of
     ours, theirs = socket.socketpair()
     member = FrontendProcess(theirs)
     await member.join()
-    parent = await ControlPipe.over(ours, End().snapshot)
+    parent = await ControlPipe.connect(ours, End().snapshot)
     running = asyncio.create_task(member.run())
     async with asyncio.timeout(10):
-        assert member.awaited() == "other processes of this frontend are starting"
-        parent.say_served()
-        while member.awaited() is not None:  # noqa: ASYNC110  # it gives no sign
+        assert member.not_ready_reason() == "other processes of this frontend are starting"
+        parent.send_ready()
+        while member.not_ready_reason() is not None:  # noqa: ASYNC110  # it gives no sign
             await asyncio.sleep(0.01)
         parent.close()
         await running

@@ -40,7 +40,7 @@ async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(fronte
     await served(frontend, "oss")
     assert frontend.models.get("oss").card == HARMONY
     assert isinstance(frontend.models.get("oss").renderer, HarmonyRenderer)
-    assert frontend.models.lacking("oss") is None
+    assert frontend.models.not_ready_reason("oss") is None
     assert [instance.id for instance in frontend.models.instances()] == [1]
 
 
@@ -75,7 +75,7 @@ async def test_settled_when_workers_were_there_at_the_start_then_their_models_ar
     await discovery.register(instance)
     models = ModelRegistry(ClusterView(), discovery, plane, "dynamo")
     watching = asyncio.create_task(models.watch())
-    await asyncio.wait_for(models.settled(), SOON_S)
+    await asyncio.wait_for(models.wait_until_loaded(), SOON_S)
     assert models.names() == ["oss"]
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
@@ -85,7 +85,7 @@ async def test_settled_when_workers_were_there_at_the_start_then_their_models_ar
 
 
 async def test_settled_when_no_worker_was_there_then_at_once(frontend: Frontend) -> None:
-    await asyncio.wait_for(frontend.models.settled(), SOON_S)
+    await asyncio.wait_for(frontend.models.wait_until_loaded(), SOON_S)
     assert frontend.models.names() == []
 
 
@@ -185,11 +185,13 @@ async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_
     prefill = await frontend.add(1, HARMONY, Role.PREFILL)
     decode = await frontend.add(2, HARMONY, Role.DECODE)
     await served(frontend, "oss")
-    await until(lambda: frontend.models.lacking("oss") is None)
+    await until(lambda: frontend.models.not_ready_reason("oss") is None)
     await decode.aclose()
-    await until(lambda: frontend.models.lacking("oss") == "model oss has no decode worker")
+    await until(lambda: frontend.models.not_ready_reason("oss") == "model oss has no decode worker")
     await prefill.aclose()
-    await until(lambda: frontend.models.lacking("oss") == "model oss has no prefill worker and no decode worker")
+    await until(
+        lambda: frontend.models.not_ready_reason("oss") == "model oss has no prefill worker and no decode worker"
+    )
     assert frontend.models.get("oss").card == HARMONY
     assert frontend.models.instances() == []
 
@@ -206,14 +208,14 @@ async def test_standing_when_records_are_rejected_then_it_lists_them_until_they_
     instance = make_instance(1)
     key = instance_key(endpoint_of(instance), 1)
     frontend.store.put(key, b"garbage")
-    await until(lambda: bool(frontend.models.standing()["rejected_records"]))
-    (row,) = frontend.models.standing()["rejected_records"]
+    await until(lambda: bool(frontend.models.readiness()["rejected_records"]))
+    (row,) = frontend.models.readiness()["rejected_records"]
     assert row["key"] == key
     assert row["reason"].startswith("the record can't be read: ")
     assert frontend.models.instances() == []
     frontend.store.put(key, codec.encode(instance))
     await until(lambda: len(frontend.models.instances()) == 1)
-    assert frontend.models.standing()["rejected_records"] == []
+    assert frontend.models.readiness()["rejected_records"] == []
 
 
 async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and_it_says_why(
@@ -223,6 +225,6 @@ async def test_lacking_when_the_request_plane_is_away_then_no_model_is_ready_and
     async with asyncio.timeout(SOON_S):
         while not frontend.models.instances():  # noqa: ASYNC110 - the watch puts it there
             await asyncio.sleep(0.005)
-    assert frontend.models.lacking(CARD.name) is None
+    assert frontend.models.not_ready_reason(CARD.name) is None
     monkeypatch.setattr(frontend.plane, "unavailable_reason", lambda: "no connection to NATS")
-    assert frontend.models.lacking(CARD.name) == "no connection to NATS"
+    assert frontend.models.not_ready_reason(CARD.name) == "no connection to NATS"

@@ -109,7 +109,7 @@ async def test_endpoints_that_answer_at_once_then_as_described() -> None:
     described = {"/health": "Health", "/ready": "FrontendReady", "/live": "Live", "/v1/models": "ModelList"}
     for path, name in described.items():
         schema(name).validate((await ask(served, "GET", path)).json())
-    served.awaited = "other processes of this frontend are starting"
+    served.not_ready_reason = "other processes of this frontend are starting"
     schema("FrontendReady").validate((await ask(served, "GET", "/ready")).json())
     schema("Model").validate((await ask(served, "GET", f"/v1/models/{MODEL}")).json())
     schema("Ready").validate((await ask(served, "GET", f"/v1/models/{MODEL}/ready")).json())

@@ -108,13 +108,13 @@ class Bench:
         self, *, timeout_s: float = 5.0, interval_s: float = 60.0, limits: BreakerLimits | None = None
     ) -> None:
         self.plane, self.view = InprocPlane(), ClusterView()
-        self.book = PairBreakers(limits)
-        self.pipeline = Pipeline(self.view, self.plane, None, self.book)
+        self.breakers = PairBreakers(limits)
+        self.pipeline = Pipeline(self.view, self.plane, None, self.breakers)
         options = PairProbeOptions(interval_s=interval_s, timeout_s=timeout_s)
-        self.canaries = PairProbes(self.view, self.pipeline, self.book, options)
+        self.canaries = PairProbes(self.view, self.pipeline, self.breakers, options)
         self.codes: Counter[str] = Counter()
 
-    def canary_finished(self, *, model: str, code: str) -> None:
+    def probe_finished(self, *, model: str, code: str) -> None:
         self.codes[code] += 1
 
     async def add(
@@ -157,7 +157,7 @@ async def test_run_when_a_pair_comes_up_then_its_tokens_cross_it_once_and_it_wor
     async with bench.running():
         prefill = await bench.add(1, Role.PREFILL, HANDOFF)
         decode = await bench.add(2, Role.DECODE, answer())
-        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+        await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
         await asyncio.sleep(0.05)
         assert bench.codes == {"inconclusive": 1}  # no worker does whole requests
     assert [request.phase for request in (*prefill.asked, *decode.asked)] == [Phase.PREFILL, Phase.DECODE]
@@ -169,7 +169,7 @@ async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -
     bench = Bench()
     async with bench.running():
         await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))
-        await bench.until(lambda: bench.book.record((None, 3)).state is PairState.WORKING)
+        await bench.until(lambda: bench.breakers.status((None, 3)).state is PairState.WORKING)
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ async def test_run_when_a_canary_does_not_come_through_then_the_pair_fails_and_s
     async with bench.running():
         await bench.add(1, Role.PREFILL, HANDOFF)
         await bench.add(2, Role.DECODE, ending)
-        await bench.until(lambda: bench.book.is_shut((1, 2)))
+        await bench.until(lambda: bench.breakers.is_open((1, 2)))
         await bench.until(lambda: bench.codes == {code: 1})
-    assert said in bench.book.record((1, 2)).reason
+    assert said in bench.breakers.status((1, 2)).reason
 
 
 @pytest.mark.parametrize("ending", [answer(kv_bytes=0), answer(count=1)])
@@ -203,7 +203,7 @@ async def test_run_when_canaries_fail_after_their_first_token_then_the_pair_stay
         prefill = await bench.add(1, Role.PREFILL, HANDOFF)
         await bench.add(2, Role.DECODE, ending)
         await bench.until(lambda: bool(prefill.restarts))
-        assert bench.book.is_shut((1, 2))
+        assert bench.breakers.is_open((1, 2))
 
 
 async def test_run_when_a_worker_is_full_then_the_pair_is_not_blamed() -> None:
@@ -212,7 +212,7 @@ async def test_run_when_a_worker_is_full_then_the_pair_is_not_blamed() -> None:
         await bench.add(1, Role.PREFILL, Overloaded("full"))
         await bench.add(2, Role.DECODE, answer())
         await bench.until(lambda: bench.codes["overloaded"] > 0)
-        assert bench.book.record((1, 2)).state is PairState.UNTRIED
+        assert bench.breakers.status((1, 2)).state is PairState.UNTRIED
 
 
 async def test_run_when_a_quarantined_pair_recovers_then_a_canary_lets_it_serve_again() -> None:
@@ -220,10 +220,10 @@ async def test_run_when_a_quarantined_pair_recovers_then_a_canary_lets_it_serve_
     async with bench.running():
         await bench.add(1, Role.PREFILL, HANDOFF)
         decode = await bench.add(2, Role.DECODE, TransferFailed("for now"))
-        await bench.until(lambda: bench.book.is_shut((1, 2)))
+        await bench.until(lambda: bench.breakers.is_open((1, 2)))
         decode.ending = answer()
-        await bench.until(lambda: not bench.book.is_shut((1, 2)))
-        assert bench.book.record((1, 2)).state is PairState.WORKING
+        await bench.until(lambda: not bench.breakers.is_open((1, 2)))
+        assert bench.breakers.status((1, 2)).state is PairState.WORKING
 
 
 async def test_run_when_all_pairs_of_one_prefill_fail_then_it_alone_is_asked_to_restart_once() -> None:
@@ -248,11 +248,11 @@ async def test_run_when_a_leg_is_not_taken_up_then_the_pair_is_not_ready_and_wor
         prefill = await bench.add(1, Role.PREFILL, ending)
         await bench.add(2, Role.DECODE, answer())
         await bench.until(lambda: bench.codes[ending.code] > 1)
-        record = bench.book.record((1, 2))
+        record = bench.breakers.status((1, 2))
         assert (record.state, record.reason) == (PairState.FAILING, f"{ending.code}: {ending.message}")
-        assert not bench.book.is_shut((1, 2))
+        assert not bench.breakers.is_open((1, 2))
         prefill.ending = HANDOFF
-        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+        await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
     assert prefill.restarts == []
 
 
@@ -268,9 +268,9 @@ async def test_run_when_a_request_fails_between_two_that_work_then_a_canary_trie
         with pytest.raises(Unreachable):
             async with aclosing(bench.pipeline.generate(request(), RouteTrace())) as chunks:
                 await anext(chunks)
-        assert bench.book.record((1, 2)).state is PairState.FAILING
+        assert bench.breakers.status((1, 2)).state is PairState.FAILING
         decode.ending = answer()
-        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
+        await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
 
 
 async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_failure_and_the_others_are_tried(
@@ -285,13 +285,13 @@ async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_fail
         await bench.until(lambda: bench.codes["internal"] > 1)
         await bench.add(1, Role.PREFILL, HANDOFF)
         await bench.add(2, Role.DECODE, answer())
-        await bench.until(lambda: bench.book.record((1, 2)).state is PairState.WORKING)
-        assert bench.book.record((None, 3)).reason.startswith("internal: ValueError: ")
-        await bench.until(lambda: bench.book.is_shut((None, 3)))
+        await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
+        assert bench.breakers.status((None, 3)).reason.startswith("internal: ValueError: ")
+        await bench.until(lambda: bench.breakers.is_open((None, 3)))
         said = [record for record in caplog.records if record.getMessage().startswith("canary raised")]
         assert [(each.levelno, each.exc_info is not None) for each in said] == [(logging.ERROR, True)]
         await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))  # the same instance with a sound card
-        await bench.until(lambda: bench.book.record((None, 3)).state is PairState.WORKING)
+        await bench.until(lambda: bench.breakers.status((None, 3)).state is PairState.WORKING)
 
 
 # --- known answers -----------------------------------------------------------------------------------------
@@ -310,9 +310,9 @@ async def test_run_when_answers_differ_from_the_known_ones_then_only_a_pair_with
         await bench.add(1, Role.PREFILL, right)
         await bench.add(2, Role.DECODE, wrongly(prompts, sound))
         await bench.until(lambda: bench.codes == {code: 1})
-        bench.pipeline.note_passed((1, 2))  # by a request that had begun before
-        assert bench.book.is_shut((1, 2)) is (code == "mismatch")
-        assert ("KV arrives changed" in bench.book.record((1, 2)).reason) is (code == "mismatch")
+        bench.pipeline.record_success((1, 2))  # by a request that had begun before
+        assert bench.breakers.is_open((1, 2)) is (code == "mismatch")
+        assert ("KV arrives changed" in bench.breakers.status((1, 2)).reason) is (code == "mismatch")
 
 
 async def test_run_when_a_decode_worker_has_many_pairs_then_it_is_asked_once_for_what_they_must_answer() -> None:
@@ -334,7 +334,7 @@ async def test_run_when_an_instance_that_was_wrong_is_tried_again_then_with_othe
         await bench.add(1, Role.PREFILL, right)
         await bench.add(2, Role.DECODE, wrongly(4))
         await bench.until(lambda: bench.codes == {"mismatch": 1, "ok": 1})
-        assert bench.book.record((1, 2)).state is PairState.WORKING
+        assert bench.breakers.status((1, 2)).state is PairState.WORKING
 
 
 async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_is_said_once(
@@ -347,7 +347,7 @@ async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_i
         await bench.add(2, Role.DECODE, alike)
         await bench.add(3, Role.DECODE, alike)
         await bench.until(lambda: bench.codes == {"inconclusive": 2})
-        record = bench.book.record((1, 2))
+        record = bench.breakers.status((1, 2))
     assert (record.state, record.reason) == (
         PairState.WORKING,
         "its model answers all prompts alike: KV of another prompt would go unnoticed",
@@ -396,5 +396,5 @@ async def test_run_when_a_pair_hangs_then_the_others_of_its_decode_worker_are_re
         await bench.add(2, Role.DECODE, right)
         await bench.until(lambda: bool(hanging.asked))
         await bench.add(3, Role.PREFILL, right)
-        await bench.until(lambda: bench.book.record((3, 2)).state is PairState.WORKING)
-        assert bench.book.record((1, 2)).state is PairState.UNTRIED
+        await bench.until(lambda: bench.breakers.status((3, 2)).state is PairState.WORKING)
+        assert bench.breakers.status((1, 2)).state is PairState.UNTRIED

@@ -330,44 +330,44 @@ async def _cancel_when(reached: asyncio.Event, cluster: Cluster) -> None:
 async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_does_once_its_time_is_over(
     cluster: Cluster,
 ) -> None:
-    book, options = PairBreakers(BreakerLimits(failures=1, open_s=60.0)), PipelineOptions(has_canaries=False)
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, options, book)
+    breakers, options = PairBreakers(BreakerLimits(failures=1, open_s=60.0)), PipelineOptions(has_probes=False)
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, options, breakers)
     await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(2)])
     await cluster.add(2, Role.DECODE, [TransferFailed("for now")], FINISHED)
     with pytest.raises(TransferFailed):
         await cluster.tokens()
     with pytest.raises(NoInstances, match="quarantined"):
         await cluster.tokens()
-    book.record((1, 2)).open_until = 0.0
+    breakers.status((1, 2)).open_until = 0.0
     assert await cluster.tokens() == [10, 11, 12, 13]
 
 
 async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_the_held_request_goes_there_at_once(
     cluster: Cluster,
 ) -> None:
-    book = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5.0), book)
+    breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5.0), breakers)
     await cluster.add(1, Role.PREFILL, [handoff("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
-    book.failed((1, 2), "transfer: x", time.monotonic())
+    breakers.record_failure((1, 2), "transfer: x", time.monotonic())
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.pipeline.note_passed((1, 2))  # by a canary
+    cluster.pipeline.record_success((1, 2))  # by a canary
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
 
 
 async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_after_its_first_one(
     cluster: Cluster,
 ) -> None:
-    options = PipelineOptions(hold_s=SOON_S, has_canaries=True)
+    options = PipelineOptions(hold_s=SOON_S, has_probes=True)
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
     await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(4)])
     await cluster.add(2, Role.DECODE, *[FINISHED] * 4)
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
     assert not held.done()
-    cluster.pipeline.note_passed((1, 2), is_probe=True)
+    cluster.pipeline.record_success((1, 2), is_probe=True)
     assert await asyncio.wait_for(held, SOON_S) == [10, 11, 12, 13]
     untried = await cluster.add(3, Role.DECODE)
     for _ in range(3):
@@ -376,7 +376,7 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
 
 
 async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after_the_hold(cluster: Cluster) -> None:
-    options = PipelineOptions(hold_s=0.05, has_canaries=True)
+    options = PipelineOptions(hold_s=0.05, has_probes=True)
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
     await cluster.add(1, Role.PREFILL, [handoff("t")])
     await cluster.add(2, Role.DECODE, FINISHED)
@@ -387,13 +387,13 @@ async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after
 async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_longer_counts_as_working(
     cluster: Cluster, ending: DynamoError
 ) -> None:
-    book = PairBreakers()
-    cluster.pipeline = Pipeline(cluster.view, cluster.plane, None, book)
+    breakers = PairBreakers()
+    cluster.pipeline = Pipeline(cluster.view, cluster.plane, None, breakers)
     await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(9)])
     await cluster.add(2, Role.DECODE, FINISHED, *[[ending]] * 8)
     await cluster.tokens()
-    assert book.record((1, 2)).state is PairState.WORKING
+    assert breakers.status((1, 2)).state is PairState.WORKING
     with pytest.raises(type(ending)):
         await cluster.tokens()
-    assert book.record((1, 2)).state is PairState.FAILING
-    assert book.record((1, 2)).reason == f"{ending.code}: {ending.message}"
+    assert breakers.status((1, 2)).state is PairState.FAILING
+    assert breakers.status((1, 2)).reason == f"{ending.code}: {ending.message}"

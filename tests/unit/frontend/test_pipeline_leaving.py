@@ -8,7 +8,7 @@ import pytest
 
 from dynamo_trtllm.errors import Disconnected, Draining, Overloaded, Unreachable
 from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
-from dynamo_trtllm.frontend.retry_state import ABSENT_S, Cooldown
+from dynamo_trtllm.frontend.retry_state import COOLDOWN_S, Cooldown
 from dynamo_trtllm.messages import ReleaseKv, ReleaseOutcome, Role
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
@@ -47,9 +47,9 @@ async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(clus
     await cluster.add(1, Role.PREFILL, [handoff("t1")])
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     other = await cluster.add(4, Role.DECODE, FINISHED)
-    placement = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
+    selection = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
     with pytest.raises(Draining):
-        async for _ in cluster.pipeline.attempt(placement, request(), RouteTrace(), is_canary=True):
+        async for _ in cluster.pipeline.attempt(selection, request(), RouteTrace(), is_probe=True):
             pass
     assert other.requests == []
 
@@ -134,6 +134,6 @@ def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
     both = absent.ids(12.0)
     absent.note(1, 10.0)
     assert absent.ids(12.0) is both
-    assert absent.ids(10.0 + ABSENT_S) == {2}
+    assert absent.ids(10.0 + COOLDOWN_S) == {2}
     absent.forget(2)
     assert absent.ids(0.0) == set()

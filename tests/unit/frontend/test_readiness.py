@@ -25,14 +25,14 @@ def test_lacking_when_nothing_tries_pairs_then_the_roles_suffice() -> None:
 
 
 def test_lacking_when_no_pair_has_worked_then_says_of_each_what_is_known() -> None:
-    book = PairBreakers(BreakerLimits(failures=1))
-    assert not_ready_reason(PAIR, "m", book) == "model m: no pair hands KV over now: pair a -> b is untried"
-    book.failed((0xA, 0xB), "transfer: no route", 1.0)
-    assert not_ready_reason(PAIR, "m", book) == (
+    breakers = PairBreakers(BreakerLimits(failures=1))
+    assert not_ready_reason(PAIR, "m", breakers) == "model m: no pair hands KV over now: pair a -> b is untried"
+    breakers.record_failure((0xA, 0xB), "transfer: no route", 1.0)
+    assert not_ready_reason(PAIR, "m", breakers) == (
         "model m: no pair hands KV over now: pair a -> b is quarantined (transfer: no route)"
     )
-    book.passed((0xA, 0xB), 2.0)
-    assert not_ready_reason(PAIR, "m", book) is None
+    breakers.record_success((0xA, 0xB), 2.0)
+    assert not_ready_reason(PAIR, "m", breakers) is None
 
 
 def test_lacking_when_no_prefill_fits_a_decode_then_names_the_field() -> None:
@@ -48,10 +48,10 @@ def test_mismatches_when_one_of_two_fits_then_only_the_other_is_told() -> None:
 
 
 def test_pair_rows_when_shown_then_ids_state_reason_and_age() -> None:
-    book = PairBreakers()
+    breakers = PairBreakers()
     view = ModelView(prefill=(PREFILL,), decode=(DECODE,), aggregated=(make_instance(0xD, role=Role.AGGREGATED),))
-    book.failed((0xA, 0xB), "transfer: x", 10.0)
-    assert pair_rows(view, "m", book, 12.5) == [
+    breakers.record_failure((0xA, 0xB), "transfer: x", 10.0)
+    assert pair_rows(view, "m", breakers, 12.5) == [
         {"model": "m", "prefill": "a", "decode": "b", "state": "failing", "reason": "transfer: x", "age_s": 2.5},
         {"model": "m", "prefill": None, "decode": "d", "state": "untried", "reason": "", "age_s": None},
     ]

@@ -88,9 +88,9 @@ async def test_health_when_nobody_registered_then_not_ready() -> None:
 
 async def test_ready_of_the_frontend_when_other_processes_are_awaited_then_503_with_the_reason() -> None:
     served = front()
-    served.awaited = "other processes of this frontend are starting"
+    served.not_ready_reason = "other processes of this frontend are starting"
     before = await ask(served, "GET", "/ready")
-    served.awaited = None
+    served.not_ready_reason = None
     after = await ask(served, "GET", "/ready")
     assert (before.status_code, before.headers["retry-after"]) == (503, "1")
     assert before.json() == {"status": "not_ready", "reason": "other processes of this frontend are starting"}

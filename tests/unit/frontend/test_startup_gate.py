@@ -16,8 +16,8 @@ async def loaded(scope: Scope, receive: Receive, send: Send) -> None:
     await ClientResponse(send).json(200, {"path": scope["path"]})
 
 
-def client(door: StartupGate) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app=door), base_url="http://frontend")
+def client(gate: StartupGate) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=gate), base_url="http://frontend")
 
 
 async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() -> None:
@@ -32,10 +32,10 @@ async def test_live_and_health_when_nothing_is_loaded_then_answered_at_once() ->
 
 
 async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_the_app_after() -> None:
-    door = StartupGate()
-    async with client(door) as asking:
+    gate = StartupGate()
+    async with client(gate) as asking:
         before = await asking.get("/ready")
-        door.open(front().app)
+        gate.open(front().app)
         after = await asking.get("/ready")
     assert (before.status_code, before.headers["retry-after"]) == (503, "1")
     assert before.json() == {"status": "loading", "reason": "this frontend is starting"}
@@ -43,28 +43,28 @@ async def test_ready_when_nothing_is_loaded_then_503_with_the_reason_and_200_of_
 
 
 async def test_another_path_when_nothing_is_loaded_then_it_waits_and_is_answered_by_the_app() -> None:
-    door = StartupGate()
-    async with client(door) as asking, asyncio.timeout(10):
+    gate = StartupGate()
+    async with client(gate) as asking, asyncio.timeout(10):
         waiting = asyncio.create_task(asking.get("/v1/models"))
         await asking.get("/live")  # has turned the loop
         assert not waiting.done()
-        door.open(loaded)
+        gate.open(loaded)
         assert (await waiting).json() == {"path": "/v1/models"}
 
 
 async def test_live_when_the_door_is_open_then_the_app_answers() -> None:
-    door = StartupGate()
-    door.open(loaded)
-    async with client(door) as asking:
+    gate = StartupGate()
+    gate.open(loaded)
+    async with client(gate) as asking:
         assert (await asking.get("/live")).json() == {"path": "/live"}
 
 
 async def test_waiting_request_when_the_start_fails_then_503() -> None:
-    door = StartupGate()
-    async with client(door) as asking, asyncio.timeout(10):
+    gate = StartupGate()
+    async with client(gate) as asking, asyncio.timeout(10):
         waiting = asyncio.create_task(asking.get("/v1/models"))
         await asking.get("/live")
-        door.close()
+        gate.close()
         answer = await waiting
     assert answer.status_code == 503
     assert answer.headers["retry-after"] == "1"
@@ -72,8 +72,8 @@ async def test_waiting_request_when_the_start_fails_then_503() -> None:
 
 
 async def test_close_when_the_door_was_opened_then_the_app_answers_on() -> None:
-    door = StartupGate()
-    door.open(loaded)
-    door.close()
-    async with client(door) as asking:
+    gate = StartupGate()
+    gate.open(loaded)
+    gate.close()
+    async with client(gate) as asking:
         assert (await asking.get("/v1/models")).status_code == 200

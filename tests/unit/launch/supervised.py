@@ -34,7 +34,7 @@ class Scripted:
 
     def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
         self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
-        self.is_ready = self.is_asked = False
+        self.is_ready = self.is_terminating = False
         self.times_asked = 0
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         ALL.append(self)
@@ -53,13 +53,13 @@ class Scripted:
     def die(self, status: int) -> None:
         self._end.set_result(status)
 
-    def ask(self) -> None:
-        if not self.is_asked and not self.has_ended:
-            self.is_asked = True
+    def terminate(self) -> None:
+        if not self.is_terminating and not self.has_ended:
+            self.is_terminating = True
             self.times_asked += 1
 
     async def stop(self) -> None:
-        self.ask()
+        self.terminate()
         await self.ended()
 
     async def ended(self) -> int:
@@ -128,7 +128,7 @@ class World:
 
         def is_over() -> bool:
             for child in ALL:
-                if child.is_asked and not child.has_ended:
+                if child.is_terminating and not child.has_ended:
                     child.die(0)
             return self.running.done()
 

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from dynamo_trtllm.launch import readiness_checks
-from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, etcd_serves, is_taken, nats_serves, ready, until
+from dynamo_trtllm.launch.readiness_checks import NotYet, ReadyAnswer, check_etcd, check_nats, is_taken, ready, until
 from dynamo_trtllm.subprocesses.ports import free_ports
 from tests.waiting import SOON_S
 
@@ -121,7 +121,7 @@ async def test_until_when_an_answer_does_not_come_then_it_is_asked_again(monkeyp
     ],
 )
 async def test_etcd_then_it_serves_only_when_it_says_that_it_is_healthy(status: int, body: str, serves: bool) -> None:
-    await check(etcd_serves, serves, http(status, body))
+    await check(check_etcd, serves, http(status, body))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ async def test_etcd_then_it_serves_only_when_it_says_that_it_is_healthy(status: 
     ],
 )
 async def test_nats_then_it_serves_only_when_it_answers_a_ping(greeting: bytes, answer: bytes, serves: bool) -> None:
-    await check(nats_serves, serves, answer, greeting=greeting)
+    await check(check_nats, serves, answer, greeting=greeting)
 
 
 async def check(ask: Ask, serves: bool, answer: bytes, greeting: bytes = b"") -> None:

@@ -47,8 +47,8 @@ async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_i
     now("frontend").serve()
     now("w").serve()
     await until(lambda: all(child.is_ready for child in ALL))
-    assert made.supervisor.serving.frontend == "localhost:8000"
-    assert made.supervisor.serving.names == {"ab": "w"}
+    assert made.supervisor.deployment_status.frontend == "localhost:8000"
+    assert made.supervisor.deployment_status.names == {"ab": "w"}
     assert "s at http://localhost:8000" in made.out.getvalue()
     assert "s as instance ab" in made.out.getvalue()
     await made.end()
@@ -85,7 +85,7 @@ async def test_process_when_its_chosen_port_was_taken_before_it_listened_then_it
 async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() -> None:
     made = await started(WORKER)
     now("w").die(BAD_CONFIG)
-    await until(lambda: now("frontend").is_asked)
+    await until(lambda: now("frontend").is_terminating)
     now("frontend").die(0)
     with pytest.raises(LaunchFailed) as given_up:
         await made.running
@@ -98,7 +98,7 @@ async def test_process_when_it_served_and_then_refuses_its_configuration_then_it
     async with world(WORKER) as made:
         takes(monkeypatch, now("w").port)
         now("w").die(BAD_CONFIG)
-        await until(lambda: now("frontend").is_asked)
+        await until(lambda: now("frontend").is_terminating)
         now("frontend").die(0)
         with pytest.raises(LaunchFailed):
             await made.running

@@ -34,11 +34,11 @@ def test_merged_when_labels_are_equal_then_summed_and_else_kept_apart() -> None:
 
 
 def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one_process() -> None:
-    ledger = MetricsAggregator()
-    ledger.update("frontend-1", (counter(3), gauge(1), memory(100)))
-    ledger.update("frontend-2", (counter(4), gauge(2), memory(200)))
-    ledger.update("frontend-2", (counter(5), gauge(0), memory(300)))
-    assert values(ledger.whole()) == {
+    aggregator = MetricsAggregator()
+    aggregator.update("frontend-1", (counter(3), gauge(1), memory(100)))
+    aggregator.update("frontend-2", (counter(4), gauge(2), memory(200)))
+    aggregator.update("frontend-2", (counter(5), gauge(0), memory(300)))
+    assert values(aggregator.total()) == {
         "requests_total": 8,
         "inflight": 1,
         "process_resident_memory_bytes{process=frontend-1}": 100,
@@ -47,24 +47,24 @@ def test_ledger_when_processes_live_then_everything_is_summed_but_what_is_of_one
 
 
 def test_ledger_when_a_process_ends_then_its_counters_stay_and_its_gauges_go() -> None:
-    ledger = MetricsAggregator()
-    ledger.update("frontend-1", (counter(3), gauge(1), memory(100)))
-    ledger.update("frontend-2", (counter(4), gauge(2)))
-    ledger.ended("frontend-1")
-    assert values(ledger.whole()) == {"requests_total": 7, "inflight": 2}
-    ledger.update("frontend-1", (counter(1), gauge(1), memory(90)))  # the one that was started in its place
-    assert values(ledger.whole()) == {
+    aggregator = MetricsAggregator()
+    aggregator.update("frontend-1", (counter(3), gauge(1), memory(100)))
+    aggregator.update("frontend-2", (counter(4), gauge(2)))
+    aggregator.ended("frontend-1")
+    assert values(aggregator.total()) == {"requests_total": 7, "inflight": 2}
+    aggregator.update("frontend-1", (counter(1), gauge(1), memory(90)))  # the one that was started in its place
+    assert values(aggregator.total()) == {
         "requests_total": 8,
         "inflight": 3,
         "process_resident_memory_bytes{process=frontend-1}": 90,
     }
-    ledger.ended("frontend-1")
-    ledger.ended("frontend-1")
-    assert values(ledger.whole()) == {"requests_total": 8, "inflight": 2}
+    aggregator.ended("frontend-1")
+    aggregator.ended("frontend-1")
+    assert values(aggregator.total()) == {"requests_total": 8, "inflight": 2}
 
 
 async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_sums() -> None:
-    mine, other, ledger = FrontendMetrics(), FrontendMetrics(), MetricsAggregator()
+    mine, other, aggregator = FrontendMetrics(), FrontendMetrics(), MetricsAggregator()
     for metrics, count in ((mine, 2), (other, 3)):
         metrics.watch(choices=lambda count=count: count, queued=lambda: 1.0, body_bytes=lambda: 0.0)
         for _ in range(count):
@@ -73,12 +73,12 @@ async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_s
         metrics.itl(model="m").observe(0.02, count)
 
     async def gather() -> Snapshot:
-        ledger.update("frontend-1", mine.snapshot())
-        ledger.update("frontend-2", other.snapshot())
-        return ledger.whole()
+        aggregator.update("frontend-1", mine.snapshot())
+        aggregator.update("frontend-2", other.snapshot())
+        return aggregator.total()
 
     mine.gather = gather
-    text = (await mine.render_whole()).decode()
+    text = (await mine.render_all()).decode()
     for line in (
         'dynamo_trtllm_requests_total{code="ok",endpoint="chat",model="m"} 5.0',
         "dynamo_trtllm_inflight 0.0",
@@ -96,5 +96,5 @@ async def test_metrics_when_two_processes_are_gathered_then_the_text_has_their_s
 
 async def test_metrics_when_the_process_is_alone_then_the_text_is_its_own() -> None:
     metrics = FrontendMetrics()
-    assert b"dynamo_trtllm_inflight 0.0" in await metrics.render_whole()
-    assert b'process="' not in await metrics.render_whole()
+    assert b"dynamo_trtllm_inflight 0.0" in await metrics.render_all()
+    assert b'process="' not in await metrics.render_all()

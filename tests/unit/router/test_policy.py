@@ -30,8 +30,8 @@ def decodes(*ids: int, **fields: Any) -> tuple[Instance, ...]:
     return some(Role.DECODE, *ids, **fields)
 
 
-def served(view: ModelView, turns: int, book: PairBreakers | None = None) -> list[tuple[int, int]]:
-    placements = [select(view, "tiny", turn, book or PairBreakers()) for turn in range(turns)]
+def served(view: ModelView, turns: int, breakers: PairBreakers | None = None) -> list[tuple[int, int]]:
+    placements = [select(view, "tiny", turn, breakers or PairBreakers()) for turn in range(turns)]
     return [(p.prefill.id if p.prefill else 0, p.decode.id) for p in placements]
 
 
@@ -98,17 +98,17 @@ def test_place_when_a_prefill_is_to_be_avoided_then_another_one_or_else_the_same
     two, one = ModelView(prefill=prefills(1, 2), decode=decodes(11)), ModelView(prefill=prefills(1), decode=decodes(11))
     assert all(select(two, "tiny", turn, PairBreakers(), avoid=1).prefill == two.prefill[1] for turn in range(3))
     assert select(one, "tiny", 0, PairBreakers(), avoid=1).prefill == one.prefill[0]
-    book = PairBreakers()
-    book.withhold([(2, 11)])  # decode instance 11 has only the one to be avoided
+    breakers = PairBreakers()
+    breakers.withhold([(2, 11)])  # decode instance 11 has only the one to be avoided
     view = ModelView(prefill=prefills(1, 2), decode=decodes(11, 12))
-    assert {select(view, "tiny", turn, book, avoid=1).decode.id for turn in range(4)} == {12}
+    assert {select(view, "tiny", turn, breakers, avoid=1).decode.id for turn in range(4)} == {12}
 
 
 def shut(*pairs: tuple[int | None, int]) -> PairBreakers:
-    book = PairBreakers(BreakerLimits(failures=1))
+    breakers = PairBreakers(BreakerLimits(failures=1))
     for pair in pairs:
-        book.failed(pair, f"{pair} is broken", 0.0)
-    return book
+        breakers.record_failure(pair, f"{pair} is broken", 0.0)
+    return breakers
 
 
 def test_place_when_there_are_as_many_prefills_as_decodes_then_every_pair_meets() -> None:

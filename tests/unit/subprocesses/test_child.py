@@ -65,19 +65,19 @@ async def test_child_when_it_is_stopped_by_several_then_it_gets_one_signal_and_d
     with process.stdin, process.stdout:
         assert process.stdout.readline() == b"ready\n"
         child = Child(process, SOON_S)
-        assert (child.is_asked, child.has_ended) == (False, False)
+        assert (child.is_terminating, child.has_ended) == (False, False)
         stops = asyncio.gather(child.stop(), child.stop())
         await asyncio.sleep(0)
-        child.ask()
+        child.terminate()
         process.stdin.write(b"x")
         process.stdin.flush()
         await stops
     assert await child.ended() == 0
-    assert (child.is_asked, child.has_ended) == (True, True)
+    assert (child.is_terminating, child.has_ended) == (True, True)
 
 
 async def test_child_when_it_has_ended_then_it_is_asked_nothing() -> None:
     child = Child(spawn([sys.executable, "-c", ""]), SOON_S)
     await child.ended()
     await child.stop()
-    assert not child.is_asked
+    assert not child.is_terminating

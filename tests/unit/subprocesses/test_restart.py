@@ -9,15 +9,15 @@ CONFIG = RestartConfig(max_restarts=2, window_s=10)
 
 
 def test_decide_when_first_death_then_it_is_restarted_and_the_status_is_said():
-    verdict = decide(CONFIG, -9, [], 100.0)
-    assert verdict.is_restart
-    assert verdict.text == "was killed by SIGKILL; starting it again (1 of 2 in 10 s)"
+    decision = decide(CONFIG, -9, [], 100.0)
+    assert decision.is_restart
+    assert decision.text == "was killed by SIGKILL; starting it again (1 of 2 in 10 s)"
 
 
 def test_decide_when_bound_is_reached_within_window_then_given_up_with_status_1():
-    verdict = decide(CONFIG, 1, [95.0, 99.0], 100.0)
-    assert (verdict.is_restart, verdict.exit_status) == (False, 1)
-    assert "exited with status 1; it was restarted 2 times in 10 s" in verdict.text
+    decision = decide(CONFIG, 1, [95.0, 99.0], 100.0)
+    assert (decision.is_restart, decision.exit_status) == (False, 1)
+    assert "exited with status 1; it was restarted 2 times in 10 s" in decision.text
 
 
 def test_decide_when_older_restarts_are_out_of_window_then_it_is_restarted():
@@ -25,8 +25,8 @@ def test_decide_when_older_restarts_are_out_of_window_then_it_is_restarted():
 
 
 def test_decide_when_configuration_was_refused_then_given_up_at_once_with_status_2():
-    verdict = decide(CONFIG, 2, [], 100.0)
-    assert (verdict.is_restart, verdict.exit_status) == (False, 2)
+    decision = decide(CONFIG, 2, [], 100.0)
+    assert (decision.is_restart, decision.exit_status) == (False, 2)
 
 
 def test_decide_when_no_restart_is_allowed_then_first_death_gives_up():
@@ -49,9 +49,9 @@ def test_decide_when_a_program_that_is_not_ours_exits_with_2_then_it_is_restarte
 
 @pytest.mark.parametrize(("before", "pause_s"), [([], 0), ([50.0], 5), ([50.0, 60.0], 10), ([1.0, 50.0, 60.0], 10)])
 def test_decide_when_it_died_before_then_each_restart_waits_twice_as_long(before, pause_s):
-    verdict = decide(RestartConfig(max_restarts=9, window_s=90, pause_s=5), 1, before, 100.0)
-    assert verdict.pause_s == pause_s
-    assert (f"starting it again in {pause_s} s (" if pause_s else "starting it again (") in verdict.text
+    decision = decide(RestartConfig(max_restarts=9, window_s=90, pause_s=5), 1, before, 100.0)
+    assert decision.pause_s == pause_s
+    assert (f"starting it again in {pause_s} s (" if pause_s else "starting it again (") in decision.text
 
 
 def test_decide_when_a_process_dies_at_once_each_time_then_a_pause_keeps_it_below_the_limit():
@@ -59,7 +59,7 @@ def test_decide_when_a_process_dies_at_once_each_time_then_a_pause_keeps_it_belo
     config = RestartConfig(max_restarts=10, window_s=600, pause_s=5)
     restarts, now = [], 0.0
     for _ in range(100):
-        verdict = decide(config, 1, restarts, now)
-        assert verdict.is_restart
+        decision = decide(config, 1, restarts, now)
+        assert decision.is_restart
         restarts.append(now)
-        now += verdict.pause_s + 0.1
+        now += decision.pause_s + 0.1

@@ -36,7 +36,9 @@ FIXED = settings(max_examples=150, derandomize=True, deadline=None, database=Non
 def make(reasoning: str, calls: str) -> ChatOutputParser:
     thinking = None if reasoning == "none" else ReasoningParser(begins_inside=reasoning == "deepseek_r1")
     reader = READERS[calls]
-    return ChatOutputParser(Characters(), thinking=thinking, calls=reader() if reader else None, forced=token_ids())
+    return ChatOutputParser(
+        Characters(), reasoning_parser=thinking, calls=reader() if reader else None, forced=token_ids()
+    )
 
 
 def seen(reasoning: str, calls: str, text: str, steps: list[int]) -> Seen:

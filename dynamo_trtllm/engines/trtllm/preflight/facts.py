@@ -163,7 +163,7 @@ class RoleFacts:
         return "unset" if value is None else f"{_text(value)} (default of {self.release})"
 
     def variable(self, name: str) -> str:
-        """A variable as TensorRT-LLM will see it: `env_overrides` beats the environment; "" when it is not set."""
+        """A variable as TensorRT-LLM will see it: `env_overrides` overrides the environment; "" when it is not set."""
         leaf = self.args.leaves.get(f"env_overrides.{name}")
         return str(leaf.value) if leaf is not None else self.environment.get(name, "")
 

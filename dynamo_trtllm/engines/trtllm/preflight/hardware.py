@@ -1,7 +1,7 @@
 """Rules about the GPU's architecture: MoE kernels, quantization, KV types. Pure.
 
 How releases choose: an MXFP4 checkpoint runs as W4A8_MXFP4_FP8 (TRITON) or W4A8_MXFP4_MXFP8 (others) from compute
-capability 10.0 on, and as W4A16_MXFP4 below; OVERRIDE_QUANT_ALGO beats that.
+capability 10.0 on, and as W4A16_MXFP4 below; OVERRIDE_QUANT_ALGO overrides that.
 """
 
 from __future__ import annotations

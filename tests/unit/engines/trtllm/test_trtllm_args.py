@@ -74,10 +74,10 @@ def test_args_when_every_place_sets_something_then_the_order_is_kept_and_each_le
     }
     assert args.values["kv_cache_config"] == {"dtype": "auto", "enable_block_reuse": False}
     assert args.notes == (
-        f"environment DYN_TRTLLM_MAX_BATCH_SIZE 2 beats max_batch_size 1 of YAML {path}",
-        f"--max-num-tokens 3 beats max_num_tokens 1 of YAML {path}",
-        f"--max-seq-len 3 beats max_seq_len 1 of YAML {path}",
-        "--override-engine-args 4 beats max_seq_len 3 of flag --max-seq-len",
+        f"environment DYN_TRTLLM_MAX_BATCH_SIZE 2 overrides max_batch_size 1 of YAML {path}",
+        f"--max-num-tokens 3 overrides max_num_tokens 1 of YAML {path}",
+        f"--max-seq-len 3 overrides max_seq_len 1 of YAML {path}",
+        "--override-engine-args 4 overrides max_seq_len 3 of flag --max-seq-len",
     )
 
 

@@ -1,4 +1,4 @@
-"""The merged arguments of a vLLM worker: what beats what, what is refused and by which name."""
+"""The merged arguments of a vLLM worker: what overrides what, what is refused and by which name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_args_when_several_places_set_one_then_the_nearest_wins_and_says_so(tmp_
         "block_size": (64, "--override-engine-args"),
         "enforce_eager": (True, f"YAML {path}"),
     }
-    assert f"--max-seq-len 300 beats max_model_len 100 of YAML {path}" in args.notes
+    assert f"--max-seq-len 300 overrides max_model_len 100 of YAML {path}" in args.notes
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
