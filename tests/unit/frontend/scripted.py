@@ -41,15 +41,15 @@ class Characters:
     A call that was forced is told with the first tokens.
     """
 
-    def __init__(self, forced: TokenIds = NO_PREFILL) -> None:
+    def __init__(self, prefill_ids: TokenIds = NO_PREFILL) -> None:
         self._pipe = CONTENT
         self._calls = 0
-        self._forced = self._read(forced).tool_calls
+        self._forced = self._read(prefill_ids).tool_calls
 
     def push(self, ids: TokenIds) -> Delta:
-        delta, forced = self._read(ids), self._forced
+        delta, prefill_ids = self._read(ids), self._forced
         self._forced = ()
-        return msgspec.structs.replace(delta, tool_calls=forced + delta.tool_calls) if forced else delta
+        return msgspec.structs.replace(delta, tool_calls=prefill_ids + delta.tool_calls) if prefill_ids else delta
 
     def _read(self, ids: TokenIds) -> Delta:
         if self._pipe == CONTENT and min(ids, default=END) > HALF:
@@ -103,8 +103,8 @@ class CharacterRenderer:
     def decode(self, ids: TokenIds) -> str:
         return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)
 
-    def chat_parser(self, *, forced: TokenIds = NO_PREFILL) -> Characters:
-        return Characters(forced)
+    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> Characters:
+        return Characters(prefill_ids)
 
     def call_header(self, name: str | None) -> TokenIds | None:
         return token_ids([CALL])
