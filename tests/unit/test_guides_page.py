@@ -43,7 +43,7 @@ def rows() -> list[Row]:
     return [Row(tuple(g.split(", ")), tuple(re.findall(r"`(.+?)`", c)), h, f"{g} | {c}") for g, c, h in cells]
 
 
-def tested_by() -> dict[str, list[str]]:
+def covering() -> dict[str, list[str]]:
     """For each row, by its first two columns, the tests of its counterpart, or why there is none."""
     found: dict[str, list[str]] = {}
     row = ""
@@ -77,7 +77,7 @@ def test_row_when_read_then_each_guide_it_names_has_its_command_and_it_says_what
 
 
 def test_rows_when_compared_with_the_list_of_tests_then_each_has_tests_that_are_there_or_a_reason() -> None:
-    tests = tested_by()
+    tests = covering()
     assert list(tests) == [row.key for row in ROWS]
     for named in tests.values():
         if not (len(named) == 1 and re.match(r"not here: \w.{8,}", named[0])):
