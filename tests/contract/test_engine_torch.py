@@ -91,7 +91,7 @@ async def test_two_legs_at_every_boundary_then_equal_to_one_process(
 
 async def test_two_legs_when_cancelled_while_fetching_then_nothing_left(gpt_oss: Path) -> None:
     class Stuck(LoopbackBackend):
-        async def fetch(self, *args: Any, **kwargs: Any) -> None:
+        async def read(self, *args: Any, **kwargs: Any) -> None:
             reached.set()
             await asyncio.Event().wait()
 

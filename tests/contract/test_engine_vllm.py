@@ -286,7 +286,7 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Pat
     ("change", "field"),
     [
         ({"engine": "torch"}, "engine"),
-        ({"pairing": {"release": "0.23.0"}}, "attention_backend"),
+        ({"kv_compat": {"release": "0.23.0"}}, "attention_backend"),
         ({"prompt_tokens": 3}, "prompt_tokens"),
         ({"engine_state": b"x"}, "opaque"),
     ],

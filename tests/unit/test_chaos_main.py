@@ -18,17 +18,12 @@ def test_command_when_asked_for_the_faults_then_they_are_listed(capsys: pytest.C
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*FAULTS, "migration"]
 
 
-def test_page_of_failures_when_read_then_it_tells_of_each_fault_and_names_only_tests_that_there_are() -> None:
-    root = Path(__file__).parents[2]
-    rows = [line.split("|") for line in (root / "docs/failures.md").read_text().splitlines() if line.startswith("| ")]
+def test_page_of_failures_when_read_then_it_has_each_fault_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs/failures.md").read_text()
+    tables = [part.split("\n\n")[0] for part in page.split("| `scripts/chaos` |\n")[1:]]
+    rows = [line.split("|") for table in tables for line in table.splitlines()]
     cases = {name for row in rows for name in re.findall(r"`([^`]+)`", row[-2])}
-    assert {*FAULTS, "migration"} <= cases
-    tests = {path.name: path.read_text() for path in (root / "tests").rglob("test_*.py")}
-    for case in cases - {*FAULTS, "migration"}:
-        if case.endswith(".py"):
-            assert case in tests
-        else:
-            assert any(case.strip("…") in text for text in tests.values()), case
+    assert cases == {*FAULTS, "migration"}
 
 
 @pytest.mark.parametrize("argv", [[], ["no-such-fault"], ["--engine", "none", "rolling"]])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos.faults import FAULTS
 from dynamo_trtllm.config.base import Config
 from dynamo_trtllm.config.commands import ChatConfig, ClearNamespaceConfig, LaunchConfig, PreflightConfig
 from dynamo_trtllm.config.deployment import load_deployment
@@ -76,13 +75,3 @@ def test_deployment_when_shipped_then_it_loads(path: Path) -> None:
 def test_engine_config_when_of_the_torch_engine_then_it_takes_it(path: Path) -> None:
     config = WorkerConfig(model_path="m", engine="torch", extra_engine_args=path)
     assert engine_arguments(config, TorchArgs, "torch").kv_cache_gib == 0.5
-
-
-def test_what_happens_when_each_row_names_tests_that_are_there() -> None:
-    table = README[README.index("## What happens when") : README.index("## Replacements for common choices")]
-    rows = [line.rsplit("|", 2)[1] for line in table.splitlines() if line.startswith("| ")][1:]
-    files = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    named = [re.findall(r"`([^`]+)`", row) for row in rows]
-    assert len(named) > 10
-    assert all(named)
-    assert [name for names in named for name in names if name not in files and name not in {*FAULTS, "migration"}] == []

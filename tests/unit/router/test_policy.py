@@ -50,7 +50,7 @@ def test_place_when_keys_differ_then_every_prefill_of_each_key_gets_its_share() 
 
 
 @pytest.mark.parametrize(
-    "field", [{"engine": "torch"}, {"strategy": "other"}, {"layout": OTHER}, {"pairing": {"release": "1.2"}}]
+    "field", [{"engine": "torch"}, {"strategy": "other"}, {"layout": OTHER}, {"kv_compat": {"release": "1.2"}}]
 )
 def test_place_when_one_decode_differs_then_it_is_never_chosen(field: dict[str, Any]) -> None:
     view = ModelView(prefill=prefills(1), decode=decodes(11, **field) + decodes(12))
