@@ -1,4 +1,4 @@
-"""Define the settings of the commands: launcher, chat, preflight and clear-namespace."""
+"""Define the settings of launcher, chat, preflight, clear-namespace and one process of a frontend of several."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from dynamo_trtllm.config.base import (
     PositiveInt,
     cli_option,
 )
+from dynamo_trtllm.config.models import FrontendConfig
 
 
 class PreflightConfig(Config):
@@ -218,3 +219,9 @@ class LaunchConfig(Config):
         description="format of log lines, also for the started processes: text, or json (one object per line)",
         json_schema_extra=cli_option(PROCESS),
     )
+
+
+class FrontendProcessConfig(FrontendConfig):
+    """One process of a frontend of several `workers`, which starts it."""
+
+    number: PositiveInt = Field(description="which of the processes it is", json_schema_extra=cli_option(PROCESS))

@@ -399,9 +399,3 @@ class FrontendConfig(ConnectionConfig):
                 "would be found only by chance; use jetstream, or one worker"
             )
         return self
-
-
-class FrontendProcessConfig(FrontendConfig):
-    """One process of a frontend of several `workers`, which starts it."""
-
-    number: PositiveInt = Field(description="which of the processes it is", json_schema_extra=cli_option(PROCESS))

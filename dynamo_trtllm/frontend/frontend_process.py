@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import exit_with, load
-from dynamo_trtllm.config.models import FrontendProcessConfig
 from dynamo_trtllm.errors import ConfigError, DynamoError
 from dynamo_trtllm.frontend.control_pipe import ControlPipe
 from dynamo_trtllm.frontend.main import DESCRIPTION, serve

@@ -14,9 +14,10 @@ import sys
 import time
 from collections.abc import Mapping
 
+from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.deployment import RestartConfig
 from dynamo_trtllm.config.load import ENV_PREFIX, to_argv
-from dynamo_trtllm.config.models import FrontendConfig, FrontendProcessConfig
+from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import DeadlineExceeded, Disconnected
 from dynamo_trtllm.frontend.control_pipe import ControlPipe
 from dynamo_trtllm.network.addresses import bind, listen

@@ -203,9 +203,9 @@ class StreamingJsonCall:
             elif char in _CLOSERS:
                 self._closers.append(_CLOSERS[char])
             elif char != self._closers.pop():
-                self._at = _Position.BROKEN
+                self._position = _Position.BROKEN
                 return at - 1
             elif not self._closers:
-                self._at = _Position.ENDED
+                self._position = _Position.ENDED
                 return at
         return at

@@ -61,7 +61,7 @@ class Scene:
         await self.side.pipeline.aclose()
         await self.living.until_nothing_is_held()
         both = [self.admission(role) for role in (Role.PREFILL, Role.DECODE)]
-        await until(lambda: all((each.active(), each.reserved()) == (0, 0) for each in both), SOON_S)
+        await until(lambda: all((each.active(), each.reserved_slots()) == (0, 0) for each in both), SOON_S)
 
 
 @asynccontextmanager
@@ -96,7 +96,7 @@ async def test_decode_first_when_it_serves_then_the_answer_is_that_of_prefill_fi
 
         def counting(reservation_id: str, expires_at: float) -> None:
             reserve(reservation_id, expires_at)
-            kept.append(made.admission(Role.DECODE).reserved())
+            kept.append(made.admission(Role.DECODE).reserved_slots())
 
         made.admission(Role.DECODE).reserve = counting  # type: ignore[method-assign]
         answers = await asyncio.gather(*(made.run(request(max_tokens=20)) for _ in range(4)))
@@ -130,7 +130,7 @@ async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slo
 ) -> None:
     async with scene(servers, living, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
         running = asyncio.create_task(made.run(request(max_tokens=20, seconds=30 if end == "client gone" else 2.5)))
-        await until(lambda: made.admission(Role.DECODE).reserved() == 1, SOON_S)
+        await until(lambda: made.admission(Role.DECODE).reserved_slots() == 1, SOON_S)
         if end == "client gone":
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -146,11 +146,11 @@ async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
         async with frontend_side(living.workers[0]._config) as other:
             await other.until_instances(2)
             asking = asyncio.create_task(Scene(other, living).run(request(max_tokens=20, seconds=6)))
-            await until(lambda: made.admission(Role.DECODE).reserved() == 1, SOON_S)
+            await until(lambda: made.admission(Role.DECODE).reserved_slots() == 1, SOON_S)
             await other.plane._transport._client.close()  # type: ignore[attr-defined]  # as if killed: it says nothing more
             await asyncio.gather(asking, return_exceptions=True)
-            assert made.admission(Role.DECODE).reserved() == 1
-            await until(lambda: made.admission(Role.DECODE).reserved() == 0, SOON_S)
+            assert made.admission(Role.DECODE).reserved_slots() == 1
+            await until(lambda: made.admission(Role.DECODE).reserved_slots() == 0, SOON_S)
 
 
 async def test_strategies_when_the_roles_differ_then_refused_by_name(servers: tuple[str, str], living: Living) -> None:
@@ -207,7 +207,7 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
             except TimeoutError as exc:
                 raise TransferTimeout("the carrier waited in vain") from exc
 
-        living.engine_of(Role.DECODE)._backend.fetch = hang  # type: ignore[method-assign]
+        living.engine_of(Role.DECODE)._backend.read = hang  # type: ignore[method-assign]
         begun, trace = time.monotonic(), RouteTrace()
         with pytest.raises(TransferTimeout, match=r"did not come before --handoff-timeout-s 0\.3 passed"):
             await made.run(request(max_tokens=20), trace)

@@ -40,14 +40,14 @@ class Scene:
 
     def _hang_fetches(self) -> None:
         backend = self.decode._backend
-        fetch = backend.fetch
+        fetch = backend.read
 
         async def slow_fetch(*args: Any, **named: Any) -> None:
             self.fetching.set()
             await self.may_fetch.wait()
             await fetch(*args, **named)
 
-        backend.fetch = slow_fetch  # type: ignore[method-assign]
+        backend.read = slow_fetch  # type: ignore[method-assign]
 
     async def run(self, asked: GenerateRequest) -> list[Chunk]:
         async with aclosing(self.side.pipeline.generate(asked, RouteTrace())) as chunks:
@@ -79,7 +79,7 @@ async def scene(etcd: str, nats: str, living: Living, **prefill_args: Any) -> As
         living.start(chosen.model_copy(update={"disaggregation_mode": role, "override_engine_args": own}))
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
-        await side.models.settled()
+        await side.models.wait_until_loaded()
         yield Scene(side, living)
 
 

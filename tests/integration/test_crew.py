@@ -45,7 +45,7 @@ def served() -> str:
 
 
 async def until_serving(crew: ProcessGroup, count: int) -> None:
-    while len(crew._served) < count:  # noqa: ASYNC110  # it tells nobody
+    while len(crew._ready) < count:  # noqa: ASYNC110  # it tells nobody
         await asyncio.sleep(0.01)
 
 

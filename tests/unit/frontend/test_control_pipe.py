@@ -51,8 +51,8 @@ async def test_ask_then_the_other_end_tells_its_numbers_in_both_directions() -> 
     one, other = End(), End()
     other.numbers = NUMBERS
     async with asyncio.timeout(10), pair(one, other) as (here, there, _):
-        assert await here.ask(5) == NUMBERS
-        assert await there.ask(5) == ()
+        assert await here.request_snapshot(5) == NUMBERS
+        assert await there.request_snapshot(5) == ()
 
 
 async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() -> None:
@@ -61,11 +61,11 @@ async def test_ask_when_the_other_end_asks_meanwhile_then_both_are_answered() ->
     async with asyncio.timeout(10), pair(one, other) as (here, there, _):
 
         async def ask_back() -> Snapshot:
-            return await there.ask(5)
+            return await there.request_snapshot(5)
 
         one.numbers = NUMBERS
         there._snapshot = ask_back
-        assert await here.ask(5) == NUMBERS
+        assert await here.request_snapshot(5) == NUMBERS
 
 
 async def test_say_served_then_the_other_end_knows() -> None:
@@ -96,20 +96,20 @@ async def test_ask_when_the_other_end_is_silent_then_deadline_exceeded() -> None
     other.is_answering.clear()
     async with asyncio.timeout(10), pair(one, other) as (here, _, _):
         with pytest.raises(DeadlineExceeded):
-            await here.ask(0.02)
+            await here.request_snapshot(0.02)
         other.is_answering.set()
-        assert await here.ask(5) == ()  # the answer that came too late is not taken for this one
+        assert await here.request_snapshot(5) == ()  # the answer that came too late is not taken for this one
 
 
 async def test_ask_when_the_other_end_goes_then_disconnected_and_run_ends() -> None:
     one, other = End(), End()
     other.is_answering.clear()
     async with asyncio.timeout(10), pair(one, other) as (here, _, running):
-        asking = asyncio.create_task(here.ask(5))
+        asking = asyncio.create_task(here.request_snapshot(5))
         await asyncio.sleep(0)
         running[1].cancel()
         with pytest.raises(Disconnected):
             await asking
         await running[0]
         with pytest.raises(Disconnected):
-            await here.ask(5)
+            await here.request_snapshot(5)

@@ -128,11 +128,11 @@ async def test_requests_while_a_worker_is_absent_then_the_view_is_made_once_and_
 def test_absent_when_time_passes_or_it_works_then_it_is_forgotten() -> None:
     absent = Cooldown()
     assert absent.ids(0.0) == set()
-    absent.note(1, 10.0)
-    absent.note(2, 12.0)
+    absent.start(1, 10.0)
+    absent.start(2, 12.0)
     absent.forget(3)
     both = absent.ids(12.0)
-    absent.note(1, 10.0)
+    absent.start(1, 10.0)
     assert absent.ids(12.0) is both
     assert absent.ids(10.0 + COOLDOWN_S) == {2}
     absent.forget(2)

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
+from dynamo_trtllm.config.commands import FrontendProcessConfig
 from dynamo_trtllm.config.load import load
-from dynamo_trtllm.config.models import FrontendConfig, FrontendProcessConfig
+from dynamo_trtllm.config.models import FrontendConfig
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.frontend.process_group import combined_exit_status, process_argv, process_environ, reserve_port
 from dynamo_trtllm.network.addresses import bind, listen

@@ -13,7 +13,7 @@ from tests.unit.frontend.scripted import front
 
 
 async def loaded(scope: Scope, receive: Receive, send: Send) -> None:
-    await ClientResponse(send).json(200, {"path": scope["path"]})
+    await ClientResponse(send).send_json(200, {"path": scope["path"]})
 
 
 def client(gate: StartupGate) -> httpx.AsyncClient:
