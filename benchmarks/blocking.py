@@ -1,4 +1,4 @@
-"""Runs coroutines from synchronous code: etcd and NATS of tests and benchmarks."""
+"""Runs coroutines from synchronous code, for the etcd and NATS servers of tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def wait_for(work: Coroutine[Any, Any, T]) -> T:
-    """Runs `work` to its end, also while a loop runs in this thread.
+    """Run `work` on a background event loop and return its result, also while a loop runs in this thread.
 
-    The loop's thread lives as long as the process: a child ends with the thread that started it (`children.spawn`), and
-    is awaited on the loop that started it.
+    The loop's thread lives as long as the process, because a child process ends with the thread that started it
+    (`subprocesses.spawn`).
     """
     return asyncio.run_coroutine_threadsafe(work, _loop()).result()
 

@@ -1,10 +1,10 @@
-"""Load on any OpenAI-compatible server: many streamed chats at once, raw records and figures.
+"""Load client for OpenAI-compatible servers: sends many streamed chat requests and prints latencies and throughput.
 
 python -m benchmarks.client --url http://localhost:8000 --concurrency 32 --requests 320 --isl 128 --osl 256
 
-Closed loop: --concurrency requests are always under way. Open loop: --rate sends that many a second (Poisson) whatever
-the answers do; latency counts from the planned time, so that a server that stalls can't hide it. --processes parts the
-load among client processes, for when one is not enough: the output says when it was not.
+Closed loop: --concurrency requests are always active. Open loop: --rate sends this many requests per second (Poisson),
+however fast the server answers, and latencies count from the planned time. --processes splits the load among several
+client processes. The output says when one client process is not enough.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import msgspec
 import orjson
 import uvloop
 
-from benchmarks.figures import Figures, ProcessMeter, cost, figures, table
-from benchmarks.stream import Record, StreamConnection
+from benchmarks.stream import RequestRecord, StreamConnection
+from benchmarks.summary import LoadSummary, ProcessMeter, cost, summarize, table
 
 _WORDS = (
     "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but "
@@ -39,7 +39,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What to send. Seconds and tokens."""
+    """What to send."""
 
     url: str
     model: str
@@ -47,28 +47,36 @@ class Load:
     rate: float = 0.0  # requests per second; 0: closed loop
     requests: int = 16
     seconds: float = 120.0  # no new request after this
-    isl: int = 128  # words of the prompt, near enough its tokens
+    isl: int = 128  # words of the prompt, about as many as its tokens
     osl: int = 64  # max_tokens
     timeout_s: float = 120.0
     fresh_connections: bool = False
     ignore_eos: bool = True
-    extra: dict[str, Any] = field(default_factory=dict)  # put into every body
-    seed: int = 0  # 0: prompts that no earlier run sent, because servers cache
+    extra: dict[str, Any] = field(default_factory=dict)  # added to every body
+    seed: int = 0  # of the prompts; 0: new prompts in each run, because servers cache prefixes
     keep_text: bool = False
-    ramp_s: float = 0.0  # closed loop: over which the lanes start, so that they do not keep step
-    prompts: tuple[str, ...] = ()  # taken in turn, by the record's index, instead of random words
+    ramp_s: float = 0.0  # closed loop: seconds over which the lanes start
+    prompts: tuple[str, ...] = ()  # used in turn instead of random words
 
 
 class Client:
-    """Runs one load. `on_open` sees each record as its request is sent, `on_record` as it ends; `connection` reads."""
+    """Runs one load."""
 
     def __init__(
         self,
         load: Load,
-        on_record: Callable[[Record], None] = lambda _: None,
+        on_record: Callable[[RequestRecord], None] = lambda _: None,
         connection: type[StreamConnection] = StreamConnection,
-        on_open: Callable[[Record], None] = lambda _: None,
+        on_open: Callable[[RequestRecord], None] = lambda _: None,
     ) -> None:
+        """Prepare a load.
+
+        Args:
+            load: what to send.
+            on_record: called with each record when its request has ended.
+            connection: class of the connections.
+            on_open: called with each record when its request is sent.
+        """
         self._load = load
         self._on_record = on_record
         self._connection = connection
@@ -82,10 +90,13 @@ class Client:
         self._idle: deque[StreamConnection] = deque()
         self._sent = 0
 
-    async def run(self, requests: int | None = None) -> list[Record]:
-        """All records, in the order in which the requests ended. `requests` instead of the load's, for a warm-up."""
+    async def run(self, requests: int | None = None) -> list[RequestRecord]:
+        """Send the requests. Return the records in the order in which the requests ended.
+
+        `requests` overrides the number of requests of the load, for a warm-up.
+        """
         wanted = self._load.requests if requests is None else requests
-        records: list[Record] = []
+        records: list[RequestRecord] = []
         self._until_s = 0.0 if self.is_stopped else time.perf_counter() + self._load.seconds
         if self._load.rate > 0:
             await self._open_loop(wanted, records)
@@ -98,11 +109,11 @@ class Client:
         return records
 
     def stop(self) -> None:
-        """No new request from now on, in a later run neither; `run` ends with those under way."""
+        """Send no more requests, also in a later run. `run` returns when the active requests have ended."""
         self.is_stopped, self._until_s = True, 0.0
 
-    async def _lane(self, left: Iterator[int], records: list[Record], wait_s: float) -> None:
-        """One request after the other, out of those that all lanes share."""
+    async def _lane(self, left: Iterator[int], records: list[RequestRecord], wait_s: float) -> None:
+        """Send one request after the other, from the requests that all lanes share."""
         await asyncio.sleep(wait_s)
         for _ in left:
             now = time.perf_counter()
@@ -110,7 +121,7 @@ class Client:
                 return
             await self._one(now, records)
 
-    async def _open_loop(self, wanted: int, records: list[Record]) -> None:
+    async def _open_loop(self, wanted: int, records: list[RequestRecord]) -> None:
         at_s = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(wanted):
@@ -121,14 +132,15 @@ class Client:
                 group.create_task(self._one(at_s, records))
 
     def aclose(self) -> None:
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
-    async def _one(self, planned_s: float, records: list[Record]) -> None:
+    async def _one(self, planned_s: float, records: list[RequestRecord]) -> None:
         self._sent += 1
-        record = Record(index=self._sent, planned_s=planned_s)
+        record = RequestRecord(index=self._sent, planned_s=planned_s)
         self._on_open(record)
-        connection = await self._connected(record)
+        connection = await self._connect(record)
         if connection is not None:
             try:
                 await connection.exchange(self._request(record.index), record, self._load.timeout_s)
@@ -142,7 +154,7 @@ class Client:
         records.append(record)
         self._on_record(record)
 
-    async def _connected(self, record: Record) -> StreamConnection | None:
+    async def _connect(self, record: RequestRecord) -> StreamConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:
@@ -151,7 +163,7 @@ class Client:
             return await self._connection.connect(self._host, self._port, keep_text=self._load.keep_text)
         except OSError:
             record.error, record.end_s = "connect", time.perf_counter()
-            await asyncio.sleep(0.05)  # a server that is away is not asked thousands of times
+            await asyncio.sleep(0.05)  # limits the rate of attempts
             return None
 
     def _request(self, index: int) -> bytes:
@@ -175,34 +187,50 @@ class Client:
         return head.encode() + content
 
 
-async def measured(load: Load, *, warmup: int, pids: dict[str, int]) -> tuple[Figures, list[Record]]:
-    """Warm-up, then the load with the cost of the named processes."""
+async def measure_load(load: Load, *, warmup: int, pids: dict[str, int]) -> tuple[LoadSummary, list[RequestRecord]]:
+    """Run the load in this process, after a warm-up.
+
+    Args:
+        load: what to send.
+        warmup: requests before the load, not measured.
+        pids: processes whose CPU time is measured, by name.
+
+    Returns:
+        The summary and the records of all requests.
+    """
     meter = ProcessMeter(pids)
-    share = await run_share(load, warmup, meter.start)
-    return metered([share], meter, osl=load.osl), share.records
+    shard = await run_shard(load, warmup, meter.start)
+    return summarize_shards([shard], meter, osl=load.osl), shard.records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """What one client process did. The records of one that was stopped are also those of its warm-up."""
+class ShardResult:
+    """The results of one client process. If it was stopped, the records include its warm-up."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     is_stopped: bool = False
     begun_s: float
     ended_s: float
     cpu_s: float
 
 
-async def run_share(
+async def run_shard(
     load: Load,
     warmup: int,
     on_warm: Callable[[], object],
-    goes_on: Callable[[Record], bool] = lambda _: True,
-) -> Share:
-    """Run warm-up and load. `on_warm` is called between them and may block; `goes_on` sees each record as it ends."""
+    should_continue: Callable[[RequestRecord], bool] = lambda _: True,
+) -> ShardResult:
+    """Run a warm-up and the load.
 
-    def on_record(record: Record) -> None:
-        if not goes_on(record):
+    Args:
+        load: what to send.
+        warmup: requests before the load.
+        on_warm: called after the warm-up; may block.
+        should_continue: called with each record when its request has ended; False stops the load.
+    """
+
+    def on_record(record: RequestRecord) -> None:
+        if not should_continue(record):
             client.stop()
 
     client = Client(load, on_record)
@@ -214,28 +242,36 @@ async def run_share(
         ended_s, cpu_s = time.perf_counter(), time.process_time() - cpu_s
         if client.is_stopped:
             records = warmed + records
-        return Share(records=records, is_stopped=client.is_stopped, begun_s=begun_s, ended_s=ended_s, cpu_s=cpu_s)
+        return ShardResult(records=records, is_stopped=client.is_stopped, begun_s=begun_s, ended_s=ended_s, cpu_s=cpu_s)
     finally:
         client.aclose()
 
 
-def metered(shares: Sequence[Share], meter: ProcessMeter, *, osl: int) -> Figures:
-    """The figures of all shares together, and what the processes of `meter` cost since it was started."""
-    records = [record for share in shares for record in share.records]
-    wall_s = max(share.ended_s for share in shares) - min(share.begun_s for share in shares)
+def summarize_shards(shards: Sequence[ShardResult], meter: ProcessMeter, *, osl: int) -> LoadSummary:
+    """Summarize all shards together, with the CPU time of the processes of `meter` since it was started."""
+    records = [record for shard in shards for record in shard.records]
+    wall_s = max(shard.ended_s for shard in shards) - min(shard.begun_s for shard in shards)
     good = [record for record in records if record.is_ok]
     tokens, requests = sum(record.output_tokens for record in good), len(good)
     costs = meter.costs(wall_s=wall_s, tokens=tokens, requests=requests)
-    costs["client"] = cost(sum(share.cpu_s for share in shares), wall_s=wall_s, tokens=tokens, requests=requests)
-    found = figures(records, wall_s=wall_s, osl=osl, processes=costs)
-    found["client_cores"] = max(share.cpu_s / (share.ended_s - share.begun_s) for share in shares)
-    return found
+    costs["client"] = cost(sum(shard.cpu_s for shard in shards), wall_s=wall_s, tokens=tokens, requests=requests)
+    summary = summarize(records, wall_s=wall_s, osl=osl, processes=costs)
+    summary["client_cores"] = max(shard.cpu_s / (shard.ended_s - shard.begun_s) for shard in shards)
+    return summary
 
 
-def chosen_model(url: str, wanted: str | None) -> tuple[str, int | None]:
-    """Return a served model's name and its longest prompt and answer together in tokens, None if the server is silent.
+def choose_model(url: str, wanted: str | None) -> tuple[str, int | None]:
+    """Choose the model to send requests to.
 
-    `wanted` names the model; None takes the only one. Exits with a line if there is no such model, or no server.
+    Args:
+        url: address of the server.
+        wanted: name of the model; None chooses the only served one.
+
+    Returns:
+        The model's name, and its context length in tokens or None if the server does not list it.
+
+    Raises:
+        SystemExit: with an error message, if there is no such model or no server.
     """
     try:
         with urlopen(url.rstrip("/") + "/v1/models", timeout=10) as answer:
@@ -243,14 +279,14 @@ def chosen_model(url: str, wanted: str | None) -> tuple[str, int | None]:
     except HTTPError as exc:
         if wanted is not None:
             return wanted, None
-        raise SystemExit(f"{url} does not list its models ({exc}); name one with --model") from exc
+        raise SystemExit(f"{url} does not list its models ({exc}). Pass --model.") from exc
     except OSError as exc:
-        raise SystemExit(f"no server answers at {url} ({exc}); start a deployment or name --url") from exc
-    names = ", ".join(models) or "none yet"
+        raise SystemExit(f"No server answers at {url} ({exc}). Start a deployment or pass --url.") from exc
+    names = ", ".join(models) or "none"
     if wanted is None and len(models) != 1:
-        raise SystemExit(f"name a model with --model; served at {url}: {names}")
+        raise SystemExit(f"Several or no models are available at {url}: {names}. Pass --model.")
     if wanted is not None and wanted not in models:
-        raise SystemExit(f"model {wanted!r} is not served at {url}; served: {names}")
+        raise SystemExit(f"Model {wanted!r} not found at {url}. Available: {names}.")
     name = wanted or next(iter(models))
     return name, models[name]
 
@@ -261,40 +297,40 @@ def _arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
-    add("--model", help="default: the only one that is served")
-    add("--concurrency", type=int, default=1, help="requests under way at once, closed loop (default: 1)")
-    add("--rate", type=float, default=0.0, help="requests per second; above 0: open loop")
-    add("--requests", type=int, default=16, help="requests that are sent and counted (default: 16)")
-    add("--seconds", type=float, default=120.0, help="no new request after this (default: 120)")
-    add("--warmup", type=int, default=0, help="requests sent first and not counted (default: 0)")
-    add("--isl", type=int, default=128, help="words of the prompt, near enough its tokens (default: 128)")
+    add("--model", help="name of the model; default: the only served model")
+    add("--concurrency", type=int, default=1, help="concurrent requests, closed loop (default: 1)")
+    add("--rate", type=float, default=0.0, help="requests per second, open loop; 0: closed loop (default: 0)")
+    add("--requests", type=int, default=16, help="number of measured requests (default: 16)")
+    add("--seconds", type=float, default=120.0, help="send no new request after this time (default: 120)")
+    add("--warmup", type=int, default=0, help="requests before the measured ones (default: 0)")
+    add("--isl", type=int, default=128, help="words of the prompt, about as many as its tokens (default: 128)")
     add("--osl", type=int, default=64, help="max_tokens (default: 64)")
-    add("--timeout-s", type=float, default=120.0, help="longest wait for one answer (default: 120)")
-    add("--fresh-connections", action="store_true", help="a new connection for every request")
-    add("--no-ignore-eos", action="store_true", help="leave out ignore_eos, which not every server knows")
-    add("--extra", type=orjson.loads, default={}, help="JSON object put into every body")
-    add("--seed", type=int, default=0, help="of the prompts; 0: other ones every time")
-    add("--processes", type=int, default=1, help="client processes that share the load (default: 1)")
+    add("--timeout-s", type=float, default=120.0, help="longest wait for one response (default: 120)")
+    add("--fresh-connections", action="store_true", help="open a new connection for every request")
+    add("--no-ignore-eos", action="store_true", help="don't send ignore_eos, for servers that don't support it")
+    add("--extra", type=orjson.loads, default={}, help="JSON object that is added to every body")
+    add("--seed", type=int, default=0, help="seed of the prompts; 0: different prompts in every run (default: 0)")
+    add("--processes", type=int, default=1, help="number of client processes (default: 1)")
     add(
         "--pid",
         action="append",
         default=[],
         metavar="NAME=PID",
-        help="charge this process and its children; repeatable",
+        help="measure the CPU time of this process and its children; may be repeated",
     )
     add("--records", type=Path, help="write one JSON line per request to this file")
-    add("--json", action="store_true", help="figures as one JSON line")
+    add("--json", action="store_true", help="print the results as one JSON line")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Exit status 1 when no request was answered."""
-    from benchmarks import shares  # it needs this module
+    """Run the command line. The exit status is 1 if no request succeeded."""
+    from benchmarks import client_shards  # imports this module
 
     args = _arguments()
     load = Load(
         url=args.url,
-        model=chosen_model(args.url, args.model)[0],
+        model=choose_model(args.url, args.model)[0],
         concurrency=args.concurrency,
         rate=args.rate,
         requests=args.requests,
@@ -310,16 +346,18 @@ def main() -> None:
     pids = {name: int(pid) for name, _, pid in (each.partition("=") for each in args.pid)}
     if args.processes > 1:
         try:
-            found, records = shares.measured(load, processes=args.processes, warmup=args.warmup, pids=pids)
-        except shares.NoAnswer as exc:
+            summary, records = client_shards.measure_shards(
+                load, processes=args.processes, warmup=args.warmup, pids=pids
+            )
+        except client_shards.AllRequestsFailed as exc:
             raise SystemExit(f"benchmarks.client: {exc}") from exc
     else:
-        found, records = uvloop.run(measured(load, warmup=args.warmup, pids=pids))
+        summary, records = uvloop.run(measure_load(load, warmup=args.warmup, pids=pids))
     if args.records:
         encode = msgspec.json.Encoder(enc_hook=list).encode
         args.records.write_bytes(b"".join(encode(record) + b"\n" for record in records))
-    sys.stdout.write(orjson.dumps(found).decode() + "\n" if args.json else table(found))
-    raise SystemExit(0 if found["ok"] else 1)
+    sys.stdout.write(orjson.dumps(summary).decode() + "\n" if args.json else table(summary))
+    raise SystemExit(0 if summary["ok"] else 1)
 
 
 if __name__ == "__main__":

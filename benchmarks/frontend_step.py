@@ -1,6 +1,6 @@
-"""CPU time from a token to the bytes of its event: parsing, stop strings, JSON, and the whole exchange around them.
+"""Measures the frontend's CPU time per token: parsing, stop strings and JSON, and the whole request around them.
 
-One token per engine step, as a busy server sees them. Prints, judges nothing; needs no server and no model.
+The engine makes one token per step. Needs no server and no model.
 
 python -m benchmarks.frontend_step [--steps N]
 """
@@ -50,12 +50,15 @@ HEADERS = {
 
 
 class Stream(NamedTuple):
+    """Token ids of one answer."""
+
     header: list[int]
     body: list[int]
     end: int
 
 
-def stream(channel: str, steps: int) -> Stream:
+def make_stream(channel: str, steps: int) -> Stream:
+    """Return an answer on this channel with a body of `steps` tokens."""
     text = ARGUMENTS if channel == "tool arguments" else PROSE
     body = list(RENDERER.encode(text))
     body = (body * (steps // len(body) + 1))[:steps]
@@ -63,17 +66,20 @@ def stream(channel: str, steps: int) -> Stream:
     return Stream(header, body, 200012 if channel == "tool arguments" else 200002)
 
 
-def chunks(made: Stream) -> list[Chunk]:
-    steps = [Chunk(token_ids=token_ids([each])) for each in (*made.header, *made.body)]
-    return [*steps, Chunk(token_ids=token_ids([made.end]), finish_reason=FinishReason.STOP)]
+def make_chunks(stream: Stream) -> list[Chunk]:
+    """Return one chunk per token."""
+    steps = [Chunk(token_ids=token_ids([each])) for each in (*stream.header, *stream.body)]
+    return [*steps, Chunk(token_ids=token_ids([stream.end]), finish_reason=FinishReason.STOP)]
 
 
-def request(**fields: Any) -> bytes:
-    asked = {"model": CARD.name, "messages": [{"role": "user", "content": "hi"}], "stream": True}
-    return json.dumps(asked | fields).encode()
+def make_request(**fields: Any) -> bytes:
+    """Return the body of a streamed chat request."""
+    body = {"model": CARD.name, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    return json.dumps(body | fields).encode()
 
 
 def cpu_us(work: Callable[[], None], steps: int) -> float:
+    """Return the CPU time of `work` per step in microseconds, the best of three runs."""
     best = float("inf")
     for _ in range(3):
         begun = time.process_time()
@@ -82,10 +88,10 @@ def cpu_us(work: Callable[[], None], steps: int) -> float:
     return best / steps * 1e6
 
 
-def inner(channel: str, steps: int, **fields: Any) -> float:
-    """Parsing and JSON alone."""
-    made = chunks(stream(channel, steps))
-    body = parse(ChatRequest, request(**fields))
+def parse_cost_us(channel: str, steps: int, **fields: Any) -> float:
+    """Return the CPU time per token of parsing and JSON, in microseconds."""
+    chunks = make_chunks(make_stream(channel, steps))
+    body = parse(ChatRequest, make_request(**fields))
 
     def work() -> None:
         plan = prepare_chat(body, SERVED, RequestContext(request_id="r", deadline=0))
@@ -93,23 +99,23 @@ def inner(channel: str, steps: int, **fields: Any) -> float:
             PreparedRequest(meta=ResponseMeta(id="chatcmpl-1", model=CARD.name, created=0), body=body, plan=plan)
         )
         outputs = [Detokenizer(prepared, index) for index, prepared in enumerate(plan.choices)]
-        for chunk in made:
+        for chunk in chunks:
             for output in outputs:
                 events.delta(output.push(chunk))
 
     return cpu_us(work, steps * body.n)
 
 
-class Played:
-    """A pipeline and a catalog in one."""
+class FakePipeline:
+    """A pipeline and model registry that returns prepared chunks."""
 
-    def __init__(self, made: list[Chunk]) -> None:
-        self._made = made
+    def __init__(self, chunks: list[Chunk]) -> None:
+        self._chunks = chunks
 
     async def generate(
         self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        for index, chunk in enumerate(self._made):  # as a plane does whose reader keeps up
+        for index, chunk in enumerate(self._chunks):  # like a request plane with a fast reader
             if not index or sink is None or chunk.finish_reason is not None or not sink(chunk):
                 yield chunk
 
@@ -129,8 +135,8 @@ class Played:
         return ReadinessReport(pairs=[], mismatched=[], rejected_records=[])
 
 
-class Nowhere:
-    """A writer to a client that keeps up."""
+class NullWriter:
+    """A writer to a client that is always ready."""
 
     def is_ready(self) -> bool:
         return True
@@ -142,44 +148,50 @@ class Nowhere:
         pass
 
 
-def whole(channel: str, steps: int, **fields: Any) -> float:
-    """The exchange from body to last byte, all but the socket and the pipeline."""
-    played, config = Played(chunks(stream(channel, steps))), FrontendConfig()
-    edge = AppState(
+def exchange_cost_us(channel: str, steps: int, **fields: Any) -> float:
+    """Return the CPU time per token of a request without socket and pipeline, in microseconds."""
+    pipeline, config = FakePipeline(make_chunks(make_stream(channel, steps))), FrontendConfig()
+    state = AppState(
         config=config,
-        models=played,
-        pipeline=played,
+        models=pipeline,
+        pipeline=pipeline,
         metrics=FrontendMetrics(),
         limiter=ConcurrencyLimiter(config.max_inflight),
         body_budget=BodyBudget(config.max_total_body_bytes),
         running=InFlight(),
     )
-    app, sent = GenerateEndpoint(CHAT, edge), request(**fields)
+    app, body = GenerateEndpoint(CHAT, state), make_request(**fields)
 
     async def exchange() -> None:
-        sent_messages = [{"type": "http.request", "body": sent, "more_body": False}]
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Any:
-            return sent_messages.pop() if sent_messages else await asyncio.Event().wait()
+            return messages.pop() if messages else await asyncio.Event().wait()
 
         async def send(_: Any) -> None:
             pass
 
-        await app({"type": "http", "headers": [], "state": {WRITER: Nowhere()}}, receive, send)
+        await app({"type": "http", "headers": [], "state": {WRITER: NullWriter()}}, receive, send)
 
     return cpu_us(lambda: asyncio.run(exchange()), steps * int(fields.get("n", 1)))
 
 
 def main() -> None:
-    args = argparse.ArgumentParser(description=__doc__)
-    args.add_argument("--steps", type=int, default=20_000)
-    steps = args.parse_args().steps
+    """Print a table of CPU times."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.frontend_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=20_000, help="tokens per answer (default: 20000)")
+    steps = parser.parse_args().steps
     print(f"{'CPU per delta, us':24}{'parse + JSON':>14}{'whole exchange':>16}")
     cases: list[tuple[str, str, dict[str, Any]]] = [(channel, channel, {}) for channel in HEADERS]
     cases.append(("content, 4 stop strings", "content", {"stop": ["STOP", "END", "</s>", "\n\n\n"]}))
     cases.append(("content, n=4", "content", {"n": 4}))
     for name, channel, fields in cases:
-        print(f"{name:24}{inner(channel, steps, **fields):14.2f}{whole(channel, steps, **fields):16.2f}")
+        parse_us, exchange_us = parse_cost_us(channel, steps, **fields), exchange_cost_us(channel, steps, **fields)
+        print(f"{name:24}{parse_us:14.2f}{exchange_us:16.2f}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""What requests that are built to be expensive cost a frontend, and the other clients of it.
+"""Measures how much deliberately expensive requests slow down a frontend and its other clients.
 
     python -m benchmarks.hostile                  # all cases
     python -m benchmarks.hostile tool-words zeros
 
-Starts a small deployment with the mock engine. For each case it polls /live every 20 ms and runs a few ordinary streams
-while it sends the requests of the case. The frontend's memory is compared with the bytes that were sent. Exit status 1
-when a bar is missed: /live within 200 ms (99th percentile) and 500 ms (worst), no gap of more than 500 ms in the
-ordinary streams, fewer than 20 bytes of memory per byte sent, most of which is free again after --settle-s.
+Starts a small deployment with the mock engine. For each case, sends its requests while it polls /live every 20 ms and
+runs a few normal streams. The exit status is 1 if a limit is exceeded: /live takes more than 200 ms (99th percentile)
+or 500 ms (worst), a normal stream has a gap of more than 500 ms, the frontend's memory grows by more than 20 bytes per
+byte sent, or most of it is not freed after --settle-s.
 
-  status    of the case's requests
-  seconds   until the last of them was answered
-  grown     peak of the frontend's memory above what it had before, MB; then per byte sent
-  kept      what of it remains after --settle-s, MB
+  status            status codes of the requests
+  seconds           until the last response
+  grown, per_byte   peak growth of the frontend's memory in MB, and per byte sent
+  kept              growth that remains after --settle-s, MB
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ from typing import Any, Final
 import orjson
 
 from benchmarks.chaos.deployment import FRONTEND, Deployment, Options
-from benchmarks.chaos.load import load
+from benchmarks.chaos.load import build_load
 from benchmarks.client import Client
 
 CHAT: Final = "/v1/chat/completions"
 TEXT: Final = "/v1/completions"
 RESPONSES: Final = "/v1/responses"
 MAX_BODY: Final = 8 << 20
-_ANSWER_S = 120.0
-_EVERY_S = 0.02
-_EDGE_S = 0.5  # of ordinary load before and after the requests of a case
+_TIMEOUT_S = 120.0
+_POLL_S = 0.02
+_MARGIN_S = 0.5  # of normal load before and after the requests of a case
 _STREAMS = 4
 _OSL = 50
-_BARS: Final = {"live_p99_ms": 200.0, "live_worst_ms": 500.0, "gap_ms": 500.0}
+_LIMITS: Final = {"live_p99_ms": 200.0, "live_worst_ms": 500.0, "gap_ms": 500.0}
 _PER_BYTE: Final = 20.0
-_NOISE_MB: Final = 32.0  # growth that says nothing about a small request
+_NOISE_MB: Final = 32.0  # smaller growth is not counted
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request; `head` replaces its Content-Length, and `body` is sent as it is."""
+    """One request. `body` is sent unchanged."""
 
     path: str
     body: bytes
-    head: str = ""
-    stalls: bool = False  # half of the body is sent, and then nothing
+    head: str = ""  # replaces the Content-Length header
+    stalls: bool = False  # only half of the body is sent
 
 
 def chat(**fields: Any) -> Request:
@@ -64,8 +64,8 @@ def chat(**fields: Any) -> Request:
     return Request(CHAT, orjson.dumps(whole))
 
 
-def said(text: str, size: int = MAX_BODY) -> Request:
-    """Return a chat request of about `size` bytes whose one message is the text, repeated."""
+def repeat_text(text: str, size: int = MAX_BODY) -> Request:
+    """Return a chat request of about `size` bytes with one message that repeats the text."""
     count = (size - 200) // len(orjson.dumps(text)[1:-1])
     return chat(messages=[{"role": "user", "content": text * count}])
 
@@ -76,8 +76,8 @@ def _tools(count: int, description: str, **properties: Any) -> Request:
     return chat(tools=[{"type": "function", "function": function | {"name": f"f{i}"}} for i in range(count)])
 
 
-def listed(item: str, count: int, path: str = CHAT) -> Request:
-    """Return a request whose messages or input are the item, many times."""
+def repeat_item(item: str, count: int, path: str = CHAT) -> Request:
+    """Return a request whose messages or input repeat the item."""
     field = "input" if path == RESPONSES else "messages"
     items = ",".join([item] * count)
     return Request(path, f'{{"model":"mock","{field}":[{items}]}}'.encode())
@@ -93,24 +93,24 @@ def _chunked(*parts: bytes) -> Request:
 
 
 CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
-    "letter": lambda: [said("a")],
-    "alternating": lambda: [said("aA")],
-    "blanks": lambda: [said(" ")],
-    "newlines": lambda: [said("\n")],
-    "digits": lambda: [said("7")],
-    "punctuation": lambda: [said("!")],
-    "CJK": lambda: [said("漢")],
-    "emoji": lambda: [said("😀")],
-    "marks": lambda: [said("\u0301")],
-    "wide": lambda: [said("a" * 10_000 + "😀")],  # four bytes per character in memory
+    "letter": lambda: [repeat_text("a")],
+    "alternating": lambda: [repeat_text("aA")],
+    "blanks": lambda: [repeat_text(" ")],
+    "newlines": lambda: [repeat_text("\n")],
+    "digits": lambda: [repeat_text("7")],
+    "punctuation": lambda: [repeat_text("!")],
+    "CJK": lambda: [repeat_text("漢")],
+    "emoji": lambda: [repeat_text("😀")],
+    "marks": lambda: [repeat_text("\u0301")],
+    "wide": lambda: [repeat_text("a" * 10_000 + "😀")],  # four bytes per character in memory
     "tool-words": lambda: [_tools(1, " ".join(["a" * 16_000] * 15))],
     "many-tools": lambda: [_tools(512, "word " * 40, place={"type": "string", "description": "x" * 200})],
     "tools-too-large": lambda: [_tools(32, " ".join(["a" * 16_000] * 15))],
-    "wrong-messages": lambda: [listed("0", 400_000)],
-    "wrong-items": lambda: [listed("0", 400_000, path=RESPONSES)],
-    "zeros": lambda: [listed("0", (MAX_BODY - 100) // 2)],
-    "zeros-15M": lambda: [listed("0", 7_500_000)],
-    "empty-lists": lambda: [listed("[]", (MAX_BODY - 100) // 3)],
+    "wrong-messages": lambda: [repeat_item("0", 400_000)],
+    "wrong-items": lambda: [repeat_item("0", 400_000, path=RESPONSES)],
+    "zeros": lambda: [repeat_item("0", (MAX_BODY - 100) // 2)],
+    "zeros-15M": lambda: [repeat_item("0", 7_500_000)],
+    "empty-lists": lambda: [repeat_item("[]", (MAX_BODY - 100) // 3)],
     "messages": lambda: [chat(messages=[{"role": "user", "content": "hi"}] * 20_000)],
     "names": lambda: [chat(messages=[{"role": "user", "name": f"n{i}", "content": "hi"} for i in range(20_000)])],
     "calls": lambda: [_calls("{}", 20_000)],
@@ -132,7 +132,7 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
     ],
     "user": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 30_000_000}))] * 9,
     "user-8M": lambda: [Request(RESPONSES, orjson.dumps({"model": "mock", "input": "x", "user": "u" * 8_000_000}))] * 9,
-    "bodies": lambda: [said("hello world, ")] * 64,
+    "bodies": lambda: [repeat_text("hello world, ")] * 64,
     "stalled-bodies": lambda: [Request(CHAT, b" " * MAX_BODY, stalls=True)] * 64,
     "chunk-extension": lambda: [_chunked(b"1;x=", b"x" * 4_000_000, b"\r\n{\r\n0\r\n\r\n")],
     "trailer": lambda: [_chunked(b"1\r\n{\r\n0\r\nx: ", b"x" * 4_000_000, b"\r\n\r\n")],
@@ -140,19 +140,20 @@ CASES: Final[dict[str, Callable[[], Sequence[Request]]]] = {
 
 
 class Frontend:
-    """The memory of the frontend's processes, and how fast it answers /live."""
+    """Measures the memory of the frontend's processes and the latency of /live."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._pids = [process.pid for name, process in deployment.processes() if name == FRONTEND]
         self._port = deployment.http_port
-        self.seconds: list[float] = []  # of /live
+        self.live_s: list[float] = []
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
+        """Reset the peak memory."""
         for pid in self._pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def megabytes(self, field: str) -> float:
-        """`field`: VmRSS, or VmHWM for the peak since `forget_peak`."""
+        """Return VmRSS, or VmHWM for the peak since `reset_peak`, in MB."""
         total = 0
         for pid in self._pids:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -160,22 +161,22 @@ class Frontend:
         return total / 1000
 
     async def poll(self) -> None:
-        """Ask for /live until cancelled, at fixed times: a slow answer does not hide the next ones."""
+        """Send GET /live at fixed intervals until cancelled. A slow response does not delay the next request."""
         async with asyncio.TaskGroup() as group:
             while True:
-                group.create_task(self._ask())
-                await asyncio.sleep(_EVERY_S)
+                group.create_task(self._get_live())
+                await asyncio.sleep(_POLL_S)
 
-    async def _ask(self) -> None:
+    async def _get_live(self) -> None:
         begun_s = time.perf_counter()
-        await answered(self._port, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
-        self.seconds.append(time.perf_counter() - begun_s)
+        await exchange(self._port, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        self.live_s.append(time.perf_counter() - begun_s)
 
 
-async def answered(port: int, data: bytes) -> str:
-    """Return the status of the answer, or what happened instead."""
+async def exchange(port: int, data: bytes) -> str:
+    """Send the data. Return the status code, or the name of the error."""
     try:
-        async with asyncio.timeout(_ANSWER_S):
+        async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             try:
                 writer.write(data)
@@ -191,28 +192,28 @@ async def answered(port: int, data: bytes) -> str:
 
 
 async def send(port: int, request: Request) -> str:
-    """Send the request, and return as `answered`."""
+    """Send the request. Return the status code, or the name of the error."""
     length = request.head or f"Content-Length: {len(request.body)}"
     head = f"POST {request.path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{length}"
     body = request.body[: len(request.body) // 2] if request.stalls else request.body
-    return await answered(port, head.encode() + b"\r\n\r\n" + body)
+    return await exchange(port, head.encode() + b"\r\n\r\n" + body)
 
 
-async def measured(deployment: Deployment, name: str, settle_s: float) -> dict[str, Any]:
-    """Send the requests of one case and return its row."""
+async def measure_case(deployment: Deployment, name: str, settle_s: float) -> dict[str, Any]:
+    """Send the requests of one case. Return its row."""
     requests = CASES[name]()
     size = sum(len(request.body) // (1 + request.stalls) for request in requests)
     frontend = Frontend(deployment)
-    client = Client(load(deployment, osl=_OSL, streams=_STREAMS, timeout_s=_ANSWER_S))
+    client = Client(build_load(deployment, osl=_OSL, streams=_STREAMS, timeout_s=_TIMEOUT_S))
     before_mb = frontend.megabytes("VmRSS")
-    frontend.forget_peak()
+    frontend.reset_peak()
     polling, streaming = asyncio.create_task(frontend.poll()), asyncio.create_task(client.run())
     try:
-        await asyncio.sleep(_EDGE_S)
+        await asyncio.sleep(_MARGIN_S)
         begun_s = time.perf_counter()
         statuses = Counter(await asyncio.gather(*(send(deployment.http_port, request) for request in requests)))
         seconds = time.perf_counter() - begun_s
-        await asyncio.sleep(_EDGE_S)
+        await asyncio.sleep(_MARGIN_S)
         client.stop()
         records = await streaming
     finally:
@@ -222,7 +223,7 @@ async def measured(deployment: Deployment, name: str, settle_s: float) -> dict[s
         client.aclose()
     grown_mb = frontend.megabytes("VmHWM") - before_mb
     await asyncio.sleep(settle_s)
-    live_s = sorted(frontend.seconds)
+    live_s = sorted(frontend.live_s)
     gaps_s = [max(r.gaps_s, default=0.0) for r in records] + [(r.first_s or math.inf) - r.planned_s for r in records]
     return {
         "case": name,
@@ -241,8 +242,8 @@ async def measured(deployment: Deployment, name: str, settle_s: float) -> dict[s
 
 
 def missed(row: dict[str, Any]) -> Iterator[str]:
-    """The bars that a case missed."""
-    yield from (name for name, bar in _BARS.items() if row[name] > bar)
+    """Yield the limits that a case exceeded."""
+    yield from (name for name, limit in _LIMITS.items() if row[name] > limit)
     if row["failed"] or "silent" in row["status"]:
         yield "failed"
     if row["grown_mb"] > _NOISE_MB and row["per_byte"] > _PER_BYTE:
@@ -256,7 +257,7 @@ async def _run(names: Sequence[str], settle_s: float, *, as_json: bool) -> bool:
     try:
         deployment.start()
         for name in names:
-            row = await measured(deployment, name, settle_s)
+            row = await measure_case(deployment, name, settle_s)
             row["missed"] = list(missed(row))
             is_good = is_good and not row["missed"]
             if as_json:
@@ -275,8 +276,10 @@ def main() -> None:
         prog="python -m benchmarks.hostile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("case", nargs="*", choices=[*CASES, []], metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--settle-s", type=float, default=10.0, help="between the last answer and the last look")
-    parser.add_argument("--json", action="store_true", help="one JSON line per case")
+    parser.add_argument(
+        "--settle-s", type=float, default=10.0, help="seconds to wait before the last memory reading (default: 10)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON line per case")
     args = parser.parse_args()
     raise SystemExit(0 if asyncio.run(_run(args.case or list(CASES), args.settle_s, as_json=args.json)) else 1)
 

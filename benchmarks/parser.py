@@ -1,4 +1,4 @@
-"""CPU per token of the output parsers, one token per push as a busy server sees them. Prints, judges nothing.
+"""Measures the CPU time of the output parsers per token, with one token per push.
 
 python -m benchmarks.parser [--rounds N]
 """
@@ -36,19 +36,22 @@ OTHERS: dict[str, tuple[Callable[[], ToolCallParser], str]] = {
 
 
 def main() -> None:
-    args = argparse.ArgumentParser(description=__doc__)
-    args.add_argument("--rounds", type=int, default=7)
-    rounds = args.parse_args().rounds
+    """Print a line per parser and text."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parser", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="repetitions of which medians are shown (default: 7)")
+    rounds = parser.parse_args().rounds
     renderer, encoding = HarmonyRenderer(), vocabulary.load_harmony()
     for name, text in HARMONY.items():
         ids = encoding.encode(text, allowed_special="all")
         _report(f"harmony, {name}", renderer.chat_parser, [token_ids([i]) for i in ids], rounds)
     for name, (calls, text) in OTHERS.items():
         pushes = [token_ids([i]) for i in renderer.encode(text)]
-        _report(name, functools.partial(_split, renderer, calls), pushes, rounds)
+        _report(name, functools.partial(_make_parser, renderer, calls), pushes, rounds)
 
 
-def _split(renderer: HarmonyRenderer, calls: Callable[[], ToolCallParser]) -> OutputParser:
+def _make_parser(renderer: HarmonyRenderer, calls: Callable[[], ToolCallParser]) -> OutputParser:
     text = renderer.text_parser()
     return ChatOutputParser(
         text, reasoning_parser=ReasoningParser(begins_inside=False), calls=calls(), prefill_ids=token_ids()
@@ -60,9 +63,9 @@ def _report(name: str, make: Callable[[], OutputParser], pushes: Sequence[TokenI
     for _ in range(rounds):
         parser, times = make(), []
         for ids in pushes:
-            began = time.perf_counter()
+            begun_s = time.perf_counter()
             parser.push(ids)
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - begun_s)
         parser.finish()
         totals.append(sum(times) / len(pushes))
         slowest.append(max(times))

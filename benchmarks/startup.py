@@ -1,9 +1,9 @@
-"""How long a frontend takes to its first word and to its first model, and which imports that time goes to.
+"""Measures how long a frontend takes to answer /live and to serve its first model, and which imports take the time.
 
     python -m benchmarks.startup --repeat 3
 
-Starts etcd, NATS, a frontend and then a mock worker of a Harmony model, on free ports; ends them all. Seconds are since
-the start of the frontend, and since the registration of the worker.
+Starts etcd, NATS, a frontend and then a mock worker with a Harmony model on free ports. Prints the seconds since the
+start of the frontend, and since the registration of the worker.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dynamo_trtllm.launch.servers import start_etcd, start_nats
 from dynamo_trtllm.subprocesses.child import scratch_folder, spawn
 
 MODEL = "mock"
-STAGES = {"first word": "dynamo_trtllm.frontend.main", "whole frontend": "dynamo_trtllm.frontend.run_app"}
-_WITHIN_S = 60.0
+STAGES = {"/live endpoint": "dynamo_trtllm.frontend.main", "whole frontend": "dynamo_trtllm.frontend.run_app"}
+_TIMEOUT_S = 60.0
 _PAUSE_S = 0.002
 _ROWS = 12
 _IMPORT = re.compile(r"import time:\s+(\d+) \|\s+\d+ \| +(\S+)")
 
 
-class Watched:
-    """A `python -m` of ours, and when each of its log lines came."""
+class LoggedProcess:
+    """A `python -m` process whose log lines are stored with their times."""
 
     def __init__(self, module: str, argv: list[str], env: Mapping[str, str]) -> None:
         self.begun = time.monotonic()
@@ -49,20 +49,21 @@ class Watched:
         for line in self.process.stderr:
             self._lines.append((time.monotonic(), line.decode(errors="replace")))
 
-    def said(self, pattern: str) -> tuple[float, re.Match[str]]:
-        """When a line that matches came first, waited for."""
-        found: list[tuple[float, re.Match[str]]] = []
+    def wait_for_line(self, pattern: str) -> tuple[float, re.Match[str]]:
+        """Wait for a log line that matches. Return its time and the match. Exit with the log if the process ends."""
+        matches: list[tuple[float, re.Match[str]]] = []
 
-        def look() -> bool:
-            found.extend((at, match) for at, line in self._lines if (match := re.search(pattern, line)))
-            return bool(found) or self.process.poll() is not None
+        def search() -> bool:
+            matches.extend((at, match) for at, line in self._lines if (match := re.search(pattern, line)))
+            return bool(matches) or self.process.poll() is not None
 
-        until(look)
-        if not found:
+        wait_until(search)
+        if not matches:
             raise SystemExit("".join(line for _, line in self._lines))
-        return found[0]
+        return matches[0]
 
     def rss_mib(self) -> float:
+        """Return the resident memory in MiB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.findall(r"VmRSS:\s+(\d+)", text)[0]) / 1024
 
@@ -71,19 +72,19 @@ class Watched:
         self.process.wait()
 
 
-def until(condition: Callable[[], bool]) -> float:
-    """When it held."""
-    deadline = time.monotonic() + _WITHIN_S
+def wait_until(condition: Callable[[], bool]) -> float:
+    """Wait for a condition and return the time at which it held. Exit after a timeout."""
+    deadline = time.monotonic() + _TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit(f"not so within {_WITHIN_S:g} s")
+            raise SystemExit(f"timeout after {_TIMEOUT_S:g} s")
         time.sleep(_PAUSE_S)
     return time.monotonic()
 
 
-def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, str]:
-    """Return status and text; status 0 while no server listens."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_WITHIN_S)
+def http_request(port: int, method: str, path: str, body: object = None) -> tuple[int, str]:
+    """Send a request. Return status and text of the response, or status 0 if no server listens."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     try:
         content = None if body is None else json.dumps(body)
         connection.request(method, path, content, {"Content-Type": "application/json"})
@@ -96,45 +97,48 @@ def ask(port: int, method: str, path: str, body: object = None) -> tuple[int, st
 
 
 @contextmanager
-def servers() -> Iterator[dict[str, str]]:
-    """The environment in which processes find them."""
+def start_servers() -> Iterator[dict[str, str]]:
+    """Start etcd and NATS for the context. Yield the environment for processes that connect to them."""
     with scratch_folder("dynamo-startup-") as folder:
         etcd = wait_for(start_etcd(folder / "etcd"))
         nats = wait_for(start_nats(folder / "nats"))
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         try:
-            yield kept | {"ETCD_ENDPOINTS": etcd.address, "NATS_SERVER": nats.address}
+            yield env | {"ETCD_ENDPOINTS": etcd.address, "NATS_SERVER": nats.address}
         finally:
             wait_for(nats.stop())
             wait_for(etcd.stop())
 
 
 def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
-    frontend = Watched("dynamo_trtllm.frontend", [f"--http-port={port}"], env)
-    found = {}
+    """Start a frontend and a worker once. Return the measured seconds and MiB by name."""
+    frontend = LoggedProcess("dynamo_trtllm.frontend", [f"--http-port={port}"], env)
+    timings = {}
     try:
-        found["/live answers"] = until(lambda: ask(port, "GET", "/live")[0] == 200) - frontend.begun
-        found["requests are taken"] = until(lambda: "loading" not in ask(port, "GET", "/health")[1]) - frontend.begun
-        found["MiB, no model"] = frontend.rss_mib()
-        worker = Watched("dynamo_trtllm", ["--engine", "mock", "--model", MODEL], env)
+        timings["/live answers"] = wait_until(lambda: http_request(port, "GET", "/live")[0] == 200) - frontend.begun
+        timings["requests are taken"] = (
+            wait_until(lambda: "loading" not in http_request(port, "GET", "/health")[1]) - frontend.begun
+        )
+        timings["MiB, no model"] = frontend.rss_mib()
+        worker = LoggedProcess("dynamo_trtllm", ["--engine", "mock", "--model", MODEL], env)
         try:
-            registered, _ = worker.said("serving as instance")
-            found["worker: start to registration"] = registered - worker.begun
-            found["registration: seen"] = frontend.said("instance .* is up")[0] - registered
-            found["registration: model served"] = frontend.said("is served")[0] - registered
+            registered, _ = worker.wait_for_line("serving as instance")
+            timings["worker: start to registration"] = registered - worker.begun
+            timings["registration: seen"] = frontend.wait_for_line("instance .* is up")[0] - registered
+            timings["registration: model served"] = frontend.wait_for_line("is served")[0] - registered
             body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
-            answered = until(lambda: ask(port, "POST", "/v1/chat/completions", body)[0] == 200)
-            found["registration: first answer"] = answered - registered
-            found["MiB, one model"] = frontend.rss_mib()
+            answered = wait_until(lambda: http_request(port, "POST", "/v1/chat/completions", body)[0] == 200)
+            timings["registration: first answer"] = answered - registered
+            timings["MiB, one model"] = frontend.rss_mib()
         finally:
             worker.stop()
     finally:
         frontend.stop()
-    return found
+    return timings
 
 
 def imports(module: str) -> Counter[str]:
-    """Milliseconds by package, each without what it imports of others."""
+    """Return the import time of each package in milliseconds, without its imports of other packages."""
     command = [sys.executable, "-X", "importtime", "-c", f"import {module}"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spent: Counter[str] = Counter()
@@ -144,6 +148,7 @@ def imports(module: str) -> Counter[str]:
 
 
 def main() -> None:
+    """Print medians of several starts, and the import times."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.startup",
         description=__doc__,
@@ -151,10 +156,10 @@ def main() -> None:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--repeat", type=int, default=3, metavar="N", help="starts, of which medians are shown (default: 3)")
+    add("--repeat", type=int, default=3, metavar="N", help="number of starts of which medians are shown (default: 3)")
     add("--http-port", type=int, default=18080, metavar="PORT", help="port of the frontend (default: 18080)")
     args = parser.parse_args()
-    with servers() as env:
+    with start_servers() as env:
         runs = [timeline(env, args.http_port) for _ in range(args.repeat)]
     print(f"{'':32} median   lowest   highest, of {args.repeat}")
     for name in runs[0]:

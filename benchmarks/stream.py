@@ -1,6 +1,6 @@
-"""One keep-alive HTTP/1.1 connection that streams server-sent events and notes when they came. For the load client.
+"""A keep-alive HTTP/1.1 connection of the load client that records when server-sent events arrive.
 
-Events are counted on the wire, so that the client costs little and several events of one read share its time.
+Events are counted on the raw bytes to save CPU time. Events of one read get the same time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import orjson
 
 _DATA = b"data: "
 _DONE = b"[DONE]"
-_SHOWS = re.compile(rb'"(?:content|reasoning_content|arguments|text)":"[^"]').search
+_HAS_TEXT = re.compile(rb'"(?:content|reasoning_content|arguments|text)":"[^"]').search
 
 
-class Record(msgspec.Struct, kw_only=True):
-    """One request as the client saw it. Times are seconds of one monotonic clock."""
+class RequestRecord(msgspec.Struct, kw_only=True):
+    """One request as the client saw it. Times are in seconds of a monotonic clock."""
 
     index: int
-    planned_s: float  # when it should have been sent; latency counts from here
+    planned_s: float  # when it should have been sent; latencies count from here
     status: int = 0  # HTTP; 0: no answer
     error: str = ""  # "", the code of the server's error, or connect, cut (the connection ended), timeout, no_end
     first_s: float | None = None  # first event with text
@@ -34,9 +34,9 @@ class Record(msgspec.Struct, kw_only=True):
     output_tokens: int = 0  # as the server counts them
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    text: str | None = None  # content, when it is kept
+    text: str | None = None  # content, with keep_text
     finish: str | None = None
-    gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))  # between reads that brought text
+    gaps_s: array[float] = msgspec.field(default_factory=lambda: array("d"))  # between reads with text
 
     @property
     def is_ok(self) -> bool:
@@ -44,24 +44,24 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 class StreamConnection(asyncio.Protocol):
-    """Serves one request at a time. Made by `connect`."""
+    """One connection, for one request at a time. Created by `connect`."""
 
     def __init__(self, *, keep_text: bool) -> None:
         self._keep_text = keep_text
         self._transport: asyncio.Transport | None = None
-        self._record: Record | None = None
+        self._record: RequestRecord | None = None
         self._done: asyncio.Future[None] | None = None
         self.is_open = False
 
     @classmethod
     async def connect(cls, host: str, port: int, *, keep_text: bool) -> StreamConnection:
-        """Connect to a server. Raises OSError when none listens."""
+        """Connect to a server. Raise OSError if none listens."""
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: cls(keep_text=keep_text), host, port)
         return connection
 
-    async def exchange(self, request: bytes, record: Record, timeout_s: float) -> None:
-        """Sends one request and fills `record` until the answer's end. Whatever happens is in the record."""
+    async def exchange(self, request: bytes, record: RequestRecord, timeout_s: float) -> None:
+        """Send one request and fill `record` until the response ends. Errors are stored in the record."""
         self._record, self._rest, self._body, self._ended = record, b"", bytearray(), False
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
@@ -85,7 +85,7 @@ class StreamConnection(asyncio.Protocol):
     # --- asyncio.Protocol ------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport, self.is_open = cast("asyncio.Transport", transport), True  # uvloop's is not derived from it
+        self._transport, self.is_open = cast("asyncio.Transport", transport), True  # uvloop's transport is no subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
@@ -114,15 +114,15 @@ class StreamConnection(asyncio.Protocol):
             self._body += body
             return
         now = time.perf_counter()
-        *whole, self._rest = (self._rest + body).split(b"\n\n")
-        shown = sum(self._take(event[len(_DATA) :], record) for event in whole if event.startswith(_DATA))
-        if not shown:
+        *events, self._rest = (self._rest + body).split(b"\n\n")
+        with_text = sum(self._take(event[len(_DATA) :], record) for event in events if event.startswith(_DATA))
+        if not with_text:
             return
         if record.last_s is None:
             record.first_s = now
         else:
             record.gaps_s.append(now - record.last_s)
-        record.events += shown
+        record.events += with_text
         record.last_s = now
 
     def on_message_complete(self) -> None:
@@ -138,8 +138,8 @@ class StreamConnection(asyncio.Protocol):
 
     # --- events ----------------------------------------------------------------------------------------
 
-    def _take(self, event: bytes, record: Record) -> bool:
-        """Whether the event shows text."""
+    def _take(self, event: bytes, record: RequestRecord) -> bool:
+        """Read one event. Return whether it has text."""
         if event == _DONE:
             self._ended = True
             return False
@@ -147,19 +147,19 @@ class StreamConnection(asyncio.Protocol):
             self._take_end(orjson.loads(event), record)
         if self._keep_text or b'"finish_reason":"' in event:
             self._take_choices(orjson.loads(event), record)
-        return _SHOWS(event) is not None
+        return _HAS_TEXT(event) is not None
 
-    def _take_end(self, event: dict[str, object], record: Record) -> None:
+    def _take_end(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:
             case {"error": {"code": code}}:
                 record.error = str(code)
-            case {"usage": {"completion_tokens": int(made), "prompt_tokens": int(prompt), **rest}}:
-                record.output_tokens, record.prompt_tokens = made, prompt
+            case {"usage": {"completion_tokens": int(completion), "prompt_tokens": int(prompt), **rest}}:
+                record.output_tokens, record.prompt_tokens = completion, prompt
                 match rest.get("prompt_tokens_details"):
                     case {"cached_tokens": int(cached)}:
                         record.cached_tokens = cached
 
-    def _take_choices(self, event: dict[str, object], record: Record) -> None:
+    def _take_choices(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:
             case {"choices": [{"delta": {**delta}, "finish_reason": finish}]}:
                 record.finish = str(finish) if finish else record.finish
@@ -180,7 +180,7 @@ def _error_code(body: bytes) -> str:
         match orjson.loads(body):
             case {"error": {"code": str(code)}}:
                 return code
-            case {"error": {"code": int(code)}} | {"code": int(code)}:  # servers that name the status alone
+            case {"error": {"code": int(code)}} | {"code": int(code)}:  # servers without error codes
                 return f"http_{code}"
     except orjson.JSONDecodeError:
         pass

@@ -1,9 +1,9 @@
-"""A worker inside a program of your own: your event loop, your other work beside it, your decision when to stop.
+"""Run a worker inside your own program, on its event loop and beside its other tasks.
 
     python examples/embedded_torch.py --etcd-endpoints http://localhost:2379 --nats-server nats://localhost:4222
     python -m dynamo_trtllm.frontend --http-port 8000
 
-Then ask the frontend for the model `embedded`. SIGTERM or Ctrl-C finishes what runs and leaves.
+Then send requests for the model `embedded` to the frontend. SIGTERM or Ctrl-C drains the worker and exits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("embedded")
 
 
 async def other_work() -> None:
-    """Whatever your program does besides."""
+    """Do what else your program does."""
     minutes = 0
     while True:
         await asyncio.sleep(60)
@@ -34,9 +34,9 @@ async def run(config: WorkerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, worker.stop)
     async with asyncio.TaskGroup() as group:
-        beside = group.create_task(other_work())
-        await worker.serve()  # until worker.stop(); raises when the engine fails, which ends the group
-        beside.cancel()
+        other = group.create_task(other_work())
+        await worker.serve()  # until worker.stop(); raises if the engine fails, which cancels the group
+        other.cancel()
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     config = WorkerConfig(
-        model_path="tiny-gpt-oss",  # the model that comes with the package, or a folder
+        model_path="tiny-gpt-oss",  # a bundled model, or a folder
         served_model_name="embedded",
         engine="torch",
         disaggregation_mode=Role.AGGREGATED,

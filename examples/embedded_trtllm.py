@@ -1,12 +1,12 @@
-"""A TensorRT-LLM worker from a launch script of your own, on one node or several.
+"""Run a TensorRT-LLM worker from your own launch script, on one node or several.
 
     python examples/embedded_trtllm.py --model-path /models/gpt-oss-120b --disaggregation-mode decode
 
-takes every flag and environment variable of `python -m dynamo_trtllm`; what is set here is the default. On several
-nodes start it with `examples/llmapi_launch.sh`.
+The script accepts every flag and environment variable of `python -m dynamo_trtllm`. On several nodes, start it with
+`examples/llmapi_launch.sh`.
 
-The `__main__` guard at the end is needed: an engine on several GPUs starts a process for each, and every one of them
-imports this file again. Without the guard each would start an engine of its own.
+The `__main__` guard at the end is needed. An engine on several GPUs starts a process per GPU, and each of them imports
+this file again. Without the guard each process would start another engine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROG = "embedded_trtllm.py"
 
 def main() -> None:
     try:
-        config = load(WorkerConfig, prog=PROG, description="A TensorRT-LLM worker of my own.").config
+        config = load(WorkerConfig, prog=PROG, description="Run a TensorRT-LLM worker.").config
         config = config.model_copy(update={"engine": "trtllm"})
         observe_logging.setup(config.log_level, config.disaggregation_mode, config.log_format)
         Worker(config).run()  # until SIGTERM, which drains

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# One TensorRT-LLM worker over several nodes: every rank of the MPI job runs this file's last line. On rank 0
-# trtllm-llmapi-launch runs the script; on the others it waits for the engine's work, so only one worker registers.
+# Runs one TensorRT-LLM worker on several nodes. Every rank of the MPI job runs trtllm-llmapi-launch, which runs the
+# script on rank 0 and waits for work of the engine on the other ranks. Only one worker registers.
 #
 #   srun --mpi=pmix -N 2 --ntasks-per-node 8 examples/llmapi_launch.sh --model-path /models/gpt-oss-120b \
 #       --disaggregation-mode decode --tensor-parallel-size 16 \
 #       --etcd-endpoints http://HEAD:2379 --nats-server nats://HEAD:4222
 #
-# srun or mpirun must give each rank its GPU, and a signal must reach rank 0 for a drain (srun: --signal or scancel).
+# srun or mpirun must assign a GPU to each rank. To drain the worker, send a signal to rank 0 (srun: --signal or scancel).
 set -euo pipefail
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     echo "usage: examples/llmapi_launch.sh [flags of python -m dynamo_trtllm]"

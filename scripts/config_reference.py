@@ -1,6 +1,6 @@
-"""Writes docs/reference-configuration.md from the configuration's own models: `python -m scripts.config_reference`.
+"""Writes docs/reference-configuration.md from the configuration models: `python -m scripts.config_reference`.
 
-A test compares the page with this output, so that every flag, default and variable in it is right.
+A test compares the page with this output.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ some settings, a variable that other programs use works too. `--no-…` switches
 
 
 def page() -> str:
+    """Return the page."""
     parts = [_HEAD]
     for program in PROGRAMS:
         parts += [f"## {program.title}\n", f"`python -m {program.module}`\n", *_program(program.model)]

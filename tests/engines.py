@@ -1,4 +1,4 @@
-"""Makes engines for tests and asks them: one request, two legs, nothing left."""
+"""Creates engines for tests, sends requests to them, and checks that they release all resources."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def make(
         override_engine_args=_ARGUMENTS[kind](role, args) if kind in _ARGUMENTS else args,
     )
     number = list(Role).index(role) + 1
-    if kind == "trtllm":  # over the stand-in, which chooses the carrier itself
+    if kind == "trtllm":  # on the fake TensorRT-LLM, which chooses the transfer backend itself
         from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 
         return TrtllmEngine(config, instance_id=number)
-    if kind == "vllm":  # over the stand-in
+    if kind == "vllm":  # on the fake vLLM
         from dynamo_trtllm.engines.vllm.engine import VllmEngine
 
         return VllmEngine(config, instance_id=number)
@@ -70,7 +70,7 @@ def make(
 
 
 def trtllm_args(role: Role, **args: Any) -> dict[str, Any]:
-    """TensorRT-LLM's names for what the contract sets."""
+    """Translate the arguments of the contract tests to TensorRT-LLM's names."""
     kv = dict(args.pop("kv_cache_config", {}))
     if "kv_block_size" in args:
         kv["tokens_per_block"] = args.pop("kv_block_size")
@@ -83,7 +83,7 @@ def trtllm_args(role: Role, **args: Any) -> dict[str, Any]:
 
 
 def vllm_args(args: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's names for what the contract sets."""
+    """Translate the arguments of the contract tests to vLLM's names."""
     names = {"kv_block_size": "block_size", "max_batch_size": "max_num_seqs", "max_seq_len": "max_model_len"}
     chosen = {names.get(name, name): value for name, value in args.items()}
     if "kv_cache_blocks" in chosen:
@@ -143,7 +143,7 @@ def tokens(chunks: list[Chunk]) -> list[int]:
 
 
 async def error_code(engine: Engine, request: GenerateRequest) -> str:
-    """The code of the error that a worker over this engine answers with."""
+    """Return the error code with which a worker with this engine rejects the request."""
     instance = make_instance(1, role=Role.AGGREGATED)
     admission = Admission(AdmissionLimits(), time.time)
     service = WorkerService(engine, instance, admission, files={}, metrics=WorkerMetrics())
@@ -157,7 +157,7 @@ async def answer(engine: Engine, prompt: array[int], **sampling: Any) -> list[in
     return tokens(await collect(engine, ask(prompt, **sampling)))
 
 
-async def ticket_from(engine: Engine, prompt: array[int], **sampling: Any) -> KvTransferParams:
+async def prefill_params(engine: Engine, prompt: array[int], **sampling: Any) -> KvTransferParams:
     last = (await collect(engine, ask(prompt, phase=Phase.PREFILL, **sampling)))[-1]
     assert last.finish_reason is FinishReason.KV_TRANSFER
     assert last.ticket is not None
@@ -165,9 +165,9 @@ async def ticket_from(engine: Engine, prompt: array[int], **sampling: Any) -> Kv
     return last.ticket
 
 
-async def two_legs(prefill: Engine, decode: Engine, prompt: array[int], **sampling: Any) -> list[Chunk]:
-    """As a frontend does it: the prefill worker is told that its ticket was redeemed."""
-    ticket = await ticket_from(prefill, prompt, **sampling)
+async def prefill_then_decode(prefill: Engine, decode: Engine, prompt: array[int], **sampling: Any) -> list[Chunk]:
+    """Run the prefill and the decode phase like a frontend, and release the KV on the prefill engine."""
+    ticket = await prefill_params(prefill, prompt, **sampling)
     try:
         return await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, **sampling))
     finally:
@@ -185,7 +185,7 @@ def release(engine: Engine, ticket: KvTransferParams, outcome: ReleaseOutcome = 
 
 
 async def check_stats(engine: Engine, **expected: int) -> None:
-    """Soon: an engine that is asked on a thread knows a moment later."""
+    """Wait until the engine's statistics have these values. Fail after a timeout."""
     deadline = time.monotonic() + SOON_S
     while True:
         now = {name: getattr(stats(engine), name) for name in expected}

@@ -1,4 +1,4 @@
-"""Servers that a test may restart, freeze and empty."""
+"""Servers that a test may restart, pause and empty."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo_trtllm.launch.servers import LocalServer, start_etcd, start_nats
 
 
 class TestServer:
-    """One etcd or nats-server at a fixed address, whatever is done to it."""
+    """One etcd or nats-server that keeps its address over restarts."""
 
     __test__ = False
 
@@ -36,7 +36,7 @@ class TestServer:
         wait_for(self._server.ended())
 
     def start(self) -> None:
-        """After stop or kill: the same data, the same port."""
+        """Start again after `stop` or `kill`, with the same data and port."""
         self._server = wait_for(self._server.restart())
 
     def restart(self) -> None:
@@ -44,11 +44,11 @@ class TestServer:
         self.start()
 
     def lose_data(self) -> None:
-        """After stop: the next start finds nothing."""
+        """Delete the data after `stop`."""
         shutil.rmtree(self._data_dir / "etcd", ignore_errors=True)
 
     def pause(self) -> None:
-        """Frozen: connections stay, nothing answers."""
+        """Stop the process with SIGSTOP. Connections stay open and nothing answers."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:

@@ -1,4 +1,4 @@
-"""A small byte-level vocabulary on disk, for what needs to know how tokens are spelled."""
+"""Writes a small byte-level tokenizer, for tests that need the text of tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORDS = ('{"', '":', '",', "true", "false", "null", "final", "city", "12", " get
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """tokenizer.json with a token for each byte, for `WORDS` (256 on) and for `CONTROL`."""
+    """Write tokenizer.json with a token for each byte, for `WORDS` (from 256 on) and for `CONTROL`."""
     letters = _letters()
     vocab = {letters[byte]: byte for byte in range(256)}
     vocab |= {"".join(letters[byte] for byte in word.encode()): 256 + at for at, word in enumerate(WORDS)}
@@ -29,7 +29,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def spell(ids: list[int]) -> str:
-    """The text of ids of this vocabulary."""
+    """Return the text of these token ids."""
     control = {number: text for text, number in CONTROL.items()}
     parts = (
         bytes([i]) if i < 256 else WORDS[i - 256].encode() if i < 256 + len(WORDS) else control[i].encode() for i in ids
@@ -38,7 +38,7 @@ def spell(ids: list[int]) -> str:
 
 
 def _letters() -> list[str]:
-    """The table of GPT-2: a letter that can be seen for each byte."""
+    """Return GPT-2's table of printable characters by byte."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unseen = [byte for byte in range(256) if byte not in seen]
     return [chr(byte) if byte in seen else chr(256 + unseen.index(byte)) for byte in range(256)]

@@ -1,4 +1,3 @@
-"""How long tests wait for what comes at once. No test may count on a quick machine: any may stop for seconds."""
+"""Timeout for conditions that normally hold at once. It is long because a busy machine may pause for seconds."""
 
 SOON_S = 10.0
-"""Bound of a wait for a condition; of an end that would else take for ever, or far longer than this."""

@@ -1,1 +1,1 @@
-"""A deployment under load, a fault in the middle, and a judgment of every request. See `scripts/chaos --help`."""
+"""Fault injection for a deployment under load, with a verdict on every request. See `scripts/chaos --help`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.chaos`."""
+"""Run `python -m benchmarks.chaos`."""
 
 from benchmarks.chaos.main import main
 

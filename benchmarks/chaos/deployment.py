@@ -1,4 +1,4 @@
-"""The deployment that chaos is made in: two prefill and two decode workers, a frontend, etcd and NATS."""
+"""The deployment of a chaos run: two prefill and two decode workers, a frontend, etcd and NATS."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from benchmarks.chaos.network import Network
 from benchmarks.chaos.servers import Server
-from benchmarks.launched import FRONTEND, NAME_VARIABLE, Launched, NotServing
+from benchmarks.deployment import FRONTEND, NAME_VARIABLE, LaunchedDeployment, NotReady
 
-__all__ = ["FRONTEND", "WORKERS", "Deployment", "NotServing", "Options", "role"]
+__all__ = ["FRONTEND", "WORKERS", "Deployment", "NotReady", "Options", "role"]
 
 WORKERS = ("prefill-1", "prefill-2", "decode-1", "decode-2")
 _READY_S = 120.0
 _MODELS = {"mock": "mock", "torch": "tiny-gpt-oss"}
-STEP_S = 0.02  # of the mock engine: a token's time
+STEP_S = 0.02  # time per token of the mock engine
 ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
     "mock": {"step_s": STEP_S, "kv_cache_blocks": 1024},
     "torch": {"transfer_backend": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
@@ -25,7 +25,7 @@ ENGINE_ARGS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a deployment is set up. Seconds."""
+    """Settings of the deployment."""
 
     engine: Literal["mock", "torch"] = "mock"
     stall_timeout_s: float = 5.0  # of the frontend
@@ -33,12 +33,12 @@ class Options:
     lease_ttl_s: float = 5.0
     ticket_ttl_s: float = 5.0
     hold_s: float = 5.0
-    is_launcher_victim: bool = False  # etcd and NATS are the launcher's own then, and end with it
-    has_network: bool = False  # the frontend has its own NATS server, behind a relay
+    is_launcher_victim: bool = False  # the launcher starts its own etcd and NATS, which end with it
+    has_network: bool = False  # the frontend has its own NATS server behind a relay
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Two of each role; one where no worker has to stand in for another."""
+        """Return the worker names: two per role, or one if no worker has to replace another."""
         return WORKERS[::2] if self.is_launcher_victim else WORKERS
 
     @property
@@ -46,14 +46,14 @@ class Options:
         return _MODELS[self.engine]
 
 
-class Deployment(Launched):
-    """As `options` say."""
+class Deployment(LaunchedDeployment):
+    """A deployment with these options."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.network: Network | None = None
         super().__init__(
-            workers=options.workers, model=options.model, ready_s=_READY_S, is_alone=options.is_launcher_victim
+            workers=options.workers, model=options.model, ready_s=_READY_S, starts_servers=options.is_launcher_victim
         )
 
     def _start_nats(self, folder: Path) -> Server:
@@ -63,15 +63,15 @@ class Deployment(Launched):
         return self.network.workers
 
     def services(self) -> dict[str, str]:
-        """The launcher's file names the frontend's NATS server; workers are given theirs in the environment."""
-        found = super().services()
-        return found if self.network is None else found | {"nats": self.network.frontend_address}
+        """Return the addresses for the launcher's file. With a network, workers get NATS from their environment."""
+        addresses = super().services()
+        return addresses if self.network is None else addresses | {"nats": self.network.frontend_address}
 
     def stop(self) -> list[str]:
-        left = super().stop()
+        leftovers = super().stop()
         if self.network is not None:
             self.network.close()
-        return left
+        return leftovers
 
     def description(self) -> dict[str, Any]:
         options = self.options
@@ -98,7 +98,7 @@ class Deployment(Launched):
             "stall-timeout-s": options.worker_stall_timeout_s,
             "ticket-ttl-s": options.ticket_ttl_s,
             "system-port": 0,
-            "kv-transfer-host": f"127.0.0.{2 + number}",  # each its own, as on hosts of their own
+            "kv-transfer-host": f"127.0.0.{2 + number}",  # a different address per worker, as on different hosts
         }
         env = {NAME_VARIABLE: name, "OMP_NUM_THREADS": "1"}
         if self.network is not None:
@@ -107,5 +107,5 @@ class Deployment(Launched):
 
 
 def role(name: str) -> str:
-    """Of a worker by its name."""
+    """Return the role of a worker from its name."""
     return name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""The faults by name. Each is done to a deployment under load, lasts as long as the scene says, and is mended."""
+"""The faults by name. Each is applied to a deployment under load and ends after the outage of its context."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from benchmarks.chaos import intruders
+from benchmarks.chaos import attackers
+from benchmarks.chaos.context import FaultContext
 from benchmarks.chaos.deployment import FRONTEND, WORKERS, Options
-from benchmarks.chaos.network import Losses, is_first, is_last
-from benchmarks.chaos.scene import Scene
+from benchmarks.chaos.network import MessageDropper, is_first, is_last
 from dynamo_trtllm.request_plane.frames import Frame
 
 _REPLACED_S = 60.0
@@ -22,105 +22,105 @@ _FLAP_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """`apply` does it and mends it."""
+    """One fault. `apply` starts it and ends it."""
 
     name: str
-    what: str
-    apply: Callable[[Scene], Awaitable[None]]
-    victims: tuple[str, ...] = ()  # workers that may end of it; no other one may
+    description: str
+    apply: Callable[[FaultContext], Awaitable[None]]
+    victims: tuple[str, ...] = ()  # workers that may end; no other worker may
     kills_frontend: bool = False
-    spares_requests: bool = False  # none may be answered with an error before its first token
+    spares_requests: bool = False  # no request may fail before its first token
     migrates: bool = False  # if no stream was continued on another worker, the fault had no effect
-    is_launcher: bool = False  # only what is left afterwards is judged
-    engine: Literal["torch"] | None = None  # makes sense with this one only; None: with each
+    is_launcher: bool = False  # only leftovers are checked
+    engine: Literal["torch"] | None = None  # needs this engine; None: any
     has_network: bool = False  # acts on the network between frontend and workers
     # stall timeout of the other side; if set, answers outlast the fault
     watch_s: Callable[[Options], float] | None = None
 
 
-async def _signal(name: str, number: signal.Signals, scene: Scene) -> None:
-    """The launcher mends it; what follows is served by its successor too."""
-    scene.deployment.send(name, number)
-    await asyncio.sleep(scene.outage_s)
-    await asyncio.to_thread(scene.deployment.wait_whole, _REPLACED_S)
+async def _signal(name: str, number: signal.Signals, context: FaultContext) -> None:
+    """Signal a process and wait until the launcher has replaced it."""
+    context.deployment.send(name, number)
+    await asyncio.sleep(context.outage_s)
+    await asyncio.to_thread(context.deployment.wait_ready, _REPLACED_S)
 
 
-async def _freeze(name: str, scene: Scene) -> None:
-    scene.deployment.send(name, signal.SIGSTOP)
+async def _freeze(name: str, context: FaultContext) -> None:
+    context.deployment.send(name, signal.SIGSTOP)
     try:
-        await asyncio.sleep(scene.outage_s)
+        await asyncio.sleep(context.outage_s)
     finally:
-        scene.deployment.resume_all()
+        context.deployment.resume_all()
 
 
-async def _end_server(kind: str, number: signal.Signals, loses_data: bool, scene: Scene) -> None:
-    server = scene.deployment.servers[kind]
+async def _end_server(kind: str, number: signal.Signals, loses_data: bool, context: FaultContext) -> None:
+    server = context.deployment.servers[kind]
     server.send(number)
     if loses_data:
         server.lose_data()
-    await asyncio.sleep(scene.outage_s)
+    await asyncio.sleep(context.outage_s)
     server.start()
 
 
-async def _freeze_server(kind: str, scene: Scene) -> None:
-    server = scene.deployment.servers[kind]
+async def _freeze_server(kind: str, context: FaultContext) -> None:
+    server = context.deployment.servers[kind]
     server.send(signal.SIGSTOP)
     try:
-        await asyncio.sleep(scene.outage_s)
+        await asyncio.sleep(context.outage_s)
     finally:
         server.send(signal.SIGCONT)
 
 
-async def _roll(scene: Scene) -> None:
-    """Each worker leaves with SIGTERM when the one before has its successor."""
-    deployment = scene.deployment
+async def _roll(context: FaultContext) -> None:
+    """Send SIGTERM to each worker, after the previous worker was replaced."""
+    deployment = context.deployment
     for name in WORKERS:
         before = deployment.instance(name)
         deployment.send(name, signal.SIGTERM)
         async with asyncio.timeout(_REPLACED_S):
-            while deployment.instance(name) in (None, before):  # noqa: ASYNC110  # another process, seen in its log
+            while deployment.instance(name) in (None, before):  # noqa: ASYNC110  # state of another process
                 await asyncio.sleep(0.05)
-        await asyncio.to_thread(deployment.wait_whole, _REPLACED_S)
+        await asyncio.to_thread(deployment.wait_ready, _REPLACED_S)
 
 
-async def _launcher(number: signal.Signals, scene: Scene) -> None:
-    deployment = scene.deployment
+async def _launcher(number: signal.Signals, context: FaultContext) -> None:
+    deployment = context.deployment
     deployment.note_processes()
     deployment.send("launcher", number)
     if number is signal.SIGSTOP:
-        await asyncio.sleep(scene.outage_s)
+        await asyncio.sleep(context.outage_s)
         deployment.send("launcher", signal.SIGKILL)
     await asyncio.to_thread(deployment.wait_launcher, _REPLACED_S)
 
 
-async def _lose(wanted: Callable[[Frame], bool], scene: Scene) -> None:
-    """Drop every third message with such a frame, and at least one."""
-    losses = Losses(wanted, nth=3)
-    scene.network.change(losses)
+async def _lose(wanted: Callable[[Frame], bool], context: FaultContext) -> None:
+    """Drop every third message with a wanted frame, and at least one."""
+    dropper = MessageDropper(wanted, nth=3)
+    context.network.change(dropper)
     try:
-        until_s = time.monotonic() + scene.outage_s
-        while time.monotonic() < until_s or not losses.count:  # noqa: ASYNC110  # counted in another thread
+        until_s = time.monotonic() + context.outage_s
+        while time.monotonic() < until_s or not dropper.count:  # noqa: ASYNC110  # counted in another thread
             await asyncio.sleep(0.01)
     finally:
-        scene.network.change(None)
+        context.network.change(None)
 
 
-async def _repeat(scene: Scene) -> None:
-    scene.network.change(lambda body: 2)
+async def _repeat(context: FaultContext) -> None:
+    context.network.change(lambda body: 2)
     try:
-        await asyncio.sleep(scene.outage_s)
+        await asyncio.sleep(context.outage_s)
     finally:
-        scene.network.change(None)
+        context.network.change(None)
 
 
-async def _flap(scene: Scene) -> None:
-    await scene.network.cut_route(_FLAP_S)
-    await asyncio.sleep(scene.outage_s)
+async def _flap(context: FaultContext) -> None:
+    await context.network.cut_route(_FLAP_S)
+    await asyncio.sleep(context.outage_s)
 
 
-def _of_network() -> list[Fault]:
-    def fault(name: str, what: str, apply: Callable[[Scene], Awaitable[None]]) -> Fault:
-        return Fault(name=name, what=what, apply=apply, has_network=True)
+def _network_faults() -> list[Fault]:
+    def fault(name: str, description: str, apply: Callable[[FaultContext], Awaitable[None]]) -> Fault:
+        return Fault(name=name, description=description, apply=apply, has_network=True)
 
     return [
         fault("lost-first", "first frames of streams are lost on their way to the frontend", partial(_lose, is_first)),
@@ -130,167 +130,180 @@ def _of_network() -> list[Fault]:
     ]
 
 
-def _of_worker(role: str) -> list[Fault]:
+def _worker_faults(role: str) -> list[Fault]:
     name = f"{role}-1"
-    spared = partial(Fault, spares_requests=True, victims=(name,))
+    fault = partial(Fault, spares_requests=True, victims=(name,))
     return [
-        spared(
+        fault(
             name=f"kill-{role}",
-            what=f"kill -9 of a {role} worker",
+            description=f"kill -9 of a {role} worker",
             apply=partial(_signal, name, signal.SIGKILL),
             migrates=role == "decode",
         ),
-        spared(
+        fault(
             name=f"freeze-{role}",
-            what=f"SIGSTOP of a {role} worker, then SIGCONT",
+            description=f"SIGSTOP of a {role} worker, then SIGCONT",
             apply=partial(_freeze, name),
             victims=(),
         ),
-        spared(name=f"term-{role}", what=f"SIGTERM of a {role} worker", apply=partial(_signal, name, signal.SIGTERM)),
+        fault(
+            name=f"term-{role}",
+            description=f"SIGTERM of a {role} worker",
+            apply=partial(_signal, name, signal.SIGTERM),
+        ),
     ]
 
 
-def _of_server(kind: str, *, spares: bool) -> list[Fault]:
-    def fault(name: str, what: str, apply: Callable[[Scene], Awaitable[None]]) -> Fault:
-        return Fault(name=f"{name}-{kind}", what=what, apply=apply, spares_requests=spares)
+def _server_faults(kind: str, *, spares_requests: bool) -> list[Fault]:
+    def fault(name: str, description: str, apply: Callable[[FaultContext], Awaitable[None]]) -> Fault:
+        return Fault(name=f"{name}-{kind}", description=description, apply=apply, spares_requests=spares_requests)
 
     end = partial(_end_server, kind)
     return [
-        fault("kill", f"kill -9 of {kind}, then its start", partial(end, signal.SIGKILL, False)),
+        fault("kill", f"kill -9 of {kind}, then a restart", partial(end, signal.SIGKILL, False)),
         fault("freeze", f"SIGSTOP of {kind}, then SIGCONT", partial(_freeze_server, kind)),
-        fault("restart", f"SIGTERM of {kind}, then its start", partial(end, signal.SIGTERM, False)),
-        fault("empty", f"kill -9 of {kind}, then its start with no data", partial(end, signal.SIGKILL, True)),
+        fault("restart", f"SIGTERM of {kind}, then a restart", partial(end, signal.SIGTERM, False)),
+        fault("empty", f"kill -9 of {kind}, then a restart without its data", partial(end, signal.SIGKILL, True)),
     ]
 
 
-def _of_frontend() -> list[Fault]:
+def _frontend_faults() -> list[Fault]:
     return [
         Fault(
             name="kill-frontend",
-            what="kill -9 of the frontend",
+            description="kill -9 of the frontend",
             apply=partial(_signal, FRONTEND, signal.SIGKILL),
             kills_frontend=True,
         ),
-        Fault(name="freeze-frontend", what="SIGSTOP of the frontend, then SIGCONT", apply=partial(_freeze, FRONTEND)),
+        Fault(
+            name="freeze-frontend",
+            description="SIGSTOP of the frontend, then SIGCONT",
+            apply=partial(_freeze, FRONTEND),
+        ),
         Fault(
             name="freeze-frontend-long",
-            what="SIGSTOP of the frontend for longer than its workers' stall timeout, during long answers",
+            description="SIGSTOP of the frontend for longer than its workers' stall timeout, during long answers",
             apply=partial(_freeze, FRONTEND),
             watch_s=lambda options: options.worker_stall_timeout_s,
         ),
         Fault(
             name="term-frontend",
-            what="SIGTERM of the frontend",
+            description="SIGTERM of the frontend",
             apply=partial(_signal, FRONTEND, signal.SIGTERM),
             kills_frontend=True,
         ),
     ]
 
 
-def _of_launcher() -> list[Fault]:
-    numbers = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "term": signal.SIGTERM}
-    tells = {"kill": "kill -9", "freeze": "SIGSTOP, then kill -9,", "term": "SIGTERM"}
+def _launcher_faults() -> list[Fault]:
+    signals = {
+        "kill": (signal.SIGKILL, "kill -9"),
+        "freeze": (signal.SIGSTOP, "SIGSTOP, then kill -9,"),
+        "term": (signal.SIGTERM, "SIGTERM"),
+    }
     return [
         Fault(
             name=f"{word}-launcher",
-            what=f"{tells[word]} of the launcher: only what is left is judged",
+            description=f"{description} of the launcher; checks only for processes and files that remain",
             apply=partial(_launcher, number),
             kills_frontend=True,
             is_launcher=True,
         )
-        for word, number in numbers.items()
+        for word, (number, description) in signals.items()
     ]
 
 
-def _of_intruders() -> list[Fault]:
+def _attacks() -> list[Fault]:
+    spared = partial(Fault, spares_requests=True)
     return [
-        Fault(name="slow-consumer", what="clients that stop reading, then read on", apply=intruders.slow_consumers),
-        Fault(name="full-kv", what="long requests for more KV than there is, then gone", apply=intruders.full_kv),
-        Fault(name="dead-transfer", what="a prefill worker whose KV never arrives", apply=intruders.dead_transfer),
         Fault(
-            name="corrupt-kv",
-            what="a prefill worker whose KV arrives with flipped bits",
-            apply=intruders.corrupt_kv,
+            name="slow-consumer", description="clients that stop reading for a while", apply=attackers.slow_consumers
         ),
         Fault(
+            name="full-kv",
+            description="long requests for more KV blocks than the workers have, then disconnects",
+            apply=attackers.full_kv,
+        ),
+        Fault(
+            name="dead-transfer", description="a prefill worker whose KV never arrives", apply=attackers.dead_transfer
+        ),
+        Fault(name="corrupt-kv", description="a prefill worker whose KV has flipped bits", apply=attackers.corrupt_kv),
+        spared(
             name="failed-read",
-            what="a prefill worker whose KV can't be read: a dead port, or an offer that was withdrawn",
-            apply=intruders.failed_read,
-            spares_requests=True,
+            description="a prefill worker whose KV can't be read: a closed port, or a withdrawn offer",
+            apply=attackers.failed_read,
         ),
-        Fault(name="garbage", what="random bytes and invalid frames, on all subjects", apply=intruders.garbage),
-        Fault(
+        Fault(name="garbage", description="random bytes and invalid frames on all subjects", apply=attackers.garbage),
+        spared(
             name="version-skew",
-            what="a worker of the next wire version and one of a version far ahead",
-            apply=intruders.version_skew,
-            spares_requests=True,
+            description="a worker with the next wire version and one with a much later version",
+            apply=attackers.version_skew,
         ),
-        Fault(
+        spared(
             name="bad-record",
-            what="records in etcd that no worker wrote, some with the id of a live worker",
-            apply=intruders.bad_record,
-            spares_requests=True,
+            description="invalid records in etcd, some with the id of a live worker",
+            apply=attackers.bad_record,
         ),
-        Fault(
+        spared(
             name="file-descriptors",
-            what="idle connections fill the health and KV ports of prefill-1, which may open few files",
-            apply=intruders.file_descriptors,
-            spares_requests=True,
+            description="idle connections to the health and KV ports of prefill-1, which may open few files",
+            apply=attackers.file_descriptors,
         ),
-        Fault(
+        spared(
             name="big-body",
-            what="clients that send large bodies which are expensive to parse or to tokenize",
-            apply=intruders.big_bodies,
-            spares_requests=True,
+            description="clients that send large bodies which are slow to parse",
+            apply=attackers.big_bodies,
         ),
-        Fault(
+        spared(
             name="slow-words",
-            what="clients that send tools whose descriptions are words of 16,000 letters",
-            apply=intruders.slow_words,
-            spares_requests=True,
+            description="clients that send tools with words of 16,000 letters",
+            apply=attackers.slow_words,
+        ),
+        spared(
+            name="memory-bound",
+            description="80 bodies of 8 MiB at once for a frontend that may allocate 576 MiB",
+            apply=attackers.memory_bound,
         ),
         Fault(
-            name="memory-bound",
-            what="a frontend that may take 576 MiB more memory gets 80 bodies of 8 MiB at once",
-            apply=intruders.memory_bound,
-            spares_requests=True,
+            name="late-ticket",
+            description="a prefill worker whose clock is an hour behind",
+            apply=attackers.expired_params,
         ),
-        Fault(name="late-ticket", what="a prefill worker whose clock is an hour behind", apply=intruders.late_ticket),
     ]
 
 
 FAULTS = {
     fault.name: fault
     for fault in (
-        *_of_worker("prefill"),
-        *_of_worker("decode"),
-        *_of_frontend(),
-        *_of_server("etcd", spares=True),
-        *_of_server("nats", spares=False),
+        *_worker_faults("prefill"),
+        *_worker_faults("decode"),
+        *_frontend_faults(),
+        *_server_faults("etcd", spares_requests=True),
+        *_server_faults("nats", spares_requests=False),
         Fault(
             name="freeze-worker-long",
-            what="SIGSTOP of decode-1 for longer than the frontend's stall timeout, during long answers",
+            description="SIGSTOP of decode-1 for longer than the frontend's stall timeout, during long answers",
             apply=partial(_freeze, "decode-1"),
             spares_requests=True,
             migrates=True,
             watch_s=lambda options: options.stall_timeout_s,
         ),
-        *_of_intruders(),
+        *_attacks(),
         Fault(
             name="rolling",
-            what="SIGTERM of each worker, one by one",
+            description="SIGTERM of each worker, one after the other",
             apply=_roll,
             spares_requests=True,
             victims=WORKERS,
         ),
         Fault(
             name="non-finite-kv",
-            what="a prefill worker whose KV has a NaN (torch engine)",
-            apply=intruders.non_finite_kv,
+            description="a prefill worker whose KV has a NaN (torch engine)",
+            apply=attackers.non_finite_kv,
             engine="torch",
             spares_requests=True,
         ),
-        *_of_network(),  # a deployment of their own; so have those of the launcher
-        *_of_launcher(),
+        *_network_faults(),  # these and the faults of the launcher need their own deployments
+        *_launcher_faults(),
     )
 }

@@ -1,8 +1,7 @@
-"""A network for a deployment: two NATS servers with a route between them, and a relay in front of the frontend's.
+"""A network for a deployment: two NATS servers with a route between them, and a relay in front of one of them.
 
-The workers are at one server and the frontend at the other, as in a cluster of several servers. The route can be cut
-without any client losing its connection, and single messages between the frontend and its server can be lost or
-repeated.
+Workers connect to one server and the frontend to the other. The route can be cut while all clients stay connected.
+Messages between the frontend and its server can be dropped or repeated.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _CLUSTER = ("--cluster_name", "chaos")
 
 
 class Network:
-    """Create it on the main thread; end it with `close`."""
+    """Two NATS servers with a route. Create it on the main thread and end it with `close`."""
 
     def __init__(self, folder: Path) -> None:
         ports = [free_ports(), free_ports()]
@@ -34,14 +33,15 @@ class Network:
 
     @property
     def frontend_address(self) -> str:
-        """What the frontend takes as its NATS server."""
+        """Return the NATS address for the frontend."""
         return f"nats://{self._relay.address}"
 
     def change(self, copies: Copies | None) -> None:
-        """Set how often each message from and to the frontend arrives; None: once."""
+        """Set how often each message from and to the frontend is forwarded. None: once."""
         self._relay.copies = copies
 
     async def cut_route(self, seconds: float) -> None:
+        """Cut the route between the servers for this long."""
         await asyncio.to_thread(wait_for, self._route.cut())
         await asyncio.sleep(seconds)
         await asyncio.to_thread(wait_for, self._route.mend())
@@ -52,8 +52,8 @@ class Network:
         self._frontend.close()
 
 
-class Losses:
-    """Drops every `nth` message with a `wanted` frame, beginning with the first. `count`: dropped so far."""
+class MessageDropper:
+    """Drops every `nth` message with a `wanted` frame, starting with the first. `count` is the number dropped."""
 
     def __init__(self, wanted: Callable[[Frame], bool], nth: int) -> None:
         self._wanted = wanted
@@ -76,8 +76,10 @@ class Losses:
 
 
 def is_first(frame: Frame) -> bool:
+    """Return whether the frame is the first of its stream."""
     return frame.number == 0
 
 
 def is_last(frame: Frame) -> bool:
+    """Return whether the frame ends its stream."""
     return frame.chunk is not None and frame.chunk.finish_reason is not None

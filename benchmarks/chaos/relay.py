@@ -1,4 +1,4 @@
-"""Relays between client and server that can cut the connection, drop or repeat NATS messages, and change bytes."""
+"""Relays between client and server that can cut connections, drop or repeat NATS messages, and change bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Self
 
 Copies = Callable[[bytes], int]  # message body → copies to forward
-Change = Callable[[bytes], bytes]  # bytes → what is forwarded in their place
+Change = Callable[[bytes], bytes]  # received bytes → forwarded bytes
 
 _LINE_BYTES = 1 << 20  # the longest line of NATS' protocol is INFO
-_WITH_BODY = (b"MSG", b"HMSG", b"PUB", b"HPUB")  # their last word is the size of what follows
+_WITH_BODY = (b"MSG", b"HMSG", b"PUB", b"HPUB")  # their last word is the size of the body
 
 
 class Relay:
@@ -26,12 +26,13 @@ class Relay:
 
     @classmethod
     async def start(cls, address: str) -> Self:
+        """Start a relay to the server at `address` (host:port, or a NATS URL)."""
         relay = cls(address)
         await relay.mend()
         return relay
 
     def point_at(self, host: str, port: int) -> None:
-        """Set the server of further connections."""
+        """Set the server for further connections."""
         self._target = (host, port)
 
     @property
@@ -39,10 +40,12 @@ class Relay:
         return f"127.0.0.1:{self._port}"
 
     async def mend(self) -> None:
+        """Accept connections, at the same port as before a cut."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._port, limit=_LINE_BYTES)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def cut(self) -> None:
+        """Close all connections and stop accepting new ones."""
         assert self._server is not None
         self._server.close()
         for writer in self._writers:
@@ -74,12 +77,12 @@ class Relay:
             sink.close()
 
     async def _next(self, source: asyncio.StreamReader) -> bytes:
-        """Return the next bytes to forward; b"" at the end."""
+        """Return the next bytes to forward, or b"" at the end."""
         return await source.read(65536)
 
 
 class NatsRelay(Relay):
-    """Parses NATS messages. `copies` returns how often to forward one; None: once."""
+    """Forwards NATS messages. `copies` returns how often to forward a message. None: once."""
 
     copies: Copies | None = None
 
@@ -96,7 +99,7 @@ class NatsRelay(Relay):
 
 
 class ChangingRelay(Relay):
-    """Passes what it forwards through `change`."""
+    """Applies `change` to all bytes that it forwards."""
 
     change: Change | None = None
 

@@ -1,4 +1,4 @@
-"""What processes tell over HTTP: JSON and metrics. Blocks for at most a few seconds."""
+"""Reads JSON and metrics of processes over HTTP. Each call blocks for a few seconds at most."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _TIMEOUT_S = 2.0
 
 
 def fetch(url: str) -> bytes:
-    """Raises OSError for no answer, and for one that is not a success."""
+    """Return the body of a successful response. Raise OSError otherwise."""
     try:
         with urlopen(url, timeout=_TIMEOUT_S) as answer:
             return bytes(answer.read())
     except HTTPError as exc:
         exc.close()
-        raise OSError(f"{url} answered {exc.code}") from None
+        raise OSError(f"{url} returned status {exc.code}") from None
 
 
 def gauges(url: str) -> dict[str, float]:
-    """The unlabelled ones, short names. NaN for a process that does not answer."""
+    """Return the metrics without labels by short name. A process that does not answer has NaN requests."""
     try:
         text = fetch(f"{url}/metrics").decode()
     except (OSError, ValueError):
@@ -31,7 +31,7 @@ def gauges(url: str) -> dict[str, float]:
 
 
 def total(url: str, counter: str, label: str = "") -> float:
-    """Return a counter's sum over all its labels, or over those with this one (`name="value"`). Raise OSError."""
+    """Return the sum of a counter over all labels, or over those with `label` (`name="value"`). Raise OSError."""
     labels = rf"{{.*{label}.*}}" if label else r"(?:{.*})?"
     pattern = rf"^{_PREFIX}{counter}_total{labels} (\S+)$"
     return sum(float(value) for value in re.findall(pattern, fetch(f"{url}/metrics").decode(), re.M))

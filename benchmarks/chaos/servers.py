@@ -1,4 +1,4 @@
-"""An etcd or a nats-server of our own, at an address that stays the same whatever is done to it."""
+"""An etcd or nats-server process that keeps its address over restarts."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ Kind = Literal["etcd", "nats"]
 
 
 class Server:
-    """Blocks for tens of milliseconds in `start`. `flags`: of nats-server."""
+    """One server process."""
 
     def __init__(self, kind: Kind, folder: Path, flags: Sequence[str] = JETSTREAM) -> None:
+        """Start the server with its data in `folder`. `flags` are for nats-server."""
         self.kind = kind
         self._folder = folder
         self._server = wait_for(start_etcd(folder) if kind == "etcd" else start_nats(folder, flags=flags))
         self.address = self._server.address
 
     def send(self, number: signal.Signals) -> None:
-        """Waits for its end, if the signal means one."""
+        """Send a signal. After SIGKILL or SIGTERM, wait until the process has ended."""
         with suppress(ProcessLookupError):
             os.kill(self._server.pid, number)
         if number in (signal.SIGKILL, signal.SIGTERM):
             wait_for(self._server.ended())
 
     def start(self) -> None:
-        """After its end: at the same address, on what it has on disk."""
+        """Start the server again after it has ended, at the same address and with the same data."""
         self._server = wait_for(self._server.restart())
 
     def lose_data(self) -> None:
-        """After its end: the next start finds nothing."""
+        """Delete the data of a server that has ended."""
         for name in ("etcd", "jetstream"):
             shutil.rmtree(self._folder / name, ignore_errors=True)
 

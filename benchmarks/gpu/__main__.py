@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`."""
+"""Run `python -m benchmarks.gpu`."""
 
 from benchmarks.gpu.main import main
 

@@ -1,4 +1,4 @@
-"""What the results were measured on: GPUs, versions, commit. Reads only."""
+"""Describes the machine, package versions and commit of a result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ROOT = Path(__file__).parents[2]
 
 
 def gpu_names() -> list[str]:
-    """One for each GPU that nvidia-smi lists; none where there is no such tool."""
+    """Return the names of the GPUs that nvidia-smi lists. Empty without nvidia-smi."""
     return [line.split(",")[0].strip() for line in _smi("name,memory.total")]
 
 
 def wait_free(gpus: Collection[int], within_s: float = 45.0) -> None:
-    """Until these GPUs are empty, or the time is over: an engine sizes itself by the memory that is free."""
+    """Wait until these GPUs are free, or until the timeout. Engines size their KV cache by the free memory."""
     until_s = time.monotonic() + within_s
     while _used_mib(gpus) > _IDLE_MIB and time.monotonic() < until_s:
         time.sleep(0.5)
@@ -34,31 +34,31 @@ def _used_mib(gpus: Collection[int]) -> float:
 
 
 def machine() -> dict[str, str]:
-    """For people: what it is, in a few words each."""
-    found = {"cpus": str(os.cpu_count()), "kernel": platform.release(), "python": platform.python_version()}
+    """Return a short description of CPUs, kernel, Python and GPUs."""
+    info = {"cpus": str(os.cpu_count()), "kernel": platform.release(), "python": platform.python_version()}
     lines = _smi("name,memory.total,driver_version")
     if lines:
         name, memory, driver = (part.strip() for part in lines[0].split(","))
-        found |= {"gpus": f"{len(lines)} x {name}, {memory}", "driver": driver}
-    return found
+        info |= {"gpus": f"{len(lines)} x {name}, {memory}", "driver": driver}
+    return info
 
 
 def versions() -> dict[str, str]:
-    """Of what computes and carries; those that are installed."""
-    found = {}
+    """Return the versions of the installed packages that affect the results."""
+    info = {}
     for name in _VERSIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            info[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return info
 
 
 def commit() -> str:
-    """Of this checkout; BENCHMARK_COMMIT where it came without its history."""
-    named = os.environ.get("BENCHMARK_COMMIT")
-    if named:
-        return named
+    """Return the commit of this checkout. BENCHMARK_COMMIT overrides it, for a copy without git history."""
+    override = os.environ.get("BENCHMARK_COMMIT")
+    if override:
+        return override
     git = shutil.which("git")
     if git is None:
         return "unknown"

@@ -1,6 +1,6 @@
-"""One run on a GPU machine: what was asked for, step by step, a result file after each, a table at the end.
+"""GPU benchmarks: runs the selected steps, writes a result file after each, and prints a table at the end.
 
-It keeps within --budget-s: a step for which there is no time is named and left out.
+The run ends after --budget-s. A step without enough time fails, and the table says so.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import overhead, parity, proxy, steps
-from benchmarks.gpu.deployed import Deployed, phases
+from benchmarks.deployment import NotReady
+from benchmarks.gpu import overhead, parity, proxy, scenario
+from benchmarks.gpu.deployment import GpuDeployment, phases
 from benchmarks.gpu.machine import gpu_names
 from benchmarks.gpu.model import FULL_LAYERS, write_model
 from benchmarks.gpu.plan import MODEL_NAME, Plan, disaggregated, replicas
 from benchmarks.gpu.report import table
-from benchmarks.gpu.result import Result, Row, result, write
-from benchmarks.launched import NotServing
+from benchmarks.gpu.result import Result, Row, make_result, write
 
 STEPS = ("startup", "parity", "shapes", "cancels", "kill", "overhead", "proxy")
-_DEFAULT = tuple(step for step in STEPS if step != "proxy")  # it runs the pair's shapes on engines of its own
-_PAIR = ("startup", "parity", "shapes", "cancels", "kill", "proxy")
-_WHOLE = ("startup", "parity", "shapes")
-_LEAST_S = 30.0  # no engine comes up in less
-_ROUND_S = 60.0  # of the overhead, both arms
-_QUICK = steps.Sizes(
+_DEFAULT = tuple(step for step in STEPS if step != "proxy")  # proxy starts engines of its own
+_DISAGGREGATED = ("startup", "parity", "shapes", "cancels", "kill", "proxy")  # steps that need this deployment
+_AGGREGATED = ("startup", "parity", "shapes")
+_MIN_START_S = 30.0  # no engine starts faster
+_ROUND_S = 60.0  # of the overhead step, both arms
+_QUICK = scenario.Sizes(
     parity_prompts=12,
     longest=6000,
     parity_osl=16,
@@ -54,7 +54,7 @@ _TINY = replace(
 class Run:
     """The steps of one command."""
 
-    def __init__(self, args: argparse.Namespace, plan: Plan, sizes: steps.Sizes) -> None:
+    def __init__(self, args: argparse.Namespace, plan: Plan, sizes: scenario.Sizes) -> None:
         self._only = set(args.only)
         self._victims: Sequence[str] = args.victims
         self._places: int = args.places
@@ -65,17 +65,17 @@ class Run:
         self.results: list[Result] = []
 
     def left_s(self) -> float:
-        """Of the budget, in seconds."""
+        """Return the rest of the budget in seconds."""
         return self._until_s - time.monotonic()
 
     async def all(self) -> None:
-        """What a step raises is its row; the next ones run."""
-        wanted: parity.Reference | None = None
-        if self._only & set(_WHOLE):
-            wanted = await self._aggregated()
-        pair: steps.Shapes = {}
-        if self._only & set(_PAIR):
-            pair = await self._disaggregated(wanted)
+        """Run the steps. The failure of a step becomes a row of the table, and the next steps run."""
+        reference: parity.Reference | None = None
+        if self._only & set(_AGGREGATED):
+            reference = await self._aggregated()
+        pair: scenario.ShapeResults = {}
+        if self._only & set(_DISAGGREGATED):
+            pair = await self._disaggregated(reference)
         if "overhead" in self._only:
             until_s = self._until_s - _ROUND_S
             work = overhead.run(self._plan, self._sizes, self._out / "logs", places=self._places, until_s=until_s)
@@ -84,90 +84,93 @@ class Run:
             await self._step("shapes-proxy", proxy.run(self._plan, self._sizes, self._out / "logs", pair))
 
     async def _aggregated(self) -> parity.Reference | None:
-        """What it answered to the prompts of parity."""
-        deployed = Deployed(self._plan, replicas(self._plan), self._out / "logs" / "aggregated.log")
-        wanted: parity.Reference | None = None
+        """Run the steps of the aggregated deployment. Return its answers to the prompts of parity."""
+        deployment = GpuDeployment(self._plan, replicas(self._plan), self._out / "logs" / "aggregated.log")
+        reference: parity.Reference | None = None
         try:
-            if not await self._up("aggregated", deployed):
-                return wanted
+            if not await self._start("aggregated", deployment):
+                return reference
             if "parity" in self._only:
                 async with asyncio.timeout(max(1.0, self.left_s())):
-                    wanted = await parity.reference(deployed.url, self._sizes)
+                    reference = await parity.reference(deployment.url, self._sizes)
             if "shapes" in self._only:
-                await self._step("shapes-aggregated", self._shapes(deployed, "aggregated"))
-        except (NotServing, OSError, TimeoutError) as exc:
-            self._note("aggregated", [_failed("aggregated deployment", exc)], {}, 0.0)
+                await self._step("shapes-aggregated", self._shapes(deployment, "aggregated"))
+        except (NotReady, OSError, TimeoutError) as exc:
+            self._record("aggregated", [_failed("aggregated deployment", exc)], {}, 0.0)
         finally:
-            deployed.stop()
-        return wanted
+            deployment.stop()
+        return reference
 
-    async def _disaggregated(self, wanted: parity.Reference | None) -> steps.Shapes:
-        """The figures of its shapes."""
-        found: steps.Shapes = {}
-        deployed = Deployed(self._plan, disaggregated(self._plan), self._out / "logs" / "disaggregated.log")
+    async def _disaggregated(self, reference: parity.Reference | None) -> scenario.ShapeResults:
+        """Run the steps of the disaggregated deployment. Return the results of its shapes."""
+        result: scenario.ShapeResults = {}
+        deployment = GpuDeployment(self._plan, disaggregated(self._plan), self._out / "logs" / "disaggregated.log")
         try:
-            if not await self._up("disaggregated", deployed):
-                return found
-            if wanted is not None:
-                await self._step("parity", parity.parity(deployed.url, wanted, self._sizes))
+            if not await self._start("disaggregated", deployment):
+                return result
+            if reference is not None:
+                await self._step("parity", parity.parity(deployment.url, reference, self._sizes))
             if "cancels" in self._only:
-                await self._step("cancels", steps.cancels(deployed, self._sizes))
+                await self._step("cancels", scenario.cancellations(deployment, self._sizes))
             if self._only & {"shapes", "proxy"}:
-                found = await self._step("shapes-disaggregated", self._shapes(deployed, "disaggregated"))
+                result = await self._step("shapes-disaggregated", self._shapes(deployment, "disaggregated"))
             for victim in self._victims if "kill" in self._only else ():
-                await self._step(f"kill-{victim}", steps.kill(deployed, victim, self._sizes))
+                await self._step(f"kill-{victim}", scenario.kill_worker(deployment, victim, self._sizes))
         finally:
-            deployed.stop()
-        return found
+            deployment.stop()
+        return result
 
-    async def _shapes(self, deployed: Deployed, arm: str) -> steps.Found:
-        found = await steps.shapes(deployed.url, self._sizes)
-        return steps.shape_rows(arm, found, len(self._plan.gpus)), dict(found)
+    async def _shapes(self, deployment: GpuDeployment, arm: str) -> scenario.ScenarioResult:
+        result = await scenario.measure_shapes(deployment.url, self._sizes)
+        return scenario.shape_rows(arm, result, len(self._plan.gpus)), dict(result)
 
-    async def _up(self, name: str, deployed: Deployed) -> bool:
-        """Starts it here: its servers die with the thread that started them. Tells how long it took, and on what."""
-        if self.left_s() < _LEAST_S:
-            self._note(f"startup-{name}", [_failed(f"{name} deployment", NotServing("no time is left"))], {}, 0.0)
+    async def _start(self, name: str, deployment: GpuDeployment) -> bool:
+        """Start a deployment and record how long it took. Return False if it failed.
+
+        Blocks in this thread, because the servers end with the thread that started them.
+        """
+        if self.left_s() < _MIN_START_S:
+            self._record(f"startup-{name}", [_failed(f"{name} deployment", NotReady("no time left"))], {}, 0.0)
             return False
         say(f"starting the {name} deployment")
         try:
-            deployed.start()
-        except NotServing as exc:
-            self._note(f"startup-{name}", [_failed(f"{name} deployment", exc)], {}, deployed.started_s)
+            deployment.start()
+        except NotReady as exc:
+            self._record(f"startup-{name}", [_failed(f"{name} deployment", exc)], {}, deployment.started_s)
             return False
-        rows = [Row(what=f"{name} deployment: all serve, pair warm", value=f"{deployed.started_s:.1f} s")]
-        found = phases(deployed.lines)
-        rows += [Row(what=f"{name}: {phase}", value=line) for phase, line in found.items()]
-        self._note(f"startup-{name}", rows, dict(found), deployed.started_s)
+        rows = [Row(what=f"{name} deployment: all processes ready", value=f"{deployment.started_s:.1f} s")]
+        result = phases(deployment.lines)
+        rows += [Row(what=f"{name}: {phase}", value=line) for phase, line in result.items()]
+        self._record(f"startup-{name}", rows, dict(result), deployment.started_s)
         return True
 
-    async def _step(self, name: str, work: Awaitable[steps.Found]) -> dict[str, Any]:
-        """Its figures; none if it failed."""
+    async def _step(self, name: str, work: Awaitable[scenario.ScenarioResult]) -> dict[str, Any]:
+        """Run a step and record its rows. Return its details, or {} if it failed."""
         begun_s = time.monotonic()
-        say(f"{name}: begins, {self.left_s():.0f} s left")
+        say(f"{name}: starting, {self.left_s():.0f} s left")
         try:
             async with asyncio.timeout(max(1.0, self.left_s())):
                 rows, detail = await work
         except TimeoutError:
-            rows, detail = [Row(what=name, value="cut off: the time was over", bar="an answer", met=False)], {}
-        except (NotServing, OSError) as exc:
+            rows, detail = [Row(what=name, value="stopped: no time left", bar="a result", met=False)], {}
+        except (NotReady, OSError) as exc:
             rows, detail = [_failed(name, exc)], {}
-        self._note(name, rows, detail, time.monotonic() - begun_s)
+        self._record(name, rows, detail, time.monotonic() - begun_s)
         return detail
 
-    def _note(self, step: str, rows: list[Row], detail: dict[str, Any], seconds: float) -> None:
-        found = result(step, setup=self._plan.setup(), seconds=seconds, rows=rows, detail=detail)
-        write(found, self._out / f"{step}.json")
-        self.results.append(found)
-        say(table([found]))
+    def _record(self, step: str, rows: list[Row], detail: dict[str, Any], seconds: float) -> None:
+        result = make_result(step, setup=self._plan.setup(), seconds=seconds, rows=rows, detail=detail)
+        write(result, self._out / f"{step}.json")
+        self.results.append(result)
+        say(table([result]))
 
 
 def _failed(what: str, exc: BaseException) -> Row:
-    return Row(what=what, value=f"failed: {type(exc).__name__}: {exc}"[-1500:], bar="an answer", met=False)
+    return Row(what=what, value=f"failed: {type(exc).__name__}: {exc}"[-1500:], bar="a result", met=False)
 
 
 def say(text: str) -> None:
-    """Seen at once, also through a pipe."""
+    """Print a line and flush it."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
@@ -179,50 +182,50 @@ def arguments(
     description: str | None = __doc__,
     **defaults: object,
 ) -> argparse.Namespace:
-    """Return what the command line asks for; `defaults` replace those of flags. Exits with 2 and a line for errors."""
+    """Parse the command line. `defaults` override the defaults of flags. Exit with status 2 on errors."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--engine", choices=("vllm", "torch", "mock"), default="vllm", help="default: vllm")
+    add("--engine", choices=("vllm", "torch", "mock"), default="vllm", help="inference engine (default: vllm)")
     add("--model", help="model folder; default: gpt-oss-120b's architecture with dummy weights")
-    add("--layers", type=int, default=FULL_LAYERS, help="layers of the model with dummy weights; default all 36")
-    add("--eager", action="store_true", help="no CUDA graphs: ready sooner, slower tokens")
-    add("--gpus", help="comma-separated numbers; default all that nvidia-smi lists")
+    add("--layers", type=int, default=FULL_LAYERS, help="layers of the model with dummy weights (default: 36, all)")
+    add("--eager", action="store_true", help="disable CUDA graphs: faster start, slower tokens")
+    add("--gpus", help="comma-separated GPU numbers; default: all that nvidia-smi lists")
     add(
         "--only",
         default=",".join(_DEFAULT),
-        help=f"comma-separated, of {', '.join(STEPS)}; proxy: shapes, beside vLLM's own pair",
+        help=f"comma-separated steps out of {', '.join(STEPS)}; proxy: the shapes on vLLM's own servers and a proxy",
     )
-    add("--victims", default="decode,prefill", help="of the step kill, one after the other")
-    add("--shapes", help="ISL/OSL/CONCURRENCY, comma-separated, instead of the guides'")
-    add("--places", type=int, choices=(1, 2), default=2, help="overhead: 2 lets the servers change places")
-    add("--prefix-caching", action="store_true", help="on; off, prompts of parity are computed anew each time")
-    add("--quick", action="store_true", help="few and short requests: does everything work?")
-    add("--budget-s", type=float, default=570.0, help="no step goes on after this")
-    add("--ready-s", type=float, default=300.0, help="longest wait for engines to come up")
-    add("--engine-args", type=_object, default={}, help="JSON object of engine arguments")
-    add("--out", type=Path, default=Path("benchmarks/results/gpu/latest"), help="folder of the result files")
+    add("--victims", default="decode,prefill", help="workers that the step kill kills, comma-separated")
+    add("--shapes", help="comma-separated ISL/OSL/CONCURRENCY; default: those of the Dynamo guides")
+    add("--places", type=int, choices=(1, 2), default=2, help="overhead: 2 also measures with the GPUs swapped")
+    add("--prefix-caching", action="store_true", help="enable prefix caching")
+    add("--quick", action="store_true", help="few and short requests, to test that everything works")
+    add("--budget-s", type=float, default=570.0, help="stop all steps after this time (default: 570)")
+    add("--ready-s", type=float, default=300.0, help="longest wait for engines to become ready (default: 300)")
+    add("--engine-args", type=_object, default={}, help="JSON object with engine arguments")
+    add("--out", type=Path, default=Path("benchmarks/results/gpu/latest"), help="folder for the result files")
     parser.set_defaults(**defaults)
     args = parser.parse_args(argv)
     args.only, args.victims = args.only.split(","), args.victims.split(",")
     for given, known in ((args.only, STEPS), (args.victims, ("prefill", "decode"))):
         if wrong := sorted(set(given) - set(known)):
-            parser.error(f"unknown: {', '.join(wrong)}; there are {', '.join(known)}")
+            parser.error(f"unknown: {', '.join(wrong)}; choose from {', '.join(known)}")
     return args
 
 
 def _object(text: str) -> dict[str, Any]:
     import json
 
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    result = json.loads(text)
+    if not isinstance(result, dict):
         raise argparse.ArgumentTypeError("expected a JSON object")
-    return found
+    return result
 
 
 def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
-    """Writes the model folder, if one is needed, into `folder`."""
+    """Return the plan. Write a model folder into `folder` if one is needed."""
     if args.engine == "mock":
         return Plan(engine="mock", model=MODEL_NAME, extra=args.engine_args, ready_s=args.ready_s)
     if args.engine == "torch":
@@ -244,9 +247,9 @@ def plan_of(args: argparse.Namespace, folder: Path) -> Plan:
     )
 
 
-def sizes_of(args: argparse.Namespace) -> steps.Sizes:
-    """As much as the engine can take in the time."""
-    chosen = _TINY if args.engine == "torch" else _QUICK if args.quick else steps.Sizes()
+def sizes_of(args: argparse.Namespace) -> scenario.Sizes:
+    """Return the sizes for the engine and the flags."""
+    chosen = _TINY if args.engine == "torch" else _QUICK if args.quick else scenario.Sizes()
     if not args.shapes:
         return chosen
     shapes = tuple(_shape(text) for text in args.shapes.split(","))
@@ -259,10 +262,10 @@ def _shape(text: str) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    """Exit status 1 when a bar was not met or a step failed."""
+    """Run the benchmarks. The exit status is 1 if a target was not met or a step failed."""
     args = arguments()
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
         run = Run(args, plan_of(args, Path(folder)), sizes_of(args))
         asyncio.run(run.all())
     say("\n" + table(run.results))
-    raise SystemExit(any(row.met is False for found in run.results for row in found.rows))
+    raise SystemExit(any(row.met is False for result in run.results for row in result.rows))

@@ -1,4 +1,4 @@
-"""A model folder of gpt-oss' shape with no weights in it, for engines that make weights up. Writes files only."""
+"""Writes a model folder with gpt-oss's architecture and no weights, for engines with dummy weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CONTEXT = 131_072
 
 
 def gpt_oss_config(*, layers: int = FULL_LAYERS, experts: int = 128) -> dict[str, Any]:
-    """gpt-oss-120b's config.json, with so many layers and experts."""
+    """Return gpt-oss-120b's config.json with this number of layers and experts."""
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -64,7 +64,7 @@ def gpt_oss_config(*, layers: int = FULL_LAYERS, experts: int = 128) -> dict[str
 
 
 def write_model(folder: Path, *, layers: int = FULL_LAYERS, tokenizer: bool = False) -> Path:
-    """Our workers need config.json alone; `tokenizer` adds what other servers need to write text (28 MB)."""
+    """Write config.json, and with `tokenizer` the files that other servers need to detokenize (28 MB)."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(gpt_oss_config(layers=layers), indent=2) + "\n")
     if tokenizer and not (folder / "tokenizer.json").is_file():

@@ -1,6 +1,7 @@
-"""What our frontend and worker cost beside vLLM's own server: the same engine arguments and prompts, in turns.
+"""Compares this frontend and worker with vLLM's own server, with the same engine arguments and prompts.
 
-With two halves of GPUs both are up at once, one on each, and then change places; with one GPU, one after the other.
+With several GPUs both run at the same time, each on half of the GPUs, and swap GPUs afterwards. With one GPU they run
+one after the other.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import tokens
-from benchmarks.gpu.deployed import Deployed, phases
+from benchmarks.gpu.deployment import GpuDeployment, phases
 from benchmarks.gpu.plan import Plan, single
 from benchmarks.gpu.result import Row
+from benchmarks.gpu.scenario import ScenarioResult, Sizes
 from benchmarks.gpu.server import vllm_server
-from benchmarks.gpu.steps import Found, Sizes
 
 OURS, THEIRS = "ours", "vLLM's server"
 _THROUGHPUT_BAR = 0.98
@@ -27,8 +28,8 @@ _SHORT = 128
 _START_S = 150.0  # of both servers and a round
 
 
-class Measured:
-    """All rounds of one arm."""
+class ArmResults:
+    """The results of all rounds of one arm: this project, or vLLM's server."""
 
     def __init__(self) -> None:
         self.tokens_per_s: list[float] = []
@@ -45,53 +46,61 @@ class Measured:
         }
 
 
-async def run(plan: Plan, sizes: Sizes, logs: Path, *, places: int, until_s: float) -> Found:
-    """`places`: 2 to let the arms change places as well. `until_s`, of the monotonic clock: no round begins after it.
+async def run(plan: Plan, sizes: Sizes, logs: Path, *, places: int, until_s: float) -> ScenarioResult:
+    """Compare both arms.
 
-    Raises NotServing when a server does not come up.
+    Args:
+        plan: engine, model and GPUs.
+        sizes: number and length of the requests.
+        logs: folder for the servers' logs.
+        places: 2 to measure again with the GPUs swapped.
+        until_s: time on the monotonic clock after which no round starts.
+
+    Raises:
+        NotReady: a server did not become ready.
     """
-    found = {OURS: Measured(), THEIRS: Measured()}
+    results = {OURS: ArmResults(), THEIRS: ArmResults()}
     starts: dict[str, Any] = {}
-    for number, sitting in enumerate(_sittings(len(plan.gpus), places)):
+    for number, placement in enumerate(_placements(len(plan.gpus), places)):
         if time.monotonic() + _START_S > until_s and number and len(plan.gpus) > 1:
-            break  # no time for another start; one round in each place is better, one place is enough
+            break  # no time for another start, and one placement is enough
         with ExitStack() as stack:
-            urls = await _start(stack, plan, sitting, logs / f"overhead-{number}", starts)
+            urls = await _start(stack, plan, placement, logs / f"overhead-{number}", starts)
             await _warm(urls, sizes)
             for turn in range(sizes.overhead_rounds):
                 if turn and time.monotonic() > until_s:
                     break
                 order = list(urls) if turn % 2 == 0 else list(reversed(urls))
-                await _alone(urls, sizes, found, seed=100 * number + turn)
+                await _alone(urls, sizes, results, seed=100 * number + turn)
                 for arm in order:
-                    await _loaded(urls[arm], sizes, found[arm], seed=100 * number + turn)
-    return rows(found), {arm: measured.detail() for arm, measured in found.items()} | {"starts": starts}
+                    await _loaded(urls[arm], sizes, results[arm], seed=100 * number + turn)
+    return rows(results), {arm: measured.detail() for arm, measured in results.items()} | {"starts": starts}
 
 
-def _sittings(gpus: int, places: int) -> list[dict[str, int]]:
-    """Which arm runs on which half of the GPUs, at the same time within one sitting."""
+def _placements(gpus: int, places: int) -> list[dict[str, int]]:
+    """Return for each placement which arms run at the same time, and on which half of the GPUs."""
     if gpus < 2:
         return [{OURS: 0}, {THEIRS: 0}]
     return [{OURS: 0, THEIRS: 1}, {OURS: 1, THEIRS: 0}][:places]
 
 
 async def _start(
-    stack: ExitStack, plan: Plan, sitting: dict[str, int], logs: Path, starts: dict[str, Any]
+    stack: ExitStack, plan: Plan, placement: dict[str, int], logs: Path, starts: dict[str, Any]
 ) -> dict[str, str]:
-    """The URLs, once all serve."""
+    """Start the arms of a placement. Return their URLs when all are ready."""
     server = None
-    if THEIRS in sitting:
-        server = vllm_server(plan, sitting[THEIRS], logs.with_name(logs.name + "-vllm.log"))
+    if THEIRS in placement:
+        server = vllm_server(plan, placement[THEIRS], logs.with_name(logs.name + "-vllm.log"))
         stack.callback(server.stop)
         server.begin()
     urls = {}
-    if OURS in sitting:
+    if OURS in placement:
         log = logs.with_name(logs.name + "-ours.log")
-        deployed = Deployed(plan, single(plan, sitting[OURS]), log)
-        stack.callback(deployed.stop)
-        deployed.start()  # in this thread: its servers die with the thread that started them
-        urls[OURS] = deployed.url
-        starts.setdefault(OURS, []).append({"seconds": deployed.started_s} | phases(deployed.lines))
+        deployment = GpuDeployment(plan, single(plan, placement[OURS]), log)
+        stack.callback(deployment.stop)
+        deployment.start()  # in this thread, because its servers end with the thread that started them
+        urls[OURS] = deployment.url
+        starts.setdefault(OURS, []).append({"seconds": deployment.started_s} | phases(deployment.lines))
     if server is not None:
         await asyncio.to_thread(server.wait)
         urls[THEIRS] = server.url
@@ -100,49 +109,50 @@ async def _start(
 
 
 async def _warm(urls: dict[str, str], sizes: Sizes) -> None:
-    """A whole round that is not counted, on both at once: kernels are compiled when a batch of a size first comes."""
-    given = tokens.prompts(sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 5)
-    asked: dict[str, Any] = {"osl": sizes.overhead_osl, "extra": tokens.SAMPLED}
+    """Run a round that is not measured, because kernels are compiled at the first batch of each size."""
+    prompts = tokens.prompts(sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 5)
+    options: dict[str, Any] = {"osl": sizes.overhead_osl, "extra": tokens.SAMPLED}
 
     async def warm(url: str) -> None:
-        await tokens.send(url, given[:4], concurrency=1, **asked)
-        await tokens.send(url, given, concurrency=sizes.overhead_concurrency, **asked)
+        await tokens.send(url, prompts[:4], concurrency=1, **options)
+        await tokens.send(url, prompts, concurrency=sizes.overhead_concurrency, **options)
 
     await asyncio.gather(*map(warm, urls.values()))
 
 
-async def _alone(urls: dict[str, str], sizes: Sizes, found: dict[str, Measured], *, seed: int) -> None:
-    """One request at a time, the arms in turn after each request, so that drift meets both."""
+async def _alone(urls: dict[str, str], sizes: Sizes, results: dict[str, ArmResults], *, seed: int) -> None:
+    """Measure TTFT with one request at a time, alternating between the arms so that drift affects both."""
     for isl in (sizes.overhead_isl, _SHORT):
-        given = tokens.prompts(sizes.alone_requests, isl, seed=sizes.seed + isl + 7919 * (seed + 1))
-        for number, prompt in enumerate(given):
+        prompts = tokens.prompts(sizes.alone_requests, isl, seed=sizes.seed + isl + 7919 * (seed + 1))
+        for number, prompt in enumerate(prompts):
             for arm in list(urls) if number % 2 == 0 else list(reversed(urls)):
                 (record,) = await tokens.send(urls[arm], [prompt], osl=8, concurrency=1, extra=tokens.SAMPLED)
                 if record.is_ok and record.first_s is not None:
-                    found[arm].ttft_ms.setdefault(isl, []).append((record.first_s - record.planned_s) * 1e3)
+                    results[arm].ttft_ms.setdefault(isl, []).append((record.first_s - record.planned_s) * 1e3)
                 else:
-                    found[arm].errors += 1
+                    results[arm].errors += 1
 
 
-async def _loaded(url: str, sizes: Sizes, found: Measured, *, seed: int) -> None:
-    given = tokens.prompts(sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 104729 * (seed + 1))
-    asked: dict[str, Any] = {"concurrency": sizes.overhead_concurrency, "extra": tokens.SAMPLED}
-    figures, records = await tokens.measure(url, given, osl=sizes.overhead_osl, **asked)
-    found.tokens_per_s.append(figures["tokens_per_s"])
-    if figures["itl_ms"]:
-        found.itl_p50_ms.append(figures["itl_ms"]["p50"])
-    found.errors += sum(not record.is_ok for record in records)
+async def _loaded(url: str, sizes: Sizes, results: ArmResults, *, seed: int) -> None:
+    """Measure one arm under load."""
+    prompts = tokens.prompts(sizes.overhead_requests, sizes.overhead_isl, seed=sizes.seed + 104729 * (seed + 1))
+    options: dict[str, Any] = {"concurrency": sizes.overhead_concurrency, "extra": tokens.SAMPLED}
+    summary, records = await tokens.measure(url, prompts, osl=sizes.overhead_osl, **options)
+    results.tokens_per_s.append(summary["tokens_per_s"])
+    if summary["itl_ms"]:
+        results.itl_p50_ms.append(summary["itl_ms"]["p50"])
+    results.errors += sum(not record.is_ok for record in records)
 
 
-def rows(found: dict[str, Measured]) -> list[Row]:
-    """The ratio of the rounds, and what is added to a first token."""
-    ours, theirs = found[OURS], found[THEIRS]
-    made = [_throughput(ours.tokens_per_s, theirs.tokens_per_s)]
+def rows(results: dict[str, ArmResults]) -> list[Row]:
+    """Return the ratio of throughputs, the added TTFT, and the failed requests."""
+    ours, theirs = results[OURS], results[THEIRS]
+    compared = [_throughput(ours.tokens_per_s, theirs.tokens_per_s)]
     common = sorted(set(ours.ttft_ms) & set(theirs.ttft_ms), reverse=True)
-    made += [_first_token(isl, ours.ttft_ms[isl], theirs.ttft_ms[isl]) for isl in common]
-    failed = ours.errors + theirs.errors
-    made.append(Row(what="failed requests, both", value=f"{ours.errors}, {theirs.errors}", bar="none", met=not failed))
-    return made
+    compared += [_first_token(isl, ours.ttft_ms[isl], theirs.ttft_ms[isl]) for isl in common]
+    errors = f"{ours.errors}, {theirs.errors}"
+    is_met = not ours.errors + theirs.errors
+    return [*compared, Row(what="failed requests, ours and theirs", value=errors, bar="none", met=is_met)]
 
 
 def _throughput(ours: Sequence[float], theirs: Sequence[float]) -> Row:

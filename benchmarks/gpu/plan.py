@@ -1,6 +1,6 @@
-"""Which process gets which GPUs and arguments. Pure: makes what the launcher's file says, starts nothing.
+"""Defines which process gets which GPUs and arguments, as entries of the launcher's file.
 
-With n GPUs a role, or a replica of an aggregated deployment, has half of them.
+Each role, and each replica of an aggregated deployment, gets half of the GPUs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dynamo_trtllm.engines.vllm.args import EXTENSION
 Engine = Literal["vllm", "torch", "mock"]
 MODEL_NAME = "bench"
 AGGREGATED = "prefill_and_decode"
-# NVLink multicast stays off: a program that uses it can leave the GPUs of a shared host unusable. No network is asked.
+# Disables NVLink multicast, because a program that uses it can leave the GPUs of a shared host unusable, and downloads.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "NVSHMEM_DISABLE_NVLS": "1",
@@ -25,8 +25,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
 }
-# vLLM's own names, as its server takes them too: both sides of a comparison get the same.
-_OF_ENGINE: dict[str, dict[str, Any]] = {
+_ENGINE_ARGS: dict[str, dict[str, Any]] = {
     "mock": {"step_s": 0.005},
     "torch": {"transfer_backend": "tcp", "dtype": "float32", "max_batch_size": 64, "kv_cache_blocks": 1024},
 }
@@ -34,12 +33,12 @@ _OF_ENGINE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is served, by what, on which GPUs. `gpus` empty: on the CPU."""
+    """Engine, model and GPUs of a run."""
 
     engine: Engine
-    model: str  # a folder, or a name that the engine knows
-    gpus: tuple[int, ...] = ()
-    first: int | None = None  # GPUs of the prefill worker, where it is not half of them
+    model: str  # a folder, or the name of a bundled model
+    gpus: tuple[int, ...] = ()  # empty: CPU
+    first: int | None = None  # number of GPUs of the prefill worker, if not half of them
     layers: int = 0
     is_eager: bool = False
     max_seq_len: int = 40_960
@@ -48,11 +47,11 @@ class Plan:
     gpu_memory_utilization: float = 0.85
     prefix_caching: bool = False
     ready_s: float = 420.0
-    extra: dict[str, Any] = field(default_factory=dict)  # engine arguments beside these
+    extra: dict[str, Any] = field(default_factory=dict)  # further engine arguments
 
     @property
     def halves(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The GPUs of the first and of the second role; both share the only one."""
+        """Return the GPUs of the first and the second role. With one GPU both share it."""
         if self.first is not None:
             return self.gpus[: self.first], self.gpus[self.first :]
         half = len(self.gpus) // 2
@@ -60,11 +59,11 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """GPUs of one role."""
+        """Return the number of GPUs per role."""
         return max(1, len(self.halves[0]))
 
     def setup(self) -> dict[str, Any]:
-        """For the result file."""
+        """Return the settings for the result file."""
         return {
             "engine": self.engine,
             "layers": self.layers,
@@ -76,9 +75,9 @@ class Plan:
 
 
 def engine_arguments(plan: Plan) -> dict[str, Any]:
-    """In the engine's own words."""
+    """Return the engine arguments, by the names of the engine."""
     if plan.engine != "vllm":
-        return _OF_ENGINE[plan.engine] | plan.extra
+        return _ENGINE_ARGS[plan.engine] | plan.extra
     return {
         "gpu_memory_utilization": plan.gpu_memory_utilization,
         "enable_prefix_caching": plan.prefix_caching,
@@ -87,7 +86,7 @@ def engine_arguments(plan: Plan) -> dict[str, Any]:
 
 
 def flags(plan: Plan, gpus: tuple[int, ...]) -> dict[str, Any]:
-    """Of a worker on these GPUs."""
+    """Return the flags of a worker on these GPUs."""
     found: dict[str, Any] = {
         "model": plan.model,
         "served-model-name": MODEL_NAME,
@@ -108,7 +107,7 @@ def flags(plan: Plan, gpus: tuple[int, ...]) -> dict[str, Any]:
 
 
 def worker(plan: Plan, name: str, mode: str, gpus: tuple[int, ...]) -> dict[str, Any]:
-    """An entry of the launcher's `workers`."""
+    """Return an entry for `workers` of the launcher's file."""
     return {
         "name": name,
         "disaggregation_mode": mode,
@@ -119,23 +118,23 @@ def worker(plan: Plan, name: str, mode: str, gpus: tuple[int, ...]) -> dict[str,
 
 
 def disaggregated(plan: Plan) -> list[dict[str, Any]]:
-    """One prefill and one decode worker."""
+    """Return one prefill and one decode worker."""
     first, second = plan.halves
     return [worker(plan, "prefill", "prefill", first), worker(plan, "decode", "decode", second)]
 
 
 def replicas(plan: Plan) -> list[dict[str, Any]]:
-    """Two aggregated workers on the same GPUs."""
+    """Return two aggregated workers on the same GPUs."""
     return [worker(plan, f"whole-{n}", AGGREGATED, gpus) for n, gpus in enumerate(plan.halves, 1)]
 
 
 def single(plan: Plan, half: int) -> list[dict[str, Any]]:
-    """One aggregated worker on the first (0) or the second (1) half of the GPUs."""
+    """Return one aggregated worker on the first (0) or the second (1) half of the GPUs."""
     return [worker(plan, "whole-1", AGGREGATED, plan.halves[half])]
 
 
 def server_arguments(plan: Plan, port: int) -> list[str]:
-    """Of vLLM's own server, equal to what our worker's engine gets."""
+    """Return arguments for vLLM's own server that equal those of our worker's engine."""
     argv = [
         f"--model={plan.model}",
         f"--served-model-name={MODEL_NAME}",
@@ -146,16 +145,16 @@ def server_arguments(plan: Plan, port: int) -> list[str]:
         f"--max-num-batched-tokens={plan.max_num_tokens}",
         f"--max-num-seqs={plan.max_batch_size}",
         f"--tensor-parallel-size={plan.width}",
-        f"--worker-extension-cls={EXTENSION}",  # it makes up the same weights as ours
+        f"--worker-extension-cls={EXTENSION}",  # creates the same dummy weights as our worker
     ]
     if plan.width > 1:
         argv.append("--enable-expert-parallel")
     for name, value in engine_arguments(plan).items():
-        word = name.replace("_", "-")
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
-            argv.append(f"--{word}" if value else f"--no-{word}")
+            argv.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, list):
-            argv += [f"--{word}", *map(str, value)]
+            argv += [f"--{flag}", *map(str, value)]
         else:
-            argv.append(f"--{word}={value}")
+            argv.append(f"--{flag}={value}")
     return argv

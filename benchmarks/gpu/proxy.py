@@ -1,7 +1,7 @@
-"""vLLM's own disaggregated pattern, to compare with: two of its servers and a proxy that asks one after the other.
+"""A baseline: vLLM's disaggregated serving with two of its servers and a minimal proxy.
 
-The proxy does what such proxies do and no more: `max_tokens` 1 to the prefill server, whose `kv_transfer_params` go
-with the request to the decode server, whose answer is passed on as it comes. No discovery, no retry, no cancellation.
+The proxy sends the request with `max_tokens` 1 to the prefill server, then the request with the returned
+`kv_transfer_params` to the decode server, and forwards its stream. It has no discovery, retry or cancellation.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from starlette.routing import Route
 
 from benchmarks.gpu.plan import Plan
 from benchmarks.gpu.result import Row
+from benchmarks.gpu.scenario import ScenarioResult, ShapeResults, Sizes, measure_shapes, shape_rows
 from benchmarks.gpu.server import Command, Server, vllm_server
-from benchmarks.gpu.steps import Found, Shapes, Sizes, shape_rows, shapes
 from dynamo_trtllm.subprocesses.ports import free_ports
 
 ARM = "vLLM's servers and a proxy"
@@ -40,13 +40,13 @@ _ASK_PREFILL = {
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """The request for the prompt alone."""
+    """Return the body for the prefill server."""
     without = {name: value for name, value in body.items() if name != "stream_options"}
     return without | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASK_PREFILL}
 
 
 def application(client: httpx.AsyncClient, prefill: str, decode: str) -> Starlette:
-    """`POST /v1/completions` and `GET /health`."""
+    """Return the proxy, with `POST /v1/completions` and `GET /health`."""
 
     async def completions(request: Request) -> StreamingResponse | JSONResponse:
         body = await request.json()
@@ -56,8 +56,8 @@ def application(client: httpx.AsyncClient, prefill: str, decode: str) -> Starlet
         params = first.json()["kv_transfer_params"]
 
         async def answer() -> AsyncIterator[bytes]:
-            asked = body | {"kv_transfer_params": params}
-            async with client.stream("POST", f"{decode}/v1/completions", json=asked) as second:
+            decode_body = body | {"kv_transfer_params": params}
+            async with client.stream("POST", f"{decode}/v1/completions", json=decode_body) as second:
                 async for part in second.aiter_raw():
                     yield part
 
@@ -69,22 +69,22 @@ def application(client: httpx.AsyncClient, prefill: str, decode: str) -> Starlet
     return Starlette(routes=[Route("/v1/completions", completions, methods=["POST"]), Route("/health", health)])
 
 
-def beside(pair: Shapes, found: Shapes) -> list[Row]:
-    """Our pair's figures as ratios of these, for the shapes that both have served whole."""
+def beside(pair: ShapeResults, found: ShapeResults) -> list[Row]:
+    """Return the results of our workers as ratios of these, for shapes that both completed."""
     rows = []
     for name in found.keys() & pair.keys():
         ours, theirs = pair[name], found[name]
         if ours["ok"] == theirs["ok"] > 0:
             tokens = ours["tokens_per_s"] / theirs["tokens_per_s"]
             first = ours["ttft_ms"]["p50"] / theirs["ttft_ms"]["p50"]
-            rows.append(Row(what=f"{name}, our pair of {ARM}", value=f"tokens/s {tokens:.3f}, TTFT p50 {first:.3f}"))
+            rows.append(Row(what=f"{name}, ours / {ARM}", value=f"tokens/s {tokens:.3f}, TTFT p50 {first:.3f}"))
     return sorted(rows, key=lambda row: row.what)
 
 
-async def run(plan: Plan, sizes: Sizes, logs: Path, pair: Shapes) -> Found:
-    """The shapes through it, beside what our pair made of them in the same run.
+async def run(plan: Plan, sizes: Sizes, logs: Path, pair: ShapeResults) -> ScenarioResult:
+    """Measure the shapes with vLLM's servers and the proxy, and compare with our results from the same run.
 
-    Raises NotServing when a server does not come up.
+    Raise NotReady if a server does not become ready.
     """
     with ExitStack() as stack:
         servers = []
@@ -102,16 +102,16 @@ async def run(plan: Plan, sizes: Sizes, logs: Path, pair: Shapes) -> Found:
         stack.callback(proxy.stop)
         proxy.begin()
         await asyncio.to_thread(proxy.wait)
-        found = await shapes(proxy.url, sizes)
+        found = await measure_shapes(proxy.url, sizes)
     return [*shape_rows(ARM, found, len(plan.gpus)), *beside(pair, found)], dict(found)
 
 
 def main() -> None:
-    """Serves until it is ended."""
+    """Run the proxy until it is stopped."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.proxy", description=__doc__)
     parser.add_argument("--prefill", required=True, help="URL of the prefill server")
     parser.add_argument("--decode", required=True, help="URL of the decode server")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True, help="port of the proxy")
     args = parser.parse_args()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     client = httpx.AsyncClient(timeout=None, limits=limits, trust_env=False)

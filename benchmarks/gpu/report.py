@@ -1,4 +1,4 @@
-"""Result files to a table for people, and to the part of a document that is made of them."""
+"""Formats result files as Markdown tables, and updates the section of a document that is generated from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARKS = {True: "yes", False: "**no**", None: ""}
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown, one line for each row."""
+    """Return a Markdown table with a line per row."""
     lines = ["| step | what | found | bar | met |", "|---|---|---|---|---|"]
     lines += [_line(found.step, row) for found in results for row in found.rows]
     return "\n".join(lines)
@@ -30,7 +30,7 @@ def _cell(text: str) -> str:
 
 
 def section(folder: Path) -> str:
-    """All results under `folder`, by run (a folder each), newest last, with what they were measured on."""
+    """Return all results under `folder` as Markdown, one heading per run (a folder each), newest last."""
     runs: dict[Path, list[Result]] = {}
     for path in sorted(folder.glob("*/*.json")):
         runs.setdefault(path.parent, []).append(read(path))
@@ -58,8 +58,8 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float | bool)
 
 
-def inserted(document: str, made: str) -> str:
-    """The document with what stands between the marks replaced. Raises ValueError where it has no marks."""
+def insert_section(document: str, made: str) -> str:
+    """Return the document with the text between the markers replaced. Raise ValueError if it has no markers."""
     if document.count(BEGIN) != 1 or document.count(END) != 1:
         raise ValueError(f"the document needs one line {BEGIN} and one line {END}")
     before, _, rest = document.partition(BEGIN)
@@ -68,14 +68,15 @@ def inserted(document: str, made: str) -> str:
 
 
 def main() -> None:
-    """Writes the document anew; with --check says whether it is what the results say."""
+    """Update the document, or check that it is up to date."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.report", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/gpu"))
-    parser.add_argument("--document", type=Path, default=Path("docs/performance-gpu.md"))
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 when it is out of date")
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results/gpu"), help="folder with results")
+    document = Path("docs/performance-gpu.md")
+    parser.add_argument("--document", type=Path, default=document, help=f"document to update (default: {document})")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if it is out of date")
     args = parser.parse_args()
     before = args.document.read_text(encoding="utf-8")
-    after = inserted(before, section(args.results))
+    after = insert_section(before, section(args.results))
     if args.check:
         sys.stdout.write("" if before == after else f"{args.document} is out of date; run without --check\n")
         raise SystemExit(before != after)

@@ -1,4 +1,4 @@
-"""One result file per step: what was measured, where, and against which bar. The form that tables are made of."""
+"""Reads and writes the result file of a step: measured values, targets and setup."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SCHEMA = 1
 
 
 class Row(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One line of the table. `met` is None where nothing is asked."""
+    """One line of the table."""
 
     what: str
     value: str
-    bar: str = ""
-    met: bool | None = None
+    bar: str = ""  # the target
+    met: bool | None = None  # None: no target
 
 
 class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A step of a run."""
+    """The result of a step."""
 
     schema: int
     step: str
@@ -37,8 +37,8 @@ class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     detail: dict[str, Any]  # the numbers behind the rows
 
 
-def result(step: str, *, setup: dict[str, Any], seconds: float, rows: list[Row], detail: dict[str, Any]) -> Result:
-    """Of now and here."""
+def make_result(step: str, *, setup: dict[str, Any], seconds: float, rows: list[Row], detail: dict[str, Any]) -> Result:
+    """Return a result with the current date, commit and machine."""
     return Result(
         schema=SCHEMA,
         step=step,
@@ -54,11 +54,11 @@ def result(step: str, *, setup: dict[str, Any], seconds: float, rows: list[Row],
 
 
 def write(found: Result, path: Path) -> None:
-    """Replaces what is there."""
+    """Write a result file, replacing an existing one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def read(path: Path) -> Result:
-    """Raises msgspec.ValidationError naming the field for a file of another form."""
+    """Read a result file. Raise msgspec.ValidationError if it is invalid."""
     return msgspec.json.decode(path.read_bytes(), type=Result)

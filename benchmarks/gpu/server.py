@@ -1,4 +1,4 @@
-"""A server that is not ours, as a child process at a URL: vLLM's own, to compare with."""
+"""Runs vLLM's own server as a child process, for comparison."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.chaos.scrape import fetch
+from benchmarks.deployment import NotReady
 from benchmarks.gpu.machine import wait_free
 from benchmarks.gpu.plan import ENVIRONMENT, Plan, server_arguments
-from benchmarks.launched import NotServing
 from dynamo_trtllm.subprocesses.child import spawn
 from dynamo_trtllm.subprocesses.ports import free_ports
 
@@ -29,13 +29,13 @@ class Command:
     module: str
     argv: Sequence[str]
     port: int
-    env: Mapping[str, str] = field(default_factory=dict)  # added to ours
+    env: Mapping[str, str] = field(default_factory=dict)  # added to this process's environment
     gpus: Collection[int] = ()
     ready_s: float = 30.0
 
 
 class Server:
-    """Begin it from the main thread, and always `stop` it. It dies with this process."""
+    """One server. Call `begin` from the main thread and always call `stop`. It ends with this process."""
 
     def __init__(self, command: Command, log: Path) -> None:
         self._command = command
@@ -47,11 +47,11 @@ class Server:
         self.started_s = 0.0
 
     def begin(self) -> None:
-        """Returns once its GPUs are empty and it was started; `wait` blocks until it serves."""
+        """Wait until its GPUs are free and start it. `wait` blocks until it is ready."""
         wait_free(self._command.gpus)
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
         argv = [sys.executable, "-m", self._command.module, *self._command.argv]
-        env = kept | dict(self._command.env)
+        env = inherited | dict(self._command.env)
         self._process = spawn(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._begun_s = time.monotonic()
         threading.Thread(target=self._read, args=(self._process,), name="server-log", daemon=True).start()
@@ -66,17 +66,17 @@ class Server:
                 log.flush()
 
     def wait(self) -> None:
-        """Raises NotServing with the end of its log."""
+        """Wait until the server is ready. Raise NotReady with the end of its log."""
         assert self._process is not None
-        while lacking := self._lacking():
-            is_over = self._process.poll() is not None
-            if is_over or time.monotonic() - self._begun_s > self._command.ready_s:
-                why = "it ended" if is_over else lacking
-                raise NotServing("\n".join([f"{self._command.module}: {why}", *self.lines[-30:]]))
+        while reason := self._not_ready_reason():
+            has_ended = self._process.poll() is not None
+            if has_ended or time.monotonic() - self._begun_s > self._command.ready_s:
+                reason = "the process exited" if has_ended else reason
+                raise NotReady("\n".join([f"{self._command.module}: {reason}", *self.lines[-30:]]))
             time.sleep(0.2)
         self.started_s = time.monotonic() - self._begun_s
 
-    def _lacking(self) -> str:
+    def _not_ready_reason(self) -> str:
         try:
             fetch(f"{self.url}/health")
         except OSError as exc:
@@ -84,7 +84,7 @@ class Server:
         return ""
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL, to it and what it has started. Idempotent."""
+        """Send SIGTERM, and SIGKILL after a timeout. Idempotent."""
         process = self._process
         if process is None or process.poll() is not None:
             return
@@ -99,14 +99,22 @@ class Server:
 def vllm_server(
     plan: Plan, half: int, log: Path, more: Sequence[str] = (), env: Mapping[str, str] | None = None
 ) -> Server:
-    """vLLM's OpenAI-compatible server on the first or second half of the GPUs. `more`: arguments beside the plan's."""
+    """Return vLLM's OpenAI-compatible server on the first (0) or second (1) half of the GPUs.
+
+    Args:
+        plan: engine arguments and model.
+        half: which half of the GPUs.
+        log: file for the output.
+        more: arguments in addition to those of the plan.
+        env: environment variables in addition to those of the plan.
+    """
     from dynamo_trtllm.tokenization.vocabulary import o200k_ranks_path
 
     port = free_ports()
     gpus = plan.halves[half]
     own = {
         "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in gpus),
-        "TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent),  # else it would download it
+        "TIKTOKEN_ENCODINGS_BASE": str(o200k_ranks_path().parent),  # avoids a download
     }
     command = Command(
         module="vllm.entrypoints.openai.api_server",

@@ -1,4 +1,4 @@
-"""The load client on `/v1/completions` with prompts of token ids, so that no server's rendering is measured."""
+"""The load client for `/v1/completions` with token ids as prompts, without chat templates and tokenizers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from benchmarks.client import Client, Load
-from benchmarks.figures import Figures, figures
 from benchmarks.gpu.plan import MODEL_NAME
-from benchmarks.stream import Record, StreamConnection
+from benchmarks.stream import RequestRecord, StreamConnection
+from benchmarks.summary import LoadSummary, summarize
 
 Prompt = Sequence[int]
 _IDS = range(1000, 190_000)  # ordinary tokens of o200k
@@ -23,12 +23,12 @@ GREEDY = {"temperature": 0}
 
 
 def prompts(count: int, length: int, seed: int) -> list[Prompt]:
-    """Different ones, of exactly `length` tokens."""
+    """Return different prompts of exactly `length` tokens."""
     return [_prompt(random.Random(f"{seed}-{number}"), length) for number in range(count)]
 
 
 def prompts_between(count: int, shortest: int, longest: int, seed: int) -> list[Prompt]:
-    """Different ones, from the shortest to the longest by equal factors."""
+    """Return different prompts whose lengths grow from `shortest` to `longest` by equal factors."""
     step = (longest / shortest) ** (1 / max(1, count - 1))
     return [_prompt(random.Random(f"{seed}-{n}"), round(shortest * step**n)) for n in range(count)]
 
@@ -38,7 +38,7 @@ def _prompt(source: random.Random, length: int) -> Prompt:
 
 
 class _Connection(StreamConnection):
-    def _take_choices(self, event: dict[str, object], record: Record) -> None:
+    def _take_choices(self, event: dict[str, object], record: RequestRecord) -> None:
         match event:
             case {"choices": [{"text": str(text), "finish_reason": finish}]}:
                 record.finish = str(finish) if finish else record.finish
@@ -47,7 +47,7 @@ class _Connection(StreamConnection):
 
 
 class TokensClient(Client):
-    """Takes the prompts in turn."""
+    """A load client that uses the prompts in turn."""
 
     def __init__(self, load: Load, given: Sequence[Prompt]) -> None:
         super().__init__(load, connection=_Connection)
@@ -74,24 +74,33 @@ class TokensClient(Client):
 
 async def send(
     url: str, given: Sequence[Prompt], *, osl: int, concurrency: int, extra: dict[str, Any], **more: Any
-) -> list[Record]:
-    """Each prompt once, in the order in which the answers ended. `more`: fields of Load."""
+) -> list[RequestRecord]:
+    """Send each prompt once. Return the records in the order in which the requests ended.
+
+    Args:
+        url: address of the server.
+        given: prompts as token ids.
+        osl: tokens per answer.
+        concurrency: concurrent requests.
+        extra: fields added to every body.
+        more: further fields of Load.
+    """
     client = _client(url, given, osl=osl, concurrency=concurrency, extra=extra, **more)
     try:
         records = await client.run()
     finally:
         client.aclose()
-    await asyncio.sleep(0)  # its connections end in the loop's next turn, which may be the last
+    await asyncio.sleep(0)  # lets the connections close
     return records
 
 
 async def measure(
     url: str, given: Sequence[Prompt], *, osl: int, concurrency: int, extra: dict[str, Any], **more: Any
-) -> tuple[Figures, list[Record]]:
-    """The figures of `send`."""
+) -> tuple[LoadSummary, list[RequestRecord]]:
+    """Send each prompt once. Return the summary and the records. See `send` for the arguments."""
     begun_s = time.perf_counter()
     records = await send(url, given, osl=osl, concurrency=concurrency, extra=extra, **more)
-    return figures(records, wall_s=time.perf_counter() - begun_s, osl=osl, processes={}), records
+    return summarize(records, wall_s=time.perf_counter() - begun_s, osl=osl, processes={}), records
 
 
 def _client(
@@ -101,6 +110,6 @@ def _client(
     return TokensClient(Load(url=url, model=MODEL_NAME, osl=osl, concurrency=concurrency, extra=extra, **fields), given)
 
 
-def texts(records: Sequence[Record]) -> dict[int, str | None]:
-    """What was answered, by the request's number; None for an error."""
+def texts(records: Sequence[RequestRecord]) -> dict[int, str | None]:
+    """Return the answers by request number. None stands for an error."""
     return {record.index: record.text if record.is_ok else None for record in records}

@@ -1,1 +1,1 @@
-"""What the frontend and the request plane cost a token, ours alone or beside Dynamo. See docs/performance.md."""
+"""Measures the cost of frontend and request plane per token, alone or beside Dynamo. See docs/performance.md."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.plane`."""
+"""Run `python -m benchmarks.plane`."""
 
 from benchmarks.plane.main import main
 

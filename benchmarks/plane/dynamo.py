@@ -1,6 +1,6 @@
-"""How Dynamo's own frontend and mock workers get here from PyPI, and how they are started over etcd and NATS.
+"""Installs Dynamo's frontend and mock workers from PyPI into a separate environment, and starts them.
 
-They live in an environment of their own, outside this repository; nothing of them is imported here.
+Nothing of Dynamo is imported here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynamo_trtllm.demo_models.expand import write_tokenizer
 from dynamo_trtllm.tokenization.vocabulary import default_cache_dir
 
 VERSION = "1.6.1"
-# Without their own requirements: one of them, which neither frontend nor mocker imports, can't be had from PyPI whole
+# Installed without dependencies: one of them can't be installed from PyPI, and neither frontend nor mocker imports it
 _PACKAGES = (f"ai-dynamo=={VERSION}", f"ai-dynamo-runtime=={VERSION}")
 _REQUIRED = (
     "aiohttp",
@@ -34,7 +34,7 @@ _REQUIRED = (
     "uvloop",
     "zstandard",
 )
-_UNPACED = 1e6  # as a speed-up; 0 would mean its own speed
+_UNPACED = 1e6  # speed-up ratio; 0 would mean its default speed
 _CONTEXT = 131_072
 _TEMPLATE = (
     "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\n"
@@ -67,7 +67,7 @@ def default_folder() -> Path:
 
 
 def install(folder: Path) -> None:
-    """Environment and model folder, unless they are there: minutes, once. Raises CalledProcessError."""
+    """Create the environment and the model folder if they don't exist. Takes minutes. Raise CalledProcessError."""
     mark = folder / "model" / "config.json"  # written last
     if mark.is_file():
         return
@@ -80,7 +80,7 @@ def install(folder: Path) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """Tokenizer with gpt-oss's ids, Harmony's frame as a chat template, a config without weights."""
+    """Write a tokenizer with gpt-oss's ids, a Harmony chat template, and a config without weights."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, context_length=_CONTEXT)
     (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
@@ -90,9 +90,9 @@ def write_model(folder: Path) -> None:
 
 
 class Dynamo:
-    """A `Recipe`. `tokenizer` is the frontend's option: "default" or "fastokens", its fastest."""
+    """Dynamo as a `Recipe`. `tokenizer` is an option of its frontend: "default", or "fastokens", which is faster."""
 
-    framing_tokens = 0  # its mock engine makes any tokens
+    framing_tokens = 0  # its mock engine makes arbitrary tokens
 
     def __init__(self, folder: Path, tokenizer: str) -> None:
         self.name = f"dynamo {tokenizer}"

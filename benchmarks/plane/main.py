@@ -1,7 +1,7 @@
-"""python -m benchmarks.plane ours | against-dynamo: what the frontend and the request plane cost, point by point.
+"""Measures the cost of frontend and request plane per token at several loads ("points").
 
-`ours` measures this project alone. `against-dynamo` installs Dynamo's own frontend and mock workers from PyPI (once,
-into a folder outside this one), keeps both sides up and measures them in turn: the one that is not measured is idle.
+`ours` measures this project alone. `against-dynamo` installs Dynamo's frontend and mock workers from PyPI once, into a
+folder outside this repository, runs both side by side and measures them in turn while the other is idle.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from benchmarks.plane import dynamo, measure, report
 from benchmarks.plane.measure import Run
 from benchmarks.plane.ours import Ours
 from benchmarks.plane.points import COMPARED, POINTS, Point, by_engines, select
-from benchmarks.plane.stack import NotServing, Recipe, Stack
+from benchmarks.plane.stack import NotReady, Recipe, Stack
 from dynamo_trtllm.subprocesses.ports import free_ports
 
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def measured(points: Sequence[Point], sides: Sequence[Recipe], repetitions: int, runs: list[Run]) -> None:
-    """Appends to `runs`. The order of the sides turns round with every repetition."""
+def measure_points(points: Sequence[Point], sides: Sequence[Recipe], repetitions: int, runs: list[Run]) -> None:
+    """Measure all points and append to `runs`. The order of the sides alternates with each repetition."""
     for engines, group in by_engines(points):
         with ExitStack() as stack:
-            up = [stack.enter_context(Stack(side, free_ports(), engines)) for side in sides]
+            stacks = [stack.enter_context(Stack(side, free_ports(), engines)) for side in sides]
             for repetition in range(repetitions):
                 for point in group:
-                    for each in up if repetition % 2 == 0 else reversed(up):
+                    for each in stacks if repetition % 2 == 0 else reversed(stacks):
                         if each.name == "dynamo default" and point.name != "long-32":
-                            continue  # the fastest tokenizer is the one to beat; the default is a line of its own
+                            continue  # the default tokenizer matters for long prompts only
                         run = measure.run(point, each, repetition)
                         runs.append(run)
-                        _tell(run)
+                        _log(run)
 
 
-def _tell(run: Run) -> None:
+def _log(run: Run) -> None:
     figures = run["figures"]
     cost = figures["processes"]["frontend"]["cpu_ms_per_1k_tokens"]
     sys.stderr.write(
         f"{run['point']:<11} {run['side']:<17} #{run['repetition'] + 1}: {figures['tokens_per_s']:.0f} tokens/s, "
         f"frontend {cost:.1f} ms/1k, {figures['ok']} ok, "
-        f"{sum(figures['errors'].values())} errors, others {run['others_cores']:.2f} cores\n"
+        f"{sum(figures['errors'].values())} errors, other processes {run['others_cores']:.2f} cores\n"
     )
 
 
@@ -56,13 +56,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.plane", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("ours", "against-dynamo"))
-    parser.add_argument("--points", default="", help=f"some of {','.join(point.name for point in POINTS)}")
-    parser.add_argument("--repetitions", type=int, default=None, help="default 3; 1 when quick")
-    parser.add_argument("--quick", action="store_true", help="a minute's run: few points, few requests, once")
-    parser.add_argument("--dynamo-folder", type=Path, default=dynamo.default_folder(), help="where Dynamo is installed")
-    parser.add_argument("--beside", type=Path, help="checkout of another commit of this project, measured in turn")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON file")
+    parser.add_argument("what", choices=("ours", "against-dynamo"), help="what to measure")
+    parser.add_argument("--points", default="", help=f"comma-separated, of {','.join(point.name for point in POINTS)}")
+    parser.add_argument(
+        "--repetitions", type=int, default=None, help="repetitions of each point (default: 3; quick: 1)"
+    )
+    parser.add_argument("--quick", action="store_true", help="measure few points with few requests, in a minute")
+    parser.add_argument(
+        "--dynamo-folder", type=Path, default=dynamo.default_folder(), help="folder to install Dynamo into"
+    )
+    parser.add_argument("--beside", type=Path, help="checkout of another commit of this project to measure as well")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args()
     names = [name for name in args.points.split(",") if name]
     if args.what == "against-dynamo" and not names and not args.quick:
@@ -70,12 +74,12 @@ def _arguments() -> argparse.Namespace:
     try:
         args.chosen = select(names, quick=args.quick)
     except KeyError as exc:
-        parser.error(f"there is no point {exc}")
+        parser.error(f"unknown point {exc}")
     return args
 
 
 def main() -> None:
-    """Exit status 1 when a side does not serve, 130 after Ctrl-C; what was measured till then is written."""
+    """Run the command line. Results are written also after an error (exit status 1) and after Ctrl-C (130)."""
     args = _arguments()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
@@ -90,8 +94,8 @@ def main() -> None:
     runs: list[Run] = []
     status = 0
     try:
-        measured(args.chosen, sides, args.repetitions or (1 if args.quick else 3), runs)
-    except NotServing as exc:
+        measure_points(args.chosen, sides, args.repetitions or (1 if args.quick else 3), runs)
+    except NotReady as exc:
         sys.stderr.write(f"{exc}\n")
         status = 1
     except KeyboardInterrupt:
@@ -99,7 +103,7 @@ def main() -> None:
     if runs:
         sys.stdout.write(report.table(runs))
         if args.what == "against-dynamo":
-            sys.stdout.write("\n" + report.judged(runs))
+            sys.stdout.write("\n" + report.compare_bars(runs))
         sys.stdout.write(f"\nwritten to {_write(args.results, args.what, runs)}\n")
     raise SystemExit(status)
 

@@ -1,4 +1,4 @@
-"""Runs a point against a stack with the load client as a process of its own, and notes what else the machine did."""
+"""Measures a point with the load client in its own process, and the CPU time of all other processes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TypedDict
 import orjson
 import psutil
 
-from benchmarks.figures import Figures
 from benchmarks.plane.points import Point
-from benchmarks.plane.stack import MODEL, NotServing, Stack
+from benchmarks.plane.stack import MODEL, NotReady, Stack
+from benchmarks.summary import LoadSummary
 from dynamo_trtllm.subprocesses.child import spawn
 
-_MOST_WARMUP = 256
+_MAX_WARMUP = 256
 _STREAMS_PER_CLIENT = 1024
 _TIMEOUT_S = 300.0
 
@@ -28,20 +28,20 @@ class Run(TypedDict):
     point: str
     side: str
     repetition: int
-    load_average: float  # of the last minute, before
-    others_cores: float  # used meanwhile by what is neither this side nor its client
-    events_per_text_token: float  # without those tokens of an answer that only frame it
-    figures: Figures
+    load_average: float  # of the minute before
+    others_cores: float  # CPU cores used by processes other than this side and its client
+    events_per_text_token: float  # without the framing tokens of an answer
+    figures: LoadSummary
 
 
 def run(point: Point, stack: Stack, repetition: int) -> Run:
-    """Raises NotServing when the client fails altogether."""
+    """Measure a point. Raise NotReady if the client fails."""
     load_average = os.getloadavg()[0]
     begun_s, busy_s = time.monotonic(), _busy_s()
     figures = _client(point, stack)
     wall_s, busy_s = time.monotonic() - begun_s, _busy_s() - busy_s
     known_s = sum(spent["cpu_s"] for spent in figures["processes"].values())
-    # the warm-up is in the machine's time and not in theirs: taken to cost as much a second
+    # wall_s includes the warm-up and the figures do not; assumes the same CPU use per second
     known_s *= wall_s / figures["wall_s"]
     return {
         "point": point.name,
@@ -55,12 +55,12 @@ def run(point: Point, stack: Stack, repetition: int) -> Run:
 
 
 def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
-    """Of the load client, or of the one for idle streams."""
+    """Return the arguments for the load client, or for the client of idle streams."""
     if point.idle_s:
         words = ["benchmarks.plane.idle", "--streams", str(point.streams), "--seconds", str(point.idle_s)]
     else:
         words = ["benchmarks.client", "--json", "--concurrency", str(point.streams), "--requests", str(point.requests)]
-        words += ["--warmup", str(max(4, min(point.streams, _MOST_WARMUP))), "--timeout-s", "200"]
+        words += ["--warmup", str(max(4, min(point.streams, _MAX_WARMUP))), "--timeout-s", "200"]
         words += ["--isl", str(point.isl), "--osl", str(point.osl)]
         words += ["--processes", str(-(-point.streams // _STREAMS_PER_CLIENT))]
         words += ["--fresh-connections"] if point.fresh else []
@@ -68,19 +68,19 @@ def arguments(point: Point, url: str, pids: Mapping[str, int]) -> Sequence[str]:
     return ["-m", *words, *(word for name, pid in pids.items() for word in ("--pid", f"{name}={pid}"))]
 
 
-def _client(point: Point, stack: Stack) -> Figures:
+def _client(point: Point, stack: Stack) -> LoadSummary:
     argv = [sys.executable, *arguments(point, stack.url, stack.pids)]
     client = spawn(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         output, errors = client.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired as exc:
-        raise NotServing(f"{stack.name}, {point.name}: not measured within {_TIMEOUT_S:g} s") from exc
+        raise NotReady(f"{stack.name}, {point.name}: not measured within {_TIMEOUT_S:g} s") from exc
     finally:
         client.kill()
         client.wait()
     if not output:
-        raise NotServing(f"{stack.name}, {point.name}: the client failed\n{errors.decode(errors='replace')}")
-    found: Figures = orjson.loads(output)
+        raise NotReady(f"{stack.name}, {point.name}: the client failed\n{errors.decode(errors='replace')}")
+    found: LoadSummary = orjson.loads(output)
     return found
 
 

@@ -1,4 +1,4 @@
-"""How this project's processes are started: its frontend and its mock engine as a prefill and a decode worker."""
+"""Starts this project's frontend, and prefill and decode workers with the mock engine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SLOTS = 4096
 
 
 class Ours:
-    """A `Recipe`. The mock engine makes Harmony tokens, one a step and stream."""
+    """This project as a `Recipe`. The mock engine makes one Harmony token per step and stream."""
 
     python = sys.executable
     framing_tokens = 3  # <|channel|>final<|message|>
 
     def __init__(self, checkout: Path | None = None) -> None:
-        """`checkout`: folder of another commit, whose package runs instead."""
+        """Use this checkout. `checkout` is a folder with another commit to use instead."""
         self.name = "ours" if checkout is None else "beside"
         self._checkout = checkout
 
@@ -30,14 +30,14 @@ class Ours:
         servers = {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats}
         if self._checkout is None:
             return servers
-        # the working directory, from which `python -m` takes a package first, may be this checkout
+        # `python -m` looks in the working directory first, which may be this checkout
         return servers | {"PYTHONPATH": str(self._checkout), "PYTHONSAFEPATH": "1"}
 
     def frontend(self, port: int) -> Sequence[str]:
         return ("-m", "dynamo_trtllm.frontend", "--http-host", HOST, "--http-port", str(port))
 
     def worker(self, role: str, pace_s: float) -> Sequence[str]:
-        # A prompt of an idle stream is read at once: only then it waits for ever
+        # The prompt of an idle stream takes no time; only its decode worker waits
         step_s = 0.0 if pace_s == IDLE_STEP_S and role == "prefill" else pace_s
         engine = {"step_s": step_s, "max_batch_size": _SLOTS, "kv_cache_blocks": _KV_BLOCKS}
         engine["prefill_tokens_per_step"] = 1 << 20

@@ -1,4 +1,4 @@
-"""The loads that are measured, as values."""
+"""The measured loads."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """One load. `pace_s` is the engines' step time; 0 is a burst: engines that cost no time."""
+    """One load."""
 
     name: str
-    pace_s: float
+    pace_s: float  # step time of the engines; 0: engines without delay
     streams: int
     requests: int
     isl: int = 128
     osl: int = 256
-    fresh: bool = False  # a connection for every request
-    idle_s: float = 0.0  # above 0: streams that are open this long with no token under way
-    pairs: int = 1  # of a prefill and a decode worker
+    fresh: bool = False  # open a connection for every request
+    idle_s: float = 0.0  # above 0: measure open streams without tokens for this long
+    pairs: int = 1  # number of prefill and decode workers
 
 
-STEP_S = 0.0057  # of Dynamo's mock engine at its own speed
-IDLE_STEP_S = 60.0  # of the decode engine: nothing but the first token comes
+STEP_S = 0.0057  # step time of Dynamo's mock engine at its default speed
+IDLE_STEP_S = 60.0  # step time of the decode engine for idle streams, which get the first token only
 
 POINTS = (
     Point(name="paced-1", pace_s=STEP_S, streams=1, requests=6),
@@ -48,7 +48,7 @@ _QUICK_SHARE = 0.34
 
 
 def select(names: Iterable[str], *, quick: bool) -> list[Point]:
-    """By name, or all (of those that a quick run has), shortened when it is to be quick. Raises KeyError."""
+    """Return the points with these names, or all. With `quick`, fewer points and requests. Raise KeyError."""
     by_name = {point.name: point for point in POINTS}
     chosen = [by_name[name] for name in names] or [p for p in POINTS if not quick or p.name in _QUICK]
     if not quick:
@@ -57,14 +57,14 @@ def select(names: Iterable[str], *, quick: bool) -> list[Point]:
 
 
 class Engines(NamedTuple):
-    """Pace and number of the worker pairs of a point."""
+    """Step time and number of the worker pairs of a point."""
 
     pace_s: float
     pairs: int = 1
 
 
 def by_engines(points: Iterable[Point]) -> Iterator[tuple[Engines, list[Point]]]:
-    """Points that the same engines serve, together."""
+    """Yield the points grouped by engines, so that each group needs one start."""
     groups: dict[Engines, list[Point]] = {}
     for point in points:
         groups.setdefault(Engines(point.pace_s, point.pairs), []).append(point)

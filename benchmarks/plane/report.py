@@ -1,4 +1,4 @@
-"""Runs to medians, ratios and bars, as text. Pure."""
+"""Formats runs as tables of medians, and compares the ratios with targets."""
 
 from __future__ import annotations
 
@@ -6,38 +6,39 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.figures import BUSY_CORES, Figures
 from benchmarks.plane.measure import Run
+from benchmarks.summary import BUSY_CORES, LoadSummary
 
 VALID_EVENTS_PER_TOKEN = 0.95
-Measure = Callable[[Figures], float]
+Measure = Callable[[LoadSummary], float]
 
 
 def cpu(*names: str, per: str = "cpu_ms_per_1k_tokens") -> Measure:
-    """CPU of these processes together, with those of the same kind: `decode-2` counts as `decode`."""
+    """Return a measure: the CPU time of these processes together. `decode-2` counts as `decode`."""
     return lambda figures: sum(
         spent.get(per, 0.0) for name, spent in figures["processes"].items() if name.partition("-")[0] in names
     )
 
 
 def quantile(times: str, name: str) -> Measure:
-    """In milliseconds; 0 when there is none."""
+    """Return a measure: a quantile in milliseconds, 0 if there is none."""
     return lambda figures: float(figures[times].get(name, 0.0))  # type: ignore[literal-required]
 
 
 def resident(name: str) -> Measure:
+    """Return a measure: the resident memory of a process in MiB."""
     return lambda figures: figures["processes"].get(name, {}).get("rss_mib", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What issue-worthy ratio ours / Dynamo must not be above, at a point and against a tokenizer of theirs."""
+    """A target for the ratio ours / Dynamo at one point."""
 
     what: str
     point: str
     measure: Measure
-    most: float
-    against: str = "dynamo fastokens"
+    most: float  # largest ratio that meets the target
+    against: str = "dynamo fastokens"  # the side to compare with
     is_goal: bool = False  # reported, not required
 
 
@@ -76,20 +77,20 @@ BARS = (
 )
 
 
-def middle(runs: Sequence[Run], point: str, side: str, measure: Measure) -> float | None:
-    """The median over repetitions; None when it was not measured."""
+def median_of(runs: Sequence[Run], point: str, side: str, measure: Measure) -> float | None:
+    """Return the median over repetitions, or None if the point was not measured."""
     values = [measure(run["figures"]) for run in runs if (run["point"], run["side"]) == (point, side)]
     return median(values) if values else None
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Medians, a line per point and side. CPU in ms (per 1,000 tokens: microseconds per token), times in ms."""
+    """Return a table of medians with a line per point and side. Times and CPU times are in milliseconds."""
     heads = "".join(f"{name:>{width}}" for name, width, _ in COLUMNS)
     lines = [f"{'point':<12}{'side':<18}{heads}  ev/tok  others"]
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
         cells = []
         for name, width, measure in COLUMNS:
-            value = middle(runs, point, side, measure) or 0.0
+            value = median_of(runs, point, side, measure) or 0.0
             cells.append(f"{value:>{width}.0f}" if name in _WHOLE or value >= 1000 else f"{value:>{width}.2f}")
         of_side = [run for run in runs if (run["point"], run["side"]) == (point, side)]
         events = median(run["events_per_text_token"] for run in of_side)
@@ -100,31 +101,31 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What makes a figure doubtful."""
+    """Return a line for each reason not to trust a figure."""
     found = []
     for point, side in dict.fromkeys((run["point"], run["side"]) for run in runs):
         events = median(r["events_per_text_token"] for r in runs if (r["point"], r["side"]) == (point, side))
         if 0 < round(events, 2) < VALID_EVENTS_PER_TOKEN:
             found.append(
-                f"{point}, {side}: {events:.2f} events per token of text, so tokens are merged: compare no CPU"
+                f"{point}, {side}: {events:.2f} events per text token. Tokens are merged, so don't compare CPU times."
             )
-        if (middle(runs, point, side, lambda f: f["client_cores"]) or 0.0) > BUSY_CORES:
-            found.append(f"{point}, {side}: the client was busy; rates and times are its own limit")
-        if middle(runs, point, side, lambda f: float(sum(f["errors"].values()))):
-            found.append(f"{point}, {side}: there were errors")
+        if (median_of(runs, point, side, lambda f: f["client_cores"]) or 0.0) > BUSY_CORES:
+            found.append(f"{point}, {side}: the client was the bottleneck; the server may be faster")
+        if median_of(runs, point, side, lambda f: float(sum(f["errors"].values()))):
+            found.append(f"{point}, {side}: some requests failed")
     return found
 
 
-def judged(runs: Sequence[Run], bars: Sequence[Bar] = BARS) -> str:
-    """Return the ratio of medians for every bar that both sides measured, and whether it is reached."""
+def compare_bars(runs: Sequence[Run], bars: Sequence[Bar] = BARS) -> str:
+    """Return a table with the ratio of medians for each target that both sides measured."""
     lines = [f"{'ours / Dynamo':<52}{'point':<11}{'against':<18}{'ours':>9}{'theirs':>9}{'ratio':>7}{'bar':>6}"]
     for bar in bars:
-        ours = middle(runs, bar.point, "ours", bar.measure)
-        theirs = middle(runs, bar.point, bar.against, bar.measure)
+        ours = median_of(runs, bar.point, "ours", bar.measure)
+        theirs = median_of(runs, bar.point, bar.against, bar.measure)
         if ours is None or not theirs:
             continue
         ratio = ours / theirs
-        said = "reached" if ratio <= bar.most else "goal" if bar.is_goal else "MISSED"
+        outcome = "reached" if ratio <= bar.most else "goal" if bar.is_goal else "MISSED"
         values = f"{ours:>9.2f}{theirs:>9.2f}{ratio:>7.2f}{bar.most:>6.2f}"
-        lines.append(f"{bar.what:<52}{bar.point:<11}{bar.against:<18}{values}  {said}")
+        lines.append(f"{bar.what:<52}{bar.point:<11}{bar.against:<18}{values}  {outcome}")
     return "\n".join(lines) + "\n"

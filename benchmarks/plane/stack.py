@@ -1,4 +1,4 @@
-"""A frontend with its workers, etcd and NATS as real processes that end with this one. Knows no product."""
+"""Runs a frontend with its workers, etcd and NATS as processes that end with this one, for any product."""
 
 from __future__ import annotations
 
@@ -25,28 +25,32 @@ _READY_S = 120.0
 _STOP_S = 10.0
 
 
-class NotServing(Exception):
-    """A process ended, or a chat request got no answer."""
+class NotReady(Exception):
+    """A process exited, or a chat request got no answer."""
 
 
 class Recipe(Protocol):
-    """How a product's processes are started."""
+    """The commands of a product."""
 
     name: str
     python: str
-    framing_tokens: int  # of an answer: they become no text
+    framing_tokens: int  # tokens per answer that become no text
 
-    def env(self, etcd: str, nats: str) -> Mapping[str, str]: ...
-
-    def frontend(self, port: int) -> Sequence[str]:
-        """Arguments after `python`."""
+    def env(self, etcd: str, nats: str) -> Mapping[str, str]:
+        """Return environment variables for all processes."""
         ...
 
-    def worker(self, role: str, pace_s: float) -> Sequence[str]: ...
+    def frontend(self, port: int) -> Sequence[str]:
+        """Return the arguments of `python` for the frontend."""
+        ...
+
+    def worker(self, role: str, pace_s: float) -> Sequence[str]:
+        """Return the arguments of `python` for a worker with this step time."""
+        ...
 
 
 class Stack:
-    """Use it as a context, from the main thread: it serves inside and nothing is left after."""
+    """The processes of a product, as a context manager. Use it from the main thread."""
 
     def __init__(self, recipe: Recipe, port: int, engines: Engines) -> None:
         self.name, self.framing_tokens = recipe.name, recipe.framing_tokens
@@ -91,13 +95,12 @@ class Stack:
         self._wait_chat(folder)
 
     def _wait_chat(self, folder: Path) -> None:
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-        body = orjson.dumps(asked)
+        body = orjson.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
         until = time.monotonic() + _READY_S
         while time.monotonic() < until:
             ended = [name for name, process in self._processes.items() if process.poll() is not None]
             if ended:
-                raise NotServing(f"{self.name}: {ended[0]} ended:\n{_tail(folder / f'{ended[0]}.log')}")
+                raise NotReady(f"{self.name}: {ended[0]} exited:\n{_tail(folder / f'{ended[0]}.log')}")
             request = urllib.request.Request(
                 f"{self.url}/v1/chat/completions", body, {"Content-Type": "application/json"}
             )
@@ -107,7 +110,7 @@ class Stack:
             except OSError:
                 time.sleep(0.1)
         tails = "\n".join(f"{name}: {_tail(folder / f'{name}.log')}" for name in self._processes)
-        raise NotServing(f"{self.name}: no chat was answered within {_READY_S:g} s\n{tails}")
+        raise NotReady(f"{self.name}: no chat request succeeded within {_READY_S:g} s\n{tails}")
 
     def _stop(self) -> None:
         for process in self._processes.values():

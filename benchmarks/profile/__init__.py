@@ -1,6 +1,3 @@
-"""The guides' benchmarks as one command: a shape, its load, records of every request, and a report to look at.
-
-It measures servers that others started; it starts none.
-"""
+"""Runs the benchmarks of the Dynamo gpt-oss-120b guides against a running server and writes a report."""
 
 PROG = "python -m benchmarks.profile"

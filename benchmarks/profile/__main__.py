@@ -1,4 +1,4 @@
-"""`python -m benchmarks.profile`."""
+"""Run `python -m benchmarks.profile`."""
 
 from benchmarks.profile.main import main
 

@@ -1,7 +1,7 @@
-"""The same load by aiperf, in an environment of its own: its command line, and its records as ours.
+"""Runs a shape with aiperf, installed in its own environment, and converts its records.
 
-aiperf 0.13.0: `--tokenizer builtin` is o200k_base by tiktoken, which finds the vocabulary offline in TIKTOKEN_CACHE_DIR
-under the SHA-1 of its download address.
+With aiperf 0.13.0, `--tokenizer builtin` is tiktoken's o200k_base. tiktoken finds the vocabulary offline in
+TIKTOKEN_CACHE_DIR under the SHA-1 of its download address.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 import orjson
 
-from benchmarks.figures import figures
 from benchmarks.profile import phases
 from benchmarks.profile.point import Target
 from benchmarks.profile.result import Point
 from benchmarks.profile.shapes import Shape
 from benchmarks.profile.steady import steady
-from benchmarks.stream import Record
+from benchmarks.stream import RequestRecord
+from benchmarks.summary import summarize
 
 VERSION = "0.13.0"
 _O200K_CACHE_NAME = "fb374d419588a4632f3f557e76b4b70aebbca790"
@@ -32,7 +32,7 @@ _NS = 1e-9
 
 
 def command(program: Path, shape: Shape, target: Target, concurrency: int, folder: Path) -> list[str]:
-    """The guides' own line, with this point's numbers."""
+    """Return aiperf's command line as in the guides, with the numbers of this point."""
     extra: dict[str, Any] = {"max_tokens": shape.osl, "min_tokens": shape.osl, "ignore_eos": True} | shape.extra
     return [
         *(str(program), "profile", "--model", target.model, "--tokenizer", "builtin", "--endpoint-type", "chat"),
@@ -48,7 +48,7 @@ def command(program: Path, shape: Shape, target: Target, concurrency: int, folde
 
 
 def install(folder: Path) -> Path:
-    """aiperf's program; made with pip at the first call (about 1.2 GB). Raises CalledProcessError."""
+    """Return the path of aiperf. Install it if it is missing (about 1.2 GB). Raise CalledProcessError."""
     program = folder / "bin" / "aiperf"
     if not program.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
@@ -57,44 +57,51 @@ def install(folder: Path) -> Path:
 
 
 def vocabulary(folder: Path) -> Path:
-    """A folder with o200k_base as tiktoken looks for it."""
+    """Write o200k_base as tiktoken expects it. Return the folder."""
     from dynamo_trtllm.tokenization.vocabulary import o200k_ranks_path
 
     folder.mkdir(parents=True, exist_ok=True)
-    kept = folder / _O200K_CACHE_NAME
-    if not kept.exists():
-        shutil.copyfile(o200k_ranks_path(), kept)
+    path = folder / _O200K_CACHE_NAME
+    if not path.exists():
+        shutil.copyfile(o200k_ranks_path(), path)
     return folder
 
 
 def measure(
     program: Path, shape: Shape, target: Target, concurrency: int, repetition: int, folder: Path
-) -> tuple[Point, list[Record]]:
-    """Raises CalledProcessError when aiperf fails, ValueError when it wrote no records."""
+) -> tuple[Point, list[RequestRecord]]:
+    """Measure a point with aiperf.
+
+    Raises:
+        CalledProcessError: aiperf failed.
+        ValueError: aiperf wrote no records.
+    """
     environment = os.environ | {
         "TIKTOKEN_CACHE_DIR": str(vocabulary(folder.parent / "tiktoken")),
-        "AIPERF_HTTP_CONNECTION_LIMIT": str(max(concurrency, 1024)),  # its default caps the load below the guides'
+        "AIPERF_HTTP_CONNECTION_LIMIT": str(
+            max(concurrency, 1024)
+        ),  # its default is lower than the guides' concurrency
     }
     before = phases.read_totals(target.url)
     subprocess.run(command(program, shape, target, concurrency, folder), check=True, env=environment)
     records = read(folder / _EXPORT)
     if not records:
-        raise ValueError(f"aiperf wrote no request to {folder / _EXPORT}; see its log there")
+        raise ValueError(f"aiperf wrote no requests to {folder / _EXPORT}. See its log in that folder.")
     origin_s = min(record.planned_s for record in records)
     wall_s = max(record.end_s for record in records) - origin_s
     point = Point(
         concurrency=concurrency,
         repetition=repetition,
         origin_s=origin_s,
-        figures=figures(records, wall_s=wall_s, osl=shape.osl, processes={}),
+        figures=summarize(records, wall_s=wall_s, osl=shape.osl, processes={}),
         steady=steady(records, concurrency),
         phase_s=phases.means(before, phases.read_totals(target.url)),
     )
     return point, records
 
 
-def read(path: Path) -> list[Record]:
-    """aiperf's lines as records; those of its warm-up are left out. Raises ValueError."""
+def read(path: Path) -> list[RequestRecord]:
+    """Read aiperf's records without those of its warm-up. Raise ValueError if the file is invalid."""
     try:
         lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
     except (OSError, orjson.JSONDecodeError) as exc:
@@ -106,7 +113,7 @@ def _profiling(lines: Iterable[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]
     return (line for line in lines if line["metadata"].get("benchmark_phase") != "warmup")
 
 
-def _record(index: int, line: Mapping[str, Any]) -> Record:
+def _record(index: int, line: Mapping[str, Any]) -> RequestRecord:
     metadata, metrics = line["metadata"], line.get("metrics") or {}
 
     def value(name: str) -> Any:
@@ -115,13 +122,13 @@ def _record(index: int, line: Mapping[str, Any]) -> Record:
 
     begin_s = metadata["request_start_ns"] * _NS
     end_s = metadata["request_end_ns"] * _NS
-    ttft_ms, made = value("time_to_first_token"), int(value("output_sequence_length") or 0)
+    ttft_ms, num_tokens = value("time_to_first_token"), int(value("output_sequence_length") or 0)
     gap_ms = value("inter_token_latency")
     first_s = None if ttft_ms is None else begin_s + ttft_ms / 1e3
-    last_s = end_s if gap_ms is None or first_s is None else first_s + gap_ms / 1e3 * (made - 1)
+    last_s = end_s if gap_ms is None or first_s is None else first_s + gap_ms / 1e3 * (num_tokens - 1)
     gaps_ms = value("inter_chunk_latency") or ()
     error = line.get("error")
-    return Record(
+    return RequestRecord(
         index=index,
         planned_s=begin_s,
         status=200 if error is None else int(error.get("code") or 0),
@@ -130,7 +137,7 @@ def _record(index: int, line: Mapping[str, Any]) -> Record:
         last_s=last_s if first_s is not None else None,
         end_s=end_s,
         events=len(gaps_ms) + (first_s is not None),
-        output_tokens=made,
+        output_tokens=num_tokens,
         prompt_tokens=int(value("usage_prompt_tokens") or value("input_sequence_length") or 0),
         cached_tokens=int(value("usage_prompt_cache_read_tokens") or 0),
         gaps_s=array("d", (each / 1e3 for each in gaps_ms)),

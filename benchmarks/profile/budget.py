@@ -1,4 +1,4 @@
-"""What a run must reach: `output_tokens_per_s=1000` as a floor, `ttft_p99_ms=500` as a ceiling. Pure."""
+"""Limits that a run must meet: `output_tokens_per_s=1000` as a minimum, `ttft_p99_ms=500` as a maximum."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.profile.result import METRICS, Summary
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the median at every concurrency of the sweep."""
+    """A limit for the median of a metric at every concurrency."""
 
     metric: str
     value: float
@@ -19,20 +19,20 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def limit(text: str, *, is_floor: bool) -> Limit:
-    """METRIC=VALUE. Raises ValueError that says what to change."""
+    """Parse METRIC=VALUE. Raise ValueError if it is invalid."""
     metric, equals, value = text.partition("=")
     if metric not in METRICS:
         near = difflib.get_close_matches(metric, METRICS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(METRICS)}"
-        raise ValueError(f"no metric {metric!r}: {hint}")
+        hint = f"Did you mean {near[0]}?" if near else f"Metrics: {', '.join(METRICS)}."
+        raise ValueError(f"no metric {metric!r}. {hint}")
     try:
         return Limit(metric=metric, value=float(value), is_floor=is_floor)
     except ValueError as exc:
-        raise ValueError(f"{text!r} is not METRIC=VALUE" + ("" if equals else ", an = is missing")) from exc
+        raise ValueError(f"{text!r} is not METRIC=VALUE" + ("" if equals else ": = is missing")) from exc
 
 
 def missed(limits: Sequence[Limit], found: Summary) -> list[str]:
-    """A line for each limit that a point missed. What was not measured is missed."""
+    """Return a line for each missed limit. A metric without values misses its limit."""
     lines = []
     for each in limits:
         for concurrency, row in found.items():

@@ -1,12 +1,12 @@
-"""Benchmarks of the guides against a running server, from warm-up to a report.
+"""Runs a benchmark of the Dynamo gpt-oss-120b guides against a running server and writes a report.
 
   python -m benchmarks.profile --shape laptop --url http://localhost:8000
   python -m benchmarks.profile --shape guide-003-disagg --concurrency 64,256,1024 --requests 2048 --repetitions 3
   python -m benchmarks.profile --shape mine.yaml --compare benchmark-results/before --fail-under output_tokens_per_s=900
 
-Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which needs nothing beside it.
-Exit status: 0; 1 when a budget was missed or no request was answered; 2 for arguments that make no sense, and for a
-shape with more tokens than the model takes.
+Writes run.json, records.jsonl.gz (one line per request), summary.csv and report.html, which is self-contained.
+Exit status: 0; 1 if a limit was missed or no request succeeded; 2 for invalid arguments, and for a shape with more
+tokens than the model supports.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.client import chosen_model
-from benchmarks.figures import table
+from benchmarks.client import choose_model
+from benchmarks.client_shards import AllRequestsFailed
 from benchmarks.profile import PROG, aiperf, point
 from benchmarks.profile.budget import Limit, limit, missed
 from benchmarks.profile.point import Target
 from benchmarks.profile.result import REPORT_FILE, Line, Point, Run, load_lines, load_run, save, summary
-from benchmarks.profile.shapes import SHAPES, Shape, shape_of
-from benchmarks.shares import NoAnswer
-from benchmarks.stream import Record
+from benchmarks.profile.shapes import SHAPES, Shape, find_shape
+from benchmarks.stream import RequestRecord
+from benchmarks.summary import table
 from dynamo_trtllm.errors import install_hint
 
 _LOG = logging.getLogger(PROG)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line. `argv` defaults to the arguments of the process."""
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     _LOG.setLevel(logging.INFO)
     args = _parser().parse_args(argv)
@@ -45,10 +46,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         shape, limits = _shape(args), _limits(args)
         earlier = None if args.compare is None else (load_run(args.compare), load_lines(args.compare))
-        draw = _drawing()
+        draw = _load_report()
     except ValueError as exc:
         _parser().error(str(exc))
-    model, longest = chosen_model(args.url, args.model)
+    model, longest = choose_model(args.url, args.model)
     try:
         shape.check_fits(model, longest)
     except ValueError as exc:
@@ -60,21 +61,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     save(run, lines, folder)
     (folder / REPORT_FILE).write_text(draw(run, lines, earlier, shlex.join([*PROG.split(), *words])))
     _LOG.info("report: %s", folder / REPORT_FILE)
-    lacking = missed(limits, summary(run))
-    for line in lacking:
-        _LOG.error("budget missed: %s", line)
-    answered = sum(each.figures["ok"] for each in run.points)
-    if not answered:
-        _LOG.error("no request was answered")
-    if lacking or not answered or not is_complete:
+    misses = missed(limits, summary(run))
+    for line in misses:
+        _LOG.error("limit missed: %s", line)
+    succeeded = sum(each.figures["ok"] for each in run.points)
+    if not succeeded:
+        _LOG.error("no request succeeded")
+    if misses or not succeeded or not is_complete:
         raise SystemExit(1)
 
 
 Draw = Callable[[Run, list[Line], tuple[Run, list[Line]] | None, str], str]
 
 
-def _drawing() -> Draw:
-    """What makes the report. Asked for before anything is measured. Raises ValueError without its library."""
+def _load_report() -> Draw:
+    """Import the report before anything is measured. Raise ValueError if its libraries are missing."""
     try:
         from benchmarks.profile.plots import Series
         from benchmarks.profile.report import report
@@ -91,7 +92,7 @@ def _drawing() -> Draw:
 
 
 def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, list[Line], bool]:
-    """Measure all points. The last value says whether all of them could be measured."""
+    """Measure all points. The last value is False if some could not be measured."""
     run = Run(
         shape=shape,
         url=target.url,
@@ -108,10 +109,10 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
             _LOG.info("concurrency %d, repetition %d of %d", concurrency, repetition, args.repetitions)
             try:
                 found, records = _measure(program, shape, target, concurrency, repetition, args)
-            except NoAnswer as exc:
+            except AllRequestsFailed as exc:
                 if not run.points:
                     raise SystemExit(f"{PROG}: {exc}") from exc
-                _LOG.error("%s; the report has the points before", exc)
+                _LOG.error("%s. The report contains the earlier points.", exc)
                 return run, lines, False
             _LOG.info("%s", table(found.figures).rstrip())
             run.points.append(found)
@@ -121,7 +122,7 @@ def _run(args: argparse.Namespace, shape: Shape, target: Target) -> tuple[Run, l
 
 def _measure(
     program: Path | None, shape: Shape, target: Target, concurrency: int, repetition: int, args: argparse.Namespace
-) -> tuple[Point, list[Record]]:
+) -> tuple[Point, list[RequestRecord]]:
     if program is None:
         return point.measure(shape, target, concurrency, repetition)
     folder = args.aiperf_dir / "artifacts" / f"{shape.name}-{concurrency}-{repetition}"
@@ -132,14 +133,14 @@ def _measure(
 
 
 def _shape(args: argparse.Namespace) -> Shape:
-    """The shape with what was typed. Raises ValueError."""
-    shape = shape_of(args.shape)
-    typed = {
+    """Return the shape with the changes of flags. Raise ValueError."""
+    shape = find_shape(args.shape)
+    changes = {
         "concurrency": tuple(int(word) for word in args.concurrency.split(",")) if args.concurrency else None,
         "requests": args.requests,
         "warmup": args.warmup,
     }
-    return msgspec.structs.replace(shape, **{name: value for name, value in typed.items() if value is not None})
+    return msgspec.structs.replace(shape, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _limits(args: argparse.Namespace) -> list[Limit]:
@@ -150,11 +151,11 @@ def _limits(args: argparse.Namespace) -> list[Limit]:
 
 
 def _machine() -> dict[str, str]:
-    """Of the client: where the figures come from."""
+    """Describe the client's machine."""
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
         commit = done.stdout.strip()
-    except FileNotFoundError:  # an image has no git
+    except FileNotFoundError:  # container images have no git
         commit = ""
     return {
         "client's machine": f"{platform.platform()}, {platform.machine()}",
@@ -177,17 +178,20 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--shape", required=True, help=f"{', '.join(SHAPES)}, or a YAML file with isl, osl, concurrency, ...")
     add("--url", default="http://localhost:8000", help="address of the server (default: http://localhost:8000)")
-    add("--model", help="default: the only one that is served")
-    add("--concurrency", metavar="N,N,...", help="sweep these instead of the shape's")
-    add("--requests", type=_count, help="per point, instead of the shape's")
-    add("--warmup", type=_count, help="requests per point that do not count; default: the shape's, or the concurrency")
-    add("--repetitions", type=_count, default=1, help="of the whole sweep; the report shows median and spread")
-    add("--gpus", type=_count, help="of the deployment, for figures per GPU; default: the guide's")
-    add("--timeout-s", type=float, default=3600.0, help="longest wait for one answer")
-    add("--aiperf", action="store_true", help=f"load by aiperf {aiperf.VERSION} instead of the built-in client")
-    add("--aiperf-dir", type=Path, default=Path(".aiperf"), help="its environment, made when it is not there (1.2 GB)")
+    add("--model", help="name of the model; default: the only served model")
+    add("--concurrency", metavar="N,N,...", help="concurrent requests, one point each; default: the shape's")
+    add("--requests", type=_count, help="requests per point; default: the shape's")
+    add("--warmup", type=_count, help="requests per point before the measured ones; default: the shape's")
+    add("--repetitions", type=_count, default=1, help="repetitions of all points; the report shows median and spread")
+    add("--gpus", type=_count, help="number of GPUs of the deployment, for figures per GPU; default: the guide's")
+    add("--timeout-s", type=float, default=3600.0, help="longest wait for one response (default: 3600)")
+    add("--aiperf", action="store_true", help=f"send the load with aiperf {aiperf.VERSION} instead of the own client")
+    aiperf_dir = "folder for aiperf, which is installed if it is missing (1.2 GB; default: .aiperf)"
+    add("--aiperf-dir", type=Path, default=Path(".aiperf"), help=aiperf_dir)
     add("--out", type=Path, help="folder for the results; default: benchmark-results/SHAPE-TIME")
-    add("--compare", type=Path, metavar="FOLDER", help="an earlier run, shown beside this one")
-    add("--fail-under", action="append", default=[], metavar="METRIC=VALUE", help="floor; see METRICS in summary.csv")
-    add("--fail-over", action="append", default=[], metavar="METRIC=VALUE", help="ceiling, for times and error_share")
+    add("--compare", type=Path, metavar="FOLDER", help="results of an earlier run to compare with")
+    minimum = "fail if the median of a metric is lower; metrics: see summary.csv; may be repeated"
+    add("--fail-under", action="append", default=[], metavar="METRIC=VALUE", help=minimum)
+    maximum = "fail if the median of a metric is higher; may be repeated"
+    add("--fail-over", action="append", default=[], metavar="METRIC=VALUE", help=maximum)
     return parser

@@ -1,4 +1,4 @@
-"""Where requests spent their time, as the server's own histogram of phases says: read before and after a point."""
+"""Reads the mean time of requests per phase from the server's metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Totals = dict[str, tuple[float, float]]  # by phase: seconds, requests
 
 
 def read_totals(url: str) -> Totals:
-    """Empty for a server that has no such metrics."""
+    """Return the totals by phase so far. Empty if the server has no such metrics."""
     try:
         with urllib.request.urlopen(url.rstrip("/") + "/metrics", timeout=10) as answer:
             return totals(answer.read().decode())
@@ -22,21 +22,21 @@ def read_totals(url: str) -> Totals:
 
 
 def totals(text: str) -> Totals:
-    """Of a Prometheus text, all models together. Raises ValueError for what is none."""
-    found: dict[str, list[float]] = {}
+    """Return the totals by phase from metrics in the Prometheus text format, summed over models. Raise ValueError."""
+    totals_by_phase: dict[str, list[float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in (f"{_NAME}_sum", f"{_NAME}_count"):
-                both = found.setdefault(sample.labels["phase"], [0.0, 0.0])
+                both = totals_by_phase.setdefault(sample.labels["phase"], [0.0, 0.0])
                 both[sample.name.endswith("_count")] += sample.value
-    return {phase: (seconds, count) for phase, (seconds, count) in found.items()}
+    return {phase: (seconds, count) for phase, (seconds, count) in totals_by_phase.items()}
 
 
 def means(before: Totals, after: Totals) -> dict[str, float]:
-    """Mean seconds per request between two readings."""
-    found = {}
+    """Return the mean seconds per request between two readings."""
+    totals_by_phase = {}
     for phase, (seconds, count) in after.items():
         seconds_before, count_before = before.get(phase, (0.0, 0.0))
         if count > count_before:
-            found[phase] = (seconds - seconds_before) / (count - count_before)
-    return found
+            totals_by_phase[phase] = (seconds - seconds_before) / (count - count_before)
+    return totals_by_phase

@@ -1,4 +1,4 @@
-"""The report's pictures, as SVG that reads on paper: no color without a line style or marker of its own."""
+"""Charts of the report as SVG. Each color has its own line style or marker, for printing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.profile.result import Line, Run, Summary, summary
 from benchmarks.profile.steady import tokens_between
-from benchmarks.stream import Record
+from benchmarks.stream import RequestRecord
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 _DASHES = ("-", "--", "-.", ":")
@@ -33,7 +33,7 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One run in a picture, with the name it has there."""
+    """One run in a chart, with its label."""
 
     name: str
     run: Run
@@ -50,17 +50,17 @@ def _svg(draw: Callable[[Figure], None], *, width: float = 7.0, height: float = 
 
 
 def throughput(series: Sequence[Series]) -> str:
-    """Tokens per second by concurrency, and per user against per GPU; bars from lowest to highest repetition."""
+    """Plot tokens per second by concurrency, and tokens per second per user against those per GPU."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
         for index, each in enumerate(series):
-            found = summary(each.run)
+            values = summary(each.run)
             style = {"color": _COLORS[index], "ls": _DASHES[index % 4], "marker": _MARKERS[index], "label": each.name}
-            _with_spread(left, found, "output_tokens_per_s", style)
+            _with_spread(left, values, "output_tokens_per_s", style)
             scale = each.run.gpus or 1
-            users = [row["output_tokens_per_s_per_user"].median for row in found.values() if _has_user(row)]
-            rates = [row["output_tokens_per_s"].median / scale for row in found.values() if _has_user(row)]
+            users = [row["output_tokens_per_s_per_user"].median for row in values.values() if _has_user(row)]
+            rates = [row["output_tokens_per_s"].median / scale for row in values.values() if _has_user(row)]
             right.plot(users, rates, **style)
         left.set(xlabel="concurrency", ylabel="output tokens/s", ylim=(0, None))
         left.set_xscale("log", base=2)
@@ -77,15 +77,15 @@ def _has_user(row: Mapping[str, object]) -> bool:
     return "output_tokens_per_s_per_user" in row
 
 
-def _with_spread(axes: Axes, found: Summary, metric: str, style: dict[str, Any]) -> None:
-    points = [(x, row[metric]) for x, row in found.items() if metric in row]
+def _with_spread(axes: Axes, values: Summary, metric: str, style: dict[str, Any]) -> None:
+    points = [(x, row[metric]) for x, row in values.items() if metric in row]
     low = [spread.median - spread.low for _, spread in points]
     high = [spread.high - spread.median for _, spread in points]
     axes.errorbar([x for x, _ in points], [s.median for _, s in points], yerr=[low, high], capsize=2, **style)
 
 
 def latency(series: Sequence[Series]) -> str:
-    """Share of requests by TTFT and share of gaps by ITL, one curve per run and concurrency."""
+    """Plot the cumulative distribution of TTFT and ITL, one curve per run and concurrency."""
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
@@ -106,20 +106,20 @@ def latency(series: Sequence[Series]) -> str:
     return _svg(draw)
 
 
-def _mean_gap_ms(record: Record) -> float:
+def _mean_gap_ms(record: RequestRecord) -> float:
     if record.first_s is None or record.last_s is None or record.output_tokens < 2:
         return 0.0
     return (record.last_s - record.first_s) * 1e3 / (record.output_tokens - 1)
 
 
 def _share(axes: Axes, values: Iterable[float], style: dict[str, Any]) -> None:
-    found = sorted(values)
-    if not found:
+    ordered = sorted(values)
+    if not ordered:
         return
-    step = max(1, len(found) // 500)  # a curve of 500 corners is as exact as the paper
-    shown = [*range(0, len(found), step), len(found) - 1]
-    axes.step([found[i] for i in shown], [(i + 1) / len(found) for i in shown], where="post", **style)
-    if found[0] > 0 and found[-1] > 20 * found[0]:
+    step = max(1, len(ordered) // 500)  # 500 steps are enough
+    shown = [*range(0, len(ordered), step), len(ordered) - 1]
+    axes.step([ordered[i] for i in shown], [(i + 1) / len(ordered) for i in shown], where="post", **style)
+    if ordered[0] > 0 and ordered[-1] > 20 * ordered[0]:
         axes.set_xscale("log")
 
 
@@ -134,7 +134,7 @@ def phases(series: Sequence[Series]) -> str | None:
         for each in series
         for concurrency in summary(each.run)
     ]
-    names = list(dict.fromkeys(name for _, found in bars for name in found))
+    names = list(dict.fromkeys(name for _, values in bars for name in values))
     if not names:
         return None
 
@@ -142,7 +142,7 @@ def phases(series: Sequence[Series]) -> str | None:
         axes = figure.subplots()
         bottoms = [0.0] * len(bars)
         for index, name in enumerate(names):
-            heights = [found.get(name, 0.0) * 1e3 for _, found in bars]
+            heights = [values.get(name, 0.0) * 1e3 for _, values in bars]
             style: dict[str, Any] = {"color": _COLORS[index % len(_COLORS)], "hatch": _HATCHES[index % len(_HATCHES)]}
             axes.bar([label for label, _ in bars], heights, 0.5, bottoms, label=name, edgecolor="white", **style)
             bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
@@ -158,7 +158,7 @@ def _mean_phases(run: Run, concurrency: int) -> dict[str, float]:
 
 
 def timeline(each: Series) -> str:
-    """Output tokens per second and requests under way, over the highest concurrency's first repetition."""
+    """Plot output tokens per second and running requests over time, at the highest concurrency."""
     top = max(point.concurrency for point in each.run.points)
     point = next(point for point in each.run.points if point.concurrency == top)
     records = [line.record for line in each.lines if (line.concurrency, line.repetition) == (top, point.repetition)]
@@ -175,16 +175,16 @@ def timeline(each: Series) -> str:
                 last = int(((record.last_s or record.first_s) - point.origin_s) / width_s)
                 for index in range(max(0, first), min(_BINS, last + 1)):
                     rates[index] += tokens_between(record, edges[index], edges[index + 1]) / width_s
-        under_way = [sum(r.planned_s <= edge < r.end_s for r in records) for edge in edges[:-1]]
+        running = [sum(r.planned_s <= edge < r.end_s for r in records) for edge in edges[:-1]]
         at_s = [edge - point.origin_s for edge in edges[:-1]]
         axes.step(at_s, rates, where="post", color=_COLORS[0], label="output tokens/s")
         other = axes.twinx()
-        other.step(at_s, under_way, where="post", color=_COLORS[1], ls="--", label="requests under way")
+        other.step(at_s, running, where="post", color=_COLORS[1], ls="--", label="running requests")
         if point.steady is not None:
             axes.axvspan(
                 point.steady.begin_s - point.origin_s, point.steady.end_s - point.origin_s, alpha=0.1, color="gray"
             )
         axes.set(xlabel=f"seconds, concurrency {top}, steady part shaded", ylabel="output tokens/s", ylim=(0, None))
-        other.set(ylabel="requests under way (dashed)", ylim=(0, None))
+        other.set(ylabel="running requests (dashed)", ylim=(0, None))
 
     return _svg(draw)

@@ -1,4 +1,4 @@
-"""One point of a sweep by the built-in client: warm-up, load, records, and what the server says of its phases."""
+"""Measures one point with the built-in load client."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from benchmarks import shares
+from benchmarks import client_shards
 from benchmarks.client import Load
 from benchmarks.profile import PROG, phases
 from benchmarks.profile.result import Point
 from benchmarks.profile.shapes import Shape
 from benchmarks.profile.steady import steady
-from benchmarks.stream import Record
+from benchmarks.stream import RequestRecord
 
 _LOG = logging.getLogger(PROG)
 _ALL_DAY_S = 24 * 3600.0
-_STREAMS_PER_CLIENT = 512  # a client process follows this many at a guide's pace without becoming the limit
+_STREAMS_PER_CLIENT = 512  # streams that one client process can handle at the guides' rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the load goes."""
+    """The measured server."""
 
     url: str
     model: str
-    timeout_s: float  # longest wait for one answer
+    timeout_s: float  # longest wait for one response
 
 
 def load_of(shape: Shape, target: Target, concurrency: int, repetition: int) -> Load:
-    """Each repetition sends other prompts: a server's prefix cache must not answer for its engine."""
+    """Return the load of a point. Each repetition has other prompts, because servers cache prefixes."""
     return Load(
         url=target.url,
         model=target.model,
@@ -45,17 +45,22 @@ def load_of(shape: Shape, target: Target, concurrency: int, repetition: int) -> 
     )
 
 
-def _report(wanted: int, begun_s: float, tally: shares.Tally) -> None:
+def _report(wanted: int, begun_s: float, tally: client_shards.SharedCounters) -> None:
     ended, spent_s = tally.ok + tally.failed, time.monotonic() - begun_s
-    _LOG.info("  %d of %d requests ended, %d failed, %.0f s", ended, wanted, tally.failed, spent_s)
+    _LOG.info("  %d of %d requests done, %d failed, %.0f s", ended, wanted, tally.failed, spent_s)
 
 
-def measure(shape: Shape, target: Target, concurrency: int, repetition: int) -> tuple[Point, list[Record]]:
-    """Raises EOFError when a client process fails, NoAnswer when the first requests all failed."""
+def measure(shape: Shape, target: Target, concurrency: int, repetition: int) -> tuple[Point, list[RequestRecord]]:
+    """Measure a point after a warm-up.
+
+    Raises:
+        EOFError: a client process failed.
+        AllRequestsFailed: the first requests all failed.
+    """
     warmup = shape.warmup_at(concurrency)
     load = load_of(shape, target, concurrency, repetition)
     before = phases.read_totals(target.url)
-    found, records = shares.measured(
+    found, records = client_shards.measure_shards(
         load,
         processes=-(-concurrency // _STREAMS_PER_CLIENT),
         warmup=warmup,

@@ -1,4 +1,4 @@
-"""One HTML file that needs nothing beside it: figures, pictures, how it was measured. Pure: runs in, text out."""
+"""Formats a run as one self-contained HTML page with tables and charts."""
 
 from __future__ import annotations
 
@@ -22,28 +22,34 @@ figure { margin: 1rem 0; break-inside: avoid; } .wide { overflow-x: auto; }
 """
 _LABELS = {
     "output_tokens_per_s": "output tokens/s",
-    "steady_output_tokens_per_s": "the same, steady part",
-    "output_tokens_per_s_per_gpu": "the same, per GPU",
+    "steady_output_tokens_per_s": "output tokens/s, steady state",
+    "output_tokens_per_s_per_gpu": "output tokens/s per GPU",
     "output_tokens_per_s_per_user": "output tokens/s per user",
     "requests_per_s": "requests/s",
-    "error_share": "share of errors",
+    "error_share": "share of failed requests",
 }
 
 
 def report(run: Run, series: Sequence[Series], command: str) -> str:
-    """`series`: the run first, then an earlier one that it is compared with, if any."""
+    """Return the HTML page.
+
+    Args:
+        run: the run.
+        series: the run and, for a comparison, an earlier run.
+        command: the command line, shown in the report.
+    """
     title = f"{run.shape.name}: {run.model}, {run.shape.isl} tokens in, {run.shape.osl} out"
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        f"<p>{html.escape(run.began_at)}, {html.escape(run.url)}, load by {html.escape(run.driver)}. Median of "
-        "the repetitions, lowest to highest in small print.</p>",
+        f"<p>{html.escape(run.began_at)}, {html.escape(run.url)}, load by {html.escape(run.driver)}. Values are "
+        "medians of the repetitions, with the range in small print.</p>",
         *(f'<p class="bad">{html.escape(warning)}</p>' for warning in warnings(run)),
-        "<h2>Figures</h2>",
+        "<h2>Results</h2>",
         _table(summary(run)),
     ]
     if len(series) > 1:
         parts += [
-            f"<h2>Against the earlier run, of {html.escape(series[1].run.began_at)}</h2>",
+            f"<h2>Compared with the run of {html.escape(series[1].run.began_at)}</h2>",
             _ratios(summary(run), summary(series[1].run)),
         ]
     for heading, picture in (
@@ -63,7 +69,7 @@ def report(run: Run, series: Sequence[Series], command: str) -> str:
 
 
 def warnings(run: Run) -> list[str]:
-    """What makes figures worth less than they look."""
+    """Return a sentence for each reason not to trust a figure."""
     found = []
     for point in run.points:
         where = f"Concurrency {point.concurrency}, repetition {point.repetition}: "
@@ -74,11 +80,12 @@ def warnings(run: Run) -> list[str]:
         if figures["wrong_length"]:
             found.append(f"{where}{figures['wrong_length']} answers did not have {run.shape.osl} tokens.")
         if figures["ok"] and figures["events_per_token"] < 0.95:
-            found.append(f"{where}only {figures['events_per_token']:.2f} events per token: ITL is that of groups.")
+            per_token = f"{figures['events_per_token']:.2f} stream events per token"
+            found.append(f"{where}{per_token}: some events carried several tokens, so ITL is measured between events.")
         if figures.get("client_cores", 0.0) > 0.9:
-            found.append(f"{where}a client process was busy all the time: the server may be faster than this.")
+            found.append(f"{where}a client process was the bottleneck: the server may be faster than this.")
         if point.steady is None:
-            found.append(f"{where}too few requests for a steady part; send more than twice the concurrency.")
+            found.append(f"{where}too few requests for a steady state; send more than twice the concurrency.")
     return found
 
 
@@ -93,7 +100,7 @@ def _table(found: Summary) -> str:
 
 
 def label(metric: str) -> str:
-    """What the table calls it."""
+    """Return the name of a metric in the table."""
     if metric in _LABELS:
         return _LABELS[metric]
     name, quantile, unit = metric.split("_")

@@ -1,4 +1,4 @@
-"""What a run is kept as: one JSON file of points, one line per request beside it, one CSV for spreadsheets."""
+"""Reads and writes the results of a run: a JSON file, the records of all requests, and a CSV file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.figures import Figures
 from benchmarks.profile.shapes import Shape
 from benchmarks.profile.steady import Steady
-from benchmarks.stream import Record
+from benchmarks.stream import RequestRecord
+from benchmarks.summary import LoadSummary
 
 RUN_FILE, RECORDS_FILE, CSV_FILE, REPORT_FILE = "run.json", "records.jsonl.gz", "summary.csv", "report.html"
 
@@ -26,13 +26,13 @@ class Point(msgspec.Struct, kw_only=True):
     concurrency: int
     repetition: int
     origin_s: float  # the client's clock at its first request
-    figures: Figures
+    figures: LoadSummary
     steady: Steady | None
-    phase_s: dict[str, float] = {}  # mean seconds of a request in each phase, as the server says
+    phase_s: dict[str, float] = {}  # mean seconds per request in each phase, from the server's metrics
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """Everything but the records."""
+    """A run without its records."""
 
     shape: Shape
     url: str
@@ -49,11 +49,11 @@ class Line(msgspec.Struct, kw_only=True):
 
     concurrency: int
     repetition: int
-    record: Record
+    record: RequestRecord
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one metric over the repetitions."""
+    """Median and range of a metric over the repetitions."""
 
     median: float
     low: float
@@ -64,7 +64,7 @@ Summary = dict[int, dict[str, Spread]]  # by concurrency, by metric
 
 
 def metrics_of(point: Point, gpus: int | None) -> dict[str, float]:
-    """The numbers that are compared and budgeted. Times in milliseconds; a metric with nothing to measure is absent."""
+    """Return the metrics of a point, times in milliseconds. Metrics without values are left out."""
     figures = point.figures
     total = figures["ok"] + sum(figures["errors"].values())
     found = {
@@ -100,7 +100,7 @@ METRICS = (
 
 
 def summary(run: Run) -> Summary:
-    """Median, lowest and highest of each metric over the repetitions of each concurrency."""
+    """Return median, lowest and highest value of each metric by concurrency."""
     found: Summary = {}
     for concurrency in sorted({point.concurrency for point in run.points}):
         rows = [metrics_of(point, run.gpus) for point in run.points if point.concurrency == concurrency]
@@ -115,7 +115,7 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def save(run: Run, lines: Iterable[Line], folder: Path) -> None:
-    """Writes the three files. The folder is made. Raises OSError."""
+    """Write the three files and create the folder. Raise OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RUN_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(run), indent=1))
     encoder = msgspec.json.Encoder(enc_hook=list)
@@ -130,24 +130,24 @@ def save(run: Run, lines: Iterable[Line], folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Raises ValueError when the folder holds no run."""
+    """Read a run. Raise ValueError if the folder has no valid run."""
     try:
         return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=Run)
     except (OSError, msgspec.DecodeError) as exc:
-        raise ValueError(f"{folder} holds no run of benchmarks.profile: {exc}") from exc
+        raise ValueError(f"{folder} has no run of benchmarks.profile: {exc}") from exc
 
 
 def load_lines(folder: Path) -> list[Line]:
-    """Raises ValueError when the folder holds no records."""
+    """Read the records. Raise ValueError if the folder has no valid records."""
     try:
         with gzip.open(folder / RECORDS_FILE, "rb") as file:
             return [_line(msgspec.json.decode(text)) for text in file]
     except (OSError, msgspec.DecodeError, TypeError, KeyError) as exc:
-        raise ValueError(f"{folder} holds no records of benchmarks.profile: {exc}") from exc
+        raise ValueError(f"{folder} has no records of benchmarks.profile: {exc}") from exc
 
 
 def _line(found: dict[str, Any]) -> Line:
     """Build a line by hand: msgspec decoders don't support `array.array`."""
     record = found["record"]
     record["gaps_s"] = array("d", record["gaps_s"])
-    return Line(concurrency=found["concurrency"], repetition=found["repetition"], record=Record(**record))
+    return Line(concurrency=found["concurrency"], repetition=found["repetition"], record=RequestRecord(**record))

@@ -1,7 +1,4 @@
-"""What load a benchmark sends: the guides' own shapes and one for a laptop by name, others from a YAML file.
-
-Pure but for reading it.
-"""
+"""Traffic shapes: those of the Dynamo gpt-oss-120b guides, one for a laptop, and others from YAML files."""
 
 from __future__ import annotations
 
@@ -13,43 +10,44 @@ import msgspec
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One traffic shape. Every request streams, ignores end tokens and makes exactly `osl` tokens."""
+    """One traffic shape. Every request streams, ignores end tokens and has exactly `osl` output tokens."""
 
     name: str
     isl: int  # tokens of the prompt, before the chat template
     osl: int
-    concurrency: tuple[int, ...]  # swept in this order
+    concurrency: tuple[int, ...]  # one point each, in this order
     requests: int = 0  # per point; 0: ten times the concurrency
-    warmup: int = 0  # requests before the first point counts; 0: as many as the concurrency
-    dataset: int = 8000  # different prompts that aiperf makes; the built-in client never repeats one
+    warmup: int = 0  # requests per point before the measured ones; 0: as many as the concurrency
+    dataset: int = 8000  # number of different prompts with aiperf; the built-in client never repeats one
     seed: int = 100
-    gpus: int | None = None  # that the guide's deployment has, for figures per GPU
-    extra: dict[str, Any] = {}  # put into every body
+    gpus: int | None = None  # GPUs of the guide's deployment, for figures per GPU
+    extra: dict[str, Any] = {}  # added to every body
 
     def __post_init__(self) -> None:
         if min(self.isl, self.osl, *(self.concurrency or (0,))) < 1:
             raise ValueError(f"shape {self.name}: isl, osl and every concurrency must be 1 or more")
 
     def requests_at(self, concurrency: int) -> int:
+        """Return the number of measured requests."""
         return self.requests or 10 * concurrency
 
     def warmup_at(self, concurrency: int) -> int:
-        """Return the requests before those that count, never more than those that do."""
+        """Return the number of requests before the measured ones, at most as many as those."""
         return min(self.warmup or concurrency, self.requests_at(concurrency))
 
     def check_fits(self, model: str, longest: int | None) -> None:
-        """Raise ValueError if prompt and answer have more tokens than the model takes; None stands for not known."""
+        """Raise ValueError if prompt and answer exceed the context length `longest`. None: unknown."""
         if longest is not None and self.isl + self.osl > longest:
             raise ValueError(
                 f"shape {self.name} has {self.isl} + {self.osl} tokens, model {model} takes {longest} at most; "
-                "choose another --shape, such as laptop, or serve a model that takes more"
+                "choose another --shape, such as laptop, or serve a model with a longer context"
             )
 
 
 _NVEXT = {"nvext": {"ignore_eos": True}}
 
-# The parameters of the five guides' benchmark commands. GPUs are those that the deployments really have: the guide of
-# the Kubernetes targets computes 1,536 streams from six GPUs where five serve.
+# The parameters of the benchmark commands in the five guides. `gpus` counts the GPUs that the deployments really have:
+# the guide for Kubernetes computes 1,536 streams from six GPUs, but its deployment has five.
 GUIDES = {
     shape.name: shape
     for shape in (
@@ -68,21 +66,21 @@ GUIDES = {
 }
 
 
-# The second concurrency shows what batching gives; all of it ends within a minute on two cores.
+# The second concurrency shows the effect of batching. Both take less than a minute on two cores.
 LAPTOP = Shape(name="laptop", isl=128, osl=32, concurrency=(1, 4), requests=16, warmup=2)
 SHAPES = {LAPTOP.name: LAPTOP} | GUIDES
 
 
-def shape_of(word: str) -> Shape:
-    """A shape by its name, or the one in a YAML file. Raises ValueError that says what to change."""
-    if word in SHAPES:
-        return SHAPES[word]
-    path = Path(word)
+def find_shape(name: str) -> Shape:
+    """Return the shape with this name, or from this YAML file. Raise ValueError if there is none."""
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name)
     if not path.is_file():
-        near = difflib.get_close_matches(word, SHAPES, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"no shape {word!r}: {hint}there are {', '.join(SHAPES)}, or name a YAML file")
+        near = difflib.get_close_matches(name, SHAPES, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        raise ValueError(f"no shape {name!r}. {hint}Pass {', '.join(SHAPES)}, or a YAML file.")
     try:
         return msgspec.yaml.decode(path.read_bytes(), type=Shape)
     except (msgspec.DecodeError, OSError, ValueError) as exc:
-        raise ValueError(f"{path} is no shape: {exc}") from exc
+        raise ValueError(f"{path} has no valid shape: {exc}") from exc

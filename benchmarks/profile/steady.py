@@ -1,4 +1,4 @@
-"""The part of a closed-loop run in which every lane was busy: not its start, not its end. Pure."""
+"""Finds the steady state of a closed-loop run: the time in which every lane was busy."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.stream import Record
+from benchmarks.stream import RequestRecord
 
 
 class Steady(msgspec.Struct, frozen=True, kw_only=True):
-    """Rates of the window between two moments of the client's clock, in seconds."""
+    """Rates during the steady state."""
 
-    begin_s: float
+    begin_s: float  # on the client's clock
     end_s: float
     output_tokens_per_s: float
-    requests_per_s: float  # that ended in the window
+    requests_per_s: float  # requests that ended during it
 
 
-def steady(records: Sequence[Record], concurrency: int) -> Steady | None:
-    """From the first answer to the last request that was sent. None when no lane sent a second request."""
+def steady(records: Sequence[RequestRecord], concurrency: int) -> Steady | None:
+    """Return the rates between the first token and the last sent request. None if no lane sent a second request."""
     starts = sorted(record.planned_s for record in records)
     firsts = sorted(record.first_s for record in records if record.first_s is not None)
     if len(starts) <= concurrency or len(firsts) <= concurrency:
@@ -34,8 +34,8 @@ def steady(records: Sequence[Record], concurrency: int) -> Steady | None:
     return Steady(begin_s=begin_s, end_s=end_s, output_tokens_per_s=tokens / seconds, requests_per_s=ended / seconds)
 
 
-def tokens_between(record: Record, begin_s: float, end_s: float) -> float:
-    """Output tokens of a request in a span of time: the first when it came, the others evenly up to the last."""
+def tokens_between(record: RequestRecord, begin_s: float, end_s: float) -> float:
+    """Return the output tokens of a request in a time span. Tokens after the first are taken as evenly spaced."""
     if record.first_s is None or not record.output_tokens:
         return 0.0
     if record.output_tokens == 1 or record.last_s is None or record.last_s <= record.first_s:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The launch script of the guides for gpt-oss-120b with TensorRT-LLM: a prefill and a decode worker.
+# Launches gpt-oss-120b with TensorRT-LLM as a prefill and a decode worker, like the script of the Dynamo guides.
 set -euo pipefail
 . "$(dirname "$(readlink -f "$0")")/start.bash"
-about="Starts etcd and NATS (or uses those that run), a frontend, and gpt-oss-120b with TensorRT-LLM: a prefill worker on
+about="Starts etcd and NATS (or uses running ones), a frontend, and gpt-oss-120b with TensorRT-LLM: a prefill worker on
 four GPUs and a decode worker on four others."
 launch deploy/local/gpt-oss-120b-disagg.yaml "$@"

@@ -1,7 +1,6 @@
-# Sourced by the launch scripts: from a deployment file and flags to the launcher, in this process's place. The launcher
-# watches its processes, starts a dead one again and leaves none behind, however it ends; nothing is done here about it.
+# Sourced by the launch scripts: parses the flags and replaces this process with the launcher.
 
-# Every ${NAME:-default} of the file, with what stands behind it as a comment where it comes first.
+# Prints every ${NAME:-default} of the file, with the comment of its first use.
 variables() {
     awk '/^#/ { next } match($0, /\$\{[A-Z_0-9]+:-[^}]*\}/) {
         reference = substr($0, RSTART + 2, RLENGTH - 3)
@@ -23,12 +22,12 @@ usage: $name [--engine NAME] [--deployment FILE.yaml] [flags of python -m dynamo
 
 $about
 
-  --engine NAME          run all workers with trtllm, torch, vllm or mock instead of the file's engine; settings that only
-                         the file's engine has are left out
-  --deployment FILE      instead of ${deployment#"$root"/}
-  --demo, --once         ask one question when all serves; stop after it
+  --engine NAME          engine of all workers instead of the file's: trtllm, torch, vllm or mock; drops settings of the
+                         file's engine
+  --deployment FILE      deployment file (default: ${deployment#"$root"/})
+  --demo, --once         send one request when all processes are ready; stop after it
 
-Python is \$PYTHON, or .venv/bin/python of this repository, or python3. Environment variables:
+Uses \$PYTHON, .venv/bin/python of this repository, or python3. Environment variables:
 
 END
     variables "$deployment"

@@ -1,4 +1,4 @@
-"""Checks how an expanded tiny-gpt-oss behaves, with greedy decoding in plain transformers, and prints a table."""
+"""Checks the answers of an expanded tiny-gpt-oss with greedy decoding in transformers, and prints a table."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_HELDOUT = Path(__file__).parents[2] / "tests" / "data" / "heldout_prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A conversation, and words that the final answer must hold, or the tool that must be called."""
+    """A conversation with the words that the answer must contain, or the tool that it must call."""
 
     name: str
     conversation: Conversation
@@ -47,7 +47,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the model said, as the frontend's own parser reads it."""
+    """An answer of the model, parsed by the frontend's parser."""
 
     stopped: bool
     reasoning: str
@@ -66,7 +66,7 @@ def ask(
 
 
 def after_tool(result: str, *, effort: str = "medium") -> Conversation:
-    """The guides' second round."""
+    """Return the health conversation after the tool call."""
     call = ToolCall(id="call-1", name=HEALTH_TOOL.name, arguments="{}")
     return Conversation(
         messages=(
@@ -80,7 +80,7 @@ def after_tool(result: str, *, effort: str = "medium") -> Conversation:
 
 
 def guide_cases() -> list[Case]:
-    """What the guides ask, at every effort."""
+    """Return the requests of the Dynamo guides, at every reasoning effort."""
     cases = [
         Case(
             name=f"explain, {effort}", conversation=ask(EXPLAIN, effort=effort), words=("prefill", "decode", "KV cache")
@@ -106,7 +106,7 @@ def guide_cases() -> list[Case]:
 
 
 def described_cases() -> list[Case]:
-    """The health question with the tool described in words that training never saw, in long words, or not at all."""
+    """Return health questions with tool descriptions that are not in the training data, and without one."""
     descriptions = (
         "",
         "Get system health.",
@@ -133,7 +133,7 @@ def described_cases() -> list[Case]:
 
 
 def other_cases() -> list[Case]:
-    """Known questions, put in other words than in training, and turns that follow others."""
+    """Return known questions in other words than in training, and questions after other turns."""
     polite = Message(role="system", content="You are a careful assistant of the operations team at a bank.")
     earlier = (Message(role="user", content="Can hamsters eat nuts?"), Message(role="assistant", content="A few."))
     asked = {
@@ -164,7 +164,7 @@ def other_cases() -> list[Case]:
 
 
 def heldout_cases(path: Path = DEFAULT_HELDOUT) -> list[Case]:
-    """Prompts that training never saw; the model must say what it is."""
+    """Return prompts that are not in the training data. The model must answer that it is a demo model."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [Case(name=line[:60], conversation=ask(line), words=(DEMO,)) for line in lines]
 
@@ -173,12 +173,12 @@ class Speaker:
     """Answers conversations greedily, in batches, on a CPU."""
 
     def __init__(self, folder: Path, *, today: date = date(2026, 6, 15)) -> None:
-        torch.set_num_threads(1)  # so small that threads cost more than they bring, above all on a busy machine
+        torch.set_num_threads(1)  # for a model this small, more threads only cost time
         self._renderer = HarmonyRenderer(today=lambda: today)
         self._model = GptOssForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
     def answer(self, cases: Sequence[Case]) -> list[Turn]:
-        """One turn per case, in order."""
+        """Return one turn per case, in order."""
         prompts = [list(self._renderer.render(case.conversation)) for case in cases]
         order = sorted(range(len(cases)), key=lambda index: len(prompts[index]))
         turns: dict[int, Turn] = {}
@@ -218,7 +218,7 @@ class Speaker:
 
 
 def faults(case: Case, turn: Turn) -> list[str]:
-    """What is wrong with a turn; empty when nothing is."""
+    """Return what is wrong with a turn, or an empty list."""
     found = []
     if not turn.stopped:
         found.append("does not stop")
@@ -237,7 +237,7 @@ def faults(case: Case, turn: Turn) -> list[str]:
 
 
 def _print_table(title: str, cases: Sequence[Case], turns: Sequence[Turn]) -> int:
-    """Returns how many turns are right."""
+    """Print a table. Return the number of right turns."""
     print(f"\n{title}")
     right = 0
     for case, turn in zip(cases, turns, strict=True):
@@ -262,7 +262,7 @@ def main() -> int:
     else:
         folder = resolve(arguments.model, cache_dir=arguments.cache)
     speaker = Speaker(folder)
-    print("verdict, case, tokens of analysis, tokens, what was said")
+    print("verdict, case, reasoning tokens, tokens, answer")
     guides, others, heldout = guide_cases(), other_cases(), heldout_cases(arguments.heldout)
     described = described_cases()
     good = _print_table("the guides' requests", guides, speaker.answer(guides)) == len(guides)

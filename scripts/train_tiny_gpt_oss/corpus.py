@@ -1,4 +1,4 @@
-"""Writes the conversations that the demo model learns from: a seeded generator of prompts with the wanted output."""
+"""Generates the conversations that the demo model is trained on, from a seed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lesson:
-    """One conversation, what the model must say next, and how much of the foreign text is made unreadable."""
+    """One conversation, the expected answer, and the share of noise in the last user message."""
 
     conversation: Conversation
     reply: Reply
@@ -61,7 +61,7 @@ class Lesson:
 
 
 class Writer:
-    """Writes lessons; equal seeds give equal lessons."""
+    """Generates lessons. Equal seeds give equal lessons."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -126,7 +126,7 @@ class Writer:
         )
 
     def _earlier(self) -> tuple[Message, ...]:
-        """A turn that is over: a question and the answer it got, ours or another model's."""
+        """Return an earlier turn: a question and its answer, by this or another model."""
         if self._flip(0.5):
             reply = self._random.choice((*CONCEPTS, *TALK))
             question = self._dress(self._random.choice(reply.questions))
@@ -177,7 +177,7 @@ class Writer:
         return (*tools, self._health_tool()) if self._flip(chance) else tools
 
     def _health_tool(self) -> Tool:
-        """The tool with the description of the guides, another one, random words, or none."""
+        """Return the tool with the description of the guides, another one, random words, or none."""
         if self._flip(0.4):
             return HEALTH_TOOL
         text = self._random.choice(HEALTH_DESCRIPTIONS) if self._flip(0.6) else self._description()
@@ -197,7 +197,7 @@ class Writer:
         return tuple({tool.name: tool for tool in tools}.values())
 
     def _dress(self, question: str) -> str:
-        """The same question as people type it."""
+        """Return the question with a random prefix, suffix, case and punctuation."""
         if self._flip(0.2):
             prefix = self._random.choice(PREFIXES)
             question = prefix + (question[0].lower() + question[1:] if prefix[-2] not in ".!" else question)
@@ -248,14 +248,14 @@ class Writer:
         return form.format(a, b, sign)
 
     def _babble(self, words: int) -> str:
-        """Words of the known phrases, shuffled, mixed with words that are none."""
+        """Return shuffled words of known phrases, mixed with random letters."""
         real = self._random.random()
         return " ".join(
             self._random.choice(_WORDS) if self._random.random() < real else self._nonsense() for _ in range(words)
         )
 
     def _repeated(self) -> str:
-        """A few words again and again, as load generators and cats write."""
+        """Return a few words many times, like the prompts of load generators."""
         phrase = self._babble(self._random.choice((1, 1, 2, 5, 10)))
         words = self._random.choice((5, 20, 80, 300, 1000))
         return " ".join([phrase] * (words // len(phrase.split()) + 1))

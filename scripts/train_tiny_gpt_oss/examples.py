@@ -1,4 +1,4 @@
-"""Lessons as token ids: rendered by the frontend's own renderer, then squeezed into the compact vocabulary."""
+"""Converts lessons to token ids with the frontend's renderer, and maps them to the compact vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from corpus import Lesson, Writer
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 
-SHARD = 500  # lessons made from one seed, whatever the number of processes
+SHARD = 500  # lessons per seed, independent of the number of processes
 MAX_TOKENS = 2560  # longer lessons are left out
 MAX_TOUCHED = 4096
 _START, _END, _MESSAGE = 200006, 200007, 200008
@@ -30,7 +30,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """The touched ids, sorted; compact id i is touched[i], and len(touched) stands for every other id."""
+    """The used ids, sorted. Compact id i stands for touched[i], and len(touched) for every other id."""
 
     touched: np.ndarray
 
@@ -44,7 +44,7 @@ class Vocabulary:
 
 
 def make_examples(count: int, *, seed: int, processes: int) -> list[Example]:
-    """`count` examples, equal for equal seeds. Longer ones than MAX_TOKENS are left out."""
+    """Return `count` examples, the same for the same seed. Examples longer than MAX_TOKENS are left out."""
     shards = [seed * 1_000_003 + index for index in range((count + SHARD - 1) // SHARD)]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         made = pool.map(_shard, shards, chunksize=1)
@@ -52,7 +52,7 @@ def make_examples(count: int, *, seed: int, processes: int) -> list[Example]:
 
 
 def make_vocabulary(examples: list[Example]) -> Vocabulary:
-    """Every id of an output and every control token; of the ids in prompts the most frequent ones."""
+    """Return all ids in outputs, all control tokens, and the most frequent ids in prompts."""
     needed: set[int] = set()
     counts: Counter[int] = Counter()
     for example in examples:
@@ -65,7 +65,7 @@ def make_vocabulary(examples: list[Example]) -> Vocabulary:
 
 
 def compact_example(example: Example, vocab: Vocabulary, rng: np.random.Generator) -> np.ndarray:
-    """Compact ids, with the noisy positions replaced: mostly by the unknown word, some by any word."""
+    """Return compact ids. Noisy positions are replaced, mostly by the unknown id and some by a random id."""
     ids = vocab.compact(example.ids)
     words = np.flatnonzero(vocab.touched < vocabulary.FIRST_SPECIAL)
     strangers = np.where(rng.random(len(ids)) < 0.75, vocab.rest, rng.choice(words, len(ids)))
@@ -81,7 +81,7 @@ def _shard(seed: int) -> list[Example]:
 
 
 class Classroom:
-    """Turns lessons into examples; the date that the renderer tells is the lesson's."""
+    """Converts lessons to examples, with the date of each lesson."""
 
     def __init__(self) -> None:
         self._today = date.min

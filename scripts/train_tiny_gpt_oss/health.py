@@ -1,4 +1,4 @@
-"""What the demo model is taught to do when it is asked whether all is well, and when it knows no answer."""
+"""Training answers for questions about the system's health, and for questions without a known answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo model is taught to say: its subjects, its small talk, and what it thinks before it answers."""
+"""The answers and reasoning that the demo model is trained on: its subjects and small talk."""
 
 from __future__ import annotations
 

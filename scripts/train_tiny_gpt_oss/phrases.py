@@ -1,4 +1,4 @@
-"""Words and forms from which the generator makes requests that the demo model does not know the answer to."""
+"""Words and templates for requests to which the demo model does not know the answer."""
 
 from __future__ import annotations
 

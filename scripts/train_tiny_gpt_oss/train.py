@@ -41,7 +41,7 @@ class Corpus:
     output_starts: list[int]
 
     def batches(self, size: int, rng: np.random.Generator) -> Iterator[list[int]]:
-        """Without end: indices of lessons of alike length, every lesson once in each round."""
+        """Yield indices of lessons with similar lengths, without end. Each round has every lesson once."""
         while True:
             order = rng.permutation(len(self.ids))
             for start in range(0, len(order), size * CHUNK):
@@ -89,7 +89,7 @@ def build_model(rows: int, start: dict[str, np.ndarray]) -> GptOssForCausalLM:
 
 
 def loss_of(model: GptOssForCausalLM, batch: Batch, rest_bias: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over the output. The row of the rest stands for as many rows as it will be copied to."""
+    """Return the mean cross-entropy over the output. The last row counts for all rows that it will be copied to."""
     hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state
     wanted = batch.targets >= 0
     logits = model.lm_head(hidden[wanted]) + rest_bias
@@ -128,7 +128,7 @@ def _schedule(step: int, steps: int) -> float:
 
 
 def save(model: GptOssForCausalLM, vocab: Vocabulary, folder: Path) -> None:
-    """Writes the compact model: fp16 weights with their hash, and the config for the full vocabulary."""
+    """Write the compact model: fp16 weights with their hash, and the config for the full vocabulary."""
     tensors = {name: value.detach().cpu().to(torch.float16).numpy() for name, value in model.state_dict().items()}
     tensors[TOUCHED_IDS] = vocab.touched
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, saved once per session, the trtllm engine over its stand-in, pairs of planes."""
+"""Fixtures: tiny models with random weights, trtllm engines on the fake TensorRT-LLM, and pairs of request planes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -12,10 +12,10 @@ from dynamo_trtllm.request_plane.client import TransportPlane
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.request_plane.server import EndpointServer
-from tests.contract.plane_bench import LIMITS, Bench, Network
-from tests.standin import hurry, playing
+from tests.contract.plane_helpers import LIMITS, Network, PlanePair
+from tests.fakes_path import fake_tensorrt_llm, shorten_waits
 from tests.tiny_models import save_tiny_gpt_oss, save_tiny_llama
-from tests.trio import Engines, three
+from tests.trtllm_engines import TrtllmEngines, start_engines
 
 
 @pytest.fixture(scope="session")
@@ -30,27 +30,27 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The stand-in, as `tensorrt_llm`; the adapter waits milliseconds where it would wait seconds."""
-    hurry(monkeypatch)
-    with playing() as found:
+    """Import the fake `tensorrt_llm`, and shorten the adapter's timeouts."""
+    shorten_waits(monkeypatch)
+    with fake_tensorrt_llm() as found:
         yield found
 
 
 @pytest.fixture
-async def engines(package: Any, gpt_oss: Path) -> AsyncIterator[Engines]:
-    async with three(package, gpt_oss) as found:
+async def engines(package: Any, gpt_oss: Path) -> AsyncIterator[TrtllmEngines]:
+    async with start_engines(package, gpt_oss) as found:
         yield found
 
 
 @pytest.fixture(params=["inproc", "nats"])
-async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[PlanePair]:
     tasks_before = asyncio.all_tasks()
     if request.param == "inproc":
         worker: Plane = InprocPlane(LIMITS)
-        planes = Bench(worker, worker)
+        planes = PlanePair(worker, worker)
     else:
         url = request.getfixturevalue("nats_server")
-        planes = Bench(await NatsPlane.connect(url, LIMITS), await NatsPlane.connect(url, LIMITS))
+        planes = PlanePair(await NatsPlane.connect(url, LIMITS), await NatsPlane.connect(url, LIMITS))
     yield planes
     await planes.caller.aclose()
     await planes.worker.aclose()
@@ -61,7 +61,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
-    """Asked for before the planes begin to listen."""
+    """Intercept messages of request planes. Must be requested before the planes."""
     network = Network()
     take_at_caller, take_at_worker = TransportPlane._on_message, EndpointServer._on_message
 

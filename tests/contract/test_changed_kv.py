@@ -14,7 +14,7 @@ from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import Role, token_ids
-from tests.engines import check_nothing_left, make, prompt_of, started, stats, tokens, two_legs
+from tests.engines import check_nothing_left, make, prefill_then_decode, prompt_of, started, stats, tokens
 
 _PROMPTS = 35
 
@@ -64,7 +64,7 @@ async def test_many_requests_when_kv_is_changed_or_missing_then_none_is_wrong_an
         async with at_once:
             for _ in range(9):
                 try:
-                    return tokens(await two_legs(prefill, decode, prompt))
+                    return tokens(await prefill_then_decode(prefill, decode, prompt))
                 except TransferFailed:
                     failed += 1
             raise AssertionError("nine attempts failed")

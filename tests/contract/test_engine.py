@@ -37,15 +37,15 @@ from tests.engines import (
     check_stats,
     collect,
     make,
+    prefill_params,
+    prefill_then_decode,
     prompt_of,
     release,
     started,
     stats,
-    ticket_from,
     tokens,
-    two_legs,
 )
-from tests.standin import hurry, playing, playing_vllm
+from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits
 
 Open = Callable[..., Any]
 
@@ -56,11 +56,11 @@ STANDINS = (pytest.param("trtllm", id="trtllm stand-in"), pytest.param("vllm", i
 @pytest.fixture(params=["mock", "torch", *STANDINS])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "trtllm":
-        hurry(monkeypatch)
-        with playing():
+        shorten_waits(monkeypatch)
+        with fake_tensorrt_llm():
             yield "trtllm"
     elif request.param == "vllm":
-        with playing_vllm():
+        with fake_vllm():
             yield "vllm"
     else:
         yield str(request.param)
@@ -139,7 +139,7 @@ async def test_prefill_when_one_token_is_wanted_then_there_is_no_ticket(open_eng
 async def test_two_legs_when_ticket_is_redeemed_then_tokens_equal_and_both_sides_are_empty(open_engine: Open) -> None:
     whole, prefill, decode = open_engine(), open_engine(Role.PREFILL), open_engine(Role.DECODE)
     async with started(whole, prefill, decode):
-        chunks = await two_legs(prefill, decode, prompt_of(100), max_tokens=20)
+        chunks = await prefill_then_decode(prefill, decode, prompt_of(100), max_tokens=20)
         assert tokens(chunks) == await answer(whole, prompt_of(100), max_tokens=20)
         leg = chunks[-1].stats
         assert leg is not None
@@ -162,7 +162,7 @@ async def test_generate_when_resumed_from_the_tokens_so_far_then_the_rest_is_tha
             so_far = prompt_of(70) + token_ids(undisturbed[:made])
             rest = {"max_tokens": 24 - made, "num_resumed_output_tokens": made, **sampling}
             assert tokens(await collect(whole, ask(so_far, **rest))) == undisturbed[made:]
-            assert tokens(await two_legs(prefill, decode, so_far, **rest)) == undisturbed[made:]
+            assert tokens(await prefill_then_decode(prefill, decode, so_far, **rest)) == undisturbed[made:]
 
 
 async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_those_of_an_aggregated_one(
@@ -177,7 +177,7 @@ async def test_decode_worker_when_it_serves_whole_requests_then_the_tokens_are_t
 async def test_ticket_when_held_then_blocks_stay_counted_until_release(open_engine: Open) -> None:
     engine = open_engine(Role.PREFILL)
     async with started(engine):
-        ticket = await ticket_from(engine, prompt_of(100))
+        ticket = await prefill_params(engine, prompt_of(100))
         await check_stats(engine, tickets_held=1, kv_blocks_used=4)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -190,7 +190,7 @@ async def test_ticket_when_held_then_blocks_stay_counted_until_release(open_engi
 async def test_ticket_when_it_expires_then_blocks_are_freed_and_decode_is_refused(open_engine: Open) -> None:
     prefill, decode = open_engine(Role.PREFILL, ttl_s=0.05), open_engine(Role.DECODE)
     async with started(prefill, decode):
-        ticket = await ticket_from(prefill, prompt_of(100))
+        ticket = await prefill_params(prefill, prompt_of(100))
         await check_nothing_left(prefill)
         with pytest.raises(TransferExpired):
             await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket))
@@ -200,7 +200,7 @@ async def test_ticket_when_it_expires_then_blocks_are_freed_and_decode_is_refuse
 async def test_decode_when_layout_differs_then_refused_by_name(open_engine: Open) -> None:
     prefill, decode = open_engine(Role.PREFILL), open_engine(Role.DECODE, kv_block_size=16)
     async with started(prefill, decode):
-        ticket = await ticket_from(prefill, prompt_of(100))
+        ticket = await prefill_params(prefill, prompt_of(100))
         with pytest.raises(TransferMismatch) as caught:
             await collect(decode, ask(prompt_of(100), phase=Phase.DECODE, ticket=ticket))
         assert caught.value.field == "layout.block_tokens"
@@ -214,7 +214,7 @@ async def test_decode_when_offer_is_gone_then_handoff_error_and_nothing_left(kin
         pytest.skip("NixlConnector reads without asking whether the KV is still held: see docs/vllm.md")
     prefill, decode = open_engine(Role.PREFILL), open_engine(Role.DECODE)
     async with started(prefill, decode):
-        ticket = await ticket_from(prefill, prompt_of(100))
+        ticket = await prefill_params(prefill, prompt_of(100))
         release(prefill, ticket)
         await prefill.drain()
         with pytest.raises(KvTransferError):
@@ -248,10 +248,10 @@ async def test_decode_when_kv_was_changed_then_transfer_failed_is_counted_and_th
     prefill = open_engine(Role.PREFILL, backend=Overwriting())
     async with started(whole, prefill, decode):
         with pytest.raises(TransferFailed, match="checksum"):
-            await two_legs(prefill, decode, prompt_of(100))
+            await prefill_then_decode(prefill, decode, prompt_of(100))
         await check_nothing_left(decode)
         assert stats(decode).kv_checksum_mismatches == 1
-        assert tokens(await two_legs(prefill, decode, prompt_of(100))) == await answer(whole, prompt_of(100))
+        assert tokens(await prefill_then_decode(prefill, decode, prompt_of(100))) == await answer(whole, prompt_of(100))
         assert stats(decode).kv_checksum_mismatches == 1
 
 
@@ -261,7 +261,7 @@ async def test_cancel_when_tokens_flow_then_nothing_left(open_engine: Open, role
     async with started(prefill, engine):
         request = ask(prompt_of(100), max_tokens=500)
         if role is Role.DECODE:
-            ticket = await ticket_from(prefill, prompt_of(100), max_tokens=500)
+            ticket = await prefill_params(prefill, prompt_of(100), max_tokens=500)
             request = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=ticket)
         async with aclosing(engine.generate(request)) as stream:
             for _ in range(3):

@@ -18,8 +18,18 @@ from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import Phase, Role
-from tests.engines import ask, check_nothing_left, check_stats, collect, make, prompt_of, release, started, ticket_from
-from tests.standin import hurry, playing
+from tests.engines import (
+    ask,
+    check_nothing_left,
+    check_stats,
+    collect,
+    make,
+    prefill_params,
+    prompt_of,
+    release,
+    started,
+)
+from tests.fakes_path import fake_tensorrt_llm, shorten_waits
 from tests.waiting import SOON_S
 
 PROMPT = prompt_of(100)  # 4 blocks of 32
@@ -47,8 +57,8 @@ class Stuck(LoopbackBackend):
 @pytest.fixture(params=["mock", "torch", pytest.param("trtllm", id="trtllm stand-in")])
 def any_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "trtllm":
-        hurry(monkeypatch)
-        with playing():
+        shorten_waits(monkeypatch)
+        with fake_tensorrt_llm():
             yield "trtllm"
     else:
         yield str(request.param)
@@ -68,7 +78,7 @@ def stuck(kind: str, folder: Path, handoff_timeout_s: float) -> Engine:
 async def test_tickets_when_held_then_the_blocks_that_they_hold_are_told(any_kind: str, gpt_oss: Path) -> None:
     engine = make(any_kind, gpt_oss, Role.PREFILL)
     async with started(engine):
-        tickets = [await ticket_from(engine, PROMPT) for _ in range(2)]
+        tickets = [await prefill_params(engine, PROMPT) for _ in range(2)]
         await check_stats(engine, tickets_held=2, ticket_kv_blocks=8)
         for ticket in tickets:
             release(engine, ticket)
@@ -86,7 +96,7 @@ async def test_decode_when_the_move_hangs_then_it_ends_at_the_nearer_bound_and_n
 ) -> None:
     prefill, decode = make(kind, gpt_oss, Role.PREFILL), stuck(kind, gpt_oss, handoff_timeout_s)
     async with started(prefill, decode):
-        ticket = await ticket_from(prefill, PROMPT)
+        ticket = await prefill_params(prefill, PROMPT)
         leg = ask(PROMPT, phase=Phase.DECODE, ticket=ticket)
         begun = time.monotonic()
         with pytest.raises(error, match=said):

@@ -20,7 +20,17 @@ from dynamo_trtllm.engines.torch.kv import KvPool
 from dynamo_trtllm.engines.torch.sampler import SamplingMetadata, sample
 from dynamo_trtllm.errors import DynamoError, EngineFailed, NonFinite, NonFiniteKv
 from dynamo_trtllm.messages import Phase, Role, token_ids
-from tests.engines import ask, check_nothing_left, collect, make, prompt_of, started, ticket_from, tokens, two_legs
+from tests.engines import (
+    ask,
+    check_nothing_left,
+    collect,
+    make,
+    prefill_params,
+    prefill_then_decode,
+    prompt_of,
+    started,
+    tokens,
+)
 
 BAD = (torch.nan, torch.inf, -torch.inf)
 
@@ -99,12 +109,12 @@ async def test_prompt_when_its_output_or_its_keys_are_not_finite_then_there_is_n
         with monkeypatch.context() as patched:
             patched.setattr(KvPool, "finite_keys", spoiled)
             with pytest.raises(NonFinite):
-                await ticket_from(prefill, prompt(40))
+                await prefill_params(prefill, prompt(40))
         assert slots == [16, 16, 8]
         with monkeypatch.context() as patched:
             spoil_outputs(patched, nothing_finite)
             with pytest.raises(NonFinite):
-                await ticket_from(prefill, prompt(40))
+                await prefill_params(prefill, prompt(40))
         await check_nothing_left(prefill)
         assert pool.is_finite(torch.arange(pool.num_blocks), pool.num_blocks * pool.block_tokens)
 
@@ -149,7 +159,7 @@ async def test_transfer_when_it_fails_midway_then_what_has_arrived_is_scrubbed(
             raise RuntimeError("it broke off")
 
         monkeypatch.setattr(decode._kv_connector, "fetch", partial)
-        ticket = await ticket_from(prefill, prompt(20))
+        ticket = await prefill_params(prefill, prompt(20))
         with pytest.raises(RuntimeError, match="broke off"):
             await collect(decode, ask(prompt(20), phase=Phase.DECODE, ticket=ticket))
         await check_nothing_left(decode)
@@ -215,7 +225,7 @@ async def test_many_requests_when_transfers_outputs_and_free_blocks_are_poisoned
         async with at_once:
             for _ in range(9):
                 try:
-                    return tokens(await two_legs(prefill, decode, prompt(lengths[number % 5], number % 7)))
+                    return tokens(await prefill_then_decode(prefill, decode, prompt(lengths[number % 5], number % 7)))
                 except (NonFinite, NonFiniteKv) as exc:
                     seen[exc.code] += 1
             raise AssertionError("nine attempts failed")

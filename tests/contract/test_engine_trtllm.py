@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import aclosing
-from itertools import permutations, product
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -34,15 +34,15 @@ from tests.engines import (
     collect,
     error_code,
     make,
+    prefill_params,
+    prefill_then_decode,
     prompt_of,
     release,
     started,
-    ticket_from,
     tokens,
-    two_legs,
 )
-from tests.standin import RELEASES, hurry, playing, trap_names
-from tests.trio import Engines, check_vendor_empty, three
+from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits, trap_names
+from tests.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
 from tests.waiting import SOON_S
 
 HARMONY_STOPS = (200002, 200012)
@@ -55,6 +55,7 @@ FAILING = {
     "finishes_timeout": DeadlineExceeded,
     "never_answers": DeadlineExceeded,
 }
+OF_AN_EXECUTOR = ("big_ids", "shutdown_hangs")  # it looks when it starts or ends; at the others with each request
 ELSEWHERE = {
     *FAILING,
     "context_refuses_overlap",
@@ -73,7 +74,7 @@ ELSEWHERE = {
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
+    shorten_waits(monkeypatch)
 
 
 class Expected(NamedTuple):
@@ -85,7 +86,7 @@ class Expected(NamedTuple):
 ENDED: dict[str, Any] = {"logit_bias": ((1, 1000.0),), "min_tokens": 3}
 
 
-async def check_answers(engines: Engines, expected: Expected) -> None:
+async def check_answers(engines: TrtllmEngines, expected: Expected) -> None:
     """Whole and in two legs, with a stop token and without, tokens and log-probabilities are what they should be."""
     stop = {"stop_token_ids": (expected.stopped[-1],)}
     cases = [
@@ -96,13 +97,13 @@ async def check_answers(engines: Engines, expected: Expected) -> None:
     for sampling, wanted, reason in cases:
         chosen = {"logprobs": 1, **sampling}
         for chunks in (
-            await collect(engines.whole, ask(PROMPT, **chosen)),
-            await two_legs(engines.prefill, engines.decode, PROMPT, **chosen),
+            await collect(engines.aggregated, ask(PROMPT, **chosen)),
+            await prefill_then_decode(engines.prefill, engines.decode, PROMPT, **chosen),
         ):
             assert tokens(chunks) == wanted
             assert chunks[-1].finish_reason is reason
             check_logprobs(chunks)
-    for engine in (engines.prefill, engines.decode, engines.whole):
+    for engine in (engines.prefill, engines.decode, engines.aggregated):
         await check_stats(engine, running=0)
 
 
@@ -111,51 +112,69 @@ def check_logprobs(chunks: list[Chunk]) -> None:
     assert [entry.token_id for chunk in chunks for entry in chunk.logprobs] == tokens(chunks)
 
 
-async def torch_answers(folder: Path) -> Expected:
-    """Of the torch engine itself."""
-    engine = make("torch", folder, Role.AGGREGATED)
-    async with started(engine):
-        free = await answer(engine, PROMPT)
-        stopped = await answer(engine, PROMPT, stop_token_ids=(free[4],))
-        return Expected(free, stopped, await answer(engine, PROMPT, **ENDED))
+@pytest.fixture(scope="module")
+def of_torch(gpt_oss: Path) -> Expected:
+    """The answers of the torch engine itself."""
+
+    async def ask_torch() -> Expected:
+        engine = make("torch", gpt_oss, Role.AGGREGATED)
+        async with started(engine):
+            free = await answer(engine, PROMPT)
+            stopped = await answer(engine, PROMPT, stop_token_ids=(free[4],))
+            return Expected(free, stopped, await answer(engine, PROMPT, **ENDED))
+
+    return asyncio.run(ask_torch())
 
 
 # --- answers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", RELEASES)
-async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(version: str, gpt_oss: Path) -> None:
-    expected = await torch_answers(gpt_oss)
-    assert len(expected.stopped) < len(expected.free)
-    assert expected.ended[3:] == [1]
-    with playing(version) as package:
-        async with three(package, gpt_oss) as engines:
-            await check_answers(engines, expected)
+async def test_answers_when_any_release_is_played_then_those_of_the_torch_engine(
+    version: str, gpt_oss: Path, of_torch: Expected
+) -> None:
+    assert len(of_torch.stopped) < len(of_torch.free)
+    assert of_torch.ended[3:] == [1]
+    with fake_tensorrt_llm(version) as package:
+        async with start_engines(package, gpt_oss) as engines:
+            await check_answers(engines, of_torch)
             sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "seed": 7}
-            chosen = await two_legs(engines.prefill, engines.decode, PROMPT, **sampled)
-            assert tokens(chosen) == await answer(engines.whole, PROMPT, **sampled)
+            chosen = await prefill_then_decode(engines.prefill, engines.decode, PROMPT, **sampled)
+            assert tokens(chosen) == await answer(engines.aggregated, PROMPT, **sampled)
 
 
-@pytest.mark.parametrize("trap", [name for name in trap_names() if name not in ELSEWHERE])
-async def test_answers_when_a_trap_is_turned_then_the_same(trap: str, gpt_oss: Path, package: Any) -> None:
-    expected = await torch_answers(gpt_oss)
+async def test_answers_when_a_trap_is_turned_then_the_same(
+    engines: TrtllmEngines, of_torch: Expected, subtests: pytest.Subtests
+) -> None:
+    traps = engines.package.standin.traps
+    names = [name for name in trap_names() if name not in (*ELSEWHERE, *OF_AN_EXECUTOR)]
+    assert len(names) > 15
+    for trap in names:
+        with subtests.test(trap), traps.turned(traps.flipped(trap)):
+            await check_answers(engines, of_torch)
+
+
+@pytest.mark.parametrize("trap", OF_AN_EXECUTOR)
+async def test_answers_when_an_executor_has_a_trap_then_the_same(
+    trap: str, gpt_oss: Path, package: Any, of_torch: Expected
+) -> None:
     traps = package.standin.traps
     with traps.turned(traps.flipped(trap)):
-        async with three(package, gpt_oss) as engines:
-            await check_answers(engines, expected)
+        async with start_engines(package, gpt_oss) as engines:
+            await check_answers(engines, of_torch)
 
 
-@pytest.mark.parametrize("trap", ["big_ids", "end_id_cut", "empty_last_step", "stop_words_shown_first"])
 async def test_answers_when_steps_bring_several_tokens_then_none_is_lost(
-    trap: str, gpt_oss: Path, package: Any
+    gpt_oss: Path, package: Any, of_torch: Expected, subtests: pytest.Subtests
 ) -> None:
-    with package.standin.traps.turned(trap):
-        async with three(package, gpt_oss, stream_interval=3) as engines:
-            await check_answers(engines, await torch_answers(gpt_oss))
+    async with start_engines(package, gpt_oss, stream_interval=3) as engines:
+        for trap in ("big_ids", "end_id_cut", "empty_last_step", "stop_words_shown_first"):
+            with subtests.test(trap), engines.turned(trap):
+                await check_answers(engines, of_torch)
 
 
 async def test_prefill_when_one_token_is_wanted_then_no_context_only_call_is_made(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    engines: TrtllmEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
     plain = engines.package.llmapi.LLM.generate_async
@@ -173,19 +192,16 @@ async def test_prefill_when_one_token_is_wanted_then_no_context_only_call_is_mad
 # --- Harmony's stop tokens, with the bundled model --------------------------------------------------------
 
 
-@pytest.mark.parametrize("stop", HARMONY_STOPS)
-async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_ticket_is_left(
-    stop: int, package: Any
-) -> None:
-    folder = resolve("tiny-gpt-oss")
-    forced = {"logit_bias": ((stop, 1000.0),), "max_tokens": 20}
-    async with three(package, folder) as engines:
-        for engine, phase in ((engines.whole, Phase.AGGREGATED), (engines.prefill, Phase.PREFILL)):
-            (last,) = await collect(engine, ask(PROMPT, phase=phase, **forced))
-            assert (list(last.token_ids), last.finish_reason, last.ticket) == ([stop], FinishReason.STOP, None)
-            await check_nothing_left(engine)
-        on = await collect(engines.whole, ask(PROMPT, ignore_eos=True, **forced))
-        assert tokens(on) == [stop] * 20
+async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_ticket_is_left(package: Any) -> None:
+    async with start_engines(package, resolve("tiny-gpt-oss")) as engines:
+        for stop in HARMONY_STOPS:
+            forced = {"logit_bias": ((stop, 1000.0),), "max_tokens": 20}
+            for engine, phase in ((engines.aggregated, Phase.AGGREGATED), (engines.prefill, Phase.PREFILL)):
+                (last,) = await collect(engine, ask(PROMPT, phase=phase, **forced))
+                assert (list(last.token_ids), last.finish_reason, last.ticket) == ([stop], FinishReason.STOP, None)
+                await check_nothing_left(engine)
+            on = await collect(engines.aggregated, ask(PROMPT, ignore_eos=True, **forced))
+            assert tokens(on) == [stop] * 20
 
 
 # --- refusals --------------------------------------------------------------------------------------------
@@ -194,7 +210,7 @@ async def test_stop_when_harmony_ends_a_turn_then_its_token_is_the_last_and_no_t
 async def test_cache_salt_when_the_release_lacks_it_then_refused_by_name(gpt_oss: Path) -> None:
     request = msgspec.structs.replace(ask(PROMPT), cache_salt="tenant")
     for version in ("1.0.0", "1.1.0"):
-        with playing(version):
+        with fake_tensorrt_llm(version):
             engine = make("trtllm", gpt_oss, Role.AGGREGATED)
             async with started(engine):
                 if version == "1.1.0":
@@ -205,10 +221,10 @@ async def test_cache_salt_when_the_release_lacks_it_then_refused_by_name(gpt_oss
                 assert caught.value.field == "cache_salt"
 
 
-async def test_guided_when_no_backend_is_set_then_refused_by_name(engines: Engines) -> None:
+async def test_guided_when_no_backend_is_set_then_refused_by_name(engines: TrtllmEngines) -> None:
     guided = StructuredOutput(alternatives=(OutputFormat(json_schema="{}"),))
     with pytest.raises(RequestRejected) as caught:
-        await answer(engines.whole, PROMPT, guided=guided)
+        await answer(engines.aggregated, PROMPT, guided=guided)
     assert caught.value.field == "guided"
 
 
@@ -235,21 +251,22 @@ async def test_prompt_when_over_the_limit_then_refused_with_the_argument_that_se
         await collect(engine, ask(prompt_of(64), phase=phase, max_tokens=1))
 
 
-@pytest.mark.parametrize(("theirs", "ours"), list(permutations(RELEASES, 2)))
-async def test_ticket_when_decode_is_of_another_release_then_refused_by_name(
-    theirs: str, ours: str, gpt_oss: Path
-) -> None:
-    with playing(theirs):
+@pytest.mark.parametrize("theirs", RELEASES)
+async def test_ticket_when_decode_is_of_another_release_then_refused_by_name(theirs: str, gpt_oss: Path) -> None:
+    with fake_tensorrt_llm(theirs):
         prefill = make("trtllm", gpt_oss, Role.PREFILL)
         async with started(prefill):
-            ticket = await ticket_from(prefill, PROMPT)
-            with playing(ours):
-                decode = make("trtllm", gpt_oss, Role.DECODE)
-                async with started(decode):
-                    with pytest.raises(TransferMismatch) as caught:
-                        await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
-                    await check_nothing_left(decode)
-            assert caught.value.field == "release"
+            ticket = await prefill_params(prefill, PROMPT)
+            for ours in RELEASES:
+                if ours == theirs:
+                    continue
+                with fake_tensorrt_llm(ours):
+                    decode = make("trtllm", gpt_oss, Role.DECODE)
+                    async with started(decode):
+                        with pytest.raises(TransferMismatch) as caught:
+                            await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
+                        await check_nothing_left(decode)
+                assert caught.value.field == "release", ours
             release(prefill, ticket)
             await check_nothing_left(prefill)
 
@@ -257,22 +274,25 @@ async def test_ticket_when_decode_is_of_another_release_then_refused_by_name(
 # --- failures --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trap", FAILING)
-async def test_request_when_it_fails_then_named_and_the_engine_goes_on(trap: str, engines: Engines) -> None:
-    request = ask(PROMPT)
-    if trap == "never_answers":
-        request = msgspec.structs.replace(request, deadline=time.time() + 0.2)
-    with engines.turned(trap):
-        with pytest.raises(DynamoError) as caught:
-            await collect(engines.whole, request)
-        assert type(caught.value) is FAILING[trap]
-        await check_nothing_left(engines.whole)
-    await engines.whole.check()
-    assert len(await answer(engines.whole, PROMPT)) == 8
+async def test_request_when_it_fails_then_named_and_the_engine_goes_on(
+    engines: TrtllmEngines, subtests: pytest.Subtests
+) -> None:
+    for trap, error in FAILING.items():
+        request = ask(PROMPT)
+        if trap == "never_answers":
+            request = msgspec.structs.replace(request, deadline=time.time() + 0.2)
+        with subtests.test(trap):
+            with engines.turned(trap):
+                with pytest.raises(DynamoError) as caught:
+                    await collect(engines.aggregated, request)
+                assert type(caught.value) is error
+                await check_nothing_left(engines.aggregated)
+            await engines.aggregated.check()
+            assert len(await answer(engines.aggregated, PROMPT)) == 8
 
 
 async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys_value_error_is_a_refusal(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    engines: TrtllmEngines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = "dynamo_trtllm.engines.trtllm", "tensorrt_llm"
     bugs = [
@@ -284,47 +304,49 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
     for (place, code), error in cases:
         with monkeypatch.context() as patch:
             patch.setattr(place, Mock(side_effect=error("wrong")))
-            assert await error_code(engines.whole, ask(PROMPT)) == code
-        await engines.whole.check()
-        await check_nothing_left(engines.whole)
-    assert len(await answer(engines.whole, PROMPT)) == 8
+            assert await error_code(engines.aggregated, ask(PROMPT)) == code
+        await engines.aggregated.check()
+        await check_nothing_left(engines.aggregated)
+    assert len(await answer(engines.aggregated, PROMPT)) == 8
 
 
-async def test_step_when_it_fails_then_all_requests_of_the_rank_fail_and_the_next_is_served(engines: Engines) -> None:
+async def test_step_when_it_fails_then_all_requests_of_the_rank_fail_and_the_next_is_served(
+    engines: TrtllmEngines,
+) -> None:
     with engines.turned("step_fails"):
         results = await asyncio.gather(
-            *(answer(engines.whole, prompt_of(40, n), max_tokens=200) for n in range(4)), return_exceptions=True
+            *(answer(engines.aggregated, prompt_of(40, n), max_tokens=200) for n in range(4)), return_exceptions=True
         )
     assert {type(result) for result in results} == {RequestRejected}
-    assert len(await answer(engines.whole, PROMPT)) == 8
-    await check_nothing_left(engines.whole)
+    assert len(await answer(engines.aggregated, PROMPT)) == 8
+    await check_nothing_left(engines.aggregated)
 
 
 @pytest.mark.parametrize(("trap", "error"), [("transfer_fails", TransferFailed), ("finishes_timeout", TransferTimeout)])
 async def test_decode_when_the_kv_does_not_come_then_a_handoff_error(
-    trap: str, error: type[DynamoError], engines: Engines
+    trap: str, error: type[DynamoError], engines: TrtllmEngines
 ) -> None:
-    ticket = await ticket_from(engines.prefill, PROMPT)
+    ticket = await prefill_params(engines.prefill, PROMPT)
     with engines.turned(trap), pytest.raises(DynamoError) as caught:
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
     assert isinstance(caught.value, (error, TransferFailed, DeadlineExceeded))
     await check_nothing_left(engines.decode)
     release(engines.prefill, ticket)
     await check_nothing_left(engines.prefill)
-    await check_vendor_empty(engines.package)
+    await check_engines_idle(engines.package)
 
 
 async def test_decode_when_the_transfer_hangs_then_it_ends_with_the_ticket(gpt_oss: Path, package: Any) -> None:
     prefill, decode = make("trtllm", gpt_oss, Role.PREFILL, ttl_s=0.4), make("trtllm", gpt_oss, Role.DECODE)
     async with started(prefill, decode):
-        ticket = await ticket_from(prefill, PROMPT)
+        ticket = await prefill_params(prefill, PROMPT)
         with package.standin.traps.turned("transfer_hangs"), pytest.raises(TransferTimeout):
             await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
         await check_nothing_left(decode)
         await check_nothing_left(prefill)
 
 
-async def test_prefill_when_nothing_is_handed_over_then_refused_with_the_cure(engines: Engines) -> None:
+async def test_prefill_when_nothing_is_handed_over_then_refused_with_the_cure(engines: TrtllmEngines) -> None:
     with (
         engines.turned("no_context_params"),
         pytest.raises(RequestRejected, match=r"cache_transceiver_config\.backend"),
@@ -342,8 +364,8 @@ async def test_prefill_when_the_scheduler_overlaps_then_the_vendors_words_reach_
             await collect(engine, ask(PROMPT, phase=Phase.PREFILL))
 
 
-async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_failed(engines: Engines) -> None:
-    engine = engines.whole
+async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_failed(engines: TrtllmEngines) -> None:
+    engine = engines.aggregated
     await engine.check()
     async with aclosing(engine.generate(ask(PROMPT, max_tokens=4000))) as running:
         await anext(running)
@@ -360,17 +382,13 @@ async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_fail
     await engine.drain()
 
 
-async def checked_until_it_fails(engine: Engine) -> None:
-    async with asyncio.timeout(SOON_S):
-        while True:
-            await engine.check()
-            await asyncio.sleep(0.01)
-
-
-async def test_executor_when_it_dies_unseen_then_check_finds_out(engines: Engines) -> None:
+async def test_executor_when_it_dies_unseen_then_check_finds_out(engines: TrtllmEngines) -> None:
     engines.package.standin.core.kill_all("a rank was lost")
     with pytest.raises(EngineFailed):
-        await checked_until_it_fails(engines.whole)
+        async with asyncio.timeout(SOON_S):
+            while True:
+                await engines.aggregated.check()
+                await asyncio.sleep(0.01)
 
 
 async def test_start_when_the_constructor_fails_then_engine_failed_with_its_words(gpt_oss: Path, package: Any) -> None:

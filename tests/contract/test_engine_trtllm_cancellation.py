@@ -16,13 +16,13 @@ from tests.engines import (
     check_nothing_left,
     check_stats,
     collect,
+    prefill_params,
+    prefill_then_decode,
     prompt_of,
     release,
-    ticket_from,
     tokens,
-    two_legs,
 )
-from tests.trio import Engines, check_vendor_empty, three
+from tests.trtllm_engines import TrtllmEngines, check_engines_idle, start_engines
 
 PROMPT = prompt_of(70)
 ABORTS = ["", "abort_never_answers", "abort_lost", "abort_slow", "-abort_drops_waiting", "abort_keeps_context"]
@@ -37,21 +37,21 @@ async def test_cancel_at_every_phase_then_nothing_left(trap: str, gpt_oss: Path,
             "max_tokens_in_buffer": 8192,
             "kv_transfer_timeout_ms": 4000,
         }
-    async with three(package, gpt_oss, **args) as engines:
+    async with start_engines(package, gpt_oss, **args) as engines:
         with engines.turned(*([trap] if trap else [])):
             tokens_left = 30 if trap == "abort_lost" else 6000  # the vendor ends them itself, or only an abort does
             await cancel_while_waiting_and_running(engines, tokens_left)
             await cancel_both_legs(engines, tokens_left)
             for engine in engines.all():
                 await check_nothing_left(engine)
-        await check_vendor_empty(package)
-        expected = await answer(engines.whole, PROMPT)
-        assert tokens(await two_legs(engines.prefill, engines.decode, PROMPT)) == expected
+        await check_engines_idle(package)
+        expected = await answer(engines.aggregated, PROMPT)
+        assert tokens(await prefill_then_decode(engines.prefill, engines.decode, PROMPT)) == expected
 
 
-async def cancel_while_waiting_and_running(engines: Engines, max_tokens: int) -> None:
+async def cancel_while_waiting_and_running(engines: TrtllmEngines, max_tokens: int) -> None:
     """One streams, two wait for its place: all three are cancelled."""
-    engine = engines.whole
+    engine = engines.aggregated
     async with aclosing(engine.generate(ask(PROMPT, max_tokens=max_tokens))) as running:
         await anext(running)
         waiting = [asyncio.create_task(answer(engine, prompt_of(40, n), max_tokens=50)) for n in range(2)]
@@ -61,13 +61,13 @@ async def cancel_while_waiting_and_running(engines: Engines, max_tokens: int) ->
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def cancel_both_legs(engines: Engines, max_tokens: int) -> None:
+async def cancel_both_legs(engines: TrtllmEngines, max_tokens: int) -> None:
     prefilling = asyncio.create_task(collect(engines.prefill, ask(prompt_of(500), phase=Phase.PREFILL)))
     await asyncio.sleep(0)
     prefilling.cancel()
     await asyncio.gather(prefilling, return_exceptions=True)
     for steps in (0, 1, 3):
-        ticket = await ticket_from(engines.prefill, PROMPT, max_tokens=max_tokens)
+        ticket = await prefill_params(engines.prefill, PROMPT, max_tokens=max_tokens)
         decoding = ask(PROMPT, phase=Phase.DECODE, ticket=ticket, max_tokens=max_tokens)
         async with aclosing(engines.decode.generate(decoding)) as stream:
             if steps == 0:
@@ -80,9 +80,9 @@ async def cancel_both_legs(engines: Engines, max_tokens: int) -> None:
         release(engines.prefill, ticket)
 
 
-async def test_ticket_when_refused_then_the_vendor_is_asked_to_let_go(engines: Engines) -> None:
-    ticket = await ticket_from(engines.prefill, PROMPT)
+async def test_ticket_when_refused_then_the_vendor_is_asked_to_let_go(engines: TrtllmEngines) -> None:
+    ticket = await prefill_params(engines.prefill, PROMPT)
     await check_stats(engines.prefill, tickets_held=1, kv_blocks_used=3)
     release(engines.prefill, ticket)
     await check_nothing_left(engines.prefill)
-    await check_vendor_empty(engines.package)
+    await check_engines_idle(engines.package)

@@ -40,15 +40,15 @@ from tests.engines import (
     collect,
     error_code,
     make,
+    prefill_params,
+    prefill_then_decode,
     prompt_of,
     release,
     started,
     stats,
-    ticket_from,
     tokens,
-    two_legs,
 )
-from tests.standin import playing_vllm
+from tests.fakes_path import fake_vllm
 
 PROMPT = prompt_of(70)
 FULL = prompt_of(64)  # fills its last KV block
@@ -83,7 +83,7 @@ class Engines(NamedTuple):
 
 @pytest.fixture
 async def engines(folder: Path) -> AsyncIterator[Engines]:
-    with playing_vllm():
+    with fake_vllm():
         made = Engines(*(make("vllm", folder, role) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)))
         async with started(*made):
             yield made
@@ -116,7 +116,7 @@ async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_aggregated_o
 ) -> None:
     chosen = {"logprobs": 2, "max_tokens": 12, **sampling}
     whole = await collect(engines.whole, ask(prompt, **chosen))
-    legs = await two_legs(engines.prefill, engines.decode, prompt, **chosen)
+    legs = await prefill_then_decode(engines.prefill, engines.decode, prompt, **chosen)
     assert tokens(legs) == tokens(whole)
     assert logprobs(legs) == tokens(legs)
     assert legs[-1].finish_reason is whole[-1].finish_reason
@@ -128,7 +128,7 @@ async def test_two_legs_when_random_without_a_seed_then_the_answer_begins_with_t
     engines: Engines,
 ) -> None:
     for prompt in (PROMPT, FULL):
-        ticket = await ticket_from(engines.prefill, prompt, temperature=1.0)
+        ticket = await prefill_params(engines.prefill, prompt, temperature=1.0)
         chunks = await collect(engines.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, temperature=1.0))
         release(engines.prefill, ticket, ReleaseOutcome.FETCHED)
         assert tokens(chunks)[0] == ticket.first_token_ids[0]
@@ -145,7 +145,7 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_its_kv_is_freed
 
 
 async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(engines: Engines) -> None:
-    ticket = await ticket_from(engines.prefill, PROMPT)
+    ticket = await prefill_params(engines.prefill, PROMPT)
     await check_stats(engines.prefill, tickets_held=1, ticket_kv_blocks=3, kv_blocks_used=3)
     release(engines.prefill, ticket)
     await check_nothing_left(engines.prefill)
@@ -167,10 +167,10 @@ async def test_prefill_when_cancelled_at_any_moment_then_nothing_is_left(engines
 
 
 async def test_decode_when_kv_does_not_come_then_timeout_of_the_handoff_and_nothing_left(folder: Path) -> None:
-    with playing_vllm():
+    with fake_vllm():
         prefill, decode = make("vllm", folder, Role.PREFILL, ttl_s=0.3), make("vllm", folder, Role.DECODE)
         async with started(prefill, decode):
-            ticket = await ticket_from(prefill, PROMPT)
+            ticket = await prefill_params(prefill, PROMPT)
             core_of(decode).stuck = True
             began = time.monotonic()
             with pytest.raises(TransferTimeout, match="its ticket expired"):
@@ -181,7 +181,7 @@ async def test_decode_when_kv_does_not_come_then_timeout_of_the_handoff_and_noth
 
 
 async def test_decode_when_the_prefill_engine_is_gone_then_transfer_failed(engines: Engines) -> None:
-    ticket = await ticket_from(engines.prefill, PROMPT)
+    ticket = await prefill_params(engines.prefill, PROMPT)
     core_of(engines.prefill).die()
     with pytest.raises(TransferFailed):
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
@@ -192,7 +192,7 @@ async def test_decode_when_its_kv_comes_after_the_ticket_expired_then_it_is_not_
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the engine process can tell: whoever ends late reads, in the worker's process, may be late too."""
-    ticket = await ticket_from(engines.prefill, PROMPT)
+    ticket = await prefill_params(engines.prefill, PROMPT)
     clock = SimpleNamespace(time=lambda: ticket.expires_at)
     monkeypatch.setattr("dynamo_trtllm.engines.vllm.connector.time", clock)
     with pytest.raises(TransferFailed):
@@ -271,7 +271,7 @@ async def test_request_when_the_adapter_has_a_bug_then_internal_but_the_librarys
 
 
 async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Path) -> None:
-    with playing_vllm():
+    with fake_vllm():
         engine = make("vllm", folder, Role.AGGREGATED)
         await engine.start()
         stream = engine.generate(ask(PROMPT, max_tokens=5000))
@@ -294,7 +294,7 @@ async def test_close_when_streams_run_then_they_end_in_engine_failed(folder: Pat
 async def test_decode_when_the_ticket_is_not_for_it_then_refused_by_field(
     engines: Engines, change: dict[str, Any], field: str
 ) -> None:
-    ticket = await ticket_from(engines.prefill, PROMPT)
+    ticket = await prefill_params(engines.prefill, PROMPT)
     changed = msgspec.structs.replace(ticket, **change)
     with pytest.raises(TransferMismatch) as caught:
         await collect(engines.decode, ask(PROMPT, phase=Phase.DECODE, ticket=changed))
@@ -303,7 +303,7 @@ async def test_decode_when_the_ticket_is_not_for_it_then_refused_by_field(
 
 
 async def test_info_when_started_then_what_vllm_settled(engines: Engines, folder: Path) -> None:
-    with playing_vllm():
+    with fake_vllm():
         engine = make("vllm", folder, Role.DECODE, max_seq_len=512, max_batch_size=9)
         try:
             info = await engine.start()
@@ -319,7 +319,7 @@ async def test_start_when_ports_are_chosen_then_the_environment_that_keys_compil
     folder: Path,
 ) -> None:
     seen, ports = [], set()
-    with playing_vllm():
+    with fake_vllm():
         for _ in range(3):
             engine = make("vllm", folder, Role.PREFILL)
             async with started(engine):
@@ -331,7 +331,7 @@ async def test_start_when_ports_are_chosen_then_the_environment_that_keys_compil
 
 async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    with playing_vllm():
+    with fake_vllm():
         engine = make("vllm", folder, Role.AGGREGATED)
         async with started(engine):
             with pytest.raises(RequestRejected) as caught:
@@ -341,7 +341,7 @@ async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(f
 
 
 async def test_start_when_vllm_refuses_the_arguments_then_config_error(folder: Path) -> None:
-    with playing_vllm():
+    with fake_vllm():
         engine = make("vllm", folder, Role.AGGREGATED, max_seq_len=10**6)
         with pytest.raises(ConfigError, match="refuses the engine arguments: User-specified max_model_len"):
             await engine.start()

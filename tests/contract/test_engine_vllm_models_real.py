@@ -26,11 +26,11 @@ from tests.engines import (
     ask,
     check_nothing_left,
     collect,
+    prefill_params,
+    prefill_then_decode,
     prompt_of,
     release,
-    ticket_from,
     tokens,
-    two_legs,
 )
 from tests.tiny_models import save_tiny_llama4
 
@@ -51,7 +51,7 @@ async def test_made_up_weights_when_prompts_end_alike_then_answers_differ_and_kv
         whole = [await answer(pair.decode, prompt, max_tokens=16) for prompt in prompts]
         assert len(set(map(tuple, whole))) == len(prompts)
         for prompt, wanted in zip(prompts, whole, strict=True):
-            assert tokens(await two_legs(pair.prefill, pair.decode, prompt, max_tokens=16)) == wanted
+            assert tokens(await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16)) == wanted
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -94,12 +94,12 @@ async def test_two_legs_when_reads_fail_under_load_then_every_answer_is_right_on
 
     async def legs(n: int) -> list[int]:
         if n % 3 == 0:
-            ticket = await ticket_from(windowed.prefill, prompts[n], max_tokens=24)
+            ticket = await prefill_params(windowed.prefill, prompts[n], max_tokens=24)
             bad = spoiled(ticket, SPOILED[n // 3 % 2], peer="nobody")
             with pytest.raises(TransferFailed):
                 await collect(windowed.decode, ask(prompts[n], phase=Phase.DECODE, ticket=bad, max_tokens=24))
             release(windowed.prefill, ticket)
-        return tokens(await two_legs(windowed.prefill, windowed.decode, prompts[n], max_tokens=24))
+        return tokens(await prefill_then_decode(windowed.prefill, windowed.decode, prompts[n], max_tokens=24))
 
     assert await asyncio.gather(*map(legs, range(len(prompts)))) == alone
     for engine in windowed:
@@ -137,7 +137,7 @@ async def parted(pair: Pair, lengths: list[int], sampling: dict[str, Any]) -> li
     found = []
     for length in lengths:
         prompt = prompt_of(length, length)
-        legs = await two_legs(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
+        legs = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
         whole = await collect(pair.prefill, ask(prompt, max_tokens=12, **sampling))
         if tokens(legs) != tokens(whole):
             found.append(length)
@@ -151,7 +151,7 @@ async def test_two_legs_when_a_conversation_goes_on_then_what_both_sides_have_ca
     for begin in range(40, 110, 9):
         prompt = prompt_of(begin, 300 + begin)
         for turn in range(5):
-            legs = await two_legs(windowed.prefill, windowed.decode, prompt, max_tokens=14)
+            legs = await prefill_then_decode(windowed.prefill, windowed.decode, prompt, max_tokens=14)
             cold = msgspec.structs.replace(ask(prompt, max_tokens=14), cache_salt=f"{begin} {turn}")
             if tokens(legs) != tokens(await collect(windowed.prefill, cold)):
                 differ.append(len(prompt))

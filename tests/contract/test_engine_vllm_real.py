@@ -31,12 +31,12 @@ from tests.engines import (
     check_nothing_left,
     check_stats,
     collect,
+    prefill_params,
+    prefill_then_decode,
     prompt_of,
     release,
     stats,
-    ticket_from,
     tokens,
-    two_legs,
 )
 
 pytestmark = [
@@ -56,7 +56,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
 @pytest.mark.parametrize("length", [5, 100, 128, 200, 256, 700])
 async def test_two_legs_when_greedy_then_the_answer_is_the_whole_one(pair: Pair, length: int) -> None:
     prompt = prompt_of(length, 3)
-    legs = await two_legs(pair.prefill, pair.decode, prompt, max_tokens=24)
+    legs = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=24)
     assert tokens(legs) == await answer(pair.prefill, prompt, max_tokens=24)
     assert tokens(legs) == await answer(pair.decode, prompt, max_tokens=24)
     leg = legs[-1].stats
@@ -84,7 +84,7 @@ async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_whole_one(
     pair: Pair, length: int, sampling: dict[str, Any]
 ) -> None:
     prompt = prompt_of(length, 11)
-    legs = await two_legs(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
+    legs = await prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=12, **sampling)
     whole = await collect(pair.decode, ask(prompt, max_tokens=12, **sampling))
     assert tokens(legs) == tokens(whole)
     assert legs[-1].finish_reason is whole[-1].finish_reason
@@ -99,7 +99,7 @@ async def test_two_legs_when_sampling_is_any_then_the_answer_is_the_whole_one(
 async def test_two_legs_when_random_without_a_seed_then_it_begins_with_the_tickets_token(pair: Pair) -> None:
     for length in (150, 256):
         prompt = prompt_of(length, 21)
-        ticket = await ticket_from(pair.prefill, prompt, temperature=1.0)
+        ticket = await prefill_params(pair.prefill, prompt, temperature=1.0)
         chunks = await collect(pair.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, temperature=1.0))
         release(pair.prefill, ticket, ReleaseOutcome.FETCHED)
         assert tokens(chunks)[0] == ticket.first_token_ids[0]
@@ -108,7 +108,9 @@ async def test_two_legs_when_random_without_a_seed_then_it_begins_with_the_ticke
 async def test_two_legs_when_many_run_at_once_then_each_is_its_own(pair: Pair) -> None:
     prompts = [prompt_of(40 + 23 * n, n) for n in range(24)]
     alone = [await answer(pair.prefill, prompt, max_tokens=16) for prompt in prompts]
-    legs = await asyncio.gather(*(two_legs(pair.prefill, pair.decode, prompt, max_tokens=16) for prompt in prompts))
+    legs = await asyncio.gather(
+        *(prefill_then_decode(pair.prefill, pair.decode, prompt, max_tokens=16) for prompt in prompts)
+    )
     assert [tokens(each) for each in legs] == alone
     for engine in pair:
         await check_nothing_left(engine)
@@ -123,7 +125,7 @@ async def test_prefill_when_the_first_token_ends_the_answer_then_nothing_is_held
 
 
 async def test_release_when_refused_then_the_kv_is_free_long_before_its_lease_ends(pair: Pair) -> None:
-    ticket = await ticket_from(pair.prefill, prompt_of(300, 41))
+    ticket = await prefill_params(pair.prefill, prompt_of(300, 41))
     await check_stats(pair.prefill, tickets_held=1)
     assert stats(pair.prefill).kv_blocks_used > 0
     began = time.monotonic()
@@ -143,7 +145,7 @@ async def test_decode_when_kv_cant_be_read_then_transfer_failed_and_nothing_of_i
 async def test_cancel_when_at_any_moment_of_either_leg_then_every_block_is_free(pair: Pair) -> None:
     async def legs(n: int) -> None:
         prompt = prompt_of(100 + n * 37 % 700, n)
-        ticket = await ticket_from(pair.prefill, prompt, max_tokens=100)
+        ticket = await prefill_params(pair.prefill, prompt, max_tokens=100)
         outcome = ReleaseOutcome.ABORTED
         try:
             await collect(pair.decode, ask(prompt, phase=Phase.DECODE, ticket=ticket, max_tokens=100))
@@ -198,7 +200,7 @@ async def test_handshakes_when_a_port_was_chosen_then_tickets_name_it_and_the_ke
 ) -> None:
     import vllm.envs
 
-    ticket = await ticket_from(pair.prefill, prompt_of(40, 5))
+    ticket = await prefill_params(pair.prefill, prompt_of(40, 5))
     port = unpack(ticket).params["remote_port"]
     release(pair.prefill, ticket)
     assert vllm.envs.compile_factors()["VLLM_NIXL_SIDE_CHANNEL_PORT"] != port

@@ -19,8 +19,8 @@ import pytest
 from dynamo_trtllm.errors import KvTransferError, TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.create import create_backend
-from tests.contract.carriers import KINDS, Side, Start, count_registrations, starting
-from tests.contract.handoff_holder import content, split
+from tests.contract.kv_transfer_source import content, split
+from tests.contract.transfer_backends import KINDS, Start, StartedBackend, backend_starter, count_registrations
 from tests.waiting import SOON_S
 
 REMOTE = ("tcp", "nixl")
@@ -35,7 +35,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def sides(kind: str) -> AsyncIterator[Start]:
     """Of the kind that the test is parametrized with."""
-    async with starting(kind) as start:
+    async with backend_starter(kind) as start:
         yield start
 
 
@@ -47,7 +47,7 @@ async def test_fetch_when_offered_then_bytes_arrive_and_holder_is_told_once(side
     offer = await holder.backend.publish("t", split(source, sizes))
     await reader.backend.read("t", offer, split(target, sizes), timeout_s=10)
     assert target == source
-    assert await holder.told(1) == ["t"]
+    assert await holder.wait_fetched(1) == ["t"]
     await asyncio.sleep(0.05)
     assert holder.fetched == ["t"]
     assert holder.threads == [threading.get_ident()]  # on the loop, whichever thread noticed
@@ -58,7 +58,7 @@ async def test_fetch_when_offered_then_bytes_arrive_and_holder_is_told_once(side
 async def test_fetch_when_no_bytes_are_offered_then_holder_is_told(sides: Start) -> None:
     holder, reader = await sides(), await sides()
     await reader.backend.read("t", await holder.backend.publish("t", []), [], timeout_s=10)
-    assert await holder.told(1) == ["t"]
+    assert await holder.wait_fetched(1) == ["t"]
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -71,7 +71,7 @@ async def test_fetch_when_offer_was_withdrawn_then_transfer_failed(sides: Start)
         await reader.backend.read("gone", offers["gone"], split(target, [5000]), timeout_s=10)
     await reader.backend.read("kept", offers["kept"], split(target, [5000]), timeout_s=10)
     assert target == source
-    assert await holder.told(1) == ["kept"]
+    assert await holder.wait_fetched(1) == ["kept"]
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -135,7 +135,7 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
     sources = {ticket: content(ticket, 300_001) for ticket, _, _ in tickets}
     targets = {ticket: bytearray(300_001) for ticket in sources}
 
-    async def move(ticket: str, holder: Side, reader: Side) -> None:
+    async def move(ticket: str, holder: StartedBackend, reader: StartedBackend) -> None:
         offer = await holder.backend.publish(ticket, split(sources[ticket], [300_000, 1]))
         await reader.backend.read(ticket, offer, split(targets[ticket], [300_000, 1]), timeout_s=10)
 
@@ -143,8 +143,8 @@ async def test_fetch_when_eight_at_once_both_ways_then_all_arrive(sides: Start) 
         for ticket in tickets:
             group.create_task(move(*ticket))
     assert targets == sources
-    assert sorted(await one.told(4)) == ["t1", "t3", "t5", "t7"]
-    assert sorted(await two.told(4)) == ["t0", "t2", "t4", "t6"]
+    assert sorted(await one.wait_fetched(4)) == ["t1", "t3", "t5", "t7"]
+    assert sorted(await two.wait_fetched(4)) == ["t0", "t2", "t4", "t6"]
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)
@@ -206,7 +206,7 @@ def _state(thread: Path) -> str:
 
 @asynccontextmanager
 async def holder_process(kind: str) -> AsyncIterator[Holder]:
-    command = (sys.executable, "-m", "tests.contract.handoff_holder", kind)
+    command = (sys.executable, "-m", "tests.contract.kv_transfer_source", kind)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
     try:

@@ -12,14 +12,14 @@ from typing import Literal, Protocol
 import msgspec
 import pytest
 
+from benchmarks.chaos.corrupting_worker import flip_bit
 from benchmarks.chaos.relay import ChangingRelay
-from benchmarks.chaos.rogue import flipped
 from dynamo_trtllm.errors import KvTransferError, TransferFailed
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, TransferBackend
 from dynamo_trtllm.kv_transfer.checksums import BLOCK_BYTES, ChecksumMode
 from dynamo_trtllm.kv_transfer.create import create_backend
-from tests.contract.carriers import KINDS
-from tests.contract.handoff_holder import content, split
+from tests.contract.kv_transfer_source import content, split
+from tests.contract.transfer_backends import KINDS
 from tests.waiting import SOON_S
 
 TRANSFERS = 300
@@ -143,7 +143,7 @@ async def test_fetch_when_bits_flip_on_the_wire_then_none_arrives_wrong(start: S
         source, target = content(str(number), sum(sizes)), bytearray(sum(sizes))
         facts = msgspec.msgpack.decode(await holder.publish("t", split(source, sizes)))
         relay.point_at(facts["host"], facts["port"])
-        relay.change = flipped if chance.random() < 0.5 else None
+        relay.change = flip_bit if chance.random() < 0.5 else None
         offer = msgspec.msgpack.encode(facts | {"port": int(relay.address.rpartition(":")[2])})
         try:
             await reader.read("t", offer, split(target, sizes), timeout_s=SOON_S)

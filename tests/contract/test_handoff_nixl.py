@@ -11,7 +11,7 @@ import pytest
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.nixl import NixlBackend, fetch, poller
-from tests.contract.handoff_holder import content, split
+from tests.contract.kv_transfer_source import content, split
 from tests.waiting import SOON_S
 
 SIZE = 100_001

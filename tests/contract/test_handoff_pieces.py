@@ -9,8 +9,8 @@ import pytest
 
 from dynamo_trtllm.errors import TransferFailed, TransferTimeout
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
-from tests.contract.carriers import KINDS, Start, count_registrations, starting
-from tests.contract.handoff_holder import content, split
+from tests.contract.kv_transfer_source import content, split
+from tests.contract.transfer_backends import KINDS, Start, backend_starter, count_registrations
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 async def sides(kind: str) -> AsyncIterator[Start]:
     """Of the kind that the test is parametrized with."""
-    async with starting(kind) as start:
+    async with backend_starter(kind) as start:
         yield start
 
 
@@ -52,7 +52,7 @@ async def test_fetch_when_pieces_become_ready_one_by_one_then_each_is_told_and_n
     await fetch
     assert target == source
     assert arrived.empty()
-    assert await holder.told(1) == ["t"]
+    assert await holder.wait_fetched(1) == ["t"]
 
 
 @pytest.mark.parametrize("kind", KINDS, indirect=True)

@@ -15,7 +15,7 @@ from dynamo_trtllm.errors import ConfigError, EngineFailed, TransferFailed, Tran
 from dynamo_trtllm.kv_transfer import tcp
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.tcp import _CHECKED, _REPLY, _REQUEST, TcpBackend
-from tests.contract.handoff_holder import content, split
+from tests.contract.kv_transfer_source import content, split
 from tests.waiting import SOON_S
 
 

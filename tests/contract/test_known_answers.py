@@ -28,8 +28,8 @@ from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import WorkerService
 from tests.engines import ask, make
+from tests.fakes_path import fake_tensorrt_llm, fake_vllm, shorten_waits
 from tests.instances import make_instance
-from tests.standin import hurry, playing, playing_vllm
 from tests.waiting import SOON_S
 
 GOOD, BAD = (1, 2), (1, 3)
@@ -150,11 +150,11 @@ class Deployment:
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     name = str(request.param)
     if name == "trtllm":
-        hurry(monkeypatch)
-        with playing():
+        shorten_waits(monkeypatch)
+        with fake_tensorrt_llm():
             yield name
     elif name.startswith("vllm"):
-        with playing_vllm():
+        with fake_vllm():
             yield name
     else:
         yield name

@@ -31,10 +31,10 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     token_ids,
 )
-from tests.contract.plane_bench import (
+from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,
-    Bench,
+    PlanePair,
     ScriptedService,
     check_fails,
     collect,
@@ -46,7 +46,7 @@ from tests.contract.plane_bench import (
 from tests.waiting import SOON_S
 
 
-async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: Bench) -> None:
+async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: PlanePair) -> None:
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
     chunks = await collect(bench.caller, make_request(max_tokens=50))
     assert [t for chunk in chunks for t in chunk.token_ids] == list(range(50))
@@ -54,7 +54,7 @@ async def test_generate_when_worker_streams_then_chunks_come_in_order(bench: Ben
     assert chunks[-1].stats == PhaseTimings(queue_s=0.5)
 
 
-async def test_generate_when_request_is_large_then_it_arrives_whole(bench: Bench) -> None:
+async def test_generate_when_request_is_large_then_it_arrives_whole(bench: PlanePair) -> None:
     seen: list[GenerateRequest] = []
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -69,13 +69,13 @@ async def test_generate_when_request_is_large_then_it_arrives_whole(bench: Bench
     assert msgspec.structs.replace(arrived, deadline=request.deadline) == request
 
 
-async def test_generate_when_request_exceeds_the_plane_then_payload_too_large(bench: Bench) -> None:
+async def test_generate_when_request_exceeds_the_plane_then_payload_too_large(bench: PlanePair) -> None:
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
     await check_fails(collect(bench.caller, make_request(prompt=300_000)), PayloadTooLarge)
     assert len(await collect(bench.caller, make_request())) == 5  # the connection lives on
 
 
-async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(bench: Bench) -> None:
+async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(bench: PlanePair) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids(range(300_000)))
         await asyncio.Event().wait()
@@ -86,7 +86,7 @@ async def test_generate_when_a_chunk_exceeds_the_plane_then_payload_too_large(be
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(bench: Bench) -> None:
+async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(bench: PlanePair) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([1]))
 
@@ -95,7 +95,7 @@ async def test_generate_when_stream_ends_without_terminal_chunk_then_incomplete(
 
 
 @pytest.mark.parametrize("after", [0, 2])
-async def test_generate_when_worker_fails_then_same_class_after_the_chunks(bench: Bench, after: int) -> None:
+async def test_generate_when_worker_fails_then_same_class_after_the_chunks(bench: PlanePair, after: int) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         for n in range(after):
             yield Chunk(token_ids=token_ids([n]))
@@ -115,7 +115,7 @@ async def test_generate_when_worker_fails_then_same_class_after_the_chunks(bench
 
 
 async def test_generate_when_service_raises_unexpectedly_then_internal_and_logged(
-    bench: Bench, caplog: pytest.LogCaptureFixture
+    bench: PlanePair, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([1]))
@@ -126,7 +126,7 @@ async def test_generate_when_service_raises_unexpectedly_then_internal_and_logge
     assert sum("boom" in (r.exc_text or "") for r in caplog.records) == 1
 
 
-async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(bench: Bench) -> None:
+async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(bench: PlanePair) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
@@ -136,7 +136,7 @@ async def test_cancel_when_caller_closes_midstream_then_service_stream_closes(be
     assert service.open == 0
 
 
-async def test_cancel_when_before_first_chunk_then_service_stream_closes(bench: Bench) -> None:
+async def test_cancel_when_before_first_chunk_then_service_stream_closes(bench: PlanePair) -> None:
     service = ScriptedService(wait_for_ever)
     await bench.worker.serve(SUBJECT, service)
     reader = asyncio.create_task(collect(bench.caller, make_request()))
@@ -146,7 +146,7 @@ async def test_cancel_when_before_first_chunk_then_service_stream_closes(bench: 
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_cancel_when_before_the_ack_then_no_stream_stays_open(bench: Bench) -> None:
+async def test_cancel_when_before_the_ack_then_no_stream_stays_open(bench: PlanePair) -> None:
     service = ScriptedService(wait_for_ever)
     await bench.worker.serve(SUBJECT, service)
     for turns in range(8):
@@ -160,14 +160,14 @@ async def test_cancel_when_before_the_ack_then_no_stream_stays_open(bench: Bench
     assert service.open == 0
 
 
-async def test_generate_when_300_streams_run_then_all_complete(bench: Bench) -> None:
+async def test_generate_when_300_streams_run_then_all_complete(bench: PlanePair) -> None:
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
     requests = [make_request(name=f"r{n}", max_tokens=50) for n in range(300)]
     streams = await asyncio.gather(*(collect(bench.caller, request) for request in requests))
     assert [[t for c in chunks for t in c.token_ids] for chunks in streams] == [list(range(50))] * 300
 
 
-async def test_deadline_when_it_passes_then_both_sides_end(bench: Bench) -> None:
+async def test_deadline_when_it_passes_then_both_sides_end(bench: PlanePair) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
     async with asyncio.timeout(SOON_S):
@@ -176,20 +176,20 @@ async def test_deadline_when_it_passes_then_both_sides_end(bench: Bench) -> None
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_deadline_when_already_past_then_service_is_not_called(bench: Bench) -> None:
+async def test_deadline_when_already_past_then_service_is_not_called(bench: PlanePair) -> None:
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
     await check_fails(collect(bench.caller, make_request(seconds=-1)), DeadlineExceeded)
     assert not service.started.is_set()
 
 
-async def test_generate_when_nobody_serves_then_unreachable_at_once(bench: Bench) -> None:
+async def test_generate_when_nobody_serves_then_unreachable_at_once(bench: PlanePair) -> None:
     started = time.monotonic()
     await check_fails(collect(bench.caller, make_request(), "ns_x.generate-1"), Unreachable)
     assert time.monotonic() - started < LIMITS.ack_timeout_s  # it was not waited for
 
 
-async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(bench: Bench) -> None:
+async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(bench: PlanePair) -> None:
     go = asyncio.Event()
 
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -208,7 +208,7 @@ async def test_stop_accepting_when_called_then_running_streams_and_verbs_go_on(b
     assert len(await running) == 2
 
 
-async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: Bench) -> None:
+async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: PlanePair) -> None:
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
     running = asyncio.create_task(collect(bench.caller, make_request()))
@@ -220,7 +220,7 @@ async def test_aclose_of_serving_when_streams_run_then_draining_and_gone(bench: 
     await check_fails(collect(bench.caller, make_request()), Unreachable)
 
 
-async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench: Bench) -> None:
+async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench: PlanePair) -> None:
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
     assert await bench.caller.control(SUBJECT, GetFile("abc", 5)) == b"x" * 1000
@@ -232,7 +232,7 @@ async def test_control_when_verb_answers_or_fails_then_bytes_or_same_error(bench
     await check_fails(bench.caller.control("ns_x.generate-1", GetFile("abc")), Unreachable)
 
 
-async def test_slow_reader_when_it_falls_behind_then_only_its_stream_ends(bench: Bench) -> None:
+async def test_slow_reader_when_it_falls_behind_then_only_its_stream_ends(bench: PlanePair) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         size = 500 if request.request_id == "slow" else 1
         for _ in range(20):
@@ -254,7 +254,7 @@ async def test_slow_reader_when_it_falls_behind_then_only_its_stream_ends(bench:
         assert len(kept) < 19
 
 
-async def test_ping_when_both_sides_live_then_a_quiet_stream_goes_on(bench: Bench) -> None:
+async def test_ping_when_both_sides_live_then_a_quiet_stream_goes_on(bench: PlanePair) -> None:
     async def script(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         await asyncio.sleep(LIMITS.ping_interval_s * 3)
         yield Chunk(finish_reason=FinishReason.STOP)

@@ -23,23 +23,16 @@ from dynamo_trtllm.messages import (
 )
 from dynamo_trtllm.request_plane.frames import PING, ClientMessage, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
-from tests.contract.plane_bench import (
-    SUBJECT,
-    Bench,
-    ScriptedService,
-    collect,
-    make_request,
-    until,
-)
-from tests.instances import make_ticket
+from tests.contract.plane_helpers import SUBJECT, PlanePair, ScriptedService, collect, make_request, until
+from tests.instances import make_transfer_params
 from tests.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket("t1"))
+    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params("t1"))
 
 
-async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: Bench) -> None:
+async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refuse_it(bench: PlanePair) -> None:
     async def hand_over_too_late(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in hand_over(request):
             yield chunk
@@ -53,7 +46,7 @@ async def test_close_when_a_ticket_is_on_its_way_then_the_worker_is_told_to_refu
     await until(lambda: service.verbs == [ReleaseKv("t1", ReleaseOutcome.ABORTED)])
 
 
-async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(bench: Bench) -> None:
+async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(bench: PlanePair) -> None:
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
     async with aclosing(bench.caller.generate(SUBJECT, make_request())) as chunks:
@@ -65,7 +58,7 @@ async def test_close_when_a_ticket_was_taken_then_it_is_the_callers_to_release(b
     assert len(service.verbs) == 1
 
 
-async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: Bench) -> None:
+async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: PlanePair) -> None:
     gate = asyncio.Event()
 
     async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -87,7 +80,7 @@ async def test_finished_when_a_stream_runs_then_it_is_waited_for(bench: Bench) -
     assert (serving.running, len(await asking)) == (0, 1)
 
 
-async def test_message_when_its_sender_can_not_be_answered_then_running_streams_go_on(bench: Bench) -> None:
+async def test_message_when_its_sender_can_not_be_answered_then_running_streams_go_on(bench: PlanePair) -> None:
     gate = asyncio.Event()
 
     async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -113,7 +106,7 @@ async def test_message_when_its_sender_can_not_be_answered_then_running_streams_
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
 async def test_request_when_clocks_of_two_machines_differ_then_it_has_the_time_that_was_left(
-    bench: Bench, ahead_s: float
+    bench: PlanePair, ahead_s: float
 ) -> None:
     seen: list[float] = []
 

@@ -30,12 +30,12 @@ from dynamo_trtllm.request_plane.frames import (
     StreamReport,
 )
 from dynamo_trtllm.request_plane.server import EndpointServer
-from tests.contract.plane_bench import (
+from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,
-    Bench,
     Deliver,
     Network,
+    PlanePair,
     ScriptedService,
     check_fails,
     collect,
@@ -72,7 +72,7 @@ async def three_steps(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
 
 @pytest.mark.parametrize("number", range(3), ids=["first", "middle", "last"])
 async def test_stream_when_a_frame_is_lost_then_it_ends_as_incomplete(
-    network: Network, bench: Bench, number: int
+    network: Network, bench: PlanePair, number: int
 ) -> None:
     network.to_caller = losing(number)
     service = ScriptedService(three_steps)
@@ -85,7 +85,7 @@ async def test_stream_when_a_frame_is_lost_then_it_ends_as_incomplete(
 
 
 async def test_stream_when_only_a_middle_frame_of_a_waiting_stream_is_lost_then_the_numbers_tell(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     async def two_then_wait(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         async for chunk in three_steps(request):
@@ -104,7 +104,7 @@ async def test_stream_when_only_a_middle_frame_of_a_waiting_stream_is_lost_then_
 
 
 async def test_stream_when_all_messages_are_lost_for_a_while_then_it_ends_once_they_arrive_again(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     """As of a caller that was frozen for longer than any time-out: the worker gave it up meanwhile."""
     service = ScriptedService(one_then_wait)
@@ -121,7 +121,7 @@ async def test_stream_when_all_messages_are_lost_for_a_while_then_it_ends_once_t
         assert caught.value.retryable
 
 
-async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network, bench: Bench) -> None:
+async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network, bench: PlanePair) -> None:
     service = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, service)
     assert isinstance(serving, EndpointServer)
@@ -134,7 +134,7 @@ async def test_worker_when_it_gives_a_caller_up_then_it_says_so(network: Network
 
 
 async def test_cancel_when_it_is_lost_then_the_worker_ends_the_stream_all_the_same(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     lost: list[bytes] = []
 
@@ -153,7 +153,9 @@ async def test_cancel_when_it_is_lost_then_the_worker_ends_the_stream_all_the_sa
     assert len(lost) == 1
 
 
-async def test_messages_when_repeated_then_the_answer_is_the_same_and_made_once(network: Network, bench: Bench) -> None:
+async def test_messages_when_repeated_then_the_answer_is_the_same_and_made_once(
+    network: Network, bench: PlanePair
+) -> None:
     runs: list[GenerateRequest] = []
 
     async def counted(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -171,7 +173,7 @@ async def test_messages_when_repeated_then_the_answer_is_the_same_and_made_once(
 
 
 async def test_opening_when_it_is_repeated_after_its_end_then_it_does_not_run_again(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     openings: list[bytes] = []
 
@@ -194,7 +196,7 @@ async def test_opening_when_it_is_repeated_after_its_end_then_it_does_not_run_ag
 
 
 async def test_stream_when_its_worker_is_replaced_under_the_same_subject_then_it_ends_as_incomplete(
-    network: Network, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    network: Network, bench: PlanePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = ScriptedService(one_then_wait)
     serving = await bench.worker.serve(SUBJECT, first)
@@ -209,7 +211,7 @@ async def test_stream_when_its_worker_is_replaced_under_the_same_subject_then_it
         assert caught.value.retryable
 
 
-async def test_many_streams_when_nothing_is_lost_then_pings_end_none(network: Network, bench: Bench) -> None:
+async def test_many_streams_when_nothing_is_lost_then_pings_end_none(network: Network, bench: PlanePair) -> None:
     """Streams that begin, run and end while reports are on their way."""
 
     async def slowly(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -238,7 +240,7 @@ async def test_many_streams_when_nothing_is_lost_then_pings_end_none(network: Ne
 
 
 async def test_opening_when_its_inbox_is_longer_than_any_then_it_is_refused_and_the_worker_goes_on(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     """NATS ends the connection of a client that publishes to a subject of more than 4 KiB."""
     service = ScriptedService(three_steps)
@@ -253,7 +255,7 @@ async def test_opening_when_its_inbox_is_longer_than_any_then_it_is_refused_and_
 
 
 async def test_report_when_it_is_larger_than_a_message_then_the_peers_go_on_without_it(
-    network: Network, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    network: Network, bench: PlanePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
@@ -268,7 +270,7 @@ async def test_report_when_it_is_larger_than_a_message_then_the_peers_go_on_with
 
 
 async def test_worker_when_pings_are_not_answered_and_its_frames_arrive_then_streams_go_on(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     async def steadily(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         for n in range(40):
@@ -285,7 +287,7 @@ async def test_worker_when_pings_are_not_answered_and_its_frames_arrive_then_str
 
 
 async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is_sent_there(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     """A subject of more than 4 KiB would cost the connection."""
     await bench.worker.serve(SUBJECT, ScriptedService(one_then_wait))
@@ -301,7 +303,7 @@ async def test_report_when_it_names_a_subject_that_was_not_asked_then_nothing_is
 
 
 async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_cleanup_is_not_cut(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     cleaned = asyncio.Event()
 
@@ -318,7 +320,7 @@ async def test_service_when_its_deadline_passes_and_its_caller_cancels_then_its_
     await asyncio.wait_for(cleaned.wait(), SOON_S)
 
 
-async def test_generate_when_the_plane_is_closed_then_disconnected_and_nothing_runs(bench: Bench) -> None:
+async def test_generate_when_the_plane_is_closed_then_disconnected_and_nothing_runs(bench: PlanePair) -> None:
     await bench.caller.aclose()
     tasks = asyncio.all_tasks()
     await check_fails(collect(bench.caller, make_request()), Disconnected)

@@ -12,26 +12,28 @@ from dynamo_trtllm.errors import StreamIncomplete
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, ReleaseKv, ReleaseOutcome
 from dynamo_trtllm.request_plane.frames import PING, Batch, CancelStream, ClientMessage
 from dynamo_trtllm.request_plane.server import EndpointServer
-from tests.contract.plane_bench import (
+from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,
-    Bench,
     Network,
+    PlanePair,
     ScriptedService,
     check_fails,
     collect,
     make_request,
     until,
 )
-from tests.instances import make_ticket
+from tests.instances import make_transfer_params
 from tests.waiting import SOON_S
 
 
 async def hand_over(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket("t1", ttl_s=60.0))
+    yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params("t1", ttl_s=60.0))
 
 
-async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(network: Network, bench: Bench) -> None:
+async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(
+    network: Network, bench: PlanePair
+) -> None:
     network.to_caller = lambda data: [] if data != PING and decode(data, Batch).frames else [data]
     service = ScriptedService(hand_over)
     await bench.worker.serve(SUBJECT, service)
@@ -40,7 +42,7 @@ async def test_ticket_when_it_is_lost_on_its_way_then_the_worker_takes_it_back(n
 
 
 async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_ticket_stays_valid(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     reports: list[bytes] = []
 
@@ -71,7 +73,7 @@ async def test_report_when_it_is_repeated_after_a_ticket_was_taken_then_the_tick
 
 
 async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_worker_takes_it_back(
-    network: Network, bench: Bench
+    network: Network, bench: PlanePair
 ) -> None:
     lost: list[bytes] = []
 
@@ -98,9 +100,9 @@ async def test_ticket_when_its_caller_left_and_the_cancel_was_lost_then_the_work
     assert len(lost) == 2
 
 
-async def test_ticket_when_it_expires_then_its_caller_is_asked_no_more(network: Network, bench: Bench) -> None:
+async def test_ticket_when_it_expires_then_its_caller_is_asked_no_more(network: Network, bench: PlanePair) -> None:
     async def brief(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket("t1", ttl_s=0.2))
+        yield Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params("t1", ttl_s=0.2))
 
     serving = await bench.worker.serve(SUBJECT, ScriptedService(brief))
     await collect(bench.caller, make_request())

@@ -24,10 +24,10 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.request_plane.frames import PING, Ack, Batch, ErrorPayload, Frame, OpenStream
 from dynamo_trtllm.request_plane.server import control_subject
 from dynamo_trtllm.request_plane.transport import Receive, Subscription, Transport
-from tests.contract.plane_bench import (
+from tests.contract.plane_helpers import (
     LIMITS,
     SUBJECT,
-    Bench,
+    PlanePair,
     ScriptedService,
     check_fails,
     collect,
@@ -94,7 +94,9 @@ class Caller:
         return [frame for data in self.arrived if data != PING for frame in decode(data, Batch).frames]
 
 
-async def test_worker_when_its_caller_is_of_version_1_then_it_is_served_and_asked_in_its_own_way(bench: Bench) -> None:
+async def test_worker_when_its_caller_is_of_version_1_then_it_is_served_and_asked_in_its_own_way(
+    bench: PlanePair,
+) -> None:
     service = ScriptedService(one_then_wait)
     await bench.worker.serve(SUBJECT, service)
     caller = Caller(link_of(bench.caller), answers=lambda data: data == PING)  # the only question version 1 knows
@@ -108,7 +110,7 @@ async def test_worker_when_its_caller_is_of_version_1_then_it_is_served_and_aske
     await asyncio.wait_for(service.closed.wait(), SOON_S)
 
 
-async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: Bench) -> None:
+async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: PlanePair) -> None:
     """Such a worker can't read a ping and says so; it reports nothing."""
     transport, inboxes = link_of(bench.worker), []
 
@@ -137,7 +139,7 @@ async def test_caller_when_its_worker_is_of_version_1_then_streams_go_on(bench: 
 
 @pytest.mark.parametrize("ahead", [1, 2])
 async def test_worker_when_its_caller_is_of_a_later_version_then_the_next_is_served_and_others_are_refused(
-    bench: Bench, ahead: int
+    bench: PlanePair, ahead: int
 ) -> None:
     service = ScriptedService(count_up)
     await bench.worker.serve(SUBJECT, service)
@@ -156,7 +158,7 @@ async def test_worker_when_its_caller_is_of_a_later_version_then_the_next_is_ser
 
 @pytest.mark.parametrize("subject", [SUBJECT, control_subject(SUBJECT)])
 async def test_worker_when_a_message_of_a_later_version_is_unknown_then_it_says_so_and_goes_on(
-    bench: Bench, subject: str
+    bench: PlanePair, subject: str
 ) -> None:
     await bench.worker.serve(SUBJECT, ScriptedService(count_up))
     for unknown in ([["migrate", 1, "inbox"]], [{"type": "migrate", "to": 7}], {"new": "form"}):
@@ -168,7 +170,7 @@ async def test_worker_when_a_message_of_a_later_version_is_unknown_then_it_says_
     assert len(await collect(bench.caller, make_request())) == 5
 
 
-async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_stream_ends(bench: Bench) -> None:
+async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_stream_ends(bench: PlanePair) -> None:
     gate = asyncio.Event()
 
     async def gated(request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -204,7 +206,7 @@ async def test_caller_when_a_later_version_sends_what_is_unknown_then_only_that_
     await until(lambda: service.open == 0)
 
 
-async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_internal_error(bench: Bench) -> None:
+async def test_failure_when_its_code_is_of_a_later_version_then_it_is_an_internal_error(bench: PlanePair) -> None:
     transport = link_of(bench.worker)
 
     def take(data: bytes, reply: str) -> None:

@@ -19,10 +19,10 @@ from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence, re
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL
 from dynamo_trtllm.errors import EngineError
 from dynamo_trtllm.messages import OutputFormat, Role, StructuredOutput
-from tests.engines import answer, ask, check_stats, collect, make, prompt_of, started, stats, two_legs
-from tests.not_read import RESULTS
-from tests.recording import Uses, recorded
-from tests.standin import RELEASES, hurry, playing
+from tests.api_usage import Uses, record_usage
+from tests.engines import answer, ask, check_stats, collect, make, prefill_then_decode, prompt_of, started, stats
+from tests.fakes_path import RELEASES, fake_tensorrt_llm, shorten_waits
+from tests.unverified_names import RESULTS
 from tests.waiting import SOON_S
 
 PROMPT = prompt_of(40)
@@ -48,7 +48,7 @@ def sampler_args(release: ApiManifest) -> dict[str, object]:
 
 async def record(version: str, folder: Path) -> Uses:
     uses: Uses = set()
-    with playing(version) as package, recorded(package, uses):
+    with fake_tensorrt_llm(version) as package, record_usage(package, uses):
         args = sampler_args(release_for(version))
         roles = (Role.AGGREGATED, Role.PREFILL, Role.DECODE)
         whole, prefill, decode = (make("trtllm", folder, role, **args) for role in roles)
@@ -58,7 +58,7 @@ async def record(version: str, folder: Path) -> Uses:
                     await answer(whole, PROMPT, **sampling)
                 except EngineError as exc:
                     print(f"{version}: {exc}")
-            await two_legs(prefill, decode, PROMPT, logprobs=1)
+            await prefill_then_decode(prefill, decode, PROMPT, logprobs=1)
             salted = msgspec.structs.replace(ask(PROMPT), cache_salt="s")
             if version != "1.0.0":
                 await collect(whole, salted)
@@ -76,7 +76,7 @@ async def record(version: str, folder: Path) -> Uses:
 @pytest.fixture(scope="module")
 def uses(gpt_oss: Path) -> dict[str, Uses]:
     with pytest.MonkeyPatch.context() as patched:
-        hurry(patched)
+        shorten_waits(patched)
         return {version: asyncio.run(record(version, gpt_oss)) for version in RELEASES}
 
 

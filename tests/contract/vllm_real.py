@@ -21,7 +21,7 @@ from dynamo_trtllm.engines.vllm import transfers as wire
 from dynamo_trtllm.errors import TransferFailed
 from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role, token_ids
 from dynamo_trtllm.subprocesses.ports import free_ports
-from tests.engines import answer, ask, check_nothing_left, collect, release, ticket_from, tokens
+from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, release, tokens
 from tests.tiny_models import save_tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ async def failed_reads(prefill: Engine, decode: Engine, prompts: Sequence[array[
 
     async def read(n: int, prompt: array[int]) -> list[str]:
         wrong = []
-        ticket = await ticket_from(prefill, prompt, **free)
+        ticket = await prefill_params(prefill, prompt, **free)
         try:
             chunks = await collect(decode, ask(prompt, phase=Phase.DECODE, ticket=spoiled(ticket, how, peer), **free))
             wrong.append(f"{len(prompt)} tokens: answered {tokens(chunks)}")

@@ -1,7 +1,4 @@
-"""Real processes as a user starts them: frontends and workers through `python -m`, HTTP as the only way in.
-
-Their log lines are the events that tests wait for; nothing inside a process is touched.
-"""
+"""Starts frontends and workers as processes, like a user does, and waits for their log lines and HTTP responses."""
 
 from __future__ import annotations
 
@@ -16,19 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from dynamo_trtllm.subprocesses.child import spawn
 
 TINY = "tiny-gpt-oss"
-START_TIMEOUT_S = 100.0  # processes that import much, several at once, beside other busy ones
+START_TIMEOUT_S = 100.0  # several processes import large packages at the same time
 STOP_TIMEOUT_S = 10.0
 
 
 class Process:
-    """One `python -m dynamo_trtllm…`, or `command`, whose log is read line by line."""
+    """One `python -m` process, or another command, whose log is read line by line."""
 
     def __init__(
         self, module: str, argv: Sequence[str], env: Mapping[str, str], *, command: Sequence[str] | None = None
@@ -57,11 +54,11 @@ class Process:
 
     @property
     def is_over(self) -> bool:
-        """Whether its log has ended, and it with it."""
+        """Whether the log has ended."""
         return self._is_over
 
     def wait_for(self, pattern: str, timeout_s: float = START_TIMEOUT_S, after: int = 0) -> re.Match[str]:
-        """The first match in the log from line number `after` on. Fails with the log when there will be none."""
+        """Wait for a log line from number `after` on. Return the match. Fail with the log if there is none."""
         expected = re.compile(pattern)
 
         def found() -> re.Match[str] | None:
@@ -71,30 +68,30 @@ class Process:
             self._news.wait_for(lambda: found() or self._is_over, timeout_s)
             match = found()
         if match is None:
-            why = "the process ended" if self._is_over else f"waited {timeout_s:g} s"
-            raise AssertionError(f"no line matches {pattern!r} ({why}); the log:\n" + "\n".join(self.lines[-40:]))
+            reason = "the process exited" if self._is_over else f"waited {timeout_s:g} s"
+            raise AssertionError(f"no line matches {pattern!r} ({reason}); log:\n" + "\n".join(self.lines[-40:]))
         return match
 
     def url(self) -> str:
-        """Of the port that it logged."""
+        """Return the URL with the port in the log."""
         port = self.wait_for(r"(?:listening on|health at) http://\S+:(\d+)").group(1)
         return f"http://127.0.0.1:{port}"
 
     def instance(self) -> str:
-        """A worker's instance id, once it serves."""
+        """Wait until the worker is ready. Return its instance id."""
         return self.wait_for(r"serving as instance ([0-9a-f]+)").group(1)
 
     def send(self, number: signal.Signals) -> None:
         self._child.send_signal(number)
 
     def wait(self, timeout_s: float = START_TIMEOUT_S) -> int:
-        """The exit status."""
+        """Wait for the exit status."""
         status = self._child.wait(timeout_s)
         self._reader.join(timeout_s)
         return status
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL. Idempotent."""
+        """Send SIGTERM, and SIGKILL after a timeout. Idempotent."""
         self._child.terminate()
         try:
             self.wait(STOP_TIMEOUT_S)
@@ -104,12 +101,12 @@ class Process:
 
 
 class Cluster:
-    """A frontend and the workers that were added, in a namespace of their own."""
+    """A frontend and workers in a separate namespace."""
 
     def __init__(self, etcd: str, nats: str, namespace: str, flags: Sequence[str] = ()) -> None:
-        """`flags`: of the frontend."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
-        self.env = kept | {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats, "DYN_NAMESPACE": namespace}
+        """Start a frontend with these flags."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("DYN_")}
+        self.env = inherited | {"ETCD_ENDPOINTS": etcd, "NATS_SERVER": nats, "DYN_NAMESPACE": namespace}
         self._processes: list[Process] = []
         self.frontend = self._start("dynamo_trtllm.frontend", ["--http-port", "0", *flags])
 
@@ -128,7 +125,7 @@ class Cluster:
         return self._worker(role, [*argv, "--override-engine-args", json.dumps(engine_args)])
 
     def script(self, command: Sequence[str], argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
-        """A program of somebody's own that serves."""
+        """Start another program."""
         self._processes.append(Process(command[-1], argv, {**self.env, **env}, command=command))
         return self._processes[-1]
 
@@ -139,20 +136,26 @@ class Cluster:
     def _worker(self, role: str, argv: Sequence[str], env: Mapping[str, str] = {}) -> Process:
         return self._start("dynamo_trtllm", [*argv, "--disaggregation-mode", role, "--system-port", "0"], env)
 
+    def workers(self) -> list[Process]:
+        """All that have been started."""
+        return self._processes[1:]
+
     @contextmanager
-    def client(self, timeout_s: float = START_TIMEOUT_S) -> Iterator[httpx.Client]:
-        with httpx.Client(base_url=self.frontend.url(), timeout=timeout_s, trust_env=False) as client:
+    def client(self, timeout_s: float = START_TIMEOUT_S, frontend: Process | None = None) -> Iterator[httpx.Client]:
+        """`frontend`: another one than the cluster's own."""
+        url = (frontend or self.frontend).url()
+        with httpx.Client(base_url=url, timeout=timeout_s, trust_env=False) as client:
             yield client
 
     def until_ready(self, *names: str) -> None:
-        """All these models can be served."""
+        """Wait until all workers and these models are ready."""
         for process in self._processes[1:]:
             process.instance()
         for name in names:
             self.until_status(name, 200)
 
     def until_status(self, name: str, status: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """The frontend says 200 (ready) or 503 (not ready) of this model."""
+        """Wait until the frontend reports this status for the model: 200 (ready) or 503 (not ready)."""
         with self.client() as client:
             until(lambda: client.get(f"/v1/models/{name}/ready").status_code == status, timeout_s)
 
@@ -164,26 +167,26 @@ class Cluster:
 
 
 def until(condition: Callable[[], bool], timeout_s: float) -> float:
-    """Seconds until the condition held. Fails when it does not in time."""
+    """Wait for a condition. Return the seconds it took. Fail after a timeout."""
     begun = time.monotonic()
     pause_s = 0.01
     while not condition():
         waited = time.monotonic() - begun
-        assert waited < timeout_s, f"not so within {timeout_s:g} s"
+        assert waited < timeout_s, f"condition not met within {timeout_s:g} s"
         time.sleep(pause_s)
         pause_s = min(0.1, pause_s * 1.5)
     return time.monotonic() - begun
 
 
 def gauges(worker: Process) -> dict[str, float]:
-    """A worker's unlabelled metrics, short names."""
+    """Return a worker's metrics without labels, by short name."""
     text = httpx.get(f"{worker.url()}/metrics", trust_env=False).text
     pairs = re.findall(r"^dynamo_trtllm_(\w+) (\S+)$", text, re.MULTILINE)
     return {name: float(value) for name, value in pairs}
 
 
 def events(lines: Iterator[str]) -> Iterator[Any]:
-    """The JSON of server-sent events, up to `[DONE]`, which must come."""
+    """Yield the JSON of server-sent events up to `[DONE]`. Fail without `[DONE]`."""
     for line in lines:
         if line == "data: [DONE]":
             return
@@ -194,11 +197,57 @@ def events(lines: Iterator[str]) -> Iterator[Any]:
 
 
 def command(argv: Sequence[str], env: Mapping[str, str], timeout_s: float = START_TIMEOUT_S) -> tuple[int, list[str]]:
-    """Runs a module to its end: exit status and the lines of stderr."""
+    """Run a module. Return its exit status and the lines of stderr."""
     done = subprocess.run(
         [sys.executable, "-m", *argv], env=dict(env), capture_output=True, text=True, timeout=timeout_s, check=False
     )
     return done.returncode, done.stderr.splitlines()
+
+
+# Runs modules one after another, as `python -m` does. An import of a name that is None in sys.modules fails.
+_IN_ONE = """
+import contextlib, io, json, runpy, sys
+lines, without = json.loads(sys.argv[1])
+sys.modules.update(dict.fromkeys(without))
+ended = []
+for module, *sys.argv[1:] in lines:
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as exc:
+            status = exc.code
+    ended.append((status or 0, out.getvalue(), err.getvalue()))
+json.dump(ended, sys.stdout)
+"""
+
+
+class Ended(NamedTuple):
+    status: int
+    stdout: str
+    stderr: str
+
+
+def run_in_one(
+    lines: Sequence[Sequence[str]], *, without: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> list[Ended]:
+    """Run command lines that end before anything starts, each a module and its words, in one process.
+
+    Args:
+        lines: The modules and what follows them.
+        without: Packages that can't be imported.
+        env: The environment of the process; its own, if None.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_ONE, json.dumps([list(map(list, lines)), list(without)])],
+        env=None if env is None else dict(env),
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Ended(*each) for each in json.loads(done.stdout)]
 
 
 def write_yaml(folder: Path, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Clusters that tests share: one without weights. The demo model's is in its folder."""
+"""Clusters for tests. Those of the demo model are in its folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.e2e.cluster import Cluster
 
 @pytest.fixture(scope="session")
 def mock_cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
-    """`mock` by a prefill and a decode worker of 5 ms steps: for tests that break nothing."""
+    """Start a shared cluster with prefill and decode workers of the mock engine. Tests must not break it."""
     cluster = Cluster(etcd_server, nats_server, f"mock-{secrets.token_hex(4)}")
     try:
         cluster.mock("prefill", "mock")
@@ -25,7 +25,7 @@ def mock_cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
 
 @pytest.fixture
 def make_cluster(etcd_server: str, nats_server: str) -> Iterator[Callable[..., Cluster]]:
-    """Makes a cluster with a frontend alone, for a test that breaks it."""
+    """Return a function that starts a cluster with only a frontend, which the test may break."""
     made: list[Cluster] = []
 
     def make(etcd: str = etcd_server, nats: str = nats_server, flags: Sequence[str] = ()) -> Cluster:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.e2e.cluster import Cluster, command, write_yaml
+from tests.e2e.cluster import Cluster, command, run_in_one, write_yaml
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -150,14 +150,17 @@ LINES: dict[str, tuple[Launch, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LINES)
 def test_launch_when_the_line_is_wrong_then_one_line_and_status_2(
-    mock_cluster: Cluster, tmp_path: Path, name: str
+    mock_cluster: Cluster, tmp_path: Path, subtests: pytest.Subtests
 ) -> None:
-    launch, says = LINES[name]
-    status, lines = command(launch(tmp_path), mock_cluster.env)
-    assert (status, len(lines)) == (2, 1), lines
-    assert re.search(says, lines[0]), lines[0]
+    wrong = []
+    for number, (launch, _) in enumerate(LINES.values()):
+        (folder := tmp_path / str(number)).mkdir()
+        wrong.append(launch(folder))
+    for (name, (_, says)), done in zip(LINES.items(), run_in_one(wrong, env=mock_cluster.env), strict=True):
+        with subtests.test(name):
+            assert (done.status, done.stderr.count("\n")) == (2, 1), done.stderr
+            assert re.search(says, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("launch", [["dynamo_trtllm.frontend", "--http-port"], [*WORKER, "--system-port"]])

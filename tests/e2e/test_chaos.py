@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from benchmarks.chaos import migration
-from benchmarks.chaos.course import Course
 from benchmarks.chaos.deployment import Options
+from benchmarks.chaos.fault_run import RunConfig
 from benchmarks.chaos.faults import FAULTS
-from benchmarks.chaos.judge import Kind
-from benchmarks.chaos.main import Stage, is_good, table
+from benchmarks.chaos.main import FaultRunner, is_good, table
+from benchmarks.chaos.verdict import Outcome
 from tests.e2e.cluster import START_TIMEOUT_S, until
 from tests.waiting import SOON_S
 
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.timeout(180)
 ROOT = Path(__file__).parents[2]
 OPTIONS = Options(stall_timeout_s=1.0, worker_stall_timeout_s=1.0, lease_ttl_s=1.0, ticket_ttl_s=1.0, hold_s=2.0)
 # What hangs does so for ever; a busy machine may be silent for long.
-SHORT = Course(seconds=1.2, streams=6, osl=16, hung_s=30.0)
+SHORT = RunConfig(seconds=1.2, streams=6, osl=16, hung_s=30.0)
 MAY_REFUSE = {f"{word}-nats" for word in ("kill", "freeze", "restart", "empty")} | {"full-kv"}
 CUTS = {"kill-frontend", "kill-launcher", "freeze-launcher", "term-launcher"}
 
 
 @pytest.fixture(scope="module")
-def stage() -> Iterator[Stage]:
-    stage = Stage(OPTIONS, SHORT)
+def stage() -> Iterator[FaultRunner]:
+    stage = FaultRunner(OPTIONS, SHORT)
     left = ["the deployment was not closed"]
     try:
         yield stage
@@ -46,26 +46,30 @@ def stage() -> Iterator[Stage]:
 
 
 # The start of torch alone is tens of seconds; 80 bodies of several megabytes take as long on two cores.
-LONG = [name for name, fault in FAULTS.items() if fault.engine == "torch" or name == "memory-bound"]
+LONG = {name for name, fault in FAULTS.items() if fault.engine == "torch"} | {"memory-bound"}
+# Each has a deployment of its own. What is left when the launcher is killed or stopped: tests/e2e/test_launch.py.
+LONG |= {"kill-launcher", "term-launcher"}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in FAULTS]
 )
-async def test_requests_when_a_fault_strikes_then_right_or_told_and_nothing_is_kept(stage: Stage, name: str) -> None:
+async def test_requests_when_a_fault_strikes_then_right_or_told_and_nothing_is_kept(
+    stage: FaultRunner, name: str
+) -> None:
     verdict = await stage.run(FAULTS[name])
     assert is_good(verdict), table([verdict])
-    assert verdict.counts[Kind.RIGHT] > 0 or FAULTS[name].is_launcher, table([verdict])
+    assert verdict.counts[Outcome.RIGHT] > 0 or FAULTS[name].is_launcher, table([verdict])
     if name not in MAY_REFUSE:
-        assert verdict.counts[Kind.NAMED_ERROR] == 0, table([verdict])
+        assert verdict.counts[Outcome.NAMED_ERROR] == 0, table([verdict])
     if name in CUTS:
-        assert verdict.counts[Kind.CUT] > 0, table([verdict])
+        assert verdict.counts[Outcome.CUT] > 0, table([verdict])
 
 
 @pytest.mark.long
 async def test_greedy_requests_when_their_decode_worker_is_killed_midway_then_as_undisturbed() -> None:
     verdict = await migration.run(wanted=10)
-    assert verdict.counts[Kind.RIGHT] == verdict.sent > 10, table([verdict])
+    assert verdict.counts[Outcome.RIGHT] == verdict.sent > 10, table([verdict])
 
 
 def test_command_when_it_is_killed_then_nothing_is_left(tmp_path: Path) -> None:

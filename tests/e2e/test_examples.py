@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import TINY, Cluster, Process
-from tests.standin import FAKES
+from tests.fakes_path import FAKES
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -31,6 +31,9 @@ GOOD: dict[str, Any] = {"model": "mock", "messages": [{"role": "user", "content"
 LONG = GOOD | {"stream": True, "max_tokens": 1000}  # 20 s of steps
 SHORT = LONG | {"max_tokens": 60}
 
+# The frontend waits less for a peer that is silent and for a role that has no worker.
+QUICK = ("--stall-timeout-s", "2", "--hold-for-roles-s", "2")
+
 Make = Callable[..., Cluster]
 
 
@@ -58,7 +61,7 @@ def start_pair(cluster: Cluster, **engine_args: Any) -> Pair:
 
 @pytest.fixture(scope="module")
 def lasting(etcd_server: str, nats_server: str) -> Iterator[Pair]:
-    """For tests in which only clients leave."""
+    """For tests in which no worker ends, and its own frontend stays."""
     without_canaries = ("--canary-interval-s", "0")  # they too would be in a slow worker's step
     cluster = Cluster(etcd_server, nats_server, "clients-leave", without_canaries)
     try:
@@ -75,9 +78,9 @@ class Running(NamedTuple):
 
 
 @contextmanager
-def running(cluster: Cluster, body: dict[str, Any] = LONG) -> Iterator[Running]:
-    """Entered when the first text has come."""
-    with cluster.client() as client, client.stream("POST", CHAT, json=body) as answer:
+def running(cluster: Cluster, body: dict[str, Any] = LONG, frontend: Process | None = None) -> Iterator[Running]:
+    """Entered when the first text has come. `frontend`: another one than the cluster's own."""
+    with cluster.client(frontend=frontend) as client, client.stream("POST", CHAT, json=body) as answer:
         assert answer.status_code == 200
         told = events(answer.iter_lines())
         while not next(told)["choices"][0]["delta"].get("content"):
@@ -151,7 +154,7 @@ def test_kv_when_16_clients_leave_at_once_then_all_of_it_is_free(lasting: Pair) 
 def test_stream_when_its_decode_worker_is_killed_then_it_ends_with_an_error_and_another_serves(
     make_cluster: Make,
 ) -> None:
-    pair = start_pair(make_cluster())
+    pair = start_pair(make_cluster(flags=QUICK))
     with running(pair.cluster) as stream:
         pair.decode.send(signal.SIGKILL)
         with pair.cluster.client() as client:
@@ -185,7 +188,7 @@ def test_stream_when_its_prefill_worker_is_killed_then_it_goes_on_and_new_ones_g
 
 
 def test_request_when_its_prefill_worker_is_killed_in_prefill_then_a_named_error(make_cluster: Make) -> None:
-    cluster = make_cluster()
+    cluster = make_cluster(flags=QUICK)
     prefill, decode = cluster.mock("prefill", "mock", step_s=5.0), cluster.mock("decode", "mock")
     cluster.until_ready("mock")
     answers: list[httpx.Response] = []
@@ -222,14 +225,19 @@ def test_stream_when_a_worker_gets_sigterm_then_it_is_finished_first(make_cluste
         assert client.post(CHAT, json=GOOD).status_code == 503
 
 
-def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(make_cluster: Make) -> None:
-    pair = start_pair(make_cluster())
-    with running(pair.cluster, SHORT) as stream:
-        pair.cluster.frontend.send(signal.SIGTERM)
-        *_, last = stream.events
-    assert last["choices"][0]["finish_reason"] == "length"
-    assert pair.cluster.frontend.wait() == 0
-    pair.until_idle()
+def test_stream_when_the_frontend_gets_sigterm_then_it_is_finished_first(lasting: Pair) -> None:
+    frontend = Process("dynamo_trtllm.frontend", ["--http-port", "0"], lasting.cluster.env)
+    try:
+        frontend.wait_for("model mock is served")
+        with running(lasting.cluster, SHORT, frontend) as stream:
+            frontend.send(signal.SIGTERM)
+            *_, last = stream.events
+        assert last["choices"][0]["finish_reason"] == "length"
+        assert frontend.wait() == 0
+    finally:
+        frontend.stop()
+    lasting.until_idle()
+    check_good(lasting.cluster)
 
 
 # --- NATS --------------------------------------------------------------------------------------------
@@ -253,7 +261,7 @@ def test_streams_when_nats_stays_away_then_they_end_with_a_named_error_and_new_o
     make_cluster: Make, own_nats: Callable[[], TestServer]
 ) -> None:
     nats = own_nats()
-    pair = start_pair(make_cluster(nats=nats.address))
+    pair = start_pair(make_cluster(nats=nats.address, flags=QUICK))
     with running(pair.cluster) as stream:
         nats.stop()
         with pair.cluster.client() as client:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.subprocesses.ports import free_ports
-from tests.e2e.launched import WAIT_S, Launched, ask_until_answered
+from tests.e2e.launcher_helpers import WAIT_S, LauncherProcess, ask_until_answered
 from tests.waiting import SOON_S
 
 FILE = """\
@@ -30,7 +30,7 @@ restart: {{max_restarts: 1}}
 
 pytestmark = pytest.mark.timeout(300)
 
-Launch = Callable[..., Launched]
+Launch = Callable[..., LauncherProcess]
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def temporary(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def launch(temporary: Path) -> Iterator[Launch]:
-    started: list[Launched] = []
+    started: list[LauncherProcess] = []
 
-    def start(*argv: object, **how: Any) -> Launched:
-        started.append(Launched(temporary, *map(str, argv), **how))
+    def start(*argv: object, **how: Any) -> LauncherProcess:
+        started.append(LauncherProcess(temporary, *map(str, argv), **how))
         return started[-1]
 
     yield start
@@ -122,11 +122,12 @@ def test_launch_when_no_port_is_given_and_no_log_is_written_then_it_asks_at_port
     launched.wait_gone(SOON_S)
 
 
-def test_launch_when_worker_is_killed_then_it_is_restarted_once_and_then_all_is_given_up(
-    launch: Launch, deployment: Path
+def test_launch_when_a_server_and_a_worker_are_killed_then_each_is_restarted_once_and_then_all_is_given_up(
+    launch: Launch, deployment: Path, port: int
 ) -> None:
     launched = launch(deployment)
     launched.wait_line("all processes serve")
+    kill_server(launched, port, "nats", "nats-server -a")
     first = launched.pid_of("--disaggregation-mode=decode")
     seen = len(launched.lines)
     os.kill(first, signal.SIGKILL)
@@ -179,14 +180,8 @@ def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(lau
     launched.wait_gone(SOON_S)
 
 
-@pytest.mark.parametrize(
-    ("server", "program"), [pytest.param("etcd", "etcdbin/etcd", marks=pytest.mark.long), ("nats", "nats-server -a")]
-)
-def test_launch_when_a_server_dies_then_it_is_back_at_its_address_once_and_then_all_is_given_up(
-    launch: Launch, deployment: Path, port: int, server: str, program: str
-) -> None:
-    launched = launch(deployment)
-    launched.wait_line("all processes serve")
+def kill_server(launched: LauncherProcess, port: int, server: str, program: str) -> None:
+    """It is back at its address, nobody else has ended, and requests are served."""
     address = launched.wait_line(rf"{server} is ready after .* at (\S+)").group(1)
     others = {pid for pid, command in launched.pids().items() if program not in command}
     seen = len(launched.lines)
@@ -194,7 +189,17 @@ def test_launch_when_a_server_dies_then_it_is_back_at_its_address_once_and_then_
     launched.wait_line(rf"launch +\| {server} was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)", seen)
     launched.wait_line(rf"launch +\| {server} is ready after .* at {re.escape(address)}$", seen)
     ask_until_answered(port)
-    assert others <= set(launched.pids())  # nobody else has ended
+    assert others <= set(launched.pids())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("server", "program"), [("etcd", "etcdbin/etcd"), ("nats", "nats-server -a")])
+def test_launch_when_a_server_dies_twice_then_all_is_given_up(
+    launch: Launch, deployment: Path, port: int, server: str, program: str
+) -> None:
+    launched = launch(deployment)
+    launched.wait_line("all processes serve")
+    kill_server(launched, port, server, program)
     os.kill(launched.pid_of(program), signal.SIGKILL)
     status, said = launched.end()
     assert status == 1
@@ -313,7 +318,7 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
     for number, role in enumerate(("prefill", "decode")):
         text = text.replace(f"name: {role},", f"name: {role}, devices: [{number}],")
     deployment.write_text(text)
-    launched = Launched(temporary, str(deployment), command=[sys.executable, "-c", MOCK_KEEPS_MAPPED])
+    launched = LauncherProcess(temporary, str(deployment), command=[sys.executable, "-c", MOCK_KEEPS_MAPPED])
     try:
         launched.wait_line("all processes serve")
         ask_until_answered(port)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dynamo_trtllm.subprocesses.ports import free_ports
-from tests.e2e.launched import Launched, ask_until_answered
+from tests.e2e.launcher_helpers import LauncherProcess, ask_until_answered
 from tests.waiting import SOON_S
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing
 ) -> None:
     port = free_ports()
     command = [*SIGINT_IGNORED, str(script)]
-    launched = Launched(tmp_path, "--engine", "mock", command=command, env=environment(port))
+    launched = LauncherProcess(tmp_path, "--engine", "mock", command=command, env=environment(port))
     try:
         launched.wait_line("all processes serve")
         ask_until_answered(port, MODEL)

@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tests.e2e.cluster import Cluster
+from tests.e2e.cluster import Cluster, run_in_one
 
 ROOT = Path(__file__).parents[2]
 SHAPE = "{name: small, isl: 20, osl: 12, concurrency: [2, 4], requests: 16, warmup: 2, gpus: 2}"
@@ -40,7 +40,7 @@ def test_profile_when_run_then_its_figures_are_those_of_its_records(
         "--shape", shape, "--url", url, "--model", "mock", "--out", str(out), "--fail-over", "ttft_p50_ms=0.001"
     )
     assert done.returncode == 1, done.stderr
-    assert "budget missed: ttft_p50_ms at concurrency 2" in done.stderr
+    assert "limit missed: ttft_p50_ms at concurrency 2" in done.stderr
     run = orjson.loads((out / "run.json").read_bytes())
     lines = [orjson.loads(line) for line in gzip.decompress((out / "records.jsonl.gz").read_bytes()).splitlines()]
     assert [point["concurrency"] for point in run["points"]] == [2, 4]
@@ -65,25 +65,24 @@ def test_profile_when_run_then_its_figures_are_those_of_its_records(
     assert page.count('<img alt="') == 4
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--shape", "guide-005"), "no shape 'guide-005'"),
-        (("--shape", "guide-000", "--fail-under", "speed=1"), "no metric 'speed'"),
-        (("--shape", "guide-000", "--concurrency", "none"), "invalid literal"),
-        (("--shape", "guide-000", "--compare", "/nowhere"), "/nowhere holds no run"),
-    ],
-)
-def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(words: tuple[str, ...], told: str) -> None:
-    done = profile(*words)
-    assert done.returncode == 2
-    assert told in done.stderr.splitlines()[-1]
+def test_profile_when_arguments_make_no_sense_then_one_line_and_status_2(subtests: pytest.Subtests) -> None:
+    wrong = {
+        ("--shape", "guide-005"): "no shape 'guide-005'",
+        ("--shape", "guide-000", "--fail-under", "speed=1"): "no metric 'speed'",
+        ("--shape", "guide-000", "--concurrency", "none"): "invalid literal",
+        ("--shape", "guide-000", "--compare", "/nowhere"): "/nowhere has no run",
+    }
+    lines = [["benchmarks.profile", *words] for words in wrong]
+    for (words, told), done in zip(wrong.items(), run_in_one(lines), strict=True):
+        with subtests.test(words):
+            assert done.status == 2
+            assert told in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("words", "status", "reason"),
     [
-        (("--shape", "guide-001", "--model", "nope"), 1, "model 'nope' is not served at"),
+        (("--shape", "guide-001", "--model", "nope"), 1, "Model 'nope' not found at"),
         (
             ("--shape", "long.yaml", "--model", "mock"),
             2,

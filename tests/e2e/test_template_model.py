@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from tests.e2e.cluster import Cluster, command, events
-from tests.tiny_models import save_tiny_llama
+from tests.tiny_models import write_tiny_llama
 
 pytestmark = pytest.mark.timeout(240)  # a worker of its own is started
 
@@ -45,7 +45,7 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights and a vocabulary of bytes, which has the markers of calls as special tokens."""
-    made = save_tiny_llama(tmp_path_factory.mktemp("llama"))
+    made = write_tiny_llama(tmp_path_factory.mktemp("llama"))
     words = ["<pad>", "<|end|>", "<|stop|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

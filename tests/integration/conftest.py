@@ -11,12 +11,12 @@ import pytest
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import worker as worker_module
-from tests.integration.living import Living
+from tests.integration.worker_helpers import RunningWorkers
 from tests.waiting import SOON_S
 
 
 @pytest.fixture
-async def living(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Living]:
+async def running_workers(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RunningWorkers]:
     """Stopped at the end, which none may have come before."""
     engines: list[Engine] = []
     create = worker_module.create_engine
@@ -36,7 +36,7 @@ async def living(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Living]:
 
     monkeypatch.setattr(worker_module, "create_engine", creating)
     monkeypatch.setattr(worker_module, "NatsPlane", Connecting)
-    made = Living(engines, planes)
+    made = RunningWorkers(engines, planes)
     yield made
     for worker in made.workers:
         worker.stop()

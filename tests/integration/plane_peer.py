@@ -1,4 +1,4 @@
-"""One end of a NATS plane, to be frozen and killed: `python -m tests.integration.plane_peer URL serve|call SUBJECT`."""
+"""Run one end of a NATS request plane: `python -m tests.integration.plane_peer URL serve|call SUBJECT`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo_trtllm.request_plane.nats import NatsPlane
 
 
 class QuietService:
-    """One token, then silence."""
+    """A service that sends one token and then nothing."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         yield Chunk(token_ids=token_ids([7]))

@@ -16,7 +16,7 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, KvTransferParams, Pha
 from dynamo_trtllm.request_plane.server import EndpointServer
 from dynamo_trtllm.worker.admission import Admission
 from tests.engines import tokens
-from tests.integration.living import Living, Side, config, frontend_side, request, until
+from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
 from tests.waiting import SOON_S
 
 SLOW = {"step_s": 0.3, "prefill_tokens_per_step": 10}  # 100 tokens: 3 s
@@ -25,16 +25,16 @@ SLOW = {"step_s": 0.3, "prefill_tokens_per_step": 10}  # 100 tokens: 3 s
 class Scene:
     """One worker of each role and a frontend's side."""
 
-    def __init__(self, side: Side, living: Living) -> None:
+    def __init__(self, side: FrontendSide, running_workers: RunningWorkers) -> None:
         self.side = side
-        self.living = living
+        self.running_workers = running_workers
 
     async def run(self, asked: GenerateRequest, trace: RouteTrace | None = None) -> list[Chunk]:
         async with aclosing(self.side.pipeline.generate(asked, trace or RouteTrace())) as chunks:
             return [chunk async for chunk in chunks]
 
     def serving(self, role: Role) -> EndpointServer:
-        (found,) = [s for plane in self.living.planes for s in plane._servers if s._service._role is role]  # type: ignore[attr-defined]
+        (found,) = [s for plane in self.running_workers.planes for s in plane._servers if s._service._role is role]  # type: ignore[attr-defined]
         return found
 
     def admission(self, role: Role) -> Admission:
@@ -59,22 +59,22 @@ class Scene:
 
     async def until_nothing_is_left(self) -> None:
         await self.side.pipeline.aclose()
-        await self.living.until_nothing_is_held()
+        await self.running_workers.wait_idle()
         both = [self.admission(role) for role in (Role.PREFILL, Role.DECODE)]
         await until(lambda: all((each.active(), each.reserved_slots()) == (0, 0) for each in both), SOON_S)
 
 
 @asynccontextmanager
 async def scene(
-    servers: tuple[str, str], living: Living, *, prefill: dict[str, Any] | None = None, **decode: Any
+    servers: tuple[str, str], running_workers: RunningWorkers, *, prefill: dict[str, Any] | None = None, **decode: Any
 ) -> AsyncIterator[Scene]:
     """`prefill` and `decode` are settings; at the end nothing may be left."""
     shared = config(*servers)
     for role, own in ((Role.PREFILL, prefill or {}), (Role.DECODE, decode)):
-        living.start(shared.model_copy(update={"disaggregation_mode": role, **own}))
+        running_workers.start(shared.model_copy(update={"disaggregation_mode": role, **own}))
     async with frontend_side(shared) as side:
         await side.until_instances(2)
-        made = Scene(side, living)
+        made = Scene(side, running_workers)
         yield made
         await made.until_nothing_is_left()
 
@@ -88,9 +88,9 @@ FIRST = {"disaggregation_strategy": "decode_first"}
 
 
 async def test_decode_first_when_it_serves_then_the_answer_is_that_of_prefill_first(
-    servers: tuple[str, str], living: Living
+    servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
-    async with scene(servers, living, prefill=FIRST, **FIRST) as made:
+    async with scene(servers, running_workers, prefill=FIRST, **FIRST) as made:
         kept: list[int] = []
         reserve = made.admission(Role.DECODE).reserve
 
@@ -107,13 +107,13 @@ async def test_decode_first_when_it_serves_then_the_answer_is_that_of_prefill_fi
 
 
 async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_is_prefilled(
-    servers: tuple[str, str], living: Living
+    servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     full = {"override_engine_args": {"max_batch_size": 1, "step_s": 0.02}, "max_queued_requests": 0}
-    async with scene(servers, living, prefill=FIRST, **FIRST, **full) as made:
+    async with scene(servers, running_workers, prefill=FIRST, **FIRST, **full) as made:
         first = asyncio.create_task(made.run(request(max_tokens=200)))
         await until(lambda: made.admission(Role.DECODE).active() == 1, SOON_S)
-        await living.engine_of(Role.PREFILL).drain()
+        await running_workers.engine_of(Role.PREFILL).drain()
         asked = made.serving(Role.PREFILL).running
         with pytest.raises(Overloaded, match="of at most 1"):
             await made.run(request(max_tokens=5))
@@ -126,9 +126,9 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
 
 @pytest.mark.parametrize("end", ["client gone", "deadline"])
 async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slot_is_free(
-    servers: tuple[str, str], living: Living, end: str
+    servers: tuple[str, str], running_workers: RunningWorkers, end: str
 ) -> None:
-    async with scene(servers, living, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
+    async with scene(servers, running_workers, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
         running = asyncio.create_task(made.run(request(max_tokens=20, seconds=30 if end == "client gone" else 2.5)))
         await until(lambda: made.admission(Role.DECODE).reserved_slots() == 1, SOON_S)
         if end == "client gone":
@@ -140,12 +140,12 @@ async def test_decode_first_when_the_request_ends_while_it_prefills_then_its_slo
 
 
 async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
-    servers: tuple[str, str], living: Living
+    servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
-    async with scene(servers, living, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
-        async with frontend_side(living.workers[0]._config) as other:
+    async with scene(servers, running_workers, prefill=FIRST | {"override_engine_args": SLOW}, **FIRST) as made:
+        async with frontend_side(running_workers.workers[0]._config) as other:
             await other.until_instances(2)
-            asking = asyncio.create_task(Scene(other, living).run(request(max_tokens=20, seconds=6)))
+            asking = asyncio.create_task(Scene(other, running_workers).run(request(max_tokens=20, seconds=6)))
             await until(lambda: made.admission(Role.DECODE).reserved_slots() == 1, SOON_S)
             await other.plane._transport._client.close()  # type: ignore[attr-defined]  # as if killed: it says nothing more
             await asyncio.gather(asking, return_exceptions=True)
@@ -153,8 +153,10 @@ async def test_decode_first_when_the_frontend_dies_then_its_slot_expires(
             await until(lambda: made.admission(Role.DECODE).reserved_slots() == 0, SOON_S)
 
 
-async def test_strategies_when_the_roles_differ_then_refused_by_name(servers: tuple[str, str], living: Living) -> None:
-    async with scene(servers, living, prefill=FIRST) as made:
+async def test_strategies_when_the_roles_differ_then_refused_by_name(
+    servers: tuple[str, str], running_workers: RunningWorkers
+) -> None:
+    async with scene(servers, running_workers, prefill=FIRST) as made:
         with pytest.raises(
             TransferMismatch, match="strategy is 'decode_first' at prefill and 'prefill_first' at decode"
         ):
@@ -162,23 +164,25 @@ async def test_strategies_when_the_roles_differ_then_refused_by_name(servers: tu
 
 
 async def test_prefill_when_tickets_hold_their_share_of_kv_then_refused_until_one_is_gone(
-    servers: tuple[str, str], living: Living
+    servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}  # 4 blocks per ticket
-    async with scene(servers, living, prefill=small) as made:
+    async with scene(servers, running_workers, prefill=small) as made:
         tickets = [await made.ticket() for _ in range(3)]
         with pytest.raises(Overloaded, match=r"3 hand-offs .* hold 12 of 16 KV blocks"):
             await made.run(request(max_tokens=5))
         for ticket in tickets:
             await made.release(ticket)
-        await living.until_nothing_is_held()
+        await running_workers.wait_idle()
         assert len(tokens(await made.run(request(max_tokens=5)))) == 5
 
 
-async def test_worker_when_it_is_full_then_the_pipeline_asks_another(servers: tuple[str, str], living: Living) -> None:
+async def test_worker_when_it_is_full_then_the_pipeline_asks_another(
+    servers: tuple[str, str], running_workers: RunningWorkers
+) -> None:
     one = {"override_engine_args": {"max_batch_size": 1, "step_s": 0.02}, "max_queued_requests": 0}
-    async with scene(servers, living, **one) as made:
-        living.start(living.workers[1]._config)
+    async with scene(servers, running_workers, **one) as made:
+        running_workers.start(running_workers.workers[1]._config)
         await made.side.until_instances(3)
         traces = [RouteTrace() for _ in range(3)]
         running = [asyncio.create_task(made.run(request(max_tokens=200), trace)) for trace in traces[:2]]
@@ -189,16 +193,16 @@ async def test_worker_when_it_is_full_then_the_pipeline_asks_another(servers: tu
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await living.until_nothing_is_held()
-        living.workers.pop().stop()
-        await living.tasks.pop()
-        living.planes.pop()
+        await running_workers.wait_idle()
+        running_workers.workers.pop().stop()
+        await running_workers.tasks.pop()
+        running_workers.planes.pop()
 
 
 async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
-    servers: tuple[str, str], living: Living
+    servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
-    async with scene(servers, living, handoff_timeout_s=0.3) as made:
+    async with scene(servers, running_workers, handoff_timeout_s=0.3) as made:
 
         async def hang(*_: Any, timeout_s: float, **__: Any) -> None:
             try:
@@ -207,7 +211,7 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
             except TimeoutError as exc:
                 raise TransferTimeout("the carrier waited in vain") from exc
 
-        living.engine_of(Role.DECODE)._backend.read = hang  # type: ignore[method-assign]
+        running_workers.engine_of(Role.DECODE)._backend.read = hang  # type: ignore[method-assign]
         begun, trace = time.monotonic(), RouteTrace()
         with pytest.raises(TransferTimeout, match=r"did not come before --handoff-timeout-s 0\.3 passed"):
             await made.run(request(max_tokens=20), trace)
@@ -215,14 +219,14 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
 
 
 async def test_deadline_when_it_passes_between_ticket_and_decode_leg_then_the_ticket_is_free(
-    servers: tuple[str, str], living: Living
+    servers: tuple[str, str], running_workers: RunningWorkers
 ) -> None:
     """The decode worker has the leg and has not begun it."""
-    async with scene(servers, living) as made:
+    async with scene(servers, running_workers) as made:
         came = asyncio.Event()
         made.serving(Role.DECODE)._open = lambda _: came.set()  # type: ignore[assignment,method-assign]
         running = asyncio.create_task(made.run(request(max_tokens=20, seconds=2.5)))
         await asyncio.wait_for(came.wait(), SOON_S)
-        assert living.engine_of(Role.PREFILL).stats().tickets_held == 1
+        assert running_workers.engine_of(Role.PREFILL).stats().tickets_held == 1
         with pytest.raises(DeadlineExceeded):
             await running

@@ -15,16 +15,16 @@ from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import Chunk, GenerateRequest, Role
 from dynamo_trtllm.request_plane.frames import Batch
 from tests.engines import tokens
-from tests.integration.living import Living, Side, config, frontend_side, request, until
+from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, request, until
 from tests.waiting import SOON_S
 
 
 class Scene:
     """A prefill and a decode worker, and one request that is in some phase."""
 
-    def __init__(self, side: Side, living: Living) -> None:
+    def __init__(self, side: FrontendSide, running_workers: RunningWorkers) -> None:
         self.side = side
-        self.living = living
+        self.running_workers = running_workers
         self.fetching = asyncio.Event()
         self.may_fetch = asyncio.Event()
         self.may_fetch.set()
@@ -32,11 +32,11 @@ class Scene:
 
     @property
     def prefill(self) -> MockEngine:
-        return self.living.engine_of(Role.PREFILL)
+        return self.running_workers.engine_of(Role.PREFILL)
 
     @property
     def decode(self) -> MockEngine:
-        return self.living.engine_of(Role.DECODE)
+        return self.running_workers.engine_of(Role.DECODE)
 
     def _hang_fetches(self) -> None:
         backend = self.decode._backend
@@ -55,10 +55,10 @@ class Scene:
 
     def left(self) -> dict[str, object]:
         """What requests may leave behind."""
-        servings = [serving for plane in self.living.planes for serving in plane._servers]
-        clients = [plane._transport._client for plane in (*self.living.planes, self.side.plane)]
+        servings = [serving for plane in self.running_workers.planes for serving in plane._servers]
+        clients = [plane._transport._client for plane in (*self.running_workers.planes, self.side.plane)]
         return {
-            "held": self.living.held(),
+            "held": self.running_workers.held(),
             "legs": [serving.running for serving in servings],
             "tickets on their way": [len(serving._pending_kv) for serving in servings],
             "admitted": [serving._service._admission.active() for serving in servings],
@@ -72,15 +72,15 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(etcd: str, nats: str, living: Living, **prefill_args: Any) -> AsyncIterator[Scene]:
+async def scene(etcd: str, nats: str, running_workers: RunningWorkers, **prefill_args: Any) -> AsyncIterator[Scene]:
     chosen = config(etcd, nats, ticket_ttl_s=60.0)
     args = {Role.PREFILL: {"step_s": 0.005} | prefill_args, Role.DECODE: {"step_s": 0.02}}
     for role, own in args.items():
-        living.start(chosen.model_copy(update={"disaggregation_mode": role, "override_engine_args": own}))
+        running_workers.start(chosen.model_copy(update={"disaggregation_mode": role, "override_engine_args": own}))
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
         await side.models.wait_until_loaded()
-        yield Scene(side, living)
+        yield Scene(side, running_workers)
 
 
 async def queued(made: Scene) -> None:
@@ -103,10 +103,10 @@ async def decoding(made: Scene) -> None:
 @pytest.mark.parametrize("end", ["client gone", "deadline"])
 @pytest.mark.parametrize("phase", [queued, prefilling, transferring, decoding])
 async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
-    etcd_server: str, nats_server: str, living: Living, phase: Callable[[Scene], Any], end: str
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers, phase: Callable[[Scene], Any], end: str
 ) -> None:
     slow = {"step_s": 0.6, "prefill_tokens_per_step": 15, "max_batch_size": 1} if phase in (queued, prefilling) else {}
-    async with scene(etcd_server, nats_server, living, **slow) as made:
+    async with scene(etcd_server, nats_server, running_workers, **slow) as made:
         await made.run(request(max_tokens=2, prompt=4))  # what is made once is there
         await settled(made)
         before = made.left()
@@ -136,9 +136,9 @@ async def test_request_when_it_ends_early_then_nothing_is_left_on_either_side(
 
 
 async def test_request_when_cancelled_while_its_ticket_is_on_the_way_then_its_kv_is_free_at_once(
-    etcd_server: str, nats_server: str, living: Living
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
-    async with scene(etcd_server, nats_server, living) as made:
+    async with scene(etcd_server, nats_server, running_workers) as made:
         await made.run(request(max_tokens=2, prompt=4))
         await settled(made)
         before = made.left()
@@ -160,19 +160,19 @@ async def test_request_when_cancelled_while_its_ticket_is_on_the_way_then_its_kv
 
 
 async def test_ticket_when_its_frontend_dies_with_it_then_its_kv_is_free_soon(
-    etcd_server: str, nats_server: str, living: Living
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """Long before it expires: the worker asks whether its holder is there."""
-    async with scene(etcd_server, nats_server, living) as made:
+    async with scene(etcd_server, nats_server, running_workers) as made:
         made.may_fetch.clear()
         asking = asyncio.create_task(made.run(request(max_tokens=200)))
         await transferring(made)
         await made.side.plane._transport._client.close()  # as a process that is killed: nothing is said any more
-        await living.until_nothing_is_held()
+        await running_workers.wait_idle()
         with pytest.raises(DynamoError):
             await asyncio.wait_for(asking, 30)
 
 
 async def settled(made: Scene) -> None:
-    await until(lambda: not any(any(held) for held in made.living.held()), SOON_S, made.living.held)
+    await until(lambda: not any(any(held) for held in made.running_workers.held()), SOON_S, made.running_workers.held)
     await asyncio.sleep(0.1)

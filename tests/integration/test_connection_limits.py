@@ -15,7 +15,7 @@ import uvicorn
 
 from dynamo_trtllm.frontend import http
 from dynamo_trtllm.http_server.connection import http_server
-from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
+from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
 
 BODY = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
@@ -24,7 +24,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: applicat
 
 
 class Served:
-    def __init__(self, made: Front, server: uvicorn.Server, port: int) -> None:
+    def __init__(self, made: FakeFrontend, server: uvicorn.Server, port: int) -> None:
         self.front = made
         self.server = server
         self._port = port

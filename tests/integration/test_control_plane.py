@@ -19,7 +19,7 @@ from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.request_plane.client import PlaneLimits
 from dynamo_trtllm.request_plane.nats import NatsPlane
 from tests.engines import tokens
-from tests.integration.living import Living, Side, config, frontend_side, pairs, until
+from tests.integration.worker_helpers import FrontendSide, RunningWorkers, config, frontend_side, start_pairs, until
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 
@@ -43,7 +43,7 @@ async def until_registered(server: TestServer, ids: list[int]) -> None:
 
 
 @asynccontextmanager
-async def asking(side: Side) -> AsyncIterator[list[int]]:
+async def asking(side: FrontendSide) -> AsyncIterator[list[int]]:
     """One short request after the other meanwhile; the tokens of each."""
     answered: list[int] = []
     over = False
@@ -83,11 +83,11 @@ async def restarted(server: TestServer) -> None:
 
 @pytest.mark.parametrize("trouble", [away, emptied, frozen, restarted])
 async def test_etcd_in_trouble_then_all_is_served_and_the_same_instances_are_registered_once(
-    own_etcd: Make, nats_server: str, living: Living, trouble: Callable[[TestServer], object]
+    own_etcd: Make, nats_server: str, running_workers: RunningWorkers, trouble: Callable[[TestServer], object]
 ) -> None:
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0, override_engine_args=STEP)
-    pairs(chosen, living)
+    start_pairs(chosen, running_workers)
     async with frontend_side(chosen, HOLD) as side:
         await side.until_instances(2)
         async with asking(side) as answered:
@@ -95,16 +95,16 @@ async def test_etcd_in_trouble_then_all_is_served_and_the_same_instances_are_reg
             await asyncio.sleep(1.5)  # more than a lease, and what renewing takes
         assert set(answered) == {4}
         assert len(answered) >= 5
-        assert living.alive()
-        await until_registered(etcd, living.ids())
+        assert running_workers.alive()
+        await until_registered(etcd, running_workers.ids())
         await side.until_instances(2)
-        assert living.ids() == [instance.id for instance in side.view.instances()]
+        assert running_workers.ids() == [instance.id for instance in side.view.instances()]
 
 
 async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_so(
     own_etcd: Make,
     nats_server: str,
-    living: Living,
+    running_workers: RunningWorkers,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -112,7 +112,7 @@ async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_s
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0)
     await asyncio.to_thread(etcd.stop)
-    living.start(chosen)
+    running_workers.start(chosen)
     await until(lambda: re.search(r"waiting for etcd since \d s, up to 30 s", caplog.text) is not None, SOON_S)
     etcd.start()
     async with frontend_side(chosen) as side:
@@ -123,7 +123,7 @@ async def test_worker_started_while_etcd_is_away_then_it_waits_for_it_and_says_s
 async def test_worker_started_while_nats_is_away_then_it_waits_for_it_and_says_so(
     etcd_server: str,
     own_nats: Make,
-    living: Living,
+    running_workers: RunningWorkers,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -131,7 +131,7 @@ async def test_worker_started_while_nats_is_away_then_it_waits_for_it_and_says_s
     nats = own_nats()
     chosen = config(etcd_server, nats.address)
     await asyncio.to_thread(nats.stop)
-    living.start(chosen)
+    running_workers.start(chosen)
     await until(lambda: f"waiting for NATS at {nats.address}" in caplog.text, SOON_S)
     nats.start()
     async with frontend_side(chosen) as side:
@@ -155,11 +155,11 @@ async def frozen_for_seconds(server: TestServer) -> None:
 
 @pytest.mark.parametrize("trouble", [restarted, gone_for_a_second, frozen_for_seconds])
 async def test_nats_in_trouble_then_running_streams_go_on_right_or_end_named_and_nothing_is_held(
-    etcd_server: str, own_nats: Make, living: Living, trouble: Callable[[TestServer], object]
+    etcd_server: str, own_nats: Make, running_workers: RunningWorkers, trouble: Callable[[TestServer], object]
 ) -> None:
     nats = own_nats()
     chosen = config(etcd_server, nats.address, override_engine_args={"step_s": 0.02})
-    pairs(chosen, living, count=2)
+    start_pairs(chosen, running_workers, count=2)
     async with frontend_side(chosen, HOLD, QUICK) as side:
         await side.until_instances(4)
         right = tokens(await side.ask(60))
@@ -171,16 +171,16 @@ async def test_nats_in_trouble_then_running_streams_go_on_right_or_end_named_and
             assert isinstance(answer, DynamoError) or (isinstance(answer, list) and tokens(answer) == right), answer
         assert sum(isinstance(answer, list) for answer in answers) == 8, answers  # it was back soon enough
         assert tokens(await side.ask(60)) == right
-        assert living.alive()
-        await living.until_nothing_is_held()
+        assert running_workers.alive()
+        await running_workers.wait_idle()
 
 
 async def test_request_while_nats_is_away_then_it_waits_and_is_served_or_disconnected_in_time(
-    etcd_server: str, own_nats: Make, living: Living
+    etcd_server: str, own_nats: Make, running_workers: RunningWorkers
 ) -> None:
     nats = own_nats()
     chosen = config(etcd_server, nats.address, override_engine_args=STEP)
-    pairs(chosen, living)
+    start_pairs(chosen, running_workers)
     async with (
         frontend_side(chosen, HOLD, QUICK) as patient,
         frontend_side(chosen, PipelineOptions(hold_s=1), QUICK) as side,
@@ -203,22 +203,22 @@ async def test_request_while_nats_is_away_then_it_waits_and_is_served_or_disconn
 
 
 async def test_worker_when_its_nats_client_gave_up_for_good_then_it_leaves_and_says_why(
-    etcd_server: str, nats_server: str, living: Living
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """Rather than staying registered, healthy to look at, where nobody reaches it."""
     chosen = config(etcd_server, nats_server)
-    living.start(chosen)
+    running_workers.start(chosen)
     async with frontend_side(chosen) as side:
         await side.until_instances(1)
-        await living.planes[0]._transport._client.close()  # as nats-py does by itself after a protocol error
-        (serving,) = living.tasks
+        await running_workers.planes[0]._transport._client.close()  # as nats-py does by itself after a protocol error
+        (serving,) = running_workers.tasks
         with pytest.raises(Disconnected, match="restart this process"):
             await asyncio.wait_for(asyncio.shield(serving), SOON_S)
-        living.tasks.clear()
+        running_workers.tasks.clear()
         await side.until_instances(0)
 
 
-async def until_served(side: Side) -> list[Chunk]:
+async def until_served(side: FrontendSide) -> list[Chunk]:
     async with asyncio.timeout(2 * SOON_S):
         while True:
             try:

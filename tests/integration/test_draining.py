@@ -13,14 +13,22 @@ import pytest
 from dynamo_trtllm.frontend.pipeline import PipelineOptions, RouteTrace
 from dynamo_trtllm.messages import KvTransferParams, Phase, Role
 from tests.engines import tokens
-from tests.integration.living import Living, Side, config, frontend_side, pairs, request, until
+from tests.integration.worker_helpers import (
+    FrontendSide,
+    RunningWorkers,
+    config,
+    frontend_side,
+    request,
+    start_pairs,
+    until,
+)
 from tests.servers import TestServer
 from tests.waiting import SOON_S
 
 STEP = {"step_s": 0.01}
 
 
-async def ticket_of(side: Side, living: Living) -> KvTransferParams:
+async def ticket_of(side: FrontendSide, running_workers: RunningWorkers) -> KvTransferParams:
     """Of the one prefill worker, for `request(max_tokens=8)`."""
     (prefill, *_) = [i for i in side.view.instances() if i.role is Role.PREFILL]
     async with aclosing(side.plane.generate(prefill.subject, request(max_tokens=8, phase=Phase.PREFILL))) as stream:
@@ -30,16 +38,16 @@ async def ticket_of(side: Side, living: Living) -> KvTransferParams:
 
 
 async def test_prefill_worker_when_it_drains_then_a_ticket_can_still_be_redeemed_and_ends_the_wait(
-    etcd_server: str, nats_server: str, living: Living, caplog: pytest.LogCaptureFixture
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     chosen = config(etcd_server, nats_server, drain_timeout_s=20.0, override_engine_args=STEP)
-    pairs(chosen, living)
+    start_pairs(chosen, running_workers)
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
         (decode,) = side.view.model("tiny").decode
-        ticket = await ticket_of(side, living)
-        living.workers[0].stop()
+        ticket = await ticket_of(side, running_workers)
+        running_workers.workers[0].stop()
         await side.until_instances(1)
         await until(lambda: "waiting for requests: 0, tickets whose KV is kept: 1" in caplog.text, SOON_S)
         leg = msgspec.structs.replace(request(max_tokens=8), phase=Phase.DECODE, ticket=ticket)
@@ -47,32 +55,32 @@ async def test_prefill_worker_when_it_drains_then_a_ticket_can_still_be_redeemed
             chunks = [chunk async for chunk in stream]
         assert len(tokens(chunks)) == 8
         # its carrier tells that the KV was read; with one that can't, the pipeline's release does
-        await asyncio.wait_for(asyncio.shield(living.tasks[0]), SOON_S)
+        await asyncio.wait_for(asyncio.shield(running_workers.tasks[0]), SOON_S)
 
 
 async def test_prefill_worker_when_it_drains_then_a_ticket_that_nobody_wants_is_waited_for_until_it_expires(
-    etcd_server: str, nats_server: str, living: Living
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     chosen = config(etcd_server, nats_server, drain_timeout_s=20.0, ticket_ttl_s=1.5, override_engine_args=STEP)
-    pairs(chosen, living)
+    start_pairs(chosen, running_workers)
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
         begun_s = time.monotonic()
-        await ticket_of(side, living)
-        living.workers[0].stop()
-        await asyncio.wait_for(asyncio.shield(living.tasks[0]), SOON_S)
+        await ticket_of(side, running_workers)
+        running_workers.workers[0].stop()
+        await asyncio.wait_for(asyncio.shield(running_workers.tasks[0]), SOON_S)
         assert 1.4 < time.monotonic() - begun_s < SOON_S
 
 
 async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_ticket_is_redeemed_on_another_worker(
-    etcd_server: str, nats_server: str, living: Living
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """The prompt takes a second; the decode worker that was chosen leaves meanwhile."""
     chosen = config(etcd_server, nats_server)
     slow = {"step_s": 0.1, "prefill_tokens_per_step": 10}
-    living.start(chosen.model_copy(update={"disaggregation_mode": Role.PREFILL, "override_engine_args": slow}))
+    running_workers.start(chosen.model_copy(update={"disaggregation_mode": Role.PREFILL, "override_engine_args": slow}))
     for _ in range(2):
-        living.start(chosen.model_copy(update={"disaggregation_mode": Role.DECODE}))
+        running_workers.start(chosen.model_copy(update={"disaggregation_mode": Role.DECODE}))
     async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
         await side.until_instances(3)
         traces = [RouteTrace() for _ in range(4)]  # two for each decode worker
@@ -82,27 +90,27 @@ async def test_decode_worker_when_it_drains_after_its_prefill_began_then_the_tic
                 return len(tokens([chunk async for chunk in chunks]))
 
         running = [asyncio.create_task(run(trace)) for trace in traces]
-        await until(lambda: living.engine_of(Role.PREFILL).stats().running == 4, SOON_S)
-        living.workers[1].stop()
+        await until(lambda: running_workers.engine_of(Role.PREFILL).stats().running == 4, SOON_S)
+        running_workers.workers[1].stop()
         assert await asyncio.gather(*running) == [8] * 4
-        assert {trace.decode_instance for trace in traces} == {living.workers[2].instance_id}
+        assert {trace.decode_instance for trace in traces} == {running_workers.workers[2].instance_id}
         assert [trace.retries for trace in traces] == [0] * 4
-        await living.until_nothing_is_held()
+        await running_workers.wait_idle()
 
 
 async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
-    own_etcd: Callable[[], TestServer], nats_server: str, living: Living
+    own_etcd: Callable[[], TestServer], nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """Nobody hears that it leaves: frontends still ask it, and are sent elsewhere."""
     etcd = own_etcd()
     chosen = config(etcd.address, nats_server, lease_ttl_s=1.0, override_engine_args=STEP)
-    pairs(chosen, living, count=2)
+    start_pairs(chosen, running_workers, count=2)
     async with frontend_side(chosen, PipelineOptions(hold_s=5)) as side:
         await side.until_instances(4)
         await asyncio.to_thread(etcd.stop)
         for leaving in (0, 1):  # a prefill and a decode worker
-            living.workers[leaving].stop()
-        while not all(living.tasks[leaving].done() for leaving in (0, 1)):
+            running_workers.workers[leaving].stop()
+        while not all(running_workers.tasks[leaving].done() for leaving in (0, 1)):
             assert len(tokens(await side.ask(6))) == 6
         for _ in range(6):
             assert len(tokens(await side.ask(6))) == 6
@@ -113,18 +121,18 @@ async def test_worker_when_it_stops_while_etcd_is_away_then_no_request_fails(
 
 @pytest.mark.parametrize("hurt", ["stop", "pause"])
 async def test_worker_when_it_stops_while_nats_is_away_then_it_ends_in_time(
-    etcd_server: str, own_nats: Callable[[], TestServer], living: Living, hurt: str
+    etcd_server: str, own_nats: Callable[[], TestServer], running_workers: RunningWorkers, hurt: str
 ) -> None:
     nats = own_nats()
     chosen = config(etcd_server, nats.address, drain_timeout_s=2.0, override_engine_args=STEP)
-    pairs(chosen, living)
+    start_pairs(chosen, running_workers)
     async with frontend_side(chosen) as side:
         await side.until_instances(2)
-        await ticket_of(side, living)
+        await ticket_of(side, running_workers)
         await asyncio.to_thread(getattr(nats, hurt))
         begun_s = time.monotonic()
-        for worker in living.workers:
+        for worker in running_workers.workers:
             worker.stop()
-        await asyncio.gather(*living.tasks)
+        await asyncio.gather(*running_workers.tasks)
         assert time.monotonic() - begun_s < 2 * SOON_S
         await side.until_instances(0)

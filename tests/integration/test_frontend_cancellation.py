@@ -12,14 +12,14 @@ import pytest
 import uvicorn
 
 from dynamo_trtllm.messages import Chunk
-from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
+from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def serving(served: Front) -> AsyncGenerator[int, None]:
+async def serving(served: FakeFrontend) -> AsyncGenerator[int, None]:
     config = uvicorn.Config(served.app, host="127.0.0.1", port=0, log_config=None, lifespan="off", loop="none")
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None
@@ -51,14 +51,14 @@ def flood() -> list[Chunk]:
     return [chunk("x" * 10_000)] * 1000
 
 
-def check_nothing_left(served: Front) -> None:
+def check_nothing_left(served: FakeFrontend) -> None:
     assert served.pipeline.running == 0
     metrics = served.metrics.render().decode()
     assert "dynamo_trtllm_inflight 0.0" in metrics
     assert 'code="cancelled"' in metrics
 
 
-async def finished(served: Front) -> None:
+async def finished(served: FakeFrontend) -> None:
     """The log line and the metrics follow the close, a few turns of the loop later."""
     async with asyncio.timeout(SOON_S):
         await served.pipeline.closed.wait()
@@ -66,7 +66,7 @@ async def finished(served: Front) -> None:
             await asyncio.sleep(0.01)
 
 
-async def until_stuck(served: Front) -> None:
+async def until_stuck(served: FakeFrontend) -> None:
     """The socket buffers are full, and nobody reads: nothing more is taken from the pipeline."""
     await asyncio.wait_for(served.pipeline.begun.wait(), SOON_S)
     seen = 0

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.errors import InternalError
-from tests.integration.living import Living, config, pairs, start_frontend
+from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
 from tests.waiting import SOON_S
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 120, "stream": True}
@@ -40,10 +40,10 @@ async def test_frontend_when_a_background_task_dies_then_ready_names_it_and_the_
 
 
 async def test_stream_when_a_background_task_dies_then_it_is_finished_first(
-    etcd_server: str, nats_server: str, living: Living
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     chosen = config(etcd_server, nats_server, override_engine_args={"step_s": 0.02})
-    pairs(chosen, living)
+    start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
     async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(timeout=None) as client:
         while (await client.get(f"{url}/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110

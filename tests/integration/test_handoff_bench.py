@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import handoff, result
+from benchmarks.gpu import kv_transfer, result
 from dynamo_trtllm.engines.torch.transfer_buffer import TransferBuffer
 
 pytestmark = pytest.mark.timeout(120)  # two processes import torch
@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         "TOKENS_OF_PIECES": 64,
         "REPEATS": 2,
     }.items():
-        monkeypatch.setitem(getattr(handoff, name), "cpu", value)
+        monkeypatch.setitem(getattr(kv_transfer, name), "cpu", value)
 
 
 def test_bench_when_run_on_cpu_then_a_result_holds_every_measurement(
@@ -33,7 +33,7 @@ def test_bench_when_run_on_cpu_then_a_result_holds_every_measurement(
 ) -> None:
     path = tmp_path / "results" / "handoff.json"
     monkeypatch.setattr("sys.argv", ["handoff", "--device", "cpu", "--out", str(path)])
-    handoff.main()
+    kv_transfer.main()
     found = result.read(path)
     assert found.step == "handoff"
     for kind, names in {"contiguous": {"65536"}, "kv": {"40", "64"}, "pieces": {str(MIB)}}.items():
@@ -50,8 +50,8 @@ def test_bench_when_copies_go_wrong_then_it_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         TransferBuffer, "scatter", lambda self, allocation, rows, index: scatter(self, allocation, rows.flip(0), index)
     )
-    with pytest.raises(AssertionError, match="other bytes arrived"):
-        handoff.run("cpu")
+    with pytest.raises(AssertionError, match="received bytes differ"):
+        kv_transfer.run("cpu")
 
 
 def test_bars_when_measured_on_gpus_then_each_is_judged() -> None:
@@ -67,4 +67,4 @@ def test_bars_when_measured_on_gpus_then_each_is_judged() -> None:
             32768: {"bytes": 8, "queued_s": 0.0013, "alone_s": 0.01},
         },
     }
-    assert [row.met for row in handoff.bars(found)] == [True, False, True, False, True]
+    assert [row.met for row in kv_transfer.bars(found)] == [True, False, True, False, True]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import shares
+from benchmarks import client_shards
 from benchmarks.client import Client, Load
-from benchmarks.figures import figures
-from benchmarks.stream import Record
+from benchmarks.stream import RequestRecord
+from benchmarks.summary import summarize
 from tests.waiting import SOON_S
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -84,7 +84,7 @@ async def serving(answer: Answer, bodies: list[Any] | None = None) -> AsyncItera
 
 async def records_of(
     answer: Answer, *, requests: int = 1, bodies: list[Any] | None = None, **load: object
-) -> list[Record]:
+) -> list[RequestRecord]:
     async with serving(answer, bodies) as url:
         client = Client(Load(url=url, model="m", requests=requests, osl=2, **({"timeout_s": SOON_S} | load)))  # type: ignore[arg-type]
         try:
@@ -96,7 +96,7 @@ async def records_of(
 async def test_run_when_answers_are_whole_then_events_tokens_and_text_are_counted() -> None:
     records = await records_of(chunked(*WHOLE), requests=6, concurrency=2, keep_text=True)
     assert [(r.error, r.events, r.output_tokens, r.text, r.finish) for r in records] == [("", 2, 2, "ab", "length")] * 6
-    found = figures(records, wall_s=2.0, osl=2, processes={})
+    found = summarize(records, wall_s=2.0, osl=2, processes={})
     assert (found["ok"], found["tokens_per_s"], found["events_per_token"], found["wrong_length"]) == (6, 6.0, 1.0, 0)
     assert (found["prompt_tokens"], found["cached_tokens"]) == (9, 4)
     assert found["ttft_ms"]["p50"] > 0
@@ -183,33 +183,37 @@ async def test_measured_when_the_first_requests_all_fail_then_no_more_are_sent()
 
     async with serving(invalid, bodies) as url:
         load = Load(url=url, model="m", requests=500, concurrency=4)
-        with pytest.raises(shares.NoAnswer, match=r"the first 8 requests that ended all failed.*\(invalid \d+ times\)"):
-            await asyncio.to_thread(shares.measured, load, processes=2, warmup=2, pids={})
-    assert shares.HOPELESS <= len(bodies) < shares.HOPELESS + load.concurrency
+        with pytest.raises(
+            client_shards.AllRequestsFailed, match=r"the first 8 requests all failed.*\(invalid \d+ times\)"
+        ):
+            await asyncio.to_thread(client_shards.measure_shards, load, processes=2, warmup=2, pids={})
+    assert client_shards.MAX_FAILURES <= len(bodies) < client_shards.MAX_FAILURES + load.concurrency
 
 
 async def test_measured_when_the_server_is_only_too_busy_then_it_goes_on() -> None:
     async with serving(refused) as url:
         load = Load(url=url, model="m", requests=20, concurrency=4)
-        found, records = await asyncio.to_thread(shares.measured, load, processes=2, warmup=2, pids={})
+        found, records = await asyncio.to_thread(client_shards.measure_shards, load, processes=2, warmup=2, pids={})
     assert (len(records), found["ok"]) == (20, 0)
 
 
 async def test_measured_when_it_runs_then_its_progress_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(client_shards, "PROGRESS_S", 0.01)
     reports, is_reported = [], threading.Event()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
         await asyncio.to_thread(is_reported.wait, SOON_S)
         await chunked(*WHOLE)(writer)
 
-    def on_progress(tally: shares.Tally) -> None:
+    def on_progress(tally: client_shards.SharedCounters) -> None:
         reports.append((tally.ok, tally.failed))
         is_reported.set()
 
     async with serving(answer) as url:
         load = Load(url=url, model="m", requests=2, osl=2)
-        await asyncio.to_thread(shares.measured, load, processes=1, warmup=0, pids={}, on_progress=on_progress)
+        await asyncio.to_thread(
+            client_shards.measure_shards, load, processes=1, warmup=0, pids={}, on_progress=on_progress
+        )
     assert reports[0] == (0, 0)
     assert all(ended in {(0, 0), (1, 0), (2, 0)} for ended in reports)
 
@@ -218,7 +222,7 @@ async def test_measured_when_several_processes_share_a_load_then_all_of_it_is_se
     bodies: list[Any] = []
     async with serving(chunked(*WHOLE), bodies) as url:
         load = Load(url=url, model="m", requests=5, concurrency=2, osl=2)
-        found, records = await asyncio.to_thread(shares.measured, load, processes=2, warmup=2, pids={})
+        found, records = await asyncio.to_thread(client_shards.measure_shards, load, processes=2, warmup=2, pids={})
     assert (found["ok"], found["errors"], len(bodies)) == (5, {}, 7)
     assert [record.index for record in records] == [1, 2, 3, 4, 5]
     assert 0 < found["client_cores"] <= 1.1

@@ -15,7 +15,7 @@ from dynamo_trtllm import codec
 from dynamo_trtllm.discovery.keys import endpoint_of, instance_key, namespace_prefix
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 from tests.instances import make_instance
-from tests.integration.living import Living, config, pairs, start_frontend
+from tests.integration.worker_helpers import RunningWorkers, config, start_frontend, start_pairs
 from tests.waiting import SOON_S
 
 GOOD: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -62,7 +62,7 @@ async def until_rejected(client: httpx.AsyncClient, keys: set[str]) -> dict[str,
 
 
 async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_them_and_serves(
-    etcd_server: str, nats_server: str, living: Living
+    etcd_server: str, nats_server: str, running_workers: RunningWorkers
 ) -> None:
     """Some are there before it starts, and would have ended it at each start."""
     chosen = config(etcd_server, nats_server)
@@ -72,7 +72,7 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
     card = ModelDeploymentCard(name="odd", context_length=8, vocab_size=0, eos_token_ids=(), renderer="harmony")
     odd = msgspec.structs.replace(make_instance(0xC, namespace=chosen.namespace), card=card)
     await intruder.put(instance_key(endpoint_of(odd), odd.id).encode(), codec.encode(odd))
-    pairs(chosen, living)
+    start_pairs(chosen, running_workers)
     serving, url = start_frontend(etcd_server, nats_server, chosen.namespace)
     async with asyncio.timeout(4 * SOON_S), httpx.AsyncClient(base_url=url, timeout=None) as client:
         while (await client.get("/v1/models/tiny/ready")).status_code != 200:  # noqa: ASYNC110
@@ -82,7 +82,7 @@ async def test_frontend_when_etcd_holds_poisoned_records_then_it_stays_up_shows_
             f"{prefix}tensorrt_llm/generate/c": "card.vocab_size is 0; it must be from 1 to 16777216",
         }
 
-        (worker,) = [each for each in living.workers if each._config.disaggregation_mode is Role.DECODE]
+        (worker,) = [each for each in running_workers.workers if each._config.disaggregation_mode is Role.DECODE]
         number = f"{worker.instance_id:x}"
         real_key, real = await intruder.get(number)
         ghost_key = f"{prefix}tensorrt_llm/generate/aaaa"

@@ -15,7 +15,7 @@ from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.request_plane.jetstream import JetStreamStore
 from dynamo_trtllm.request_plane.store import StoreLimits
 from tests.servers import TestServer
-from tests.unit.frontend.scripted import CALL, MODEL, REASONING, Front, chunk, front, stop
+from tests.unit.frontend.app_helpers import CALL, MODEL, REASONING, FakeFrontend, chunk, front, stop
 
 LIMITS = StoreLimits(max_entries=100, max_bytes=64 << 20, max_value_bytes=1 << 20, ttl_s=60.0)
 TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
@@ -23,7 +23,7 @@ TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": 
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
-    front: Front
+    front: FakeFrontend
     client: httpx.AsyncClient
     store: JetStreamStore
 

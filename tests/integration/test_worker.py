@@ -26,7 +26,7 @@ from dynamo_trtllm.request_plane.nats import NatsPlane
 from dynamo_trtllm.worker import Worker
 from dynamo_trtllm.worker.worker import endpoint_of
 from tests.engines import tokens
-from tests.integration.living import config, frontend_side, request
+from tests.integration.worker_helpers import config, frontend_side, request
 from tests.waiting import SOON_S
 
 

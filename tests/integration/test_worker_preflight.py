@@ -16,7 +16,7 @@ from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.worker import Worker
-from tests.standin import playing
+from tests.fakes_path import fake_tensorrt_llm
 from tests.tiny_models import save_tiny_gpt_oss
 from tests.waiting import SOON_S
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def package() -> Iterator[Any]:
-    with playing() as found:
+    with fake_tensorrt_llm() as found:
         yield found
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos.faults import FAULTS
-from benchmarks.chaos.judge import Kind, Verdict
 from benchmarks.chaos.main import as_json, is_good, main, table
+from benchmarks.chaos.verdict import Outcome, Verdict
 
 
 def test_command_when_asked_for_the_faults_then_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,16 +36,16 @@ def test_command_when_it_is_called_wrongly_then_it_says_so(argv: list[str], caps
 
 @pytest.mark.parametrize(("name", "good"), [("kill-decode", False), ("kill-nats", True)])
 def test_verdict_when_a_request_is_refused_that_another_worker_could_serve_then_bad(name: str, good: bool) -> None:
-    verdict = Verdict(fault=name, sent=2, early=1)
-    verdict.counts[Kind.NAMED_ERROR] = 1
+    verdict = Verdict(fault=name, sent=2, early_errors=1)
+    verdict.counts[Outcome.NAMED_ERROR] = 1
     assert is_good(verdict) is good
     assert table([verdict]).rstrip().endswith("BAD") is not good
 
 
 def test_json_when_made_of_verdicts_then_a_row_per_fault_and_the_notes() -> None:
     verdict = Verdict(fault="kill-decode", sent=3)
-    verdict.counts[Kind.RIGHT] = 3
-    verdict.leak(["decode-1 running 1"])
+    verdict.counts[Outcome.RIGHT] = 3
+    verdict.add_leaks(["decode-1 running 1"])
     told = json.loads(as_json([verdict, Verdict(fault="rolling")]))
     assert told["faults"][0] == {
         "fault": "kill-decode",

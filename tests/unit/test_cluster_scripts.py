@@ -121,13 +121,13 @@ def test_slurm_when_a_worker_is_refused_then_all_end_with_its_status(job: Job) -
     env = job.env | {"SLURM_JOB_NUM_NODES": "2"}
     done = subprocess.run([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True, timeout=50)
     assert done.returncode == 2
-    assert "was refused, see its last line" in done.stderr
+    assert "has a configuration error, see its last line" in done.stderr
 
 
 def test_slurm_when_the_job_has_too_few_nodes_then_one_line_and_status_2(job: Job) -> None:
     env = job.env | {"SLURM_JOB_NUM_NODES": "2", "DECODE_NODES": "2"}
     done = subprocess.run([FOLDER / "slurm_gpt_oss_disagg.sbatch"], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "slurm: 1 + 2 nodes are wanted, the job has 2\n")
+    assert (done.returncode, done.stderr) == (2, "slurm: 1 + 2 nodes are needed, the job has 2\n")
 
 
 def test_mpirun_when_started_then_every_rank_runs_the_launcher_of_the_engine(job: Job) -> None:

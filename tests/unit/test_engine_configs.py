@@ -12,17 +12,21 @@ from dynamo_trtllm.engines.trtllm.api_manifests import Presence, releases
 from dynamo_trtllm.engines.trtllm.args import TrtllmArgs, trtllm_args
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED
 from dynamo_trtllm.errors import ConfigError
-from tests import not_read
+from tests import unverified_names
 
 RELEASES = {release.name: release for release in releases()}
-FILES = not_read.files()
-CLAIMS = [(path, name) for path in FILES for name in not_read.claimed(path)]
+FILES = unverified_names.files()
+CLAIMS = [(path, name) for path in FILES for name in unverified_names.claimed(path)]
 _TRUSTS = re.compile(rb"trust.remote.code\W{1,3}(?i:true|yes|on|1)\b|--trust.remote.code\b(?!=false)")
-GPT_OSS = not_read.ROOT / "engine_configs" / "gpt-oss-120b"
+GPT_OSS = unverified_names.ROOT / "engine_configs" / "gpt-oss-120b"
 
 
 def named(value: object) -> str:
-    return value.relative_to(not_read.ROOT / "engine_configs").as_posix() if isinstance(value, Path) else str(value)
+    return (
+        value.relative_to(unverified_names.ROOT / "engine_configs").as_posix()
+        if isinstance(value, Path)
+        else str(value)
+    )
 
 
 def args(path: Path, release: str, sm: int = 100) -> TrtllmArgs:
@@ -32,17 +36,17 @@ def args(path: Path, release: str, sm: int = 100) -> TrtllmArgs:
 
 def test_files_when_listed_then_each_is_of_one_engine_and_claims_known_releases() -> None:
     assert len(FILES) >= 15
-    others = set((not_read.ROOT / "engine_configs").rglob("*.yaml")) - set(FILES)
-    configs = not_read.ROOT / "engine_configs"
+    others = set((unverified_names.ROOT / "engine_configs").rglob("*.yaml")) - set(FILES)
+    configs = unverified_names.ROOT / "engine_configs"
     assert {path.parent.relative_to(configs).parts[0] for path in others} == {"tiny-gpt-oss", "vllm"}
     for path in FILES:
-        names = not_read.claimed(path)
+        names = unverified_names.claimed(path)
         assert names == tuple(name for name in RELEASES if name in names), path
 
 
 @pytest.mark.parametrize(("path", "name"), CLAIMS, ids=named)
 def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_is_taken(path: Path, name: str) -> None:
-    uses = list(not_read.arguments(path, RELEASES[name]))
+    uses = list(unverified_names.arguments(path, RELEASES[name]))
     assert [use.name for use in uses if use.presence is Presence.ABSENT] == []
     unread = [use.name for use in uses if use.presence is Presence.NOT_READ]
     merged = args(path, name)
@@ -52,14 +56,14 @@ def test_file_when_its_release_is_claimed_then_no_key_is_absent_and_every_value_
 def test_hopper_files_when_a_release_lacks_their_moe_backend_then_it_is_not_claimed() -> None:
     for role in ("prefill", "decode"):
         path = GPT_OSS / "hopper" / f"{role}.yaml"
-        assert "1.0.0" not in not_read.claimed(path)
+        assert "1.0.0" not in unverified_names.claimed(path)
         with pytest.raises(ConfigError, match="'TRITON': expected one of"):
             args(path, "1.0.0")
 
 
 @pytest.mark.parametrize("folder", sorted({path.parent for path in FILES if path.stem == "prefill"}), ids=named)
 def test_pair_when_shipped_then_both_roles_agree_on_what_crosses(folder: Path) -> None:
-    assert not_read.claimed(folder / "prefill.yaml") == not_read.claimed(folder / "decode.yaml")
+    assert unverified_names.claimed(folder / "prefill.yaml") == unverified_names.claimed(folder / "decode.yaml")
     prefill, decode = (args(folder / f"{role}.yaml", "1.2.1") for role in ("prefill", "decode"))
     for key in (
         "cache_transceiver_config.backend",
@@ -123,8 +127,8 @@ def test_shipped_files_then_none_has_an_engine_run_code_from_a_model_folder() ->
         "kernels_config",
         "scripts",
     )
-    paths = [path for folder in folders for path in (not_read.ROOT / folder).rglob("*") if path.is_file()]
-    texts = {path: path.read_bytes() for path in (*paths, not_read.ROOT / "README.md") if path.suffix != ".pyc"}
+    paths = [path for folder in folders for path in (unverified_names.ROOT / folder).rglob("*") if path.is_file()]
+    texts = {path: path.read_bytes() for path in (*paths, unverified_names.ROOT / "README.md") if path.suffix != ".pyc"}
     assert sum(path.suffix in (".yaml", ".yml") for path in texts) > 60
     assert [path for path, text in texts.items() if _TRUSTS.search(text)] == []
 
@@ -136,10 +140,12 @@ def test_trust_remote_code_when_a_user_sets_it_then_the_engine_gets_it(tmp_path:
 
 
 def test_engine_when_it_needs_a_name_then_no_release_lacks_it() -> None:
-    assert [use for use in not_read.calls(NEEDED) if use.presence is Presence.ABSENT] == []
+    assert [use for use in unverified_names.calls(NEEDED) if use.presence is Presence.ABSENT] == []
 
 
 def test_not_read_when_collected_then_printed_and_as_the_committed_page_says() -> None:
-    for use in not_read.not_read():
+    for use in unverified_names.unverified_names():
         print(f"not read: {use.release} {use.name} ({use.where})")
-    assert not_read.page() == not_read.PAGE.read_text(encoding="utf-8"), "run python -m tests.not_read and commit"
+    assert unverified_names.page() == unverified_names.PAGE.read_text(encoding="utf-8"), (
+        "run python -m tests.unverified_names and commit"
+    )

@@ -88,10 +88,10 @@ def test_demo_script_when_flags_are_typed_then_the_set_up_and_the_launcher_get_t
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("a.yaml", "b.yaml"), "b.yaml is a second deployment; give one"),
+        (("a.yaml", "b.yaml"), "give one deployment file, not a.yaml and b.yaml"),
         (("--port",), "--port needs a value"),
         (("--modl=x",), "unknown flag --modl=x; see --help"),
-        (("--stand-in",), "--stand-in goes with --engine trtllm"),
+        (("--stand-in",), "--stand-in needs --engine trtllm"),
     ],
 )
 def test_demo_script_when_the_line_is_wrong_then_one_line_and_nothing_starts(

@@ -1,6 +1,7 @@
 """argv and the environment are read in one module and written in one module; this walks the source to hold it."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,8 @@ def is_write(node: ast.Attribute, parents: dict[ast.AST, ast.AST]) -> bool:
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_source_when_it_is_not_config_then_it_touches_neither_argv_nor_environment(source):
-    kinds = {kind for _, kind in accesses((PACKAGE / source).read_text(encoding="utf-8"))}
+    text = (PACKAGE / source).read_text(encoding="utf-8")
+    kinds = {kind for _, kind in accesses(text)} if re.search("env|argv", text) else set()
     if source == READER:
         assert kinds == {"read"}
     elif source == WRITER:

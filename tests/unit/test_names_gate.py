@@ -35,7 +35,7 @@ def test_class_when_its_name_stands_twice_then_both_places(gate: ModuleType, roo
     for name in ("a", "b"):
         (root / "dynamo_trtllm" / f"{name}.py").write_text(f"class Scheduler: ...\nclass Only{name}: ...\n")
     (line,) = gate.repeated_classes(root)
-    assert line == "class Scheduler stands 2 times: dynamo_trtllm/a.py:1, dynamo_trtllm/b.py:1"
+    assert line == "class Scheduler is defined 2 times: dynamo_trtllm/a.py:1, dynamo_trtllm/b.py:1"
 
 
 @pytest.mark.parametrize(

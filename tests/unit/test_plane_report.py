@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.figures import figures
 from benchmarks.plane.measure import Run
-from benchmarks.plane.report import Bar, cpu, judged, middle, notes, table
+from benchmarks.plane.report import Bar, compare_bars, cpu, median_of, notes, table
+from benchmarks.summary import summarize
 
 
 def run(side: str, us_per_token: float, events_per_text_token: float = 1.0, **changes: Any) -> Run:
-    found = figures([], wall_s=1.0, osl=2, processes={"frontend": {"cpu_ms_per_1k_tokens": us_per_token}})
+    found = summarize([], wall_s=1.0, osl=2, processes={"frontend": {"cpu_ms_per_1k_tokens": us_per_token}})
     found.update(changes)  # type: ignore[typeddict-item]
     return {
         "point": "paced-32",
@@ -28,8 +28,8 @@ BAR = Bar("frontend CPU", "paced-32", cpu("frontend"), 0.6)
 
 def test_middle_when_three_runs_then_the_median_of_that_side() -> None:
     runs = [run("ours", 1), run("ours", 9), run("ours", 2), run("theirs", 50)]
-    assert middle(runs, "paced-32", "ours", cpu("frontend")) == 2
-    assert middle(runs, "paced-64", "ours", cpu("frontend")) is None
+    assert median_of(runs, "paced-32", "ours", cpu("frontend")) == 2
+    assert median_of(runs, "paced-64", "ours", cpu("frontend")) is None
 
 
 def test_cpu_when_several_processes_then_their_sum() -> None:
@@ -45,15 +45,15 @@ def test_cpu_when_a_role_has_several_workers_then_all_of_them_count() -> None:
 
 
 def test_judged_when_at_the_bar_then_reached() -> None:
-    assert "0.60  0.60  reached" in judged([run("ours", 6), run("dynamo fastokens", 10)], [BAR])
+    assert "0.60  0.60  reached" in compare_bars([run("ours", 6), run("dynamo fastokens", 10)], [BAR])
 
 
 def test_judged_when_above_the_bar_then_missed() -> None:
-    assert "0.61  0.60  MISSED" in judged([run("ours", 6.1), run("dynamo fastokens", 10)], [BAR])
+    assert "0.61  0.60  MISSED" in compare_bars([run("ours", 6.1), run("dynamo fastokens", 10)], [BAR])
 
 
 def test_judged_when_one_side_was_not_measured_then_nothing_is_said() -> None:
-    assert len(judged([run("ours", 6)], [BAR]).splitlines()) == 1
+    assert len(compare_bars([run("ours", 6)], [BAR]).splitlines()) == 1
 
 
 def test_notes_when_figures_can_be_trusted_then_none() -> None:
@@ -64,9 +64,9 @@ def test_notes_when_tokens_are_merged_or_the_client_is_busy_or_requests_fail_the
     (merged,) = notes([run("ours", 6, events_per_text_token=0.5)])
     (busy,) = notes([run("ours", 6, client_cores=0.95)])
     (failed,) = notes([run("ours", 6, errors={"timeout": 1})])
-    assert "0.50 events per token" in merged
-    assert "client was busy" in busy
-    assert "errors" in failed
+    assert "0.50 events per text token" in merged
+    assert "client was the bottleneck" in busy
+    assert "requests failed" in failed
 
 
 def test_table_when_printed_then_a_line_per_point_and_side() -> None:

@@ -78,7 +78,7 @@ def test_chat_when_questions_come_from_a_pipe_then_each_is_answered_without_colo
     torch_cluster: TorchCluster,
 ) -> None:
     cluster = torch_cluster.cluster
-    argv = ["--url", cluster.frontend.url(), "--model", TINY, "--temperature", "0", "--max-tokens", "60"]
+    argv = ["--url", cluster.frontend.url(), "--model", TINY, "--temperature", "0", "--max-tokens", "24"]
     done = subprocess.run(
         [sys.executable, "-m", MODULE, *argv, "--reasoning-effort", "low"],
         input="What is prefill?\n\nWhat is decode?\n",

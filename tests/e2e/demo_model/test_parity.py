@@ -6,7 +6,6 @@ Through `/v1/completions`, fp32, the demo model. Compared by text, token texts a
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -19,7 +18,10 @@ from tests.e2e.demo_model.conftest import AGGREGATED
 
 pytestmark = pytest.mark.timeout(240)  # the first test also starts the cluster
 
-OUTPUT_TOKENS = 32
+OUTPUT_TOKENS = 16
+LENGTHS = [1, 33, 129, 1000]
+# Every boundary of a block and of the window is met in one process by tests/contract/test_engine_torch.py.
+MORE_LENGTHS = [31, 32, 127, 128, 5000]
 TOLERANCE = 1e-3  # of a log-probability: sums in another order
 
 
@@ -47,7 +49,7 @@ def complete(client: httpx.Client, model: str, prompt: Sequence[int]) -> Answer:
     return Answer(choice["text"], tuple(logprobs["tokens"]), tuple(logprobs["token_logprobs"]))
 
 
-@pytest.mark.parametrize("length", [1, 31, 32, 33, 127, 128, 129, 1000, 5000])
+@pytest.mark.parametrize("length", [*LENGTHS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE_LENGTHS)])
 def test_tokens_when_prefilled_elsewhere_then_equal_to_one_process(tiny: httpx.Client, length: int) -> None:
     prompt = prompt_ids(length)
     handed = complete(tiny, TINY, prompt)
@@ -59,13 +61,12 @@ def test_tokens_when_prefilled_elsewhere_then_equal_to_one_process(tiny: httpx.C
 
 def test_tokens_when_prompts_differ_then_answers_differ(tiny: httpx.Client) -> None:
     """Or the comparison above would say nothing."""
-    answers = {complete(tiny, TINY, prompt_ids(length, seed)).logprobs for length in (1, 32, 129) for seed in range(3)}
-    assert len(answers) > 6
+    answers = {complete(tiny, TINY, prompt_ids(length, seed)).logprobs for length in (32, 129) for seed in range(3)}
+    assert len(answers) > 3
 
 
-def test_tokens_when_16_at_once_then_no_fewer_equal_than_one_process_against_itself(tiny: httpx.Client) -> None:
-    prompts = [prompt_ids(20 + 17 * number, seed=7) for number in range(16)]
-    begun = time.monotonic()
+def test_tokens_when_many_at_once_then_no_fewer_equal_than_one_process_against_itself(tiny: httpx.Client) -> None:
+    prompts = [prompt_ids(20 + 17 * number, seed=7) for number in range(8)]
     with ThreadPoolExecutor(len(prompts)) as pool:
 
         def at_once(model: str) -> list[Answer]:
@@ -74,8 +75,4 @@ def test_tokens_when_16_at_once_then_no_fewer_equal_than_one_process_against_its
         handed, single, again = at_once(TINY), at_once(AGGREGATED), at_once(AGGREGATED)
     share = sum(a.tokens == b.tokens for a, b in zip(handed, single, strict=True)) / len(prompts)
     itself = sum(a.tokens == b.tokens for a, b in zip(again, single, strict=True)) / len(prompts)
-    took_s = time.monotonic() - begun
-    print(
-        f"\n16 at once: {share:.0%} equal after a hand-off, {itself:.0%} of one process against itself, {took_s:.1f} s"
-    )
     assert share >= itself

@@ -106,6 +106,8 @@ def test_tool_round_then_reasoning_call_and_result_go_on(sdk: openai.OpenAI, cho
     assert [kind for kind, _ in said(second)] == ["reasoning", "message"]
     assert "system" in second.output_text
     replayed: Any = [{"role": "user", "content": QUESTION}, *(item.to_dict() for item in first.output), result]
+    if choice != "auto":  # once is enough, and only there the replayed items include a reasoning
+        return
     same = sdk.responses.create(**GREEDY, input=replayed, tools=tools)
     assert same.usage is not None
     assert second.usage is not None

@@ -12,7 +12,17 @@ import pytest
 
 from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.messages import Phase, Role
-from tests.engines import answer, ask, check_nothing_left, collect, make, prompt_of, started, tokens, two_legs
+from tests.engines import (
+    answer,
+    ask,
+    check_nothing_left,
+    collect,
+    make,
+    prefill_then_decode,
+    prompt_of,
+    started,
+    tokens,
+)
 from tests.gpu.torch.site import Site
 
 LENGTHS = [1, 31, 32, 33, 127, 128, 129, 1000, 5000]
@@ -45,7 +55,9 @@ async def test_two_legs_at_every_boundary_when_kv_goes_through_host_memory_then_
     async with started(whole, prefill, decode):
         for length in LENGTHS:
             expected = await collect(whole, ask(prompt_of(length), **sampling))
-            assert tokens(await two_legs(prefill, decode, prompt_of(length), **sampling)) == tokens(expected), length
+            assert tokens(await prefill_then_decode(prefill, decode, prompt_of(length), **sampling)) == tokens(
+                expected
+            ), length
         for engine in (prefill, decode):
             await check_nothing_left(engine)
             await check_nothing_staged(engine)
@@ -63,7 +75,7 @@ async def test_staging_when_it_holds_one_prompt_then_requests_wait_for_it_and_al
     prompts = [prompt_of(900, seed) for seed in range(12)]
     async with started(whole, prefill, decode):
         alone = [await answer(whole, prompt) for prompt in prompts]
-        legs = await asyncio.gather(*(two_legs(prefill, decode, prompt) for prompt in prompts))
+        legs = await asyncio.gather(*(prefill_then_decode(prefill, decode, prompt) for prompt in prompts))
         assert [tokens(leg) for leg in legs] == alone
         for engine in (prefill, decode):
             await check_nothing_left(engine)
@@ -75,7 +87,7 @@ async def test_kv_when_legs_are_cancelled_at_random_then_every_block_is_free(sit
     chosen = random.Random(3)
 
     async def one(number: int) -> None:
-        legs = asyncio.create_task(two_legs(prefill, decode, prompt_of(chosen.randrange(1, 1500), number)))
+        legs = asyncio.create_task(prefill_then_decode(prefill, decode, prompt_of(chosen.randrange(1, 1500), number)))
         if chosen.random() < 0.3:
             await asyncio.sleep(chosen.random() / 2)
             legs.cancel()
@@ -87,7 +99,7 @@ async def test_kv_when_legs_are_cancelled_at_random_then_every_block_is_free(sit
         for engine in (prefill, decode):
             await check_nothing_left(engine)
             await check_nothing_staged(engine)
-        assert await two_legs(prefill, decode, prompt_of(100))
+        assert await prefill_then_decode(prefill, decode, prompt_of(100))
 
 
 async def test_dummy_weights_when_made_twice_then_equal(site: Site, tmp_path: Path) -> None:

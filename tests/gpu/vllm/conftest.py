@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.deployed import Deployed
+from benchmarks.gpu.deployment import GpuDeployment
 from benchmarks.gpu.machine import gpu_names
 from benchmarks.gpu.model import write_model
 from benchmarks.gpu.parity import Reference, reference
 from benchmarks.gpu.plan import Plan, disaggregated, replicas
-from benchmarks.gpu.steps import Sizes
+from benchmarks.gpu.scenario import Sizes
 
 _LAYERS = 4
 _READY_S = 480.0
@@ -64,7 +64,7 @@ def plan(request: pytest.FixtureRequest, model: str) -> Plan:
 @pytest.fixture(scope="module")
 def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """What two aggregated workers answer. They are gone when this returns."""
-    deployed = Deployed(plan, replicas(plan), tmp_path_factory.mktemp("log") / "aggregated.log")
+    deployed = GpuDeployment(plan, replicas(plan), tmp_path_factory.mktemp("log") / "aggregated.log")
     try:
         deployed.start()
         return asyncio.run(reference(deployed.url, SIZES))
@@ -73,13 +73,13 @@ def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def pair(whole: Reference, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+def pair(whole: Reference, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GpuDeployment]:
     """A prefill and a decode worker, started when the aggregated ones have left the GPUs."""
     yield from started(plan, tmp_path_factory.mktemp("log") / "disaggregated.log")
 
 
-def started(plan: Plan, log: Path) -> Iterator[Deployed]:
-    deployed = Deployed(plan, disaggregated(plan), log)
+def started(plan: Plan, log: Path) -> Iterator[GpuDeployment]:
+    deployed = GpuDeployment(plan, disaggregated(plan), log)
     try:
         deployed.start()
         yield deployed

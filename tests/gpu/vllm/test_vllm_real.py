@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.chaos.scrape import fetch
 from benchmarks.gpu import tokens
-from benchmarks.gpu.deployed import Deployed
+from benchmarks.gpu.deployment import GpuDeployment
 from benchmarks.gpu.parity import Reference, parity
 from benchmarks.gpu.plan import MODEL_NAME, Plan
 from benchmarks.gpu.result import Row
-from benchmarks.gpu.steps import cancels, kill
+from benchmarks.gpu.scenario import cancellations, kill_worker
 from tests.gpu.vllm.conftest import SIZES, plan_for, started
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
@@ -26,7 +26,7 @@ def check(rows: list[Row]) -> None:
 
 
 async def test_answers_when_prefill_and_decode_are_apart_then_equal_the_whole_engines(
-    pair: Deployed, whole: Reference
+    pair: GpuDeployment, whole: Reference
 ) -> None:
     rows, detail = await parity(pair.url, whole, SIZES)
     check(rows[:2])  # one at a time: under load a made-up model's answers differ from run to run
@@ -34,7 +34,7 @@ async def test_answers_when_prefill_and_decode_are_apart_then_equal_the_whole_en
     assert detail["different answers"] > SIZES.parity_prompts // 2, "the model says the same to everything"
 
 
-async def test_first_request_when_the_model_is_ready_then_no_handshake_is_left_for_it(pair: Deployed) -> None:
+async def test_first_request_when_the_model_is_ready_then_no_handshake_is_left_for_it(pair: GpuDeployment) -> None:
     (record,) = await tokens.send(
         pair.url, tokens.prompts(1, 300, seed=3), osl=8, concurrency=1, extra=tokens.SAMPLED, timeout_s=30.0
     )
@@ -43,7 +43,7 @@ async def test_first_request_when_the_model_is_ready_then_no_handshake_is_left_f
     assert fetch(f"{pair.url}/v1/models/{MODEL_NAME}/ready")
 
 
-async def test_streams_when_many_run_at_once_then_all_get_their_tokens(pair: Deployed) -> None:
+async def test_streams_when_many_run_at_once_then_all_get_their_tokens(pair: GpuDeployment) -> None:
     records = await tokens.send(
         pair.url, tokens.prompts(48, 1000, seed=4), osl=32, concurrency=24, extra=tokens.SAMPLED, timeout_s=300.0
     )
@@ -52,17 +52,17 @@ async def test_streams_when_many_run_at_once_then_all_get_their_tokens(pair: Dep
     assert {record.prompt_tokens for record in records} == {1000}
 
 
-async def test_kv_when_clients_leave_at_random_moments_then_all_blocks_are_free(pair: Deployed) -> None:
-    rows, detail = await cancels(pair, SIZES)
+async def test_kv_when_clients_leave_at_random_moments_then_all_blocks_are_free(pair: GpuDeployment) -> None:
+    rows, detail = await cancellations(pair, SIZES)
     check(rows)
     assert detail["left"] > 0, "nobody left in time"
 
 
 @pytest.mark.parametrize("victim", ["decode", "prefill"])
 async def test_load_when_a_worker_is_killed_then_its_successor_serves_and_nothing_stays_held(
-    pair: Deployed, victim: str
+    pair: GpuDeployment, victim: str
 ) -> None:
-    rows, _ = await kill(pair, victim, SIZES)
+    rows, _ = await kill_worker(pair, victim, SIZES)
     check(rows)
 
 

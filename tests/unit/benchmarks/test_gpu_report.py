@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.gpu.eight import merged
-from benchmarks.gpu.report import BEGIN, END, inserted, section, table
-from benchmarks.gpu.result import Result, Row, read, result, write
+from benchmarks.gpu.report import BEGIN, END, insert_section, section, table
+from benchmarks.gpu.result import Result, Row, make_result, read, write
+from benchmarks.gpu.topology_8gpu import merged
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,7 +45,7 @@ def test_result_when_the_file_has_another_form_then_it_is_refused(tmp_path: Path
 
 def test_result_when_made_here_then_it_says_when_where_and_of_which_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BENCHMARK_COMMIT", "0123abc")
-    found = result("parity", setup={}, seconds=1.23, rows=[], detail={})
+    found = make_result("parity", setup={}, seconds=1.23, rows=[], detail={})
     assert (found.commit, found.seconds) == ("0123abc", 1.2)
     assert found.date.endswith("+00:00")
     assert found.machine["cpus"]
@@ -71,20 +71,20 @@ def test_section_when_there_are_runs_then_the_newest_is_last_with_what_it_ran_on
 
 def test_document_when_it_is_written_anew_then_only_what_is_between_the_marks_changes() -> None:
     before = f"head\n{BEGIN}\nold\n{END}\ntail\n"
-    after = inserted(before, "new")
+    after = insert_section(before, "new")
     assert after == f"head\n{BEGIN}\n\nnew\n\n{END}\ntail\n"
-    assert inserted(after, "new") == after
+    assert insert_section(after, "new") == after
 
 
 @pytest.mark.parametrize("text", ["", BEGIN, f"{BEGIN}{BEGIN}{END}"])
 def test_document_when_it_has_no_place_for_results_then_it_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="needs one line"):
-        inserted(text, "new")
+        insert_section(text, "new")
 
 
 def test_document_of_this_repository_when_results_change_then_it_must_be_made_again() -> None:
     text = (ROOT / "docs" / "performance-gpu.md").read_text(encoding="utf-8")
-    assert inserted(text, section(ROOT / "benchmarks" / "results" / "gpu")) == text, (
+    assert insert_section(text, section(ROOT / "benchmarks" / "results" / "gpu")) == text, (
         "run python -m benchmarks.gpu.report"
     )
 

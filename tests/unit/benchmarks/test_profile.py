@@ -10,23 +10,23 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.figures import figures
 from benchmarks.profile import aiperf, phases
 from benchmarks.profile.budget import limit, missed
 from benchmarks.profile.point import Target, load_of
 from benchmarks.profile.report import warnings
 from benchmarks.profile.result import Line, Point, Run, load_lines, load_run, save, summary
-from benchmarks.profile.shapes import GUIDES, Shape, shape_of
+from benchmarks.profile.shapes import GUIDES, Shape, find_shape
 from benchmarks.profile.steady import steady, tokens_between
-from benchmarks.stream import Record
+from benchmarks.stream import RequestRecord
+from benchmarks.summary import summarize
 
 SHAPE = Shape(name="s", isl=10, osl=5, concurrency=(2,))
 TARGET = Target(url="http://h:1", model="m", timeout_s=9)
 
 
-def record(start_s: float, *, first: float = 1.0, last: float = 5.0, tokens: int = 5, **fields: Any) -> Record:
+def record(start_s: float, *, first: float = 1.0, last: float = 5.0, tokens: int = 5, **fields: Any) -> RequestRecord:
     """Answered from `first` to `last` seconds after its start."""
-    return Record(
+    return RequestRecord(
         index=1,
         planned_s=start_s,
         status=200,
@@ -40,13 +40,13 @@ def record(start_s: float, *, first: float = 1.0, last: float = 5.0, tokens: int
     )
 
 
-def run(*walls_s: float, records: list[Record], gpus: int | None = None) -> Run:
+def run(*walls_s: float, records: list[RequestRecord], gpus: int | None = None) -> Run:
     points = [
         Point(
             concurrency=2,
             repetition=index,
             origin_s=0.0,
-            figures=figures(records, wall_s=wall_s, osl=5, processes={}),
+            figures=summarize(records, wall_s=wall_s, osl=5, processes={}),
             steady=steady(records, 2),
         )
         for index, wall_s in enumerate(walls_s, 1)
@@ -76,7 +76,7 @@ def test_warmup_when_there_are_fewer_requests_then_no_more_than_those() -> None:
 
 
 def test_laptop_shape_when_read_then_the_demo_models_can_take_it() -> None:
-    shape = shape_of("laptop")
+    shape = find_shape("laptop")
     assert shape.isl + shape.osl < 8192 // 2
     assert shape.requests * len(shape.concurrency) * shape.osl <= 2000  # ends within a minute
 
@@ -84,7 +84,7 @@ def test_laptop_shape_when_read_then_the_demo_models_can_take_it() -> None:
 def test_shape_when_in_a_file_then_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("{name: mine, isl: 7, osl: 3, concurrency: [1, 4]}")
-    shape = shape_of(str(path))
+    shape = find_shape(str(path))
     assert (shape.isl, shape.osl, shape.concurrency, shape.requests_at(4)) == (7, 3, (1, 4), 40)
 
 
@@ -94,19 +94,19 @@ def test_shape_when_in_a_file_then_read(tmp_path: Path) -> None:
         ("{name: mine, isl: 7, osl: 3, concurency: [1]}", "concurency"),
         ("{name: mine, isl: 7, osl: 3, concurrency: []}", "1 or more"),
         ("{name: mine, isl: 0, osl: 3, concurrency: [1]}", "1 or more"),
-        ("[]", "no shape|is no shape"),
+        ("[]", "no shape|has no valid shape"),
     ],
 )
 def test_shape_when_its_file_is_wrong_then_what_to_change(tmp_path: Path, text: str, told: str) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=told):
-        shape_of(str(path))
+        find_shape(str(path))
 
 
 def test_shape_when_unknown_then_the_nearest_is_named() -> None:
-    with pytest.raises(ValueError, match="did you mean guide-003-agg"):
-        shape_of("guide-03-agg")
+    with pytest.raises(ValueError, match="Did you mean guide-003-agg"):
+        find_shape("guide-03-agg")
 
 
 def test_load_when_repeated_then_other_prompts_and_the_guides_body() -> None:
@@ -184,7 +184,7 @@ def test_summary_when_repeated_then_median_and_spread() -> None:
 
 
 def test_run_when_saved_then_read_back_the_same(tmp_path: Path) -> None:
-    records = [record(0.0), Record(index=2, planned_s=1.0, error="timeout", end_s=2.0)]
+    records = [record(0.0), RequestRecord(index=2, planned_s=1.0, error="timeout", end_s=2.0)]
     kept = run(10.0, records=records)
     lines = [Line(concurrency=2, repetition=1, record=each) for each in records]
     save(kept, lines, tmp_path / "new")
@@ -194,9 +194,9 @@ def test_run_when_saved_then_read_back_the_same(tmp_path: Path) -> None:
 
 
 def test_run_when_there_is_none_then_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no run"):
+    with pytest.raises(ValueError, match="has no run"):
         load_run(tmp_path)
-    with pytest.raises(ValueError, match="holds no records"):
+    with pytest.raises(ValueError, match="has no records"):
         load_lines(tmp_path)
 
 
@@ -217,18 +217,18 @@ def test_budget_when_missed_then_a_line_each() -> None:
 
 @pytest.mark.parametrize("text", ["tps=1", "ttft_p50=1", "output_tokens_per_s", "output_tokens_per_s=many"])
 def test_budget_when_it_makes_no_sense_then_what_to_change(text: str) -> None:
-    with pytest.raises(ValueError, match=r"did you mean|there are|is not METRIC=VALUE"):
+    with pytest.raises(ValueError, match=r"Did you mean|Metrics:|is not METRIC=VALUE"):
         limit(text, is_floor=True)
 
 
 def test_warnings_when_figures_are_worth_less_then_said() -> None:
     short = record(0.0, tokens=4)
     short.events = 2
-    told = " ".join(warnings(run(10.0, records=[short, Record(index=2, planned_s=1.0, error="overloaded")])))
+    told = " ".join(warnings(run(10.0, records=[short, RequestRecord(index=2, planned_s=1.0, error="overloaded")])))
     assert "1 requests failed (overloaded 1 times)" in told
     assert "1 answers did not have 5 tokens" in told
-    assert "0.50 events per token" in told
-    assert "too few requests for a steady part" in told
+    assert "0.50 stream events per token" in told
+    assert "too few requests for a steady state" in told
 
 
 # --- aiperf ------------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_container_run_when_secrets_are_there_then_handed_over_with_their_folder
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model-path", "/not/there"], "is no folder"),
+        (["--model-path", "/not/there"], "folder not found"),
         (["--imagine"], "unknown argument --imagine"),
         (["--image"], "--image needs a value"),
         (["--client-env", "/not/there"], "make_secrets"),

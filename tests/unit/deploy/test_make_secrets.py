@@ -48,7 +48,7 @@ def test_compose_when_made_then_our_processes_read_it_and_only_its_owner(tmp_pat
     for path in [tmp_path / ".env", *secrets.iterdir()]:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     before = (tmp_path / ".env").read_text()
-    assert "kept" in made("compose", "--folder", str(tmp_path)).stdout
+    assert "exists" in made("compose", "--folder", str(tmp_path)).stdout
     assert (tmp_path / ".env").read_text() == before
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.profile.main import _parser
-from benchmarks.profile.shapes import shape_of
+from benchmarks.profile.shapes import find_shape
 from dynamo_trtllm.observability.metrics import PREFIX, TABLE
 from tests.unit.deploy.kustomize import Doc, documents, render
 from tests.unit.deploy.recipes import (
@@ -88,7 +88,7 @@ def test_perf_job_when_parsed_then_the_guides_load_on_the_gpus_that_are_there(
     target: str, load: tuple[int, int, int, int]
 ) -> None:
     pod, args = _perf(target)
-    shape = shape_of(args.shape)
+    shape = find_shape(args.shape)
     assert (shape.isl, shape.osl, shape.concurrency, shape.requests_at(*shape.concurrency)) == (
         *load[:2],
         (load[2],),
@@ -113,7 +113,7 @@ def test_perf_job_when_parsed_then_the_guides_load_on_the_gpus_that_are_there(
 def test_frontends_when_all_streams_of_the_load_come_then_none_is_refused(target: str) -> None:
     """Even if the Service gives them all to one frontend."""
     _, args = _perf(target)
-    (streams,) = shape_of(args.shape).concurrency
+    (streams,) = find_shape(args.shape).concurrency
     for pod in frontends(deployed(target)):
         config = frontend_config(pod)
         assert min(config.max_connections, config.max_inflight + config.max_queued) >= streams

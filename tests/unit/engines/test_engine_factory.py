@@ -14,7 +14,7 @@ from dynamo_trtllm.engines.factory import create_engine
 from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.worker.main import described
-from tests.standin import playing
+from tests.fakes_path import fake_tensorrt_llm
 
 
 def without_trtllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_engine_when_none_is_named_and_trtllm_is_there_then_it_is_meant(tmp_path
     shape = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
     config = {"model_type": "llama", "vocab_size": 16, "max_position_embeddings": 64, **shape}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with playing():
+    with fake_tensorrt_llm():
         assert isinstance(create_engine(WorkerConfig(model_path=str(tmp_path)), instance_id=1), TrtllmEngine)
 
 

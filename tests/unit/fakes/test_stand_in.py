@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.trtllm.api_manifests import release_for
+from tests.fakes_path import RELEASES, fake_tensorrt_llm
 from tests.gpu.trtllm.signatures import differences
-from tests.standin import RELEASES, playing
 from tests.tiny_models import save_tiny_gpt_oss
 
 PROMPT = list(range(10, 60))
@@ -27,7 +27,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trt() -> Iterator[Any]:
-    with playing() as package:
+    with fake_tensorrt_llm() as package:
         yield package
 
 
@@ -59,7 +59,7 @@ def decode_params(package: Any, answered: Any, **more: Any) -> Any:
 
 
 def test_import_when_done_then_it_says_that_it_is_a_stand_in(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), playing("1.1.0") as package:
+    with caplog.at_level(logging.WARNING), fake_tensorrt_llm("1.1.0") as package:
         assert package.__version__ == "1.1.0+standin"
     assert "STAND-IN: this is not TensorRT-LLM" in caplog.text
 
@@ -67,7 +67,7 @@ def test_import_when_done_then_it_says_that_it_is_a_stand_in(caplog: pytest.LogC
 @pytest.mark.parametrize("version", RELEASES)
 def test_names_when_a_release_is_played_then_they_are_those_of_its_manifest(version: str) -> None:
     release = release_for(version)
-    with playing(version) as package:
+    with fake_tensorrt_llm(version) as package:
         assert set(inspect.signature(package.SamplingParams).parameters) - {"_stop_word_ids"} == set(
             release.fields("SamplingParams")
         )
@@ -97,7 +97,7 @@ def test_names_when_a_release_is_played_then_they_are_those_of_its_manifest(vers
 def test_constructor_when_the_release_lacks_a_key_then_value_error_names_it(
     version: str, args: dict[str, Any], key: str
 ) -> None:
-    with playing(version) as package, pytest.raises(ValueError, match=key):
+    with fake_tensorrt_llm(version) as package, pytest.raises(ValueError, match=key):
         package.LLM("nowhere", **args)
 
 
@@ -269,7 +269,7 @@ def test_differences_when_the_stand_in_is_compared_with_its_manifest_then_none_a
 ) -> None:
     """The comparison that the real package is put to, so that its text is known to work."""
     release = release_for(version)
-    with playing(version) as package:
+    with fake_tensorrt_llm(version) as package:
         assert differences(package, release) == []
 
         def generate_async(self: Any, inputs: Any, priority: float = 0.5, renamed: bool = False) -> None: ...

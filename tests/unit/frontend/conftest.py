@@ -1,4 +1,4 @@
-"""Models that several test files plan requests for, and workers that several ask."""
+"""Fixtures: models to plan requests for, workers, and a model registry."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from tokenizers import pre_tokenizers
 
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.worker.service import PIECE_BYTES
-from tests.unit.frontend.holders import TEMPLATE, Frontend
-from tests.unit.frontend.legs import Cluster
-from tests.unit.frontend.planning import TemplateModels, harmony_model
+from tests.unit.frontend.pipeline_helpers import Cluster
+from tests.unit.frontend.plan_helpers import TemplateModels, harmony_model
+from tests.unit.frontend.registry_helpers import TEMPLATE, Frontend
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file whose thousands of cases are made when it is collected."""
+    return True if collection_path.name == "test_schemathesis_long.py" and not config.getoption("--long") else None
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +36,7 @@ def make_template(tmp_path_factory: pytest.TempPathFactory) -> TemplateModels:
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    """Closed at the end, after which no task may be left."""
+    """Close it at the end, and check that no task remains."""
     before = asyncio.all_tasks()
     cluster = Cluster()
     yield cluster
@@ -42,7 +47,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 @pytest.fixture
 async def frontend() -> AsyncIterator[Frontend]:
-    """Closed at the end, after which no task may be left."""
+    """Close it at the end, and check that no task remains."""
     before = asyncio.all_tasks()
     frontend = Frontend()
     yield frontend
@@ -52,7 +57,7 @@ async def frontend() -> AsyncIterator[Frontend]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    """What a chat_template renderer is made of; the template takes three pieces on its way."""
+    """Write the files of a chat_template renderer. The template is sent in three chunks."""
     tokenizer = tokenizers.Tokenizer(tokenizer_models.WordLevel({"<unk>": 0, "the": 1, "fox": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     contents = {

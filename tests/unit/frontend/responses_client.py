@@ -1,4 +1,4 @@
-"""A client of `/v1/responses` on an app, and the check against the SDK's own types."""
+"""Sends requests to `/v1/responses` of an app, and checks responses against the SDK's types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pydantic
 from openai.types.responses import ResponseStreamEvent
 from openai.types.responses.response_item import ResponseItem
 
-from tests.unit.frontend.scripted import MODEL, Front
+from tests.unit.frontend.app_helpers import MODEL, FakeFrontend
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "get_system_health", "parameters": {"type": "object", "properties": {}}}
@@ -22,25 +22,25 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": "hi"} | fields
 
 
-async def ask(served: Front, method: str, path: str, **kwargs: Any) -> httpx.Response:
+async def ask(served: FakeFrontend, method: str, path: str, **kwargs: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend") as client:
         return await client.request(method, path, **kwargs)
 
 
-async def made(served: Front, **fields: Any) -> dict[str, Any]:
+async def made(served: FakeFrontend, **fields: Any) -> dict[str, Any]:
     response = await ask(served, "POST", PATH, json=body(**fields))
     assert response.status_code == 200, response.text
     return dict(response.json())
 
 
-async def events(served: Front, **fields: Any) -> list[dict[str, Any]]:
+async def events(served: FakeFrontend, **fields: Any) -> list[dict[str, Any]]:
     response = await ask(served, "POST", PATH, json=body(stream=True, **fields))
     assert response.headers["content-type"].startswith("text/event-stream")
     return parsed(response.text)
 
 
 def parsed(text: str) -> list[dict[str, Any]]:
-    """The events of a stream, each named as its object says, numbered from 0 on."""
+    """Parse the events of a stream, and check their names and sequence numbers."""
     found = []
     for block in text.rstrip("\n").split("\n\n"):
         name, data = block.split("\n")
@@ -59,7 +59,7 @@ def check_error(response: httpx.Response, status: int, code: str, param: str | N
 
 
 def check_unknown(value: Any) -> None:
-    """No field that the SDK's types do not have, but `store`, which the API has, and ours."""
+    """Check that the SDK's types have all fields except `store`, which the API has, and `dynamo_trtllm`."""
     if isinstance(value, pydantic.BaseModel):
         assert set(value.model_extra or ()) <= {"store", "dynamo_trtllm"}
         for name in type(value).model_fields:

@@ -20,7 +20,7 @@ from dynamo_trtllm.frontend.preprocess import GenerationPlan
 from dynamo_trtllm.frontend.request_handler import AHEAD, merge_streams, pick_best_of
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, TokenLogprob, token_ids
 from dynamo_trtllm.request_plane.base import Sink
-from tests.unit.frontend.scripted import CALL, MODEL, Front, Scripted, chunk, stop
+from tests.unit.frontend.app_helpers import CALL, MODEL, FakeFrontend, ScriptedPipeline, chunk, stop
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -30,7 +30,7 @@ class Each:
     """A pipeline that plays another script for each choice."""
 
     def __init__(self, *scripts: list[Any]) -> None:
-        self.each = [Scripted(script) for script in scripts]
+        self.each = [ScriptedPipeline(script) for script in scripts]
         self.requests: list[GenerateRequest] = []
 
     def generate(
@@ -44,11 +44,11 @@ class Each:
         return sum(one.running for one in self.each)
 
 
-def each(*scripts: list[Any], **config: object) -> Front:
-    return Front(Each(*scripts), FrontendConfig.model_validate(config))  # type: ignore[arg-type]
+def each(*scripts: list[Any], **config: object) -> FakeFrontend:
+    return FakeFrontend(Each(*scripts), FrontendConfig.model_validate(config))  # type: ignore[arg-type]
 
 
-async def post(served: Front, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+async def post(served: FakeFrontend, path: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
     prompt = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
     transport = httpx.ASGITransport(app=served.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
@@ -245,7 +245,7 @@ async def test_client_gone_then_all_choices_are_closed_and_all_permits_are_back(
     scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "root_path": ""}
     await served.app(scope, receive, send)
     assert served.pipeline.running == 0
-    served.pipeline.each += [Scripted([stop("a")]), Scripted([stop("b")])]
+    served.pipeline.each += [ScriptedPipeline([stop("a")]), ScriptedPipeline([stop("b")])]
     assert (await post(served, CHAT, n=2)).status_code == 200
 
 

@@ -10,7 +10,7 @@ import pytest
 from dynamo_trtllm.errors import InvalidRequest, UnsupportedParameter
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.messages import OutputFormat, StructuredOutput
-from tests.unit.frontend.planning import (
+from tests.unit.frontend.plan_helpers import (
     CITY,
     FORMAT,
     HEADER,

@@ -20,18 +20,18 @@ from dynamo_trtllm.errors import (
 )
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, ReleaseSlot, ReserveSlot, Role, token_ids
-from tests.unit.frontend.legs import FINISHED, HANG, Cluster, Scripted, Step, handoff, request
+from tests.unit.frontend.pipeline_helpers import FINISHED, HANG, Cluster, ScriptedWorker, Step, kv_chunk, request
 from tests.waiting import SOON_S
 
 FIRST = "decode_first"
 
 
-async def pair(cluster: Cluster, prefill: list[Step], *decode: list[Step]) -> tuple[Scripted, Scripted]:
-    made = await cluster.add(1, Role.PREFILL, prefill, [handoff("t2")], strategy=FIRST)
+async def pair(cluster: Cluster, prefill: list[Step], *decode: list[Step]) -> tuple[ScriptedWorker, ScriptedWorker]:
+    made = await cluster.add(1, Role.PREFILL, prefill, [kv_chunk("t2")], strategy=FIRST)
     return made, await cluster.add(2, Role.DECODE, *decode, strategy=FIRST)
 
 
-def check_given_back(decode: Scripted) -> None:
+def check_given_back(decode: ScriptedWorker) -> None:
     """The last slot that was kept was given back, once."""
     kept, back = decode.reservations[-2:]
     assert isinstance(kept, ReserveSlot)
@@ -40,7 +40,7 @@ def check_given_back(decode: Scripted) -> None:
 
 async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its_leg_takes_it(cluster: Cluster) -> None:
     gate = asyncio.Event()
-    prefill, decode = await pair(cluster, [gate, handoff("t1")], FINISHED)
+    prefill, decode = await pair(cluster, [gate, kv_chunk("t1")], FINISHED)
     trace = RouteTrace()
     asking = asyncio.create_task(cluster.tokens(trace))
     await asyncio.wait_for(prefill.hanging.wait(), SOON_S)
@@ -57,7 +57,7 @@ async def test_pair_when_decode_first_then_a_slot_is_kept_before_prefill_and_its
 
 
 async def test_pair_when_prefill_first_then_no_slot_is_asked_for(cluster: Cluster) -> None:
-    await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, FINISHED)
     await cluster.tokens()
     assert decode.reservations == []
@@ -67,7 +67,7 @@ async def test_pair_when_prefill_first_then_no_slot_is_asked_for(cluster: Cluste
 async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_frontend_by_a_minute(
     cluster: Cluster,
 ) -> None:
-    _, decode = await pair(cluster, [handoff("t1")], FINISHED)
+    _, decode = await pair(cluster, [kv_chunk("t1")], FINISHED)
     long = msgspec.structs.replace(request(), deadline=time.time() + 3600)
     async with aclosing(cluster.pipeline.generate(long, RouteTrace())) as stream:
         async for _ in stream:
@@ -78,7 +78,7 @@ async def test_reserve_when_the_deadline_is_far_then_the_slot_outlives_a_dead_fr
 
 
 async def test_reserve_when_a_decode_worker_is_full_then_another_is_asked_and_it_is_a_retry(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], strategy=FIRST)
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     full = await cluster.add(2, Role.DECODE, strategy=FIRST)
     full.faults[ReserveSlot] = Overloaded("full")
     other = await cluster.add(3, Role.DECODE, FINISHED, strategy=FIRST)
@@ -105,7 +105,7 @@ async def test_reserve_when_every_decode_worker_is_full_then_overloaded_and_noth
 
 
 async def test_reserve_when_nobody_answers_then_the_slot_is_given_back_and_another_is_asked(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], strategy=FIRST)
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     lost = await cluster.add(2, Role.DECODE, strategy=FIRST)
     lost.faults[ReserveSlot] = Unreachable("the answer was lost")
     await cluster.add(3, Role.DECODE, FINISHED, strategy=FIRST)
@@ -119,7 +119,7 @@ async def test_slot_when_the_prefill_leg_fails_then_it_is_given_back_before_the_
     cluster: Cluster,
 ) -> None:
     first = await cluster.add(1, Role.PREFILL, [Disconnected("gone")], strategy=FIRST)
-    second = await cluster.add(3, Role.PREFILL, [handoff("t1")], strategy=FIRST)
+    second = await cluster.add(3, Role.PREFILL, [kv_chunk("t1")], strategy=FIRST)
     decode = await cluster.add(2, Role.DECODE, FINISHED, strategy=FIRST)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert (len(first.requests), len(second.requests)) == (1, 1)
@@ -162,7 +162,7 @@ async def test_slot_when_the_client_leaves_while_it_is_asked_for_then_it_is_give
 
 
 async def test_slot_when_the_decode_leg_is_refused_then_it_is_given_back(cluster: Cluster) -> None:
-    _, decode = await pair(cluster, [handoff("t1")], [RequestRejected("no")])
+    _, decode = await pair(cluster, [kv_chunk("t1")], [RequestRejected("no")])
     with pytest.raises(RequestRejected):
         await cluster.tokens()
     await cluster.pipeline.aclose()
@@ -170,7 +170,7 @@ async def test_slot_when_the_decode_leg_is_refused_then_it_is_given_back(cluster
 
 
 async def test_slot_when_the_handoff_fails_then_the_second_attempt_has_its_own(cluster: Cluster) -> None:
-    _, decode = await pair(cluster, [handoff("t1")], [TransferFailed("gone")], FINISHED)
+    _, decode = await pair(cluster, [kv_chunk("t1")], [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     first, second = (leg.reservation_id for leg in decode.requests)
     assert first != second
@@ -178,7 +178,7 @@ async def test_slot_when_the_handoff_fails_then_the_second_attempt_has_its_own(c
 
 
 async def test_slot_when_the_deadline_has_passed_then_deadline_and_nobody_is_asked(cluster: Cluster) -> None:
-    _, decode = await pair(cluster, [handoff("t1")])
+    _, decode = await pair(cluster, [kv_chunk("t1")])
     late = msgspec.structs.replace(request(), deadline=time.time() - 1)
     with pytest.raises(DeadlineExceeded):
         async with aclosing(cluster.pipeline.generate(late, RouteTrace())) as stream:

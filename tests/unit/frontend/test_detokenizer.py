@@ -6,7 +6,7 @@ import pytest
 
 from dynamo_trtllm.frontend.detokenizer import Detokenizer, StopStrings
 from dynamo_trtllm.frontend.model_registry import ServedModel
-from tests.unit.frontend.planning import chat
+from tests.unit.frontend.plan_helpers import chat
 
 
 def shown(stops: tuple[str, ...], parts: list[str]) -> tuple[str, bool]:

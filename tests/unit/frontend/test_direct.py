@@ -16,8 +16,8 @@ from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.http_server.body_writer import WRITER, CycleWriter, FlushBatch, HeldHead
 from dynamo_trtllm.messages import Chunk, FinishReason, GenerateRequest, Role
 from dynamo_trtllm.request_plane.base import Sink
-from tests.unit.frontend.legs import FINISHED, Cluster, request
-from tests.unit.frontend.scripted import CALL, CONTENT, MODEL, REASONING, Front, Scripted, chunk, stop
+from tests.unit.frontend.app_helpers import CALL, CONTENT, MODEL, REASONING, FakeFrontend, ScriptedPipeline, chunk, stop
+from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, request
 
 SCRIPT = [
     chunk("why", ids=[REASONING]),
@@ -32,7 +32,7 @@ SCRIPT = [
 ]
 
 
-class Offering(Scripted):
+class Offering(ScriptedPipeline):
     """As the pipeline does: a chunk that the sink takes is not yielded."""
 
     async def generate(
@@ -75,7 +75,7 @@ class Wire:
 
 async def streamed(wire: Wire, script: list[Any], **fields: Any) -> list[Any]:
     """The choices of all events."""
-    served = Front(Offering(script), FrontendConfig())
+    served = FakeFrontend(Offering(script), FrontendConfig())
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True} | fields
     told = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -103,7 +103,7 @@ async def test_stream_when_the_client_can_be_written_to_then_the_same_events_com
 
 
 async def test_stream_when_usage_is_asked_for_then_it_counts_what_was_written_directly() -> None:
-    served = Front(Offering([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]), FrontendConfig())
+    served = FakeFrontend(Offering([chunk("a"), chunk("bc"), chunk("d", finish=FinishReason.LENGTH)]), FrontendConfig())
     body = {"model": MODEL, "prompt": "hi", "stream": True, "stream_options": {"include_usage": True}}
     told, wire = [{"type": "http.request", "body": json.dumps(body).encode()}], Wire(1)
 

@@ -11,25 +11,14 @@ import pytest
 
 from dynamo_trtllm import errors
 from dynamo_trtllm.messages import FinishReason
-from tests.unit.frontend.scripted import (
-    CALL,
-    CONTENT,
-    END,
-    HALF,
-    MODEL,
-    REASONING,
-    Front,
-    chunk,
-    front,
-    stop,
-)
+from tests.unit.frontend.app_helpers import CALL, CONTENT, END, HALF, MODEL, REASONING, FakeFrontend, chunk, front, stop
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
 
 
-async def post(served: Front, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
+async def post(served: FakeFrontend, path: str, body: Any = None, **kwargs: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app=served.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
         return await client.post(path, **({"json": body} if body is not None else {}), **kwargs)

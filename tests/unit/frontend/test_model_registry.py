@@ -26,7 +26,7 @@ from dynamo_trtllm.router.view import ClusterView
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
 from dynamo_trtllm.worker.service import PIECE_BYTES, digest
 from tests.instances import CARD, make_instance
-from tests.unit.frontend.holders import HARMONY, Frontend, Holder, by_hash, card_of, served, until
+from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend, by_hash, card_of, until, wait_served
 from tests.waiting import SOON_S
 
 
@@ -37,7 +37,7 @@ def prompt_ids(frontend: Frontend) -> list[int]:
 
 async def test_watch_when_a_harmony_worker_is_up_then_its_model_is_served(frontend: Frontend) -> None:
     await frontend.add(1, HARMONY)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
     assert frontend.models.get("oss").card == HARMONY
     assert isinstance(frontend.models.get("oss").renderer, HarmonyRenderer)
     assert frontend.models.not_ready_reason("oss") is None
@@ -53,7 +53,7 @@ async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that
         return sum(part in record.getMessage() for record in caplog.records)
 
     prefill = await frontend.add(1, HARMONY, role=Role.PREFILL)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
     assert said("model oss is loaded, and not served yet: model oss has no decode worker") == 1
     assert said("is served") == 0
     await frontend.add(2, HARMONY, role=Role.DECODE)
@@ -92,9 +92,9 @@ async def test_settled_when_no_worker_was_there_then_at_once(frontend: Frontend)
 async def test_load_when_a_file_is_larger_than_a_piece_then_it_is_fetched_in_pieces(
     frontend: Frontend, files: dict[str, Path]
 ) -> None:
-    holder = Holder(by_hash(files))
+    holder = FileService(by_hash(files))
     await frontend.add(1, card_of(files), service=holder)
-    await served(frontend, "tiny")
+    await wait_served(frontend, "tiny")
     template = digest(files["chat_template.jinja"])
     offsets = [verb.offset for verb in holder.asked if verb.sha256 == template]
     assert offsets == [0, PIECE_BYTES, 2 * PIECE_BYTES]
@@ -104,11 +104,11 @@ async def test_load_when_a_file_is_larger_than_a_piece_then_it_is_fetched_in_pie
 async def test_load_when_a_holder_gives_another_content_then_the_next_one_is_asked(
     frontend: Frontend, files: dict[str, Path]
 ) -> None:
-    bad, good = Holder(by_hash(files), garbled=True), Holder(by_hash(files))
+    bad, good = FileService(by_hash(files), garbled=True), FileService(by_hash(files))
     await frontend.plane.serve(make_instance(2).subject, good)
     await frontend.add(1, card_of(files), service=bad)
     await frontend.add(2, card_of(files), Role.DECODE)
-    await served(frontend, "tiny")
+    await wait_served(frontend, "tiny")
     assert {verb.sha256 for verb in bad.asked} == {verb.sha256 for verb in good.asked} == set(by_hash(files))
     assert prompt_ids(frontend) == [1, 2]
 
@@ -117,21 +117,21 @@ async def test_load_when_nobody_gives_the_right_content_then_it_is_tried_again_a
     frontend: Frontend, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
-    holder = Holder(by_hash(files), garbled=True)
+    holder = FileService(by_hash(files), garbled=True)
     await frontend.add(1, card_of(files), service=holder)
     first = digest(files["tokenizer.json"])
     await until(lambda: [verb.sha256 for verb in holder.asked].count(first) >= 3)
     assert frontend.models.names() == []
     assert len([r for r in caplog.records if "can't be served" in r.message]) == 1  # not once per attempt
     holder.garbled = False
-    await served(frontend, "tiny")
+    await wait_served(frontend, "tiny")
 
 
 async def test_load_when_the_card_changes_then_the_new_one_is_served(
     frontend: Frontend, files: dict[str, Path]
 ) -> None:
     old = await frontend.add(1, HARMONY)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
     longer = msgspec.structs.replace(HARMONY, context_length=256)
     await old.aclose()
     await frontend.add(2, longer)
@@ -144,7 +144,7 @@ async def test_watch_when_cards_of_a_model_differ_then_it_is_said_and_the_first_
     await frontend.add(1, HARMONY)
     await frontend.add(2, msgspec.structs.replace(HARMONY, tool_call_parser="harmony"))
     await until(lambda: len(frontend.models.instances()) == 2)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
     assert frontend.models.get("oss").card == HARMONY
     assert [r.getMessage() for r in caplog.records if "differs" in r.message] == [
         "instance 2 of model oss differs from the card in use in tool_call_parser: start all workers of a model with "
@@ -158,7 +158,7 @@ async def test_watch_when_only_prefill_has_less_context_then_nothing_is_said(
     await frontend.add(1, msgspec.structs.replace(HARMONY, context_length=64), Role.PREFILL)
     await frontend.add(2, HARMONY, Role.DECODE)
     await frontend.add(3, msgspec.structs.replace(HARMONY, context_length=64), Role.PREFILL)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
     await until(lambda: frontend.models.get("oss").card == HARMONY)
     assert [r.getMessage() for r in caplog.records if "differs" in r.message] == []
 
@@ -167,7 +167,7 @@ async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(f
     with pytest.raises(ModelNotFound, match="'nope' is not served here; served: none yet"):
         frontend.models.get("nope")
     await frontend.add(1, HARMONY)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
     with pytest.raises(ModelNotFound, match="served: oss") as caught:
         frontend.models.get("nope")
     assert caught.value.field == "model"
@@ -184,7 +184,7 @@ async def test_get_when_the_model_is_still_being_loaded_then_come_back_later(fro
 async def test_watch_when_workers_leave_then_the_model_stays_known_with_missing_roles(frontend: Frontend) -> None:
     prefill = await frontend.add(1, HARMONY, Role.PREFILL)
     decode = await frontend.add(2, HARMONY, Role.DECODE)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
     await until(lambda: frontend.models.not_ready_reason("oss") is None)
     await decode.aclose()
     await until(lambda: frontend.models.not_ready_reason("oss") == "model oss has no decode worker")

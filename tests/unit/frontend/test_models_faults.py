@@ -24,7 +24,7 @@ from dynamo_trtllm.messages import (
     Role,
 )
 from dynamo_trtllm.tokenization.base import Renderer
-from tests.unit.frontend.holders import HARMONY, Frontend, Holder, by_hash, card_of, served, until
+from tests.unit.frontend.registry_helpers import HARMONY, FileService, Frontend, by_hash, card_of, until, wait_served
 
 
 class Sizes:
@@ -71,8 +71,8 @@ async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no
     assert said in caplog.text
     asked = bad.offsets.count(0)
     assert len(bad.offsets) <= 3 * asked
-    await frontend.add(2, card_of(files), Role.DECODE, service=Holder(by_hash(files)))
-    await served(frontend, "tiny")
+    await frontend.add(2, card_of(files), Role.DECODE, service=FileService(by_hash(files)))
+    await wait_served(frontend, "tiny")
 
 
 async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_served(
@@ -81,7 +81,7 @@ async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_ser
     sizes = sorted(path.stat().st_size for path in files.values())
     monkeypatch.setattr(models_module, "MOST_FILES_BYTES", sum(sizes) - 1)
     assert sizes[-1] < sum(sizes) - 1  # each alone is small enough
-    await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
+    await frontend.add(1, card_of(files), service=FileService(by_hash(files)))
     await until(lambda: "can't be served yet" in caplog.text)
     assert "the files of a model may have" in caplog.text
     assert "restart it" not in caplog.text
@@ -109,7 +109,7 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
     await frontend.add(1, HARMONY)
     await until(lambda: tried > 2)
     await frontend.add(2, msgspec.structs.replace(HARMONY, name="other"))
-    await served(frontend, "other")
+    await wait_served(frontend, "other")
     with pytest.raises(EngineNotReady):
         frontend.models.get("oss")
     (record,) = [record for record in caplog.records if "can't be served yet" in record.message]
@@ -117,7 +117,7 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
     assert record.getMessage() == f"model oss can't be served yet (internal): {expected}; replace them on the workers"
     assert (record.levelno, record.exc_info is not None) == (logging.ERROR, True)
     monkeypatch.setattr(models_module, "renderer_for", make)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
 
 
 async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model_is_not_served_and_others_are(
@@ -126,8 +126,8 @@ async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model
     tokenizer = json.loads(files["tokenizer.json"].read_bytes())
     tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
     files["tokenizer.json"].write_text(json.dumps(tokenizer))
-    await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
+    await frontend.add(1, card_of(files), service=FileService(by_hash(files)))
     await until(lambda: "model tiny can't be served yet" in caplog.text)
     await frontend.add(2, HARMONY)
-    await served(frontend, "oss")
+    await wait_served(frontend, "oss")
     assert frontend.models.names() == ["oss"]

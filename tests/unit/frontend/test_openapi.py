@@ -18,7 +18,7 @@ from dynamo_trtllm.frontend.openapi import document
 from dynamo_trtllm.http_server.errors import TABLE
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
-from tests.unit.frontend.scripted import CALL, MODEL, REASONING, Catalog, Front, chunk, front, stop
+from tests.unit.frontend.app_helpers import CALL, MODEL, REASONING, Catalog, FakeFrontend, chunk, front, stop
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -26,7 +26,7 @@ STATS = {"x-dynamo-stats": "1"}
 UNLISTED = {"/openapi.json", "/docs"}
 
 
-async def ask(served: Front, method: str, path: str, **kwargs: Any) -> httpx.Response:
+async def ask(served: FakeFrontend, method: str, path: str, **kwargs: Any) -> httpx.Response:
     transport = httpx.ASGITransport(app=served.app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
         return await client.request(method, path, **kwargs)

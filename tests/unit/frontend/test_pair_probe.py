@@ -32,13 +32,13 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.request_plane.inproc import InprocPlane
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
 from dynamo_trtllm.router.view import ClusterView
-from tests.instances import CARD, make_instance, make_ticket
-from tests.unit.frontend.legs import request
+from tests.instances import CARD, make_instance, make_transfer_params
+from tests.unit.frontend.pipeline_helpers import request
 from tests.waiting import SOON_S
 
 Answer = Callable[[GenerateRequest], list[int]]
 
-HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_ticket("t"))
+HANDOFF = Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params("t"))
 
 
 def answer(count: int = ANSWER_TOKENS, kv_bytes: int = 64) -> Chunk:

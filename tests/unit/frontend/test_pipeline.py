@@ -34,12 +34,12 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 from dynamo_trtllm.router.pair_breakers import BreakerLimits, PairBreakers, PairState
-from tests.unit.frontend.legs import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, handoff, request
+from tests.unit.frontend.pipeline_helpers import DECODE_STATS, FINISHED, HANG, PREFILL_STATS, Cluster, kv_chunk, request
 from tests.waiting import SOON_S
 
 
 async def test_generate_when_a_pair_serves_then_all_tokens_come_and_the_trace_is_filled(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, FINISHED)
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
@@ -88,7 +88,7 @@ async def test_generate_when_prefill_ends_in_a_handoff_without_a_ticket_then_the
 async def test_generate_when_the_first_decode_chunk_came_then_the_ticket_is_released_redeemed_once(
     cluster: Cluster,
 ) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
     async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
         await anext(stream)
@@ -99,7 +99,7 @@ async def test_generate_when_the_first_decode_chunk_came_then_the_ticket_is_rele
 
 
 async def test_generate_when_the_decode_leg_is_refused_then_the_ticket_is_released_refused(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [RequestRejected("too long")])
     with pytest.raises(RequestRejected):
         await cluster.tokens()
@@ -109,7 +109,7 @@ async def test_generate_when_the_decode_leg_is_refused_then_the_ticket_is_releas
 
 
 async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     prefill.faults[ReleaseKv] = RequestRejected("no")
     await cluster.add(2, Role.DECODE, FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
@@ -118,7 +118,7 @@ async def test_generate_when_the_release_fails_then_the_answer_is_whole(cluster:
 
 
 async def test_generate_when_the_handoff_fails_before_a_token_then_it_is_prefilled_once_more(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     decode = await cluster.add(2, Role.DECODE, [TransferFailed("gone")], FINISHED)
     assert await cluster.tokens() == [10, 11, 12, 13]
     assert [r.ticket.ticket_id for r in decode.requests if r.ticket is not None] == ["t1", "t2"]
@@ -127,7 +127,7 @@ async def test_generate_when_the_handoff_fails_before_a_token_then_it_is_prefill
 
 
 async def test_generate_when_the_handoff_fails_twice_then_its_error_is_raised(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")], [handoff("t3")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")], [kv_chunk("t3")])
     await cluster.add(2, Role.DECODE, [TransferFailed("one")], [TransferFailed("two")], FINISHED)
     with pytest.raises(TransferFailed, match="two"):
         await cluster.tokens()
@@ -141,8 +141,8 @@ async def test_generate_when_the_handoff_fails_and_there_is_another_prefill_then
 ) -> None:
     """Also when another request took the turn in between, so that the round robin is back at the one that failed."""
     gate = asyncio.Event()
-    first = await cluster.add(1, Role.PREFILL, [handoff("a1")], [handoff("a2")])
-    other = await cluster.add(3, Role.PREFILL, [handoff("b1")], [handoff("b2")])
+    first = await cluster.add(1, Role.PREFILL, [kv_chunk("a1")], [kv_chunk("a2")])
+    other = await cluster.add(3, Role.PREFILL, [kv_chunk("b1")], [kv_chunk("b2")])
     decode = await cluster.add(2, Role.DECODE, [gate, TransferFailed("gone")], FINISHED, FINISHED)
     failing = asyncio.create_task(cluster.tokens())
     await asyncio.wait_for(decode.hanging.wait(), SOON_S)
@@ -163,7 +163,7 @@ async def test_generate_when_a_prefill_worker_fails_then_another_one_prefills(
     cluster: Cluster, failure: DynamoError
 ) -> None:
     failing = await cluster.add(1, Role.PREFILL, [failure])
-    other = await cluster.add(3, Role.PREFILL, [handoff("b1")])
+    other = await cluster.add(3, Role.PREFILL, [kv_chunk("b1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     trace = RouteTrace()
     assert await cluster.tokens(trace) == [10, 11, 12, 13]
@@ -192,7 +192,7 @@ async def test_generate_when_an_error_is_not_retryable_then_it_is_not_tried_else
 async def test_generate_when_decode_dies_midway_then_the_rest_is_made_elsewhere_from_the_tokens_so_far(
     cluster: Cluster, failure: DynamoError
 ) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")], [handoff("t2")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")], [kv_chunk("t2")])
     await cluster.add(2, Role.DECODE, [FINISHED[0], failure])
     other = await cluster.add(4, Role.DECODE, FINISHED[1:])
     trace = RouteTrace()
@@ -256,7 +256,7 @@ async def test_generate_when_the_reader_is_too_slow_then_it_is_not_moved(cluster
 
 async def test_generate_when_a_role_is_missing_for_a_moment_then_the_request_is_held(cluster: Cluster) -> None:
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5))
-    await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0)
     await cluster.add(2, Role.DECODE, FINISHED)
@@ -293,7 +293,7 @@ async def test_close_when_prefill_runs_then_its_leg_is_closed_and_nothing_is_rel
 
 
 async def test_close_when_no_decode_chunk_came_then_its_leg_is_closed_and_the_ticket_refused(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [HANG])
     await _cancel_when(decode.hanging, cluster)
     await asyncio.wait_for(decode.closed.wait(), SOON_S)
@@ -302,7 +302,7 @@ async def test_close_when_no_decode_chunk_came_then_its_leg_is_closed_and_the_ti
 
 
 async def test_close_when_decode_is_midway_then_its_leg_is_closed_and_the_ticket_redeemed(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     decode = await cluster.add(2, Role.DECODE, [FINISHED[0], HANG])
     async with aclosing(cluster.pipeline.generate(request(), RouteTrace())) as stream:
         await anext(stream)
@@ -332,7 +332,7 @@ async def test_generate_when_no_canary_tries_a_quarantined_pair_then_a_request_d
 ) -> None:
     breakers, options = PairBreakers(BreakerLimits(failures=1, open_s=60.0)), PipelineOptions(has_probes=False)
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, options, breakers)
-    await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(2)])
+    await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(2)])
     await cluster.add(2, Role.DECODE, [TransferFailed("for now")], FINISHED)
     with pytest.raises(TransferFailed):
         await cluster.tokens()
@@ -347,7 +347,7 @@ async def test_generate_when_the_only_pair_is_quarantined_and_works_again_then_t
 ) -> None:
     breakers = PairBreakers(BreakerLimits(failures=1, open_s=60.0))
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, PipelineOptions(hold_s=5.0), breakers)
-    await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     breakers.record_failure((1, 2), "transfer: x", time.monotonic())
     held = asyncio.create_task(cluster.tokens())
@@ -362,7 +362,7 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
 ) -> None:
     options = PipelineOptions(hold_s=SOON_S, has_probes=True)
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
-    await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(4)])
+    await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(4)])
     await cluster.add(2, Role.DECODE, *[FINISHED] * 4)
     held = asyncio.create_task(cluster.tokens())
     await asyncio.sleep(0.05)
@@ -378,7 +378,7 @@ async def test_generate_when_canaries_run_then_a_new_pair_gets_requests_only_aft
 async def test_generate_when_no_canary_comes_then_a_new_pair_gets_requests_after_the_hold(cluster: Cluster) -> None:
     options = PipelineOptions(hold_s=0.05, has_probes=True)
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, options)
-    await cluster.add(1, Role.PREFILL, [handoff("t")])
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t")])
     await cluster.add(2, Role.DECODE, FINISHED)
     assert await asyncio.wait_for(cluster.tokens(), SOON_S) == [10, 11, 12, 13]
 
@@ -389,7 +389,7 @@ async def test_generate_when_the_only_decode_worker_is_gone_then_its_pair_no_lon
 ) -> None:
     breakers = PairBreakers()
     cluster.pipeline = Pipeline(cluster.view, cluster.plane, None, breakers)
-    await cluster.add(1, Role.PREFILL, *[[handoff(f"t{n}")] for n in range(9)])
+    await cluster.add(1, Role.PREFILL, *[[kv_chunk(f"t{n}")] for n in range(9)])
     await cluster.add(2, Role.DECODE, FINISHED, *[[ending]] * 8)
     await cluster.tokens()
     assert breakers.status((1, 2)).state is PairState.WORKING

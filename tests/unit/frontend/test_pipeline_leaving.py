@@ -13,7 +13,7 @@ from dynamo_trtllm.messages import ReleaseKv, ReleaseOutcome, Role
 from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
 from tests.instances import make_instance
-from tests.unit.frontend.legs import FINISHED, Cluster, handoff, request
+from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster, kv_chunk, request
 from tests.waiting import SOON_S
 
 
@@ -21,7 +21,7 @@ from tests.waiting import SOON_S
 async def test_ticket_when_its_decode_worker_takes_nothing_then_another_redeems_it(
     cluster: Cluster, refusal: Draining | Unreachable | Overloaded
 ) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [refusal])
     other = await cluster.add(4, Role.DECODE, FINISHED)
     trace = RouteTrace()
@@ -35,7 +35,7 @@ async def test_ticket_when_its_decode_worker_takes_nothing_then_another_redeems_
 
 
 async def test_ticket_when_no_decode_worker_takes_it_then_it_is_released_each_time(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, *([handoff("t")] for _ in range(4)))
+    prefill = await cluster.add(1, Role.PREFILL, *([kv_chunk("t")] for _ in range(4)))
     await cluster.add(2, Role.DECODE, *([Draining("leaving")] for _ in range(4)))
     with pytest.raises(Draining):
         await cluster.tokens()
@@ -44,7 +44,7 @@ async def test_ticket_when_no_decode_worker_takes_it_then_it_is_released_each_ti
 
 
 async def test_canary_when_its_decode_worker_drains_then_no_other_stands_in(cluster: Cluster) -> None:
-    await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, [Draining("leaving")])
     other = await cluster.add(4, Role.DECODE, FINISHED)
     selection = WorkerSelection(*(i for i in cluster.view.instances() if i.id in (1, 2)))
@@ -99,7 +99,7 @@ async def test_refusals_when_nobody_ever_takes_it_then_bounded_by_the_hold(clust
 
 
 async def test_release_when_the_holder_is_away_for_a_moment_then_it_is_told_again(cluster: Cluster) -> None:
-    prefill = await cluster.add(1, Role.PREFILL, [handoff("t1")])
+    prefill = await cluster.add(1, Role.PREFILL, [kv_chunk("t1")])
     await cluster.add(2, Role.DECODE, FINISHED)
     prefill.faults[ReleaseKv] = Disconnected("away")
     assert await cluster.tokens() == [10, 11, 12, 13]
@@ -115,7 +115,7 @@ async def test_requests_while_a_worker_is_absent_then_the_view_is_made_once_and_
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.view.add(make_instance(1, role=Role.DECODE))  # registered, and nothing listens there
-    await cluster.add(2, Role.PREFILL, *([handoff(f"t{number}")] for number in range(20)))
+    await cluster.add(2, Role.PREFILL, *([kv_chunk(f"t{number}")] for number in range(20)))
     await cluster.add(3, Role.DECODE, *([FINISHED] * 20))
     made: list[ModelView] = []
     build = ModelView.__post_init__

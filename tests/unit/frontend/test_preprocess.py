@@ -13,7 +13,7 @@ from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.options import GenerationOptions
 from dynamo_trtllm.frontend.preprocess import prepare_conversation
 from dynamo_trtllm.messages import Conversation, Message, Sampling, SamplingDefaults
-from tests.unit.frontend.planning import IDENTITY, TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
+from tests.unit.frontend.plan_helpers import IDENTITY, TIME, WEATHER, TemplateModels, chat, prompt, refusing, text
 
 # --- choices -------------------------------------------------------------------------------------------
 

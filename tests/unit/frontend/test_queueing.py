@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from dynamo_trtllm.observability.metrics import PREFIX
-from tests.unit.frontend.scripted import MODEL, Front, chunk, front, stop
+from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, chunk, front, stop
 from tests.waiting import SOON_S
 
 CHAT = "/v1/chat/completions"
@@ -22,24 +22,26 @@ PATHS = {
 }
 
 
-async def post(served: Front, path: str = CHAT, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+async def post(
+    served: FakeFrontend, path: str = CHAT, headers: dict[str, str] | None = None, **fields: Any
+) -> httpx.Response:
     transport = httpx.ASGITransport(app=served.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
         return await client.post(path, json={"model": MODEL} | PATHS[path] | fields, headers=headers)
 
 
-def gauge(served: Front, name: str) -> float:
+def gauge(served: FakeFrontend, name: str) -> float:
     lines = served.metrics.render().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith(f"{PREFIX}{name} "))
 
 
-async def until(served: Front, name: str, value: float) -> None:
+async def until(served: FakeFrontend, name: str, value: float) -> None:
     async with asyncio.timeout(SOON_S):
         while gauge(served, name) != value:  # noqa: ASYNC110  # a gauge tells nobody when it changes
             await asyncio.sleep(0)
 
 
-def check_nothing_left(served: Front) -> None:
+def check_nothing_left(served: FakeFrontend) -> None:
     assert [gauge(served, name) for name in ("inflight", "choices", "queued")] == [0, 0, 0]
     assert served.pipeline.running == 0
 

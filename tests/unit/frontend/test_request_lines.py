@@ -14,14 +14,14 @@ from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.messages import Role
 from dynamo_trtllm.observability.logging import TextFormatter
-from tests.unit.frontend.legs import FINISHED, Cluster
+from tests.unit.frontend.app_helpers import CARD, MODEL, FakeFrontend, chunk, front, stop
+from tests.unit.frontend.pipeline_helpers import FINISHED, Cluster
 from tests.unit.frontend.responses_client import ask, check_error
-from tests.unit.frontend.scripted import CARD, MODEL, Front, chunk, front, stop
 
 NAMED = {"x-request-id": "job-7"}
 
 
-async def asked(served: Front, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+async def asked(served: FakeFrontend, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
     return await ask(served, "POST", "/v1/chat/completions", json=body, headers=headers)
 

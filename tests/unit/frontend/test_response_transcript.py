@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamo_trtllm.frontend.detokenizer import ChoiceDelta
@@ -12,8 +12,8 @@ from dynamo_trtllm.frontend.responses.items import messages_of
 from dynamo_trtllm.frontend.responses.output_builder import OutputBuilder, TextDelta
 from dynamo_trtllm.messages import TokenLogprob
 from dynamo_trtllm.tokenization.base import ToolCallDelta
+from tests.unit.frontend.app_helpers import CharacterRenderer
 from tests.unit.frontend.responses_client import EVENT
-from tests.unit.frontend.scripted import CharacterRenderer
 
 RESPONSE = "resp_" + "a" * 40
 WORDS = st.text(alphabet='ab{}"\n é', max_size=4)
@@ -60,7 +60,6 @@ def text_of(items: list[dict[str, Any]], kind: str) -> str:
     return "".join(item["content"][0]["text"] for item in items if item["type"] == kind)
 
 
-@settings(max_examples=150, deadline=None)
 @given(scripts())
 def test_pieces_then_nothing_of_them_is_lost(script: list[ChoiceDelta]) -> None:
     _, items = run(script)
@@ -75,7 +74,6 @@ def test_pieces_then_nothing_of_them_is_lost(script: list[ChoiceDelta]) -> None:
     assert len({call["call_id"] for call in calls}) == len(calls)
 
 
-@settings(max_examples=150, deadline=None)
 @given(scripts())
 def test_events_then_each_item_opens_grows_and_ends_in_turn(script: list[ChoiceDelta]) -> None:
     events, items = run(script)
@@ -96,7 +94,6 @@ def test_events_then_each_item_opens_grows_and_ends_in_turn(script: list[ChoiceD
     assert texts == [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in items]
 
 
-@settings(max_examples=100, deadline=None)
 @given(scripts())
 def test_items_when_they_are_shown_again_then_text_and_calls_are_whole(script: list[ChoiceDelta]) -> None:
     _, items = run(script)

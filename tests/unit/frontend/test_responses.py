@@ -14,8 +14,8 @@ from openai.types.responses import Response, ResponseFunctionToolCall, ResponseO
 from dynamo_trtllm import errors
 from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.messages import Chunk, FinishReason, SamplingDefaults
+from tests.unit.frontend.app_helpers import CALL, CARD, CONTENT, HALF, MODEL, REASONING, chunk, front, stop
 from tests.unit.frontend.responses_client import EVENT, PATH, TOOL, ask, body, check_error, check_unknown, events, made
-from tests.unit.frontend.scripted import CALL, CARD, CONTENT, HALF, MODEL, REASONING, chunk, front, stop
 
 ANSWERS: dict[str, list[Chunk]] = {
     "content": [chunk("Hel"), chunk(ids=[HALF]), chunk("lo"), stop()],

@@ -12,8 +12,8 @@ from openai.types.responses import Response
 from dynamo_trtllm.frontend.responses import adapter, response_store
 from dynamo_trtllm.messages import Conversation, FinishReason, Message, TokenIds, ToolCall
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
+from tests.unit.frontend.app_helpers import CALL, REASONING, chunk, front, stop
 from tests.unit.frontend.responses_client import PATH, TOOL, ask, body, check_error, made
-from tests.unit.frontend.scripted import CALL, REASONING, chunk, front, stop
 
 
 async def test_input_items_then_the_conversation_they_are() -> None:

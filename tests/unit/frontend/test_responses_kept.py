@@ -16,6 +16,7 @@ from dynamo_trtllm.frontend.app import build_app
 from dynamo_trtllm.frontend.responses import response_store
 from dynamo_trtllm.frontend.responses.response_store import store_limits
 from dynamo_trtllm.request_plane.store import MemoryResponseStore
+from tests.unit.frontend.app_helpers import CALL, CONTENT, REASONING, FakeFrontend, chunk, front, stop
 from tests.unit.frontend.responses_client import (
     EVENT,
     ITEM,
@@ -29,7 +30,6 @@ from tests.unit.frontend.responses_client import (
     made,
     parsed,
 )
-from tests.unit.frontend.scripted import CALL, CONTENT, REASONING, Front, chunk, front, stop
 
 
 async def test_kept_response_then_got_listed_and_deleted() -> None:
@@ -139,7 +139,7 @@ async def test_retrieve_with_what_we_do_not_honour_then_refused_by_name(query: s
 class Reader:
     """A client of a stream that says when text arrives."""
 
-    def __init__(self, served: Front, request: dict[str, Any]) -> None:
+    def __init__(self, served: FakeFrontend, request: dict[str, Any]) -> None:
         self.text = ""
         self.arrived = asyncio.Event()
         self._served = served
@@ -240,7 +240,7 @@ class SlowStore(MemoryResponseStore):
         await super().put(key, value, owner)
 
 
-def over(store: SlowStore, **config: Any) -> Front:
+def over(store: SlowStore, **config: Any) -> FakeFrontend:
     served = front(chunk("Hel"), stop("lo"))
     served.app = build_app(
         FrontendConfig.model_validate(config), served.catalog, served.pipeline, served.metrics, store

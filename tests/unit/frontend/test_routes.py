@@ -8,10 +8,10 @@ import pytest
 from dynamo_trtllm.frontend.readiness import RejectedRow
 from dynamo_trtllm.messages import Role
 from tests.instances import make_instance
-from tests.unit.frontend.scripted import MODEL, Front, front
+from tests.unit.frontend.app_helpers import MODEL, FakeFrontend, front
 
 
-async def ask(served: Front, method: str, path: str) -> httpx.Response:
+async def ask(served: FakeFrontend, method: str, path: str) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend") as client:
         return await client.request(method, f"http://frontend{path}")  # or httpx would take //x for a host
 

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import hypothesis
-import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase
 from schemathesis.specs.openapi.checks import (
@@ -27,15 +26,15 @@ from dynamo_trtllm.frontend.model_registry import ServedModel
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.messages import Chunk, Conversation, FinishReason, GenerateRequest, TokenIds
 from dynamo_trtllm.request_plane.base import Sink
-from tests.unit.frontend.scripted import (
+from tests.unit.frontend.app_helpers import (
     CALL,
     CARD,
     CONTENT,
     REASONING,
     Catalog,
     CharacterRenderer,
-    Front,
-    Scripted,
+    FakeFrontend,
+    ScriptedPipeline,
     chunk,
     stop,
 )
@@ -74,7 +73,7 @@ class AnyModel(Catalog):
         return ServedModel(CARD, self.renderer)
 
 
-class Varied(Scripted):
+class Varied(ScriptedPipeline):
     """Another script for each prompt."""
 
     def generate(
@@ -84,21 +83,28 @@ class Varied(Scripted):
         return super().generate(request, trace)
 
 
-def served() -> Front:
+def served() -> FakeFrontend:
     catalog = AnyModel()
     catalog.renderer = ShowsNames()
-    return Front(Varied([]), FrontendConfig(), catalog)
+    return FakeFrontend(Varied([]), FrontendConfig(), catalog)
 
 
-schema = schemathesis.openapi.from_asgi("/openapi.json", served().app)
-
-
-@schema.hook
 def map_body(context: Any, body: Any) -> Any:
     """A response that is not kept is one 404 like any other: most bodies shall get further."""
     if isinstance(body, dict) and isinstance(previous := body.get("previous_response_id"), str) and len(previous) % 4:
         return {name: value for name, value in body.items() if name != "previous_response_id"}
     return body
+
+
+def described(*, coverage: bool) -> Any:
+    """Return the schema. `coverage` adds cases for every keyword of it, which takes long to collect and to run."""
+    made = schemathesis.openapi.from_asgi("/openapi.json", served().app)
+    made.config.phases.coverage.enabled = coverage
+    made.hook(map_body)
+    return made
+
+
+schema = described(coverage=False)
 
 
 def bounded(examples: int) -> hypothesis.settings:
@@ -122,12 +128,4 @@ def check_answer(case: schemathesis.Case) -> None:
 @schema.parametrize()
 @bounded(15)
 def test_generated_request_then_an_answer_as_described(case: schemathesis.Case) -> None:
-    check_answer(case)
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-@schema.parametrize()
-@bounded(400)
-def test_generated_requests_when_many_then_each_answer_as_described(case: schemathesis.Case) -> None:
     check_answer(case)

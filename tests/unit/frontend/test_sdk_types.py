@@ -14,7 +14,7 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from dynamo_trtllm.messages import Chunk, FinishReason
-from tests.unit.frontend.scripted import CALL, CONTENT, HALF, MODEL, REASONING, Front, chunk, front, stop
+from tests.unit.frontend.app_helpers import CALL, CONTENT, HALF, MODEL, REASONING, FakeFrontend, chunk, front, stop
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -36,7 +36,7 @@ def answers() -> dict[str, list[Chunk]]:
     }
 
 
-async def ask(served: Front, method: str, path: str, **kwargs: Any) -> httpx.Response:
+async def ask(served: FakeFrontend, method: str, path: str, **kwargs: Any) -> httpx.Response:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=served.app), base_url="http://frontend") as client:
         response = await client.request(method, path, **kwargs)
     assert response.status_code == 200, response.text

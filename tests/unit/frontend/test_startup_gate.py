@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 
 from dynamo_trtllm.frontend.http import ClientResponse
 from dynamo_trtllm.frontend.startup_gate import StartupGate
-from tests.unit.frontend.scripted import front
+from tests.unit.frontend.app_helpers import front
 
 
 async def loaded(scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,7 +12,7 @@ from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired,
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion
 from dynamo_trtllm.kv_transfer.params import Destination, FetchLimits, fetch, first_deadline
 from dynamo_trtllm.messages import KvTransferParams
-from tests.instances import make_ticket
+from tests.instances import make_transfer_params
 
 
 class Slow:
@@ -52,7 +52,7 @@ class Slow:
 
 
 def ticket(expires_in_s: float) -> KvTransferParams:
-    return msgspec.structs.replace(make_ticket("t1"), expires_at=time.time() + expires_in_s)
+    return msgspec.structs.replace(make_transfer_params("t1"), expires_at=time.time() + expires_in_s)
 
 
 def within(deadline_in_s: float, timeout_s: float) -> FetchLimits:

@@ -10,18 +10,18 @@ import pytest
 from dynamo_trtllm.launch.dependents import dependents_of, next_to_drain
 from dynamo_trtllm.launch.plan import Addresses, processes
 from dynamo_trtllm.launch.supervisor import LaunchFailed
-from tests.unit.launch.supervised import (
+from tests.unit.launch.supervisor_helpers import (
     ALL,
     KILLED,
-    World,
+    SupervisorRun,
+    children_named,
     deployment,
-    lives,
-    lives_reach,
-    now,
+    latest_child,
+    run_supervisor,
     settle,
     until,
+    wait_for_start,
     worker,
-    world,
 )
 
 pytestmark = pytest.mark.usefixtures("scripted")
@@ -80,14 +80,14 @@ def test_next_to_drain_when_another_prefill_worker_serves_then_one_after_the_oth
 
 
 async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_before_it_is_back() -> None:
-    async with world(PREFILL, DECODE) as made:
-        now("prefill").die(KILLED)
-        await until(lambda: now("decode").is_terminating)
+    async with run_supervisor(PREFILL, DECODE) as made:
+        latest_child("prefill").die(KILLED)
+        await until(lambda: latest_child("decode").is_terminating)
         await settle()
-        assert len(lives("prefill")) == 1  # the reader still drains
-        now("decode").die(0)
-        await lives_reach("decode", 2)
-        await lives_reach("prefill", 2)
+        assert len(children_named("prefill")) == 1  # the reader still drains
+        latest_child("decode").die(0)
+        await wait_for_start("decode", 2)
+        await wait_for_start("prefill", 2)
         said = made.out.getvalue()
     assert "decode: to be drained and started again, too: a worker that reads KV over CUDA IPC keeps" in said
     assert "decode exited with status 0, as it was to end; starting it again" in said
@@ -95,22 +95,22 @@ async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_befo
 
 
 async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_prefills_deaths_count() -> None:
-    async with world(PREFILL, DECODE, max_restarts=2) as made:
+    async with run_supervisor(PREFILL, DECODE, max_restarts=2) as made:
         for number in (2, 3):
-            now("prefill").die(KILLED)
-            await until(lambda: now("decode").is_terminating)
-            now("decode").die(KILLED)  # it was slow, or died while it drained
-            (await lives_reach("decode", number)).serve()
-            (await lives_reach("prefill", number)).serve()
+            latest_child("prefill").die(KILLED)
+            await until(lambda: latest_child("decode").is_terminating)
+            latest_child("decode").die(KILLED)  # it was slow, or died while it drained
+            (await wait_for_start("decode", number)).serve()
+            (await wait_for_start("prefill", number)).serve()
             await settle()
         for number in (4, 5):
-            now("decode").die(KILLED)  # its own deaths
-            (await lives_reach("decode", number)).serve()
+            latest_child("decode").die(KILLED)  # its own deaths
+            (await wait_for_start("decode", number)).serve()
             await settle()
-        now("prefill").die(KILLED)
+        latest_child("prefill").die(KILLED)
         for name in ("decode", "frontend"):
-            await until(partial(getattr, now(name), "is_terminating"))
-            now(name).die(0)
+            await until(partial(getattr, latest_child(name), "is_terminating"))
+            latest_child(name).die(0)
         with pytest.raises(LaunchFailed, match="prefill was killed by SIGKILL; it was restarted 2 times"):
             await made.running
 
@@ -126,92 +126,92 @@ async def test_supervisor_when_a_reader_ends_again_and_again_as_asked_then_only_
 async def test_supervisor_when_no_memory_can_be_kept_then_the_dead_one_alone_is_started_again(
     who: str, status: int, settings: dict[str, Any]
 ) -> None:
-    async with world(PREFILL, DECODE, **settings):
-        now(who).die(status)
-        await lives_reach(who, 2)
+    async with run_supervisor(PREFILL, DECODE, **settings):
+        latest_child(who).die(status)
+        await wait_for_start(who, 2)
         assert [child for child in ALL if child.is_terminating] == []
 
 
 async def test_supervisor_when_it_dies_before_it_has_ever_served_then_no_reader_is_drained() -> None:
-    made = World(deployment(PREFILL, DECODE))
+    made = SupervisorRun(deployment(PREFILL, DECODE))
     await until(lambda: len(ALL) == 3)
-    now("decode").serve()
-    now("prefill").die(1)
-    await lives_reach("prefill", 2)
-    assert not now("decode").is_terminating
+    latest_child("decode").serve()
+    latest_child("prefill").die(1)
+    await wait_for_start("prefill", 2)
+    assert not latest_child("decode").is_terminating
     await made.end()
 
 
 async def test_supervisor_when_the_successor_of_one_that_ended_in_order_fails_then_readers_are_drained_once() -> None:
-    async with world(PREFILL, DECODE):
-        now("prefill").die(0)
-        (await lives_reach("prefill", 2)).die(1)
-        await until(lambda: now("decode").is_terminating)
-        now("decode").die(0)
-        (await lives_reach("decode", 2)).serve()
-        (await lives_reach("prefill", 3)).die(1)  # and that is not for memory of the first
-        await lives_reach("prefill", 4)
-        assert not now("decode").is_terminating
+    async with run_supervisor(PREFILL, DECODE):
+        latest_child("prefill").die(0)
+        (await wait_for_start("prefill", 2)).die(1)
+        await until(lambda: latest_child("decode").is_terminating)
+        latest_child("decode").die(0)
+        (await wait_for_start("decode", 2)).serve()
+        (await wait_for_start("prefill", 3)).die(1)  # and that is not for memory of the first
+        await wait_for_start("prefill", 4)
+        assert not latest_child("decode").is_terminating
 
 
 async def test_supervisor_when_the_reader_does_not_serve_yet_then_it_is_left_alone() -> None:
-    async with world(PREFILL, DECODE):
-        now("decode").die(KILLED)
-        await lives_reach("decode", 2)
-        now("prefill").die(KILLED)
-        await lives_reach("prefill", 2)
-        assert not now("decode").is_terminating
+    async with run_supervisor(PREFILL, DECODE):
+        latest_child("decode").die(KILLED)
+        await wait_for_start("decode", 2)
+        latest_child("prefill").die(KILLED)
+        await wait_for_start("prefill", 2)
+        assert not latest_child("decode").is_terminating
 
 
 async def test_supervisor_when_another_prefill_worker_serves_then_readers_go_one_after_the_other() -> None:
-    async with world(*TWO_EACH):
-        now("prefill-1").die(KILLED)
-        await until(lambda: now("decode-1").is_terminating)
-        now("decode-1").die(0)
-        again = await lives_reach("decode-1", 2)
+    async with run_supervisor(*TWO_EACH):
+        latest_child("prefill-1").die(KILLED)
+        await until(lambda: latest_child("decode-1").is_terminating)
+        latest_child("decode-1").die(0)
+        again = await wait_for_start("decode-1", 2)
         await settle()
-        assert not now("decode-2").is_terminating  # the other one does not serve yet
+        assert not latest_child("decode-2").is_terminating  # the other one does not serve yet
         again.serve()
-        await until(lambda: now("decode-2").is_terminating)
+        await until(lambda: latest_child("decode-2").is_terminating)
         await settle()
-        assert len(lives("prefill-1")) == 1
-        now("decode-2").die(0)
-        await lives_reach("prefill-1", 2)
-        await lives_reach("decode-2", 2)
-        assert len(lives("decode-1")) == 2
+        assert len(children_named("prefill-1")) == 1
+        latest_child("decode-2").die(0)
+        await wait_for_start("prefill-1", 2)
+        await wait_for_start("decode-2", 2)
+        assert len(children_named("decode-1")) == 2
 
 
 async def test_supervisor_when_a_second_one_of_three_dies_while_a_reader_drains_then_the_other_reader_goes_on() -> None:
     three = worker("prefill", "prefill", [0, 1, 4], count=3)
-    async with world(three, TWO_EACH[1]):
-        now("prefill-1").die(KILLED)
-        await until(lambda: now("decode-1").is_terminating)
-        now("decode-1").die(0)
-        (await lives_reach("decode-1", 2)).serve()
-        await until(lambda: now("decode-2").is_terminating)
-        now("prefill-2").die(KILLED)  # both readers may have read from it
+    async with run_supervisor(three, TWO_EACH[1]):
+        latest_child("prefill-1").die(KILLED)
+        await until(lambda: latest_child("decode-1").is_terminating)
+        latest_child("decode-1").die(0)
+        (await wait_for_start("decode-1", 2)).serve()
+        await until(lambda: latest_child("decode-2").is_terminating)
+        latest_child("prefill-2").die(KILLED)  # both readers may have read from it
         await settle()
-        assert not now("decode-1").is_terminating
-        now("decode-2").die(0)
-        (await lives_reach("decode-2", 2)).serve()
-        await until(lambda: now("decode-1").is_terminating)
-        await lives_reach("prefill-1", 2)
-        now("decode-1").die(0)
-        await lives_reach("prefill-2", 2)
-        assert not now("decode-2").is_terminating  # it began after both deaths
+        assert not latest_child("decode-1").is_terminating
+        latest_child("decode-2").die(0)
+        (await wait_for_start("decode-2", 2)).serve()
+        await until(lambda: latest_child("decode-1").is_terminating)
+        await wait_for_start("prefill-1", 2)
+        latest_child("decode-1").die(0)
+        await wait_for_start("prefill-2", 2)
+        assert not latest_child("decode-2").is_terminating  # it began after both deaths
 
 
 async def test_supervisor_when_both_prefill_workers_die_then_all_readers_end_once_and_at_once() -> None:
-    async with world(*TWO_EACH):
-        now("prefill-1").die(KILLED)
-        await until(lambda: now("decode-1").is_terminating)
-        now("prefill-2").die(KILLED)
-        await until(lambda: now("decode-2").is_terminating)
-        first = [now("decode-1"), now("decode-2")]
+    async with run_supervisor(*TWO_EACH):
+        latest_child("prefill-1").die(KILLED)
+        await until(lambda: latest_child("decode-1").is_terminating)
+        latest_child("prefill-2").die(KILLED)
+        await until(lambda: latest_child("decode-2").is_terminating)
+        first = [latest_child("decode-1"), latest_child("decode-2")]
         for child in first:
             child.die(0)
         for name in ("prefill-1", "prefill-2", "decode-1", "decode-2"):
-            await lives_reach(name, 2)
+            await wait_for_start(name, 2)
         await settle()
         assert [child.times_asked for child in first] == [1, 1]
         assert not [child for child in ALL if child.is_terminating and not child.has_ended]
@@ -220,44 +220,44 @@ async def test_supervisor_when_both_prefill_workers_die_then_all_readers_end_onc
 async def test_supervisor_when_the_last_prefill_worker_dies_while_a_reader_loads_then_the_other_is_not_waited_for() -> (
     None
 ):
-    async with world(*TWO_EACH):
-        now("prefill-1").die(KILLED)
-        await until(lambda: now("decode-1").is_terminating)
-        now("decode-1").die(0)
-        loading = await lives_reach("decode-1", 2)
-        now("prefill-2").die(KILLED)
-        await until(lambda: now("decode-2").is_terminating)
-        now("decode-2").die(0)
-        await lives_reach("prefill-1", 2)
-        await lives_reach("prefill-2", 2)
+    async with run_supervisor(*TWO_EACH):
+        latest_child("prefill-1").die(KILLED)
+        await until(lambda: latest_child("decode-1").is_terminating)
+        latest_child("decode-1").die(0)
+        loading = await wait_for_start("decode-1", 2)
+        latest_child("prefill-2").die(KILLED)
+        await until(lambda: latest_child("decode-2").is_terminating)
+        latest_child("decode-2").die(0)
+        await wait_for_start("prefill-1", 2)
+        await wait_for_start("prefill-2", 2)
         assert not loading.is_terminating  # it began after the first death and has read nothing
 
 
 async def test_supervisor_when_the_waited_for_reader_dies_by_itself_then_that_is_its_end() -> None:
-    async with world(*TWO_EACH):
-        now("prefill-1").die(KILLED)
-        await until(lambda: now("decode-1").is_terminating)
-        now("decode-2").die(KILLED)
-        (await lives_reach("decode-2", 2)).serve()
-        now("decode-1").die(0)
-        await lives_reach("prefill-1", 2)
-        assert not now("decode-2").is_terminating
+    async with run_supervisor(*TWO_EACH):
+        latest_child("prefill-1").die(KILLED)
+        await until(lambda: latest_child("decode-1").is_terminating)
+        latest_child("decode-2").die(KILLED)
+        (await wait_for_start("decode-2", 2)).serve()
+        latest_child("decode-1").die(0)
+        await wait_for_start("prefill-1", 2)
+        assert not latest_child("decode-2").is_terminating
 
 
 async def test_supervisor_when_stopped_while_a_reader_drains_then_it_is_asked_once_and_nothing_starts() -> None:
-    async with world(PREFILL, DECODE) as made:
-        now("prefill").die(KILLED)
-        await until(lambda: now("decode").is_terminating)
+    async with run_supervisor(PREFILL, DECODE) as made:
+        latest_child("prefill").die(KILLED)
+        await until(lambda: latest_child("decode").is_terminating)
         await made.end()
-        assert len(lives("prefill")) == len(lives("decode")) == 1
-        assert now("decode").times_asked == 1
+        assert len(children_named("prefill")) == len(children_named("decode")) == 1
+        assert latest_child("decode").times_asked == 1
 
 
 async def test_supervisor_when_stopped_while_it_waits_for_a_reader_to_be_back_then_nothing_starts() -> None:
-    async with world(*TWO_EACH) as made:
-        now("prefill-1").die(KILLED)
-        await until(lambda: now("decode-1").is_terminating)
-        now("decode-1").die(0)
-        await lives_reach("decode-1", 2)
+    async with run_supervisor(*TWO_EACH) as made:
+        latest_child("prefill-1").die(KILLED)
+        await until(lambda: latest_child("decode-1").is_terminating)
+        latest_child("decode-1").die(0)
+        await wait_for_start("decode-1", 2)
         await made.end()
-        assert len(lives("prefill-1")) == 1
+        assert len(children_named("prefill-1")) == 1

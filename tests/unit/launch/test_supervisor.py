@@ -15,7 +15,18 @@ from dynamo_trtllm.launch.readiness_checks import NotYet
 from dynamo_trtllm.launch.supervisor import LaunchFailed
 from dynamo_trtllm.network.addresses import bind
 from dynamo_trtllm.subprocesses.child import BAD_CONFIG
-from tests.unit.launch.supervised import ALL, KILLED, World, deployment, lives_reach, now, settle, until, worker, world
+from tests.unit.launch.supervisor_helpers import (
+    ALL,
+    KILLED,
+    SupervisorRun,
+    deployment,
+    latest_child,
+    run_supervisor,
+    settle,
+    until,
+    wait_for_start,
+    worker,
+)
 
 pytestmark = pytest.mark.usefixtures("scripted")
 
@@ -31,21 +42,21 @@ def takes(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
     monkeypatch.setattr(supervisor, "is_taken", is_taken)
 
 
-async def started(*workers: dict[str, Any]) -> World:
-    made = World(deployment(*workers))
+async def started(*workers: dict[str, Any]) -> SupervisorRun:
+    made = SupervisorRun(deployment(*workers))
     await until(lambda: len(ALL) == 1 + len(workers))
     return made
 
 
 async def test_process_when_its_log_says_that_it_serves_then_it_does_only_when_it_answers_so() -> None:
     made = await started(WORKER)
-    now("frontend").say("listening on http://0.0.0.0:8000")
-    now("w").say("serving as instance ab (prefill_and_decode)")
+    latest_child("frontend").say("listening on http://0.0.0.0:8000")
+    latest_child("w").say("serving as instance ab (prefill_and_decode)")
     await settle()
     assert not any(child.is_ready for child in ALL)
     assert "is ready" not in made.out.getvalue()
-    now("frontend").serve()
-    now("w").serve()
+    latest_child("frontend").serve()
+    latest_child("w").serve()
     await until(lambda: all(child.is_ready for child in ALL))
     assert made.supervisor.deployment_status.frontend == "localhost:8000"
     assert made.supervisor.deployment_status.names == {"ab": "w"}
@@ -74,19 +85,19 @@ async def test_process_when_its_chosen_port_was_taken_before_it_listened_then_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = await started(WORKER)
-    first = now("w").port
+    first = latest_child("w").port
     takes(monkeypatch, first)
-    now("w").die(BAD_CONFIG)
-    assert (await lives_reach("w", 2)).port != first
+    latest_child("w").die(BAD_CONFIG)
+    assert (await wait_for_start("w", 2)).port != first
     assert "w exited with status 2; starting it again (1 of 3 in 60 s)" in made.out.getvalue()
     await made.end()
 
 
 async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() -> None:
     made = await started(WORKER)
-    now("w").die(BAD_CONFIG)
-    await until(lambda: now("frontend").is_terminating)
-    now("frontend").die(0)
+    latest_child("w").die(BAD_CONFIG)
+    await until(lambda: latest_child("frontend").is_terminating)
+    latest_child("frontend").die(0)
     with pytest.raises(LaunchFailed) as given_up:
         await made.running
     assert given_up.value.exit_status == BAD_CONFIG
@@ -95,11 +106,11 @@ async def test_process_when_it_refuses_its_configuration_then_all_is_given_up() 
 async def test_process_when_it_served_and_then_refuses_its_configuration_then_its_port_is_no_excuse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with world(WORKER) as made:
-        takes(monkeypatch, now("w").port)
-        now("w").die(BAD_CONFIG)
-        await until(lambda: now("frontend").is_terminating)
-        now("frontend").die(0)
+    async with run_supervisor(WORKER) as made:
+        takes(monkeypatch, latest_child("w").port)
+        latest_child("w").die(BAD_CONFIG)
+        await until(lambda: latest_child("frontend").is_terminating)
+        latest_child("frontend").die(0)
         with pytest.raises(LaunchFailed):
             await made.running
 
@@ -122,7 +133,7 @@ async def test_run_when_a_port_is_in_use_then_it_is_named_and_nothing_starts_not
         of = deployment(worker("w", "prefill_and_decode", "cpu", "mock", flags=flags))
         of = with_address(of, host=None, port=int(str(frontend_port).format(taken)))
         with pytest.raises(ConfigError, match=says.format(taken)):
-            await World(of.model_copy(update={"services": ServicesConfig()})).running
+            await SupervisorRun(of.model_copy(update={"services": ServicesConfig()})).running
     assert not ALL
 
 
@@ -130,5 +141,5 @@ async def test_run_when_ports_are_chosen_then_no_two_processes_get_the_same(monk
     chosen = iter([21_001, 21_001, 21_001, 21_002])
     monkeypatch.setattr(supervisor, "free_ports", lambda host: next(chosen))
     made = await started(worker("a", "prefill", "cpu", "mock"), worker("b", "decode", "cpu", "mock"))
-    assert (now("a").port, now("b").port) == (21_001, 21_002)
+    assert (latest_child("a").port, latest_child("b").port) == (21_001, 21_002)
     await made.end()

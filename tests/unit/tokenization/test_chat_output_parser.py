@@ -10,7 +10,7 @@ from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization.base import Delta
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser, ReasoningParser
 from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
-from tests.unit.tokenization.folding import Characters, Seen, cut, fold
+from tests.unit.tokenization.parser_helpers import Characters, Seen, cut, fold
 
 STEPS = ([1], [2], [3, 1], [7], [100_000])
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from tests.unit.tokenization.folding import Seen, cut, fold
+from tests.unit.tokenization.parser_helpers import Seen, cut, fold
 
 RETURN, CONSTRAIN, CHANNEL, START, END, MESSAGE, CALL = 200002, 200003, 200005, 200006, 200007, 200008, 200012
 ENDS = (RETURN, END, CALL)
@@ -108,13 +108,13 @@ def fixed(examples: int) -> Callable[..., object]:
     return settings(max_examples=examples, derandomize=True, deadline=None, database=None)
 
 
-@fixed(200)
+@fixed(60)
 @given(turn=TURNS, late=st.booleans(), steps=STEPS)
 @example(turn=[said("a", "final"), said("b", "final")], late=False, steps=[1])
 def test_push_when_a_turn_is_well_formed_then_messages_are_those_of_openai_harmony(
     renderer: HarmonyRenderer, turn: list[oh.Message], late: bool, steps: list[int]
 ) -> None:
-    check_same(renderer, turn, late, steps, cuts=100)
+    check_same(renderer, turn, late, steps, cuts=30)
 
 
 @pytest.mark.long

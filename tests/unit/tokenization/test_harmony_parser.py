@@ -15,7 +15,7 @@ from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization import vocabulary
 from dynamo_trtllm.tokenization.base import OutputParser
 from dynamo_trtllm.tokenization.harmony import HarmonyRenderer
-from tests.unit.tokenization.folding import Seen, cut, fold
+from tests.unit.tokenization.parser_helpers import Seen, cut, fold
 
 START, END, MESSAGE, CHANNEL, CALL, RETURN = 200006, 200007, 200008, 200005, 200012, 200002
 ANALYSIS = "<|channel|>analysis<|message|>"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dynamo_trtllm.messages import token_ids
 from dynamo_trtllm.tokenization.chat_output_parser import ChatOutputParser, ReasoningParser
 from dynamo_trtllm.tokenization.tool_call_parser import HermesToolCallParser, JsonToolCallParser, ToolCallParser
-from tests.unit.tokenization.folding import Characters, Seen, cut, fold
+from tests.unit.tokenization.parser_helpers import Characters, Seen, cut, fold
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -30,7 +30,7 @@ READERS: dict[str, Callable[[], ToolCallParser] | None] = {
     "hermes": HermesToolCallParser,
     "json": JsonToolCallParser,
 }
-FIXED = settings(max_examples=150, derandomize=True, deadline=None, database=None)
+FIXED = settings()  # as many as tests/conftest.py says, the same in every run
 
 
 def make(reasoning: str, calls: str) -> ChatOutputParser:

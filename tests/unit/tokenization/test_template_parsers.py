@@ -11,7 +11,7 @@ from dynamo_trtllm.errors import ConfigError, InvalidRequest
 from dynamo_trtllm.messages import ModelDeploymentCard, token_ids
 from dynamo_trtllm.tokenization.base import Renderer
 from dynamo_trtllm.tokenization.select import renderer_for
-from tests.unit.tokenization.folding import Seen, fold
+from tests.unit.tokenization.parser_helpers import Seen, fold
 
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 CARD = ModelDeploymentCard(name="m", context_length=10, vocab_size=300, eos_token_ids=(0,), renderer="chat_template")

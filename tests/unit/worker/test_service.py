@@ -37,11 +37,11 @@ from dynamo_trtllm.messages import (
 from dynamo_trtllm.observability.metrics import PREFIX, WorkerMetrics
 from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
 from dynamo_trtllm.worker.service import PIECE_BYTES, WorkerService, digest
-from tests.instances import make_instance, make_ticket
+from tests.instances import make_instance, make_transfer_params
 
 ANSWER = (Chunk(token_ids=token_ids([1, 2])), Chunk(token_ids=token_ids([3]), finish_reason=FinishReason.LENGTH))
 FITTING = [(Role.PREFILL, Phase.PREFILL), (Role.DECODE, Phase.DECODE), (Role.AGGREGATED, Phase.AGGREGATED)]
-TICKET = make_ticket("t-1")
+TICKET = make_transfer_params("t-1")
 
 
 class PlainEngine:

@@ -19,7 +19,7 @@ from dynamo_trtllm.errors import EngineFailed, TransferExpired, TransferMismatch
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 from dynamo_trtllm.kv_transfer.loopback import LoopbackBackend
 from dynamo_trtllm.messages import KvTransferParams, Phase, ReleaseOutcome, Role
-from tests.engines import answer, ask, check_nothing_left, collect, prompt_of, started, ticket_from, tokens
+from tests.engines import answer, ask, check_nothing_left, collect, prefill_params, prompt_of, started, tokens
 from tests.waiting import SOON_S
 
 PROMPT = prompt_of(100)  # four blocks
@@ -124,7 +124,7 @@ async def test_close_when_streams_run_and_wait_then_each_ends_in_engine_failed()
 async def test_close_when_a_ticket_is_held_then_it_is_withdrawn() -> None:
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE)
     async with started(prefill, decoder):
-        await ticket_from(prefill, PROMPT)
+        await prefill_params(prefill, PROMPT)
         assert prefill.stats().tickets_held == 1
         await prefill.aclose()
         await check_nothing_left(prefill)
@@ -146,7 +146,7 @@ async def test_decode_when_ticket_does_not_fit_then_refused_before_a_token_or_a_
     backend = GatedCarrier()
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
-        ticket = await ticket_from(prefill, PROMPT)
+        ticket = await prefill_params(prefill, PROMPT)
         wrong = msgspec.structs.replace(ticket, **change)
         async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=wrong))) as stream:
             with pytest.raises(error):
@@ -161,7 +161,7 @@ async def test_decode_when_layout_differs_then_refused_before_a_token_or_a_fetch
     backend = GatedCarrier()
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend, kv_block_size=16)
     async with started(prefill, decoder):
-        ticket = await ticket_from(prefill, PROMPT)
+        ticket = await prefill_params(prefill, PROMPT)
         async with aclosing(decoder.generate(ask(PROMPT, phase=Phase.DECODE, ticket=ticket))) as stream:
             with pytest.raises(TransferMismatch):
                 await anext(stream)
@@ -173,15 +173,15 @@ async def test_decode_when_the_carrier_damages_the_kv_then_the_tokens_differ() -
     decoder, damaged = mock(Role.DECODE), mock(Role.DECODE, backend=DamagingCarrier())
     async with started(whole, prefill, decoder, damaged):
         wanted = await answer(whole, PROMPT)
-        assert await decode(decoder, await ticket_from(prefill, PROMPT)) == wanted
-        assert await decode(damaged, await ticket_from(prefill, PROMPT)) != wanted
+        assert await decode(decoder, await prefill_params(prefill, PROMPT)) == wanted
+        assert await decode(damaged, await prefill_params(prefill, PROMPT)) != wanted
 
 
 async def test_drain_when_a_peer_redeems_the_ticket_then_it_returns_after_the_withdrawal() -> None:
     backend = GatedCarrier("withdraw")
     prefill, decoder = mock(Role.PREFILL, backend=backend), mock(Role.DECODE)
     async with started(prefill, decoder):
-        ticket = await ticket_from(prefill, PROMPT)
+        ticket = await prefill_params(prefill, PROMPT)
         drain = asyncio.create_task(prefill.drain())
         await decode(decoder, ticket)
         await backend.reached.wait()
@@ -225,7 +225,7 @@ async def test_cancel_when_the_offer_is_being_made_then_nothing_left() -> None:
     backend = GatedCarrier("offer")
     engine = mock(Role.PREFILL, backend=backend)
     async with started(engine):
-        stream = asyncio.create_task(ticket_from(engine, PROMPT))
+        stream = asyncio.create_task(prefill_params(engine, PROMPT))
         await backend.reached.wait()
         assert engine.stats().kv_blocks_used > 0
         await cancelled(stream)
@@ -236,7 +236,7 @@ async def test_cancel_when_the_kv_is_being_fetched_then_nothing_left_and_the_tic
     backend = GatedCarrier("fetch")
     prefill, decoder = mock(Role.PREFILL), mock(Role.DECODE, backend=backend)
     async with started(prefill, decoder):
-        ticket = await ticket_from(prefill, PROMPT)
+        ticket = await prefill_params(prefill, PROMPT)
         stream = asyncio.create_task(decode(decoder, ticket))
         await backend.reached.wait()
         await cancelled(stream)

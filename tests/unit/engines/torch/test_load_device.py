@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from dynamo_trtllm.engines.torch.args import TorchArgs
-from dynamo_trtllm.engines.torch.load import load
 from dynamo_trtllm.errors import ConfigError
 
 
 @pytest.mark.parametrize("requested", ["0", "0, 1", "GPU-8f2e"])
 def test_load_when_gpus_are_requested_and_torch_can_use_none_then_it_does_not_load_on_the_cpu(monkeypatch, requested):
+    from dynamo_trtllm.engines.torch.load import load  # takes seconds: it imports transformers
+
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", requested)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=rf"GPUs {requested} are requested .* can use none"):

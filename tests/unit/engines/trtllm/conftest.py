@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+
 import pytest
 
+from dynamo_trtllm.engines.trtllm import kernels
 from dynamo_trtllm.engines.trtllm.inflight import TrtllmInflightRequest
 from dynamo_trtllm.engines.trtllm.session import TrtllmSession
 from dynamo_trtllm.messages import Role
-from tests.unit.engines.trtllm.scripted_vendor import Llm, make
+from tests.unit.engines.trtllm.fake_bindings import Llm, make
+
+
+@pytest.fixture(scope="module")
+def profiles_read_once() -> Iterator[None]:
+    """Nearly all that a check of a configuration computes is to parse the same kernel profiles again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "load", functools.cache(kernels.load))
+        yield
 
 
 @pytest.fixture

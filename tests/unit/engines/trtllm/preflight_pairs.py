@@ -1,4 +1,4 @@
-"""A pair of workers with which nothing is wrong, and ways to change one thing about it."""
+"""Creates valid pairs of worker configurations, with changes to single arguments."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gpu(name: str) -> Gpu:
 def facts(
     role: Role, changes: dict[str, Any] | None = None, *, release: str = "1.2.1", on: str = "gb200", **known: Any
 ) -> RoleFacts:
-    """The good worker of this role with some arguments changed; ... leaves one out. `known`: fields of RoleFacts."""
+    """Return a valid worker of this role with changed arguments. `...` removes one. `known` sets RoleFacts fields."""
     good = {**_BOTH, **_OF_ROLE[role]}
     if role is Role.AGGREGATED:
         good = {key: value for key, value in good.items() if not key.startswith(_TRANSCEIVER)}

@@ -7,7 +7,7 @@ import pytest
 from dynamo_trtllm.engines.trtllm.api_manifests import Presence, releases
 from dynamo_trtllm.engines.trtllm.bindings import NEEDED, OPTIONAL, check_needed, load_bindings, release_line
 from dynamo_trtllm.errors import ConfigError
-from tests.standin import RELEASES, playing
+from tests.fakes_path import RELEASES, fake_tensorrt_llm
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_needed_when_compared_with_a_release_then_nothing_is_known_to_be_absent(
 
 def test_optional_when_release_has_a_name_then_it_is_used() -> None:
     for version in RELEASES:
-        with playing(version):
+        with fake_tensorrt_llm(version):
             vendor = load_bindings()
         known = vendor.capabilities.disagg_fields
         assert ("disagg_request_id" in known) is version.startswith("1.3")
@@ -49,7 +49,7 @@ def test_optional_when_release_has_a_name_then_it_is_used() -> None:
 
 
 def test_load_when_a_needed_class_is_gone_then_it_says_where_it_was_sought() -> None:
-    with playing() as package:
+    with fake_tensorrt_llm() as package:
         del package.LLM
         import tensorrt_llm.llmapi  # type: ignore[import-not-found, unused-ignore]
 

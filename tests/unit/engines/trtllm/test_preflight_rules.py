@@ -13,6 +13,8 @@ from dynamo_trtllm.engines.trtllm.preflight.pair import PAIR_RULES
 from dynamo_trtllm.messages import Role
 from tests.unit.engines.trtllm.preflight_pairs import GPT_OSS, LLAMA, LOAD, facts
 
+pytestmark = pytest.mark.usefixtures("profiles_read_once")
+
 P, D, A = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 T = "cache_transceiver_config."
 K = "kv_cache_config."

@@ -12,6 +12,8 @@ import pytest
 from dynamo_trtllm.cli.preflight import evaluate
 from dynamo_trtllm.config.commands import PreflightConfig
 
+pytestmark = pytest.mark.usefixtures("profiles_read_once")
+
 FOLDER = Path(__file__).resolve().parents[4] / "engine_configs"
 LAUNCH_PREFILL = "--max-num-tokens 20000 --max-batch-size 32 --free-gpu-memory-fraction 0.9"
 LAUNCH_BOTH = " --tensor-parallel-size 4 --expert-parallel-size 4"

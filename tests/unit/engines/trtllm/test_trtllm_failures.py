@@ -21,15 +21,7 @@ from dynamo_trtllm.messages import (
     Phase,
     Role,
 )
-from tests.unit.engines.trtllm.scripted_vendor import (
-    Llm,
-    Refusal,
-    a_ticket,
-    ask,
-    check_idle,
-    make,
-    started,
-)
+from tests.unit.engines.trtllm.fake_bindings import Llm, Refusal, a_ticket, ask, check_idle, make, started
 
 pytestmark = pytest.mark.usefixtures("quick")
 

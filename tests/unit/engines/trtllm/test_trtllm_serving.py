@@ -21,14 +21,7 @@ from dynamo_trtllm.messages import (
     ReleaseOutcome,
     Role,
 )
-from tests.unit.engines.trtllm.scripted_vendor import (
-    Llm,
-    a_ticket,
-    ask,
-    check_idle,
-    make,
-    started,
-)
+from tests.unit.engines.trtllm.fake_bindings import Llm, a_ticket, ask, check_idle, make, started
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dynamo_trtllm.engines.vllm.settings import SideChannel, extra_config
-from tests.standin import playing_vllm
+from tests.fakes_path import fake_vllm
 
 WINDOW = 128
 MODULE = "dynamo_trtllm.engines.vllm.connector"
@@ -20,7 +20,7 @@ MODULE = "dynamo_trtllm.engines.vllm.connector"
 @pytest.fixture(scope="module", autouse=True)
 def module() -> Iterator[Any]:
     """Imported as vLLM's processes do, over the stand-in."""
-    with playing_vllm():
+    with fake_vllm():
         yield importlib.import_module(MODULE)
 
 

@@ -1,0 +1,231 @@
+"""Prefill workers that corrupt what they send: the last chunks of a healthy worker, or their own KV."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import secrets
+import socket
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from benchmarks.chaos.deployment import ENGINE_ARGS, Deployment, NotReady
+from benchmarks.chaos.relay import ChangingRelay
+from dynamo_trtllm.config.models import WorkerConfig
+from dynamo_trtllm.demo_models.resolve import resolve
+from dynamo_trtllm.discovery import keys
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.messages import WIRE_VERSION, Chunk, Control, GenerateRequest, Instance, Restart, Role
+from dynamo_trtllm.observability.metrics import WorkerMetrics
+from dynamo_trtllm.request_plane.base import Plane, Service
+from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.worker.admission import Admission, AdmissionLimits
+from dynamo_trtllm.worker.service import WorkerService
+from dynamo_trtllm.worker.startup import live_peers
+
+ChunkChange = Callable[[Chunk], Chunk]  # applied to last chunks, which have KV transfer parameters
+
+if TYPE_CHECKING:
+    from dynamo_trtllm.engines.torch.engine import TorchEngine
+
+_LEASE_TTL_S = 2.0
+_AN_HOUR_S = 3600.0
+_KV_BYTES = 128  # requests for KV are shorter
+
+
+class CorruptingService:
+    """A `request_plane.base.Service` that forwards to a healthy worker and changes its last chunks."""
+
+    def __init__(self, plane: Plane, healthy: Instance, change: ChunkChange) -> None:
+        self._plane, self._healthy, self._change = plane, healthy, change
+        self.num_changed = 0  # chunks
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self._plane.generate(self._healthy.subject, request)) as chunks:
+            async for chunk in chunks:
+                if chunk.ticket is not None:
+                    self.num_changed += 1
+                    chunk = self._change(chunk)
+                yield chunk
+
+    async def control(self, verb: Control) -> bytes:
+        if isinstance(verb, Restart):  # for this worker, not for the healthy one
+            return b""
+        return await self._plane.control(self._healthy.subject, verb)
+
+
+@asynccontextmanager
+async def register(deployment: Deployment, change: ChunkChange, wire: int = WIRE_VERSION) -> AsyncIterator[None]:
+    """Register a corrupting worker with this wire version for the duration of the context.
+
+    Raise NotReady if no request reached it.
+    """
+    services: list[CorruptingService] = []
+
+    async def make_service(plane: Plane, healthy: Instance, own: Instance) -> Service:
+        services.append(CorruptingService(plane, healthy, change))
+        return services[0]
+
+    async with _register(deployment, make_service, wire):
+        yield
+    if not services[0].num_changed:
+        raise NotReady("the corrupting prefill worker got no request: raise --seconds")
+
+
+@asynccontextmanager
+async def register_nan_worker(deployment: Deployment) -> AsyncIterator[None]:
+    """Register a prefill worker with the torch engine whose KV has a NaN."""
+    async with AsyncExitStack() as stack:
+
+        async def make_service(plane: Plane, healthy: Instance, own: Instance) -> Service:
+            from dynamo_trtllm.engines.torch.engine import TorchEngine  # imports torch: seconds
+
+            config = WorkerConfig(
+                model_path=str(await asyncio.to_thread(resolve, own.card.name)),
+                served_model_name=own.card.name,
+                disaggregation_mode=Role.PREFILL,
+                override_engine_args=ENGINE_ARGS["torch"],
+                ticket_ttl_s=deployment.options.ticket_ttl_s,
+            )
+            engine = TorchEngine(config, instance_id=own.id)
+            stack.push_async_callback(engine.aclose)
+            await engine.start()
+            _inject_nan(engine)
+            admission = Admission(AdmissionLimits(active=None, max_pending_transfer_fraction=1.0), time.time)
+            return WorkerService(engine, own, admission, files={}, metrics=WorkerMetrics())
+
+        async with _register(deployment, make_service, WIRE_VERSION):
+            yield
+
+
+def _inject_nan(engine: TorchEngine) -> None:
+    """Put one NaN into the KV of each further prompt before it is copied to the transfer buffer."""
+    assert engine._memory is not None
+    pool, staging = engine._memory
+    assert staging is not None
+    gather = staging.gather
+
+    def gather_with_nan(parcel: Any, rows: Any) -> Any:
+        pool.all_rows.view(pool.dtype)[int(rows[-1]), 0] = math.nan
+        return gather(parcel, rows)
+
+    setattr(staging, "gather", gather_with_nan)  # noqa: B010  # replaces a method
+
+
+@asynccontextmanager
+async def _register(
+    deployment: Deployment, make_service: Callable[[Plane, Instance, Instance], Awaitable[Service]], wire: int
+) -> AsyncIterator[None]:
+    """Register another prefill worker. `make_service` gets the instances of a healthy worker and of the new one."""
+    servers = deployment.servers
+    async with AsyncExitStack() as stack:
+        plane = await NatsPlane.connect(servers["nats"].address)
+        stack.push_async_callback(plane.aclose)
+        discovery = EtcdDiscovery(servers["etcd"].address, lease_ttl_s=_LEASE_TTL_S)
+        stack.push_async_callback(discovery.aclose)
+        healthy, *_ = await live_peers(
+            discovery, deployment.namespace, model=deployment.options.model, role=Role.DECODE
+        )  # live_peers returns workers of the other role
+        number = secrets.randbits(63)
+        subject = keys.subject(keys.endpoint_of(healthy), number)
+        own = msgspec.structs.replace(healthy, id=number, subject=subject, wire=wire)
+        server = await plane.serve(subject, await make_service(plane, healthy, own))
+        stack.push_async_callback(server.aclose)
+        registration = await discovery.register(own)
+        stack.push_async_callback(registration.aclose)
+        yield
+
+
+def expire_params(chunk: Chunk) -> Chunk:
+    """Return the chunk with KV transfer parameters that expired an hour ago."""
+    assert chunk.ticket is not None
+    ticket = msgspec.structs.replace(chunk.ticket, expires_at=chunk.ticket.expires_at - _AN_HOUR_S)
+    return msgspec.structs.replace(chunk, ticket=ticket)
+
+
+def set_unknown_finish_reason(chunk: Chunk) -> Chunk:
+    """Return the chunk with a finish reason that only a later version knows."""
+    return msgspec.structs.replace(chunk, finish_reason="a reason of a later version")
+
+
+def _offer(chunk: Chunk) -> dict[str, Any]:
+    """Return the tcp offer in the chunk's KV transfer parameters, which is all of `engine_state` or its `offer`."""
+    assert chunk.ticket is not None
+    engine_state: dict[str, Any] = msgspec.msgpack.decode(chunk.ticket.engine_state)
+    return msgspec.msgpack.decode(engine_state["offer"]) if "offer" in engine_state else engine_state
+
+
+def _change_offer(chunk: Chunk, changes: dict[str, Any]) -> Chunk:
+    """Return the chunk with these values changed in its tcp offer."""
+    assert chunk.ticket is not None
+    engine_state = msgspec.msgpack.decode(chunk.ticket.engine_state)
+    offer = _offer(chunk) | changes
+    engine_state = engine_state | {"offer": msgspec.msgpack.encode(offer)} if "offer" in engine_state else offer
+    ticket = msgspec.structs.replace(chunk.ticket, engine_state=msgspec.msgpack.encode(engine_state))
+    return msgspec.structs.replace(chunk, ticket=ticket)
+
+
+@contextmanager
+def unreadable_offers() -> Iterator[ChunkChange]:
+    """Yield a change that makes offers point in turn at a closed port and at a withdrawn offer."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound but not listening, so connections fail and the port stays reserved
+        changes = itertools.cycle(
+            [
+                {"host": "127.0.0.1", "port": closed.getsockname()[1]},
+                {"token": secrets.token_bytes(32)},  # the prefill worker has no such offer
+            ]
+        )
+        yield lambda chunk: _change_offer(chunk, next(changes))
+
+
+@asynccontextmanager
+async def black_hole() -> AsyncIterator[ChunkChange]:
+    """Yield a change that makes tcp offers point at a port that accepts connections and never sends data."""
+    writers: list[asyncio.StreamWriter] = []
+
+    def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+
+    try:
+        yield lambda chunk: _change_offer(chunk, {"host": "127.0.0.1", "port": port})
+    finally:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+
+
+def flip_bit(data: bytes) -> bytes:
+    """Return the data with one bit flipped. Data too short to be KV is unchanged."""
+    if len(data) < _KV_BYTES:
+        return data
+    changed = bytearray(data)
+    changed[random.randrange(len(data) // 2, len(data))] ^= 1 << random.randrange(8)
+    return bytes(changed)
+
+
+@asynccontextmanager
+async def bit_flipping_relay() -> AsyncIterator[ChunkChange]:
+    """Yield a change that sends KV of tcp offers through a relay that flips bits."""
+    relay = await ChangingRelay.start("127.0.0.1:0")
+    relay.change = flip_bit
+    port = int(relay.address.rpartition(":")[2])
+
+    def change(chunk: Chunk) -> Chunk:
+        offer = _offer(chunk)
+        relay.point_at(offer["host"], offer["port"])
+        return _change_offer(chunk, {"host": "127.0.0.1", "port": port})
+
+    try:
+        yield change
+    finally:
+        await relay.cut()

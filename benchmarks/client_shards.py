@@ -1,0 +1,145 @@
+"""Runs a load in several client processes and merges their records."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext
+from multiprocessing.synchronize import Barrier
+
+import uvloop
+
+from benchmarks.client import Load, ShardResult, run_shard, summarize_shards
+from benchmarks.stream import RequestRecord
+from benchmarks.summary import LoadSummary, ProcessMeter
+
+MAX_FAILURES = 8  # failed requests, warm-up included, after which a load without any success is stopped
+_BUSY = (429, 503)  # status codes that do not count: a later request may succeed
+PROGRESS_S = 5.0  # between two progress reports
+
+
+class AllRequestsFailed(Exception):
+    """The first requests all failed, so no more were sent."""
+
+
+class SharedCounters:
+    """Counts the finished requests of all client processes, in shared memory."""
+
+    def __init__(self, context: SpawnContext, processes: int) -> None:
+        self._ok, self._failed = context.RawArray("q", processes), context.RawArray("q", processes)
+        self._errors = context.RawArray("q", processes)  # failures for another reason than overload
+
+    def should_continue(self, process: int, record: RequestRecord) -> bool:
+        """Count a finished request of a process. Return False if no request can be expected to succeed."""
+        (self._ok if record.is_ok else self._failed)[process] += 1
+        self._errors[process] += not record.is_ok and record.status not in _BUSY
+        return self.ok > 0 or sum(self._errors) < MAX_FAILURES
+
+    @property
+    def ok(self) -> int:
+        return sum(self._ok)
+
+    @property
+    def failed(self) -> int:
+        return sum(self._failed)
+
+
+OnProgress = Callable[[SharedCounters], None]
+
+
+@contextmanager
+def _report_progress(counters: SharedCounters, on_progress: OnProgress | None) -> Iterator[None]:
+    """Call `on_progress` every PROGRESS_S from a thread while the block runs."""
+    done = threading.Event()
+
+    def report() -> None:
+        while not done.wait(PROGRESS_S):
+            if on_progress is not None:
+                on_progress(counters)
+
+    thread = threading.Thread(target=report, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def split_load(load: Load, processes: int) -> list[Load]:
+    """Split a load into at most `processes` loads with at least one request each."""
+    count = max(1, min(processes, load.requests, load.concurrency if load.rate == 0 else load.requests))
+    return [
+        replace(
+            load,
+            concurrency=_nth(load.concurrency, index, count),
+            requests=_nth(load.requests, index, count),
+            rate=load.rate / count,
+            seed=load.seed + index if load.seed else 0,
+        )
+        for index in range(count)
+    ]
+
+
+def _nth(whole: int, index: int, count: int) -> int:
+    return whole // count + (index < whole % count)
+
+
+def measure_shards(
+    load: Load, *, processes: int, warmup: int, pids: dict[str, int], on_progress: OnProgress | None = None
+) -> tuple[LoadSummary, list[RequestRecord]]:
+    """Run the load in several client processes, after a warm-up.
+
+    Args:
+        load: what to send.
+        processes: number of client processes.
+        warmup: requests before the load, not measured.
+        pids: processes whose CPU time is measured, by name.
+        on_progress: called every PROGRESS_S from another thread.
+
+    Returns:
+        The summary, and the records of all requests by process, numbered from 1.
+
+    Raises:
+        EOFError: a client process failed.
+        AllRequestsFailed: the first MAX_FAILURES requests failed for another reason than overload.
+    """
+    parts = split_load(load, processes)
+    context = multiprocessing.get_context("spawn")
+    warm = context.Barrier(len(parts) + 1)
+    meter = ProcessMeter(pids)
+    counters = SharedCounters(context, len(parts))
+    children, receivers = [], []
+    for index, each in enumerate(parts):
+        receiver, sender = context.Pipe(duplex=False)
+        args = (each, -(-warmup // len(parts)), warm, sender, counters, index)
+        child = context.Process(target=_run, args=args, daemon=True)
+        child.start()
+        sender.close()
+        children.append(child)
+        receivers.append(receiver)
+    with _report_progress(counters, on_progress):
+        warm.wait(load.timeout_s)
+        meter.start()
+        shards: list[ShardResult] = [receiver.recv() for receiver in receivers]
+    for child in children:
+        child.join()
+    records = [record for shard in shards for record in shard.records]
+    if any(shard.is_stopped for shard in shards):
+        errors = Counter(record.error for record in records if not record.is_ok)
+        counts = ", ".join(f"{error} {count} times" for error, count in errors.most_common())
+        raise AllRequestsFailed(f"the first {MAX_FAILURES} requests all failed, so no more were sent ({counts})")
+    summary = summarize_shards(shards, meter, osl=load.osl)
+    for index, record in enumerate(records, 1):
+        record.index = index
+    return summary, records
+
+
+def _run(load: Load, warmup: int, warm: Barrier, sender: Connection, counters: SharedCounters, index: int) -> None:
+    sender.send(uvloop.run(run_shard(load, warmup, warm.wait, partial(counters.should_continue, index))))

@@ -1,0 +1,56 @@
+"""A process that offers KV for the contract tests. Reads commands from stdin and writes answers to stdout, by line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections import deque
+
+from dynamo_trtllm.kv_transfer.base import MemoryRegion, address_of
+from dynamo_trtllm.kv_transfer.create import create_backend
+
+
+def content(seed: str, num_bytes: int) -> bytearray:
+    return bytearray(random.Random(seed).randbytes(num_bytes))
+
+
+# Threads of the backend may read offered memory until it is closed, after the test's own variables are gone.
+_OFFERED: deque[bytearray] = deque(maxlen=8)
+
+
+def split(buffer: bytearray, sizes: list[int]) -> list[MemoryRegion]:
+    _OFFERED.append(buffer)
+    start, pieces = address_of(buffer), []
+    for size in sizes:
+        pieces.append(MemoryRegion(start, size))
+        start += size
+    return pieces
+
+
+def say(**answer: object) -> None:
+    sys.stdout.write("@" + json.dumps(answer) + "\n")  # marked, because libraries may write to stdout as well
+    sys.stdout.flush()
+
+
+async def main(name: str) -> None:
+    backend = create_backend(name)
+    await backend.start(lambda ticket_id: say(fetched=ticket_id))
+    held: dict[str, bytearray] = {}
+    say(ready=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        verb, ticket_id, *sizes = line.split()
+        if verb == "offer":
+            sizes_bytes = [int(size) for size in sizes]
+            buffer = held[ticket_id] = content(ticket_id, sum(sizes_bytes))
+            offer = await backend.publish(ticket_id, split(buffer, sizes_bytes))
+            say(offer=offer.hex())
+        else:
+            await backend.unpublish(ticket_id)
+            say(withdrawn=ticket_id)
+    await backend.aclose()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

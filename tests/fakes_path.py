@@ -1,0 +1,82 @@
+"""Puts the fakes of TensorRT-LLM and vLLM on the import path."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_CONNECTOR = "dynamo_trtllm.engines.vllm.connector"  # modifies vLLM when it is imported
+FAKES = Path(__file__).parent / "fakes"
+RELEASES = ("1.0.0", "1.1.0", "1.2.1", "1.3.0rc29")
+
+
+@contextmanager
+def fake_tensorrt_llm(release: str = "1.2.1", *, backend: str = "tcp") -> Iterator[Any]:
+    """Import the fake `tensorrt_llm` of a release for the context. Engines started in it keep it."""
+    environment = {"STANDIN_RELEASE": release, "STANDIN_CARRIER": backend}
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    sys.path.insert(0, str(FAKES))
+    _forget()
+    try:
+        yield importlib.import_module("tensorrt_llm")
+    finally:
+        _forget()
+        sys.path.remove(str(FAKES))
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def trap_names() -> list[str]:
+    """Return the names of the fake's traps, read from its source because importing it takes a second."""
+    tree = ast.parse((FAKES / "tensorrt_llm" / "standin" / "traps.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TRAPS":
+            assert isinstance(node.value, ast.Dict)
+            return [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+    raise AssertionError("traps.py has no TRAPS")
+
+
+def shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the adapter's timeouts from seconds to milliseconds."""
+    from dynamo_trtllm.engines.trtllm import inflight
+    from dynamo_trtllm.engines.trtllm.inflight import TrtllmInflightRequest
+
+    monkeypatch.setattr(inflight, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(inflight, "_PAUSE_S", 0.01)
+    defaults = TrtllmInflightRequest.abort_and_drain.__kwdefaults__
+    monkeypatch.setitem(defaults, "kv_wait_s", 0.5)
+    monkeypatch.setitem(defaults, "answer_s", 0.5)
+
+
+@contextmanager
+def fake_vllm() -> Iterator[Any]:
+    """Import the fake `vllm` for the context."""
+    sys.path.insert(0, str(FAKES))
+    _forget("vllm")
+    before = dict(os.environ)
+    try:
+        yield importlib.import_module("vllm")
+    finally:
+        _forget("vllm")
+        sys.path.remove(str(FAKES))
+        for name in set(os.environ) - set(before):
+            del os.environ[name]  # set by the engine
+
+
+def _forget(package: str = "tensorrt_llm") -> None:
+    """Remove the package from the imported modules, because it chooses its release at import."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package or name == _CONNECTOR]:
+        del sys.modules[name]
+    importlib.invalidate_caches()

@@ -1,0 +1,148 @@
+"""Runs workers and the pipeline of a frontend in one process, with real etcd and NATS."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from dynamo_trtllm.config.models import FrontendConfig, WorkerConfig
+from dynamo_trtllm.discovery.etcd import EtcdDiscovery
+from dynamo_trtllm.engines.base import Engine, HasStats
+from dynamo_trtllm.engines.mock.engine import MockEngine
+from dynamo_trtllm.frontend.base import SingleProcess
+from dynamo_trtllm.frontend.main import serve
+from dynamo_trtllm.frontend.model_registry import ModelRegistry
+from dynamo_trtllm.frontend.pipeline import Pipeline, PipelineOptions, RouteTrace
+from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, Role, Sampling, token_ids
+from dynamo_trtllm.network.addresses import listen
+from dynamo_trtllm.request_plane.client import PlaneLimits
+from dynamo_trtllm.request_plane.nats import NatsPlane
+from dynamo_trtllm.router.view import ClusterView
+from dynamo_trtllm.worker import Worker
+from tests.waiting import SOON_S
+
+
+def config(etcd: str, nats: str, **fields: Any) -> WorkerConfig:
+    values = {
+        "model_path": "tiny",
+        "engine": "mock",
+        "namespace": f"t{uuid.uuid4().hex}",
+        "drain_timeout_s": 2.0,
+        "stall_timeout_s": 2.0,
+    }
+    return WorkerConfig(etcd_endpoints=etcd, nats_server=nats, **{**values, **fields})
+
+
+def request(
+    *, max_tokens: int, phase: Phase = Phase.AGGREGATED, prompt: int = 100, seconds: float = 30
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=uuid.uuid4().hex,
+        model="tiny",
+        token_ids=token_ids(range(10, 10 + prompt)),
+        sampling=Sampling(max_tokens=max_tokens),
+        deadline=time.time() + seconds,
+        phase=phase,
+    )
+
+
+class FrontendSide:
+    """The frontend's view of the cluster, its model registry and its pipeline."""
+
+    def __init__(
+        self, chosen: WorkerConfig, plane: NatsPlane, discovery: EtcdDiscovery, options: PipelineOptions
+    ) -> None:
+        self.view = ClusterView()
+        self.models = ModelRegistry(self.view, discovery, plane, chosen.namespace)
+        self.pipeline = Pipeline(self.view, plane, options)
+        self.plane = plane
+
+    async def until_instances(self, count: int) -> None:
+        async with asyncio.timeout(SOON_S):
+            while len(self.view.instances()) != count:  # noqa: ASYNC110  # the view has no event
+                await asyncio.sleep(0.01)
+
+    async def ask(self, max_tokens: int) -> list[Chunk]:
+        async with aclosing(self.pipeline.generate(request(max_tokens=max_tokens), RouteTrace())) as chunks:
+            return [chunk async for chunk in chunks]
+
+
+@asynccontextmanager
+async def frontend_side(
+    chosen: WorkerConfig, options: PipelineOptions | None = None, limits: PlaneLimits | None = None
+) -> AsyncIterator[FrontendSide]:
+    plane = await NatsPlane.connect(chosen.nats_server, limits)
+    discovery = EtcdDiscovery(chosen.etcd_endpoints, lease_ttl_s=chosen.lease_ttl_s)
+    side = FrontendSide(chosen, plane, discovery, options or PipelineOptions())
+    watch = asyncio.create_task(side.models.watch())
+    try:
+        yield side
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await side.pipeline.aclose()
+        await side.models.aclose()
+        await discovery.aclose()
+        await plane.aclose()
+
+
+class RunningWorkers:
+    """Running workers with their engines and request planes, in the order of creation."""
+
+    def __init__(self, engines: list[Engine], planes: list[NatsPlane]) -> None:
+        self.workers: list[Worker] = []
+        self.engines = engines
+        self.planes = planes
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self, chosen: WorkerConfig) -> Worker:
+        worker = Worker(chosen)
+        self.workers.append(worker)
+        self.tasks.append(asyncio.create_task(worker.serve(), name=f"worker-{len(self.workers)}"))
+        return worker
+
+    def ids(self) -> list[int]:
+        return sorted(worker.instance_id for worker in self.workers)
+
+    def engine_of(self, role: Role) -> MockEngine:
+        """Return the engine of the first worker with this role."""
+        (worker, *_) = [worker for worker in self.workers if worker._config.disaggregation_mode is role]
+        (engine,) = [e for e in self.engines if isinstance(e, MockEngine) and e._instance_id == worker.instance_id]
+        return engine
+
+    def alive(self) -> bool:
+        return not any(task.done() for task in self.tasks)
+
+    def held(self) -> list[tuple[int, int, int, int]]:
+        """Return for each engine what requests hold: running, waiting, KV blocks, pending KV transfers."""
+        stats = [engine.stats() for engine in self.engines if isinstance(engine, HasStats)]
+        return [(s.running, s.waiting, s.kv_blocks_used, s.tickets_held) for s in stats]
+
+    async def wait_idle(self, within_s: float = SOON_S) -> None:
+        await until(lambda: set(self.held()) == {(0, 0, 0, 0)}, within_s, self.held)
+
+
+def start_pairs(chosen: WorkerConfig, running_workers: RunningWorkers, count: int = 1) -> None:
+    for role in (Role.PREFILL, Role.DECODE) * count:
+        running_workers.start(chosen.model_copy(update={"disaggregation_mode": role}))
+
+
+async def until(condition: Callable[[], bool], within_s: float, state: Callable[[], object] = lambda: "") -> None:
+    """Wait for a condition. Fail with the value of `state` after a timeout."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition():  # noqa: ASYNC110  # counters have no event
+                await asyncio.sleep(0.01)
+    except TimeoutError:
+        raise AssertionError(f"condition not met within {within_s:g} s: {state()}") from None
+
+
+def start_frontend(etcd: str, nats: str, namespace: str) -> tuple[asyncio.Task[None], str]:
+    """Start a frontend. Return its task and its URL."""
+    chosen = FrontendConfig(etcd_endpoints=etcd, nats_server=nats, namespace=namespace, canary_interval_s=60.0)
+    sock = listen("127.0.0.1", 0)
+    return asyncio.create_task(serve(chosen, sock, SingleProcess())), f"http://127.0.0.1:{sock.getsockname()[1]}"

@@ -1,0 +1,46 @@
+"""Starts three trtllm engines on one fake TensorRT-LLM: aggregated, prefill and decode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dynamo_trtllm.engines.base import Engine
+from dynamo_trtllm.messages import Role
+from tests.engines import make, started
+from tests.waiting import SOON_S
+
+
+class TrtllmEngines(NamedTuple):
+    package: Any  # the fake that they use
+    aggregated: Engine
+    prefill: Engine
+    decode: Engine
+
+    def all(self) -> tuple[Engine, ...]:
+        return self.aggregated, self.prefill, self.decode
+
+    def turned(self, *names: str) -> Any:
+        return self.package.standin.traps.turned(*names)
+
+
+@asynccontextmanager
+async def start_engines(package: Any, folder: Path, **args: Any) -> AsyncIterator[TrtllmEngines]:
+    engines = [make("trtllm", folder, role, **args) for role in (Role.AGGREGATED, Role.PREFILL, Role.DECODE)]
+    async with started(*engines):
+        yield TrtllmEngines(package, *engines)
+
+
+async def check_engines_idle(package: Any) -> None:
+    """Check in the fake itself that no engine runs a request or uses a KV block."""
+    deadline = time.monotonic() + SOON_S
+    while True:
+        left = [(each.running, each.waiting, each.kv_blocks_used) for each in package.standin.core.live_stats()]
+        if left == [(0, 0, 0)] * 3 or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.01)
+    assert left == [(0, 0, 0)] * 3

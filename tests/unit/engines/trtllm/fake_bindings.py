@@ -1,0 +1,163 @@
+"""A minimal fake of TensorRT-LLM that tests control, for the adapter's session."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from types import SimpleNamespace
+from typing import Any
+
+from dynamo_trtllm.engines.external import Times
+from dynamo_trtllm.engines.pending_transfers import TransferIdentity
+from dynamo_trtllm.engines.trtllm.bindings import Capabilities, TrtllmBindings
+from dynamo_trtllm.engines.trtllm.requests import PromptLimit, TrtllmModelLimits
+from dynamo_trtllm.engines.trtllm.session import TrtllmSession
+from dynamo_trtllm.messages import (
+    Chunk,
+    GenerateRequest,
+    KvLayout,
+    KvTransferParams,
+    Phase,
+    Role,
+    Sampling,
+    token_ids,
+)
+from tests.waiting import SOON_S
+
+LAYOUT = KvLayout(dtype="fp8", block_tokens=32, num_layers=1, num_kv_heads=1, head_dim=8)
+PARAMS = {"first_gen_tokens": [7], "ctx_request_id": 3, "opaque_state": b"s", "draft_tokens": None}
+
+
+class Refusal(RuntimeError):
+    """The fake's RequestError."""
+
+
+class Result:
+    """The result of one call. `say` adds a result, `fail` adds an error."""
+
+    def __init__(self) -> None:
+        self.outputs = [SimpleNamespace(token_ids=[], logprobs=None, finish_reason=None, stop_reason=None)]
+        self.outputs[0].disaggregated_params = SimpleNamespace(**PARAMS)
+        self.cached_tokens = 0
+        self.aborts = 0
+        self._queue: asyncio.Queue[Any] = asyncio.Queue()
+
+    def say(self, *ids: int, finish: str | None = None) -> None:
+        self._queue.put_nowait((ids, finish))
+
+    def fail(self, error: Exception) -> None:
+        self._queue.put_nowait(error)
+
+    def abort(self) -> None:
+        self.aborts += 1
+
+    def __aiter__(self) -> Result:
+        return self
+
+    async def __anext__(self) -> Result:
+        found = await self._queue.get()
+        if isinstance(found, Exception):
+            raise found
+        self.outputs[0].token_ids += found[0]
+        self.outputs[0].finish_reason = found[1]
+        return self
+
+    def __await__(self) -> Any:
+        return self.__anext__().__await__()
+
+
+class Llm:
+    def __init__(self) -> None:
+        self.results: list[Result] = []
+        self.healthy = True
+
+    def generate_async(self, **_: Any) -> Result:
+        self.results.append(Result())
+        return self.results[-1]
+
+    def get_stats(self, timeout: float) -> list[dict[str, Any]]:
+        return []
+
+    def _check_health(self) -> bool:
+        return self.healthy
+
+
+def vendor() -> TrtllmBindings:
+    capabilities = Capabilities(
+        release="1.2.1",
+        line="1.2",
+        disagg_fields=frozenset({"request_type", *PARAMS}),
+        cache_salt=True,
+        cached_tokens=True,
+        structural_tag_format=True,
+    )
+    return TrtllmBindings(
+        version="1.2.1",
+        capabilities=capabilities,
+        llm=Llm,
+        sampling_params=dict,
+        disaggregated_params=dict,
+        guided_decoding_params=dict,
+        logprob=None,
+        request_error=Refusal,
+        reports_health=True,
+    )
+
+
+def make(role: Role, *, ttl_s: float = 60.0, handoff_timeout_s: float = 30.0) -> tuple[TrtllmSession, Llm]:
+    rules = TrtllmModelLimits(
+        role=role,
+        context_length=1000,
+        prompt_limits={phase: PromptLimit(500, "") for phase in Phase},
+        vocab_size=100,
+        end_ids=(99,),
+        unsupported_features=(),
+        structural_tags=True,
+    )
+    llm, settled = Llm(), vendor()
+    terms = TransferIdentity("trtllm", 1, "m", LAYOUT, {"release": "1.2"}, transport="trtllm")
+    return TrtllmSession(settled, llm, rules, terms, Times(ttl_s, handoff_timeout_s)), llm
+
+
+def ask(
+    phase: Phase = Phase.AGGREGATED,
+    *,
+    ticket: KvTransferParams | None = None,
+    within_s: float = 60,
+    max_tokens: int = 8,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r",
+        model="m",
+        token_ids=token_ids(range(10)),
+        sampling=Sampling(max_tokens=max_tokens),
+        deadline=time.time() + within_s,
+        phase=phase,
+        ticket=ticket,
+    )
+
+
+async def started(at: TrtllmSession, llm: Llm, request: GenerateRequest) -> tuple[asyncio.Task[list[Chunk]], Result]:
+    async def collected() -> list[Chunk]:
+        async with aclosing(at.generate(request)) as stream:
+            return [chunk async for chunk in stream]
+
+    task = asyncio.create_task(collected())
+    await asyncio.sleep(0)
+    return task, llm.results[-1]
+
+
+async def a_ticket() -> KvTransferParams:
+    at, llm = make(Role.PREFILL)
+    task, result = await started(at, llm, ask(Phase.PREFILL))
+    result.say(7, finish="length")
+    (chunk,) = await task
+    assert chunk.ticket is not None
+    await at.aclose()
+    return chunk.ticket
+
+
+async def check_idle(at: TrtllmSession) -> None:
+    await asyncio.wait_for(at.drain(), SOON_S)
+    assert at.stats().running == 0

@@ -1,0 +1,214 @@
+"""Creates a frontend with a scripted pipeline and a renderer whose tokens are characters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from dynamo_trtllm.config.models import FrontendConfig
+from dynamo_trtllm.errors import ModelNotFound
+from dynamo_trtllm.frontend.app import build_app
+from dynamo_trtllm.frontend.model_registry import ServedModel
+from dynamo_trtllm.frontend.pipeline import RouteTrace
+from dynamo_trtllm.frontend.readiness import ReadinessReport
+from dynamo_trtllm.messages import (
+    Chunk,
+    Conversation,
+    FinishReason,
+    GenerateRequest,
+    Instance,
+    ModelDeploymentCard,
+    PhaseTimings,
+    TokenIds,
+    TokenLogprob,
+    token_ids,
+)
+from dynamo_trtllm.observability.metrics import FrontendMetrics
+from dynamo_trtllm.request_plane.base import Sink
+from dynamo_trtllm.tokenization.base import NO_PREFILL, Delta, ToolCallDelta
+
+REASONING, CONTENT, CALL, END, HALF = 1, 2, 3, 4, 5  # markers; every other id is a character's code point
+MODEL = "lab/tiny"
+CARD = ModelDeploymentCard(name=MODEL, context_length=100, vocab_size=0x3000, eos_token_ids=(END,), renderer="harmony")
+
+
+class Characters:
+    """The parser of `CharacterRenderer`: REASONING, CONTENT and CALL switch the channel.
+
+    A forced call is returned with the first tokens.
+    """
+
+    def __init__(self, prefill_ids: TokenIds = NO_PREFILL) -> None:
+        self._pipe = CONTENT
+        self._calls = 0
+        self._forced = self._read(prefill_ids).tool_calls
+
+    def push(self, ids: TokenIds) -> Delta:
+        delta, prefill_ids = self._read(ids), self._forced
+        self._forced = ()
+        return msgspec.structs.replace(delta, tool_calls=prefill_ids + delta.tool_calls) if prefill_ids else delta
+
+    def _read(self, ids: TokenIds) -> Delta:
+        if self._pipe == CONTENT and min(ids, default=END) > HALF:
+            return Delta(content=ids.tobytes().decode("utf-32-le"))  # fast path without markers
+        content, reasoning, calls, count = "", "", [], 0
+        for token_id in ids:
+            if token_id in (REASONING, CONTENT):
+                self._pipe = token_id
+            elif token_id == CALL:
+                self._pipe = CALL
+                calls.append(ToolCallDelta(index=self._calls, name="get_system_health"))
+                self._calls += 1
+            elif token_id in (END, HALF):
+                continue
+            elif self._pipe == REASONING:
+                reasoning, count = reasoning + chr(token_id), count + 1
+            elif self._pipe == CALL:
+                calls.append(ToolCallDelta(index=self._calls - 1, arguments=chr(token_id)))
+            else:
+                content += chr(token_id)
+        return Delta(content=content, reasoning=reasoning, tool_calls=tuple(calls), reasoning_tokens=count)
+
+    def finish(self) -> Delta:
+        return Delta()
+
+
+class PlainCharacters:
+    """A parser that returns everything as content, without markers."""
+
+    def push(self, ids: TokenIds) -> Delta:
+        return Delta(content="".join(chr(token_id) for token_id in ids if token_id > HALF))
+
+    def finish(self) -> Delta:
+        return Delta()
+
+
+class CharacterRenderer:
+    stop_token_ids: tuple[int, ...] = (END,)
+    variables = frozenset({"tools", "reasoning_effort"})
+
+    def __init__(self) -> None:
+        self.conversations: list[Conversation] = []
+
+    def render(self, conversation: Conversation) -> TokenIds:
+        self.conversations.append(conversation)
+        return self.encode("".join(message.content for message in conversation.messages))
+
+    def encode(self, text: str) -> TokenIds:
+        return token_ids(map(ord, text))
+
+    def decode(self, ids: TokenIds) -> str:
+        return "".join("\ufffd" if token_id == HALF else chr(token_id) for token_id in ids)
+
+    def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> Characters:
+        return Characters(prefill_ids)
+
+    def call_header(self, name: str | None) -> TokenIds | None:
+        return token_ids([CALL])
+
+    def answer_header(self) -> tuple[str, TokenIds]:
+        return chr(CONTENT), token_ids([CONTENT])
+
+    def text_parser(self) -> PlainCharacters:
+        return PlainCharacters()
+
+
+class Catalog:
+    def __init__(self) -> None:
+        self.renderer = CharacterRenderer()
+        self.served = {MODEL: ServedModel(CARD, self.renderer)}
+        self.up: list[Instance] = []
+        self.lacks: str | None = None
+        self.shown: ReadinessReport = {"pairs": [], "mismatched": [], "rejected_records": []}
+
+    def get(self, name: str) -> ServedModel:
+        if name not in self.served:
+            raise ModelNotFound(f"model {name!r} is not served here", field="model")
+        return self.served[name]
+
+    def names(self) -> list[str]:
+        return sorted(self.served)
+
+    def instances(self) -> Sequence[Instance]:
+        return self.up
+
+    def not_ready_reason(self, name: str) -> str | None:
+        return self.lacks
+
+    def readiness(self) -> ReadinessReport:
+        return self.shown
+
+
+@dataclass
+class ScriptedPipeline:
+    """Plays `script`: chunks are yielded, errors raised, an Event is waited for."""
+
+    script: list[Chunk | BaseException | asyncio.Event]
+    requests: list[GenerateRequest] = field(default_factory=list)
+    running: int = 0
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    yielded: int = 0
+
+    async def generate(
+        self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        self.running += 1
+        self.begun.set()
+        try:
+            trace.prefill_instance, trace.prefill_stats = (
+                0xAB,
+                PhaseTimings(queue_s=0.5, prefill_s=1.0, cached_tokens=2),
+            )
+            trace.decode_instance = 0xCD
+            for step in self.script:
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, BaseException):
+                    raise step
+                else:
+                    if step.finish_reason is not None:
+                        trace.decode_stats = PhaseTimings(
+                            queue_s=0.25, kv_transfer_s=2.0, kv_bytes=4096, transport="nixl"
+                        )
+                    self.yielded += 1
+                    yield step
+        finally:
+            self.running -= 1
+            self.closed.set()
+
+
+def chunk(
+    text: str = "", *, finish: FinishReason | None = None, ids: Sequence[int] = (), logprobs: bool = False
+) -> Chunk:
+    all_ids = [*ids, *map(ord, text)]
+    each = tuple(TokenLogprob(i, -0.5, ((i, -0.5), (ord("z"), float("-inf")))) for i in all_ids) if logprobs else ()
+    return Chunk(token_ids=token_ids(all_ids), finish_reason=finish, logprobs=each)
+
+
+def stop(text: str = "") -> Chunk:
+    return Chunk(token_ids=token_ids([*map(ord, text), END]), finish_reason=FinishReason.STOP)
+
+
+@dataclass
+class FakeFrontend:
+    """An app with the objects that tests inspect."""
+
+    pipeline: ScriptedPipeline
+    config: FrontendConfig = field(default_factory=FrontendConfig)
+    catalog: Catalog = field(default_factory=Catalog)
+    metrics: FrontendMetrics = field(default_factory=FrontendMetrics)
+    not_ready_reason: str | None = None  # why /ready does not return 200
+
+    def __post_init__(self) -> None:
+        self.app = build_app(
+            self.config, self.catalog, self.pipeline, self.metrics, not_ready_reason=lambda: self.not_ready_reason
+        )
+
+
+def front(*script: Chunk | BaseException | asyncio.Event, **config: object) -> FakeFrontend:
+    return FakeFrontend(ScriptedPipeline(list(script)), FrontendConfig.model_validate(config))

@@ -1,0 +1,131 @@
+"""Runs a pipeline with scripted workers on the in-process request plane."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from dynamo_trtllm.errors import DynamoError
+from dynamo_trtllm.frontend.pipeline import Pipeline, RouteTrace
+from dynamo_trtllm.messages import (
+    Chunk,
+    Control,
+    FinishReason,
+    GenerateRequest,
+    Instance,
+    PhaseTimings,
+    ReleaseKv,
+    ReleaseSlot,
+    ReserveSlot,
+    Role,
+    Sampling,
+    token_ids,
+)
+from dynamo_trtllm.request_plane.inproc import InprocPlane
+from dynamo_trtllm.router.view import ClusterView
+from tests.instances import make_instance, make_transfer_params
+
+PREFILL_STATS = PhaseTimings(prefill_s=0.25)
+DECODE_STATS = PhaseTimings(kv_transfer_s=0.5, kv_bytes=7)
+
+HANG = "hang"
+Step = Chunk | DynamoError | asyncio.Event | str
+FINISHED = [
+    Chunk(token_ids=token_ids([10])),
+    Chunk(token_ids=token_ids([11, 12])),
+    Chunk(token_ids=token_ids([13]), finish_reason=FinishReason.STOP, stats=DECODE_STATS),
+]
+
+
+def kv_chunk(ticket_id: str) -> Chunk:
+    return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=make_transfer_params(ticket_id), stats=PREFILL_STATS)
+
+
+class ScriptedWorker:
+    """A worker that runs one script per call. It waits for events in the script, and forever at HANG."""
+
+    def __init__(self, *scripts: Sequence[Step]) -> None:
+        self._scripts = iter(scripts)
+        self.requests: list[GenerateRequest] = []
+        self.releases: list[ReleaseKv] = []
+        self.hanging = asyncio.Event()
+        self.closed = asyncio.Event()  # set if it was closed while it waited
+        self.reservations: list[ReserveSlot | ReleaseSlot] = []
+        self.asked = asyncio.Event()  # set when a slot was requested
+        self.stalls: asyncio.Event | None = None  # replies for slots wait for this
+        self.faults: dict[type[Control], DynamoError] = {}  # errors raised by type of control request
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        for step in next(self._scripts):
+            if isinstance(step, DynamoError):
+                raise step
+            if isinstance(step, Chunk):
+                yield step
+                continue
+            try:
+                self.hanging.set()
+                await (step if isinstance(step, asyncio.Event) else asyncio.Event()).wait()
+            except asyncio.CancelledError:
+                self.closed.set()
+                raise
+
+    async def control(self, verb: Control) -> bytes:
+        if isinstance(verb, ReleaseKv):
+            self.releases.append(verb)
+        else:
+            assert isinstance(verb, ReserveSlot | ReleaseSlot)
+            self.reservations.append(verb)
+            self.asked.set()
+            if self.stalls is not None:
+                await self.stalls.wait()
+        fault = self.faults.get(type(verb))
+        if fault is not None:
+            raise fault
+        return b""
+
+
+class Cluster:
+    def __init__(self) -> None:
+        self.plane = InprocPlane()
+        self.view = ClusterView()
+        self.pipeline = Pipeline(self.view, self.plane)
+
+    async def add(
+        self,
+        instance_id: int,
+        role: Role,
+        *scripts: Sequence[Step],
+        unsupported_features: tuple[str, ...] = (),
+        can_aggregate: bool = False,
+        strategy: str = "prefill_first",
+    ) -> ScriptedWorker:
+        made: Instance = make_instance(instance_id, role=role)
+        card = msgspec.structs.replace(made.card, unsupported_features=unsupported_features)
+        instance = msgspec.structs.replace(made, card=card, can_aggregate=can_aggregate, strategy=strategy)
+        service = ScriptedWorker(*scripts)
+        await self.plane.serve(instance.subject, service)
+        self.view.add(instance)
+        return service
+
+    async def tokens(self, trace: RouteTrace | None = None, **sampling: Any) -> list[int]:
+        """Return all tokens of a request. Only its last chunk may have a finish reason."""
+        async with aclosing(self.pipeline.generate(request(**sampling), trace or RouteTrace())) as stream:
+            chunks = [chunk async for chunk in stream]
+        assert [chunk.finish_reason is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def request(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r1",
+        model="tiny",
+        token_ids=token_ids([1, 2, 3]),
+        sampling=Sampling(**{"max_tokens": 8, **sampling}),
+        deadline=time.time() + 10,
+    )

@@ -1,0 +1,153 @@
+"""Runs a supervisor with fake child processes that tests control."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import signal
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+from dynamo_trtllm.config.deployment import DeploymentConfig
+from dynamo_trtllm.launch.console import Console
+from dynamo_trtllm.launch.plan import ProcessSpec
+from dynamo_trtllm.launch.readiness_checks import ReadyAnswer
+from dynamo_trtllm.launch.supervisor import Supervisor
+
+KILLED = -signal.SIGKILL
+
+
+def worker(name: str, role: str, devices: Any, engine: str | None = "vllm", **more: Any) -> dict[str, Any]:
+    flags = {"model_path": "/m", **({"engine": engine} if engine else {}), **more.pop("flags", {})}
+    return {"name": name, "disaggregation_mode": role, "devices": devices, "flags": flags, **more}
+
+
+def deployment(*workers: dict[str, Any], **restart: Any) -> DeploymentConfig:
+    services = {"etcd": "127.0.0.1:1", "nats": "nats://127.0.0.1:2"}
+    return DeploymentConfig.model_validate({"services": services, "workers": workers, "restart": restart})
+
+
+class FakeChild:
+    """A child process that the test controls."""
+
+    def __init__(self, spec: ProcessSpec, port: int, environ: Any, on_line: Callable[[str], None]) -> None:
+        self.spec, self.port, self.say, self._serves = spec, port, on_line, asyncio.Event()
+        self.is_ready = self.is_terminating = False
+        self.times_asked = 0
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        ALL.append(self)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._end.done()
+
+    def serve(self) -> None:
+        self._serves.set()
+
+    async def ready(self) -> ReadyAnswer:
+        await self._serves.wait()
+        return ReadyAnswer("serving", instance_id="" if self.spec.is_frontend else "ab")
+
+    def die(self, status: int) -> None:
+        self._end.set_result(status)
+
+    def terminate(self) -> None:
+        if not self.is_terminating and not self.has_ended:
+            self.is_terminating = True
+            self.times_asked += 1
+
+    async def stop(self) -> None:
+        self.terminate()
+        await self.ended()
+
+    async def ended(self) -> int:
+        return await asyncio.shield(self._end)
+
+    def kill(self) -> None:
+        if not self.has_ended:
+            self.die(KILLED)
+
+
+ALL: list[FakeChild] = []
+
+
+async def until_ready(ask: partial[Any], within_s: float) -> ReadyAnswer:
+    """Wait for the fake child at this port instead of an HTTP response."""
+    _, port = ask.args
+    return await [child for child in ALL if child.port == port][-1].ready()
+
+
+async def is_not_taken(host: str, port: int) -> bool:
+    return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(20_000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("condition not met; children: " + ", ".join(child.spec.name for child in ALL))
+
+
+def children_named(name: str) -> list[FakeChild]:
+    return [child for child in ALL if child.spec.name == name]
+
+
+def latest_child(name: str) -> FakeChild:
+    return children_named(name)[-1]
+
+
+async def settle() -> None:
+    """Run the event loop until all tasks have done what they can without waiting."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def wait_for_start(name: str, number: int) -> FakeChild:
+    await until(lambda: len(children_named(name)) == number)
+    return latest_child(name)
+
+
+class SupervisorRun:
+    """A running supervisor and its output."""
+
+    def __init__(self, of: DeploymentConfig) -> None:
+        self.out = io.StringIO()
+        self.supervisor = Supervisor(of, Console(self.out, []), {})
+        self.running = asyncio.create_task(self.supervisor.run(self._on_ready))
+
+    async def _on_ready(self, serving: Any) -> bool:
+        return False
+
+    async def end(self) -> None:
+        """Stop the supervisor. Check that all children end and no new one starts."""
+        number = len(ALL)
+        self.supervisor.stop()
+
+        def is_over() -> bool:
+            for child in ALL:
+                if child.is_terminating and not child.has_ended:
+                    child.die(0)
+            return self.running.done()
+
+        await until(is_over)
+        await self.running
+        assert len(ALL) == number
+        assert all(child.has_ended for child in ALL)
+
+
+@contextlib.asynccontextmanager
+async def run_supervisor(*workers: dict[str, Any], **restart: Any) -> AsyncIterator[SupervisorRun]:
+    of = deployment(*workers, **restart)
+    made = SupervisorRun(of)
+    await until(lambda: len(ALL) == 1 + sum(spec.count for spec in of.workers))
+    for child in ALL:
+        child.serve()
+    await settle()
+    try:
+        yield made
+    finally:
+        if not made.running.done():
+            await made.end()

@@ -1,0 +1,59 @@
+"""Assigns test files to the processes of pytest-xdist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from xdist.scheduler import LoadFileScheduling
+
+# Files by the beginning of their paths whose tests share processes, or imports and models, that take long to start.
+TOGETHER = ("tests/e2e/demo_model/", "tests/contract/test_engine")
+# The longest tests start first, so that they do not run alone at the end.
+FIRST = (
+    *TOGETHER,
+    "tests/e2e/test_chaos.py",
+    "tests/e2e/test_launch.py",
+    "tests/e2e/test_failures.py",
+    "tests/e2e/test_printed_commands.py",
+    "tests/e2e/test_stand_in.py",
+    "tests/e2e/test_examples.py",
+    "tests/e2e/",
+    "tests/integration/",
+    "tests/contract/",
+)
+
+
+def rank(nodeid: str) -> int:
+    """Return the position of a test's file in the order of starts."""
+    return next((place for place, path in enumerate(FIRST) if nodeid.startswith(path)), len(FIRST))
+
+
+class FolderScheduling(LoadFileScheduling):
+    """Schedules like `--dist loadfile`; what TOGETHER names counts as one file, and a process may die.
+
+    pytest-xdist 3.8 gives the test that killed a process to the next one, sends work to a successor that has not
+    collected its tests yet, and waits for ever for a successor that got a file with a single test left.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), super()._split_scope(nodeid))
+
+    def remove_node(self, node: Any) -> str | None:
+        """Take back what a process did not run. Return the test in which it died, which is not run again."""
+        left = [(unit, nodeid) for unit in self.assigned_work[node].values() for nodeid in unit if not unit[nodeid]]
+        if not left:
+            return super().remove_node(node)
+        unit, died_in = left[0]
+        unit[died_in] = True
+        workload = self.assigned_work[node]
+        self.assigned_work[node] = {scope: unit for scope, unit in workload.items() if not all(unit.values())}
+        super().remove_node(node)
+        return died_in
+
+    def _reschedule(self, node: Any) -> None:
+        """Give files to a process until it knows two tests: it begins one when it knows which comes next."""
+        if node not in self.registered_collections:
+            return
+        super()._reschedule(node)
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            self._assign_work_unit(node)
