@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from dynamo_trtllm.demo_models import resolve
-from dynamo_trtllm.engines.base import Engine
 from dynamo_trtllm.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -383,12 +382,13 @@ async def test_executor_when_it_dies_then_every_stream_and_check_say_engine_fail
 
 
 async def test_executor_when_it_dies_unseen_then_check_finds_out(engines: TrtllmEngines) -> None:
+    async def until_it_fails() -> None:
+        while await engines.aggregated.check() is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
     engines.package.standin.core.kill_all("a rank was lost")
     with pytest.raises(EngineFailed):
-        async with asyncio.timeout(SOON_S):
-            while True:
-                await engines.aggregated.check()
-                await asyncio.sleep(0.01)
+        await asyncio.wait_for(until_it_fails(), SOON_S)
 
 
 async def test_start_when_the_constructor_fails_then_engine_failed_with_its_words(gpt_oss: Path, package: Any) -> None:
