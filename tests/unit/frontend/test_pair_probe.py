@@ -50,7 +50,7 @@ def right(request: GenerateRequest) -> list[int]:
     """Other tokens after every prompt."""
     prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
     seed = zlib.crc32(prompt) + request.num_resumed_output_tokens
-    return [(seed + at) % 1000 for at in range(request.sampling.max_tokens)]
+    return [(seed + at) % 1_000_000 for at in range(request.sampling.max_tokens)]
 
 
 def alike(request: GenerateRequest) -> list[int]:
