@@ -200,12 +200,12 @@ class _Fields:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.wrong(name, "an integer of at least 1")
+            raise self.wrong(name, "a whole number from 1 on")
         return value
 
     def wrong(self, name: str, expected: str) -> ConfigError:
         found = repr(self._values[name]) if name in self._values else "missing"
-        return ConfigError(f"{self.path}: {name} is {found}, expected {expected}", field="model_path")
+        return ConfigError(f"{self.path}: {name} is {found}: expected {expected}", field="model_path")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as exc:
         raise ConfigError(f"{path} does not exist. Pass --model-path a model folder.", field="model_path") from exc
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"Cannot read {path}: {exc}", field="model_path") from exc
+        raise ConfigError(f"{path} can't be read: {exc}", field="model_path") from exc
     if not isinstance(value, dict):
         raise ConfigError(f"{path} is not a JSON object", field="model_path")
     return value

@@ -93,7 +93,7 @@ class _Work:
         if on:
             current = self.values.setdefault("cuda_graph_config", {})
             self._agree("use_cuda_graph", "cuda_graph_config", current is not None)
-            self._note("use_cuda_graph", "cuda_graph_config, which is on")
+            self._note("use_cuda_graph", "cuda_graph_config, which is on by default")
         else:
             self.values["cuda_graph_config"] = None
             self._note("use_cuda_graph", "cuda_graph_config: null")
@@ -114,7 +114,7 @@ class _Work:
     def _flag(self, key: str) -> bool:
         value = self.values.pop(key)
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.where}: {key} is {value!r}, expected true or false", field=key)
+            raise ConfigError(f"{self.where}: {key} is {value!r}: expected true or false", field=key)
         return value
 
     def _put(self, old: str, new: str, value: Any) -> None:
@@ -125,7 +125,7 @@ class _Work:
                 level[parent] = {}
             level = level[parent]
             if not isinstance(level, dict):
-                raise ConfigError(f"{self.where}: {parent} is {level!r}, expected a mapping (key: value)", field=parent)
+                raise ConfigError(f"{self.where}: {parent} is {level!r}: expected a mapping (key: value)", field=parent)
         self._agree(old, new, last not in level or level[last] == value)
         level[last] = value
         self._note(old, f"{new}: {'true' if value is True else 'false' if value is False else value}")

@@ -91,12 +91,12 @@ def load(name: str) -> KernelProfile:
     layers.check_keys(data, _KINDS, str(path))
     for key, kind in _KINDS.items():
         if not isinstance(data.get(key, kind()), kind):
-            raise ConfigError(f"{path}: {key} is {data[key]!r}, expected a {kind.__name__}", field=key)
+            raise ConfigError(f"{path}: {key} is {data[key]!r}: expected a {kind.__name__}", field=key)
     for key in ("quantization", "environment"):
         for entry, value in data.get(key, {}).items():
             if not isinstance(value, str):
                 raise ConfigError(
-                    f"{path}: {key}.{entry} is {value!r}, expected a string. Put it in quotes.", field=key
+                    f"{path}: {key}.{entry} is {value!r}: expected a string. Put it in quotes.", field=key
                 )
     return KernelProfile(
         name=path.stem,

@@ -41,7 +41,7 @@ _RANGES: Mapping[str, tuple[float, float | None]] = {
     "cache_transceiver_config.kv_transfer_sender_future_timeout_ms": (1, None),
     "cache_transceiver_config.kv_transfer_poll_interval_ms": (1, None),
 }
-_WORDS = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
 
 
 class Found(NamedTuple):
@@ -108,7 +108,7 @@ def check_together(get: Mapping[str, Any]) -> None:
         for name in ("timeout_iters", "batching_wait_iters"):
             key = f"attention_dp_config.{name}"
             if (get.get(key) or 0) < 0:
-                raise ConfigError(f"{key} is {get[key]}, expected 0 or more with enable_balance", field=key)
+                raise ConfigError(f"{key} is {get[key]}: expected 0 or more with enable_balance", field=key)
 
 
 def default(release: ApiManifest, key: str) -> Any:
@@ -183,14 +183,14 @@ def _where_else(key: str) -> str:
 
 def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifest, where: str) -> None:
     if not _fits(_tree(field.type), value, release):
-        raise ConfigError(f"{where}: {key} is {value!r}, expected {_expected(field, release)}", field=key)
+        raise ConfigError(f"{where}: {key} is {value!r}: expected {_expected(field, release)}", field=key)
     low, high = _RANGES.get(key, (None, None))
     if low is not None and isinstance(value, (int, float)) and not isinstance(value, bool):
         if value < low or (high is not None and value > high):
             span = f"{low} to {high}" if high is not None else f"{low} or more"
-            raise ConfigError(f"{where}: {key} is {value!r}, expected {span}", field=key)
+            raise ConfigError(f"{where}: {key} is {value!r}: expected {span}", field=key)
     if key == "kv_cache_config.max_attention_window" and value is not None and (not value or min(value) < 1):
-        raise ConfigError(f"{where}: {key} is {value!r}, expected a list of positive integers", field=key)
+        raise ConfigError(f"{where}: {key} is {value!r}: expected a list of positive whole numbers", field=key)
 
 
 @functools.cache

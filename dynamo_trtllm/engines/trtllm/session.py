@@ -82,7 +82,7 @@ class TrtllmSession:
             still_s = time.monotonic() - max(self._last_result_at, self._stats_poller.changed_at, min(waiting))
             if still_s > self._stall_s:
                 raise self.fail(
-                    f"TensorRT-LLM is stalled: no iteration for {still_s:.0f} s with {len(waiting)} requests waiting"
+                    f"TensorRT-LLM is stalled: no iteration for {still_s:.0f} s, requests waiting: {len(waiting)}"
                 )
 
     def _healthy(self) -> bool:
