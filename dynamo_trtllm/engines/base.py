@@ -94,16 +94,19 @@ class Engine(Protocol):
 
 
 Push: TypeAlias = Callable[[Chunk], None]
-"""Takes a chunk within the call, on the event loop. Never raises."""
+"""A callback that receives a chunk on the event loop. It never raises an exception."""
 
 
 @runtime_checkable
 class Pushes(Protocol):
-    """Engines that can hand over what a step made within that step: no task wakes for it."""
+    """An engine that passes chunks to a callback within its step, without an asyncio task switch."""
 
     def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        """As `generate`, less the chunks that `push` takes. The terminal one is always yielded; nothing is pushed
-        while something that was yielded before it waits to be consumed, or once the stream is closed."""
+        """Run a request as `generate`, but pass chunks to `push` where possible instead of yielding them.
+
+        The terminal chunk is always yielded. `push` is not called while a yielded chunk is not consumed yet, nor after
+        the stream is closed.
+        """
         ...
 
 

@@ -283,7 +283,7 @@ class TrtllmSession:
 
 
 def _broken(request: GenerateRequest, inflight: TrtllmInflightRequest, step: EngineOutput) -> DynamoError:
-    """Return the error for a request that the vendor ended and this worker did not."""
+    """Return the error for a request that TensorRT-LLM ended on its own."""
     if inflight.fetches_kv and not inflight.had_tokens:
         error = TransferTimeout if step.finish == "timeout" else TransferFailed
         return error(f"TensorRT-LLM stopped receiving the KV of the prompt ({step.finish})")

@@ -48,23 +48,23 @@ def has_statistics(args: LlmArguments) -> bool:
 
 def unsupported_features(args: LlmArguments, release: ApiManifest, *, cache_salt: bool) -> tuple[str, ...]:
     """Return the fields of Sampling, and "cache_salt", that this release does not support with these arguments."""
-    found = [] if cache_salt else ["cache_salt"]
+    features = [] if cache_salt else ["cache_salt"]
     if not args.get("guided_decoding_backend"):
-        found.append("guided")
+        features.append("guided")
     if release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT:
         # Up to 1.2 the penalties and min_p are documented for the TRTLLM sampler, which is not the default.
         if str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler":
-            found += [*_PENALTIES, "min_p"]
+            features += [*_PENALTIES, "min_p"]
     elif args.values.get("enable_mixed_sampler"):
-        found += [*_PENALTIES, "min_p", "logit_bias"]
-    if found:
+        features += [*_PENALTIES, "min_p", "logit_bias"]
+    if features:
         _log.info(
             "Requests with %s will be rejected. To support them, set guided_decoding_backend or sampler_type: "
             "TRTLLMSampler, if TensorRT-LLM %s has these arguments",
-            ", ".join(found),
+            ", ".join(features),
             release.title,
         )
-    return tuple(found)
+    return tuple(features)
 
 
 def kv_compat(facts: RoleFacts, line: str) -> dict[str, str]:
@@ -79,26 +79,26 @@ def kv_compat(facts: RoleFacts, line: str) -> dict[str, str]:
     if not facts.is_disaggregated:
         return {}
     attention = str(facts.args.get("attn_backend") or _ATTENTION)
-    found = {"release": line, "transceiver": str(facts.transceiver), "attn_backend": attention}
+    values = {"release": line, "transceiver": str(facts.transceiver), "attn_backend": attention}
     runtime = facts.args.get("cache_transceiver_config.transceiver_runtime")
     if runtime is not None:
-        found["transceiver_runtime"] = str(runtime)
+        values["transceiver_runtime"] = str(runtime)
     if attention != _ATTENTION:
-        found["tensor_parallel_size"] = str(facts.tensor_parallel)
-    return found
+        values["tensor_parallel_size"] = str(facts.tensor_parallel)
+    return values
 
 
-def ticket_ttl_s(facts: RoleFacts, asked_s: float) -> float:
+def ticket_ttl_s(facts: RoleFacts, requested_s: float) -> float:
     """Return the lifetime of a KV transfer in seconds, limited by TensorRT-LLM's own transfer timeout.
 
     Args:
         facts: the worker's arguments.
-        asked_s: value of `--ticket-ttl-s`.
+        requested_s: value of `--ticket-ttl-s`.
     """
     timeout_ms = facts.number(TIMEOUT)
-    if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= asked_s:
-        return asked_s
-    _log.warning("Reduced --ticket-ttl-s from %g to %g; raise %s to keep it", asked_s, timeout_ms / 1000, TIMEOUT)
+    if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= requested_s:
+        return requested_s
+    _log.warning("Reduced --ticket-ttl-s from %g to %g; raise %s to keep it", requested_s, timeout_ms / 1000, TIMEOUT)
     return timeout_ms / 1000
 
 
@@ -127,13 +127,13 @@ def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     """Return the longest prompt of a call in this phase, and the argument that sets it."""
     context = context_length(facts)
-    found = [PromptLimit(context - 1, f"max_seq_len {context}")]
+    candidates = [PromptLimit(context - 1, f"max_seq_len {context}")]
     buffer = facts.number(BUFFER)
     if buffer and phase is not Phase.AGGREGATED:  # longer prompts use a fallback that fails with NIXL
-        found.append(PromptLimit(buffer, BUFFER))
+        candidates.append(PromptLimit(buffer, BUFFER))
     if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):
-        found.append(PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill"))
-    return min(found)
+        candidates.append(PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill"))
+    return min(candidates)
 
 
 def model_limits(
