@@ -216,7 +216,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path} can't be read: {exc}", field="model_path") from exc
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} is not a JSON object", field="model_path")
+        raise ConfigError(f"{path}: not a JSON object", field="model_path")
     return value
 
 

@@ -154,7 +154,7 @@ class PendingTransfers:
 def ticket_of(request: GenerateRequest) -> KvTransferParams:
     """Return the KV transfer parameters of a decode call. Raises RequestRejected if it has none."""
     if request.ticket is None:
-        raise RequestRejected("a decode call needs KV transfer parameters (field ticket)", field="ticket")
+        raise RequestRejected("a decode call needs KV transfer parameters", field="ticket")
     return request.ticket
 
 

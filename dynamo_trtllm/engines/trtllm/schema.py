@@ -217,9 +217,7 @@ def _fits(tree: ast.expr, value: Any, release: ApiManifest) -> bool:
             return value is None or _fits(inner[0], value, release)
         case "Union":
             enums = [part for part in inner if isinstance(part, ast.Name) and release.values(part.id)]
-            return any(
-                _fits(part, value, release) for part in enums or inner
-            )  # the enumeration restricts a str beside it
+            return any(_fits(part, value, release) for part in enums or inner)  # an enumeration restricts a str
         case "Literal":
             return any(value == ast.literal_eval(part) and isinstance(value, str) for part in inner)
         case "List":

@@ -123,7 +123,7 @@ def test_read_when_an_index_is_there_then_its_total_beats_the_shape_and_the_file
         ({**LLAMA, "dtype": "int3"}, "dtype is 'int3': expected one of float32"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "expected an object with quant_method"),
         ({**LLAMA, "eos_token_id": "end"}, "eos_token_id is 'end': expected a token id"),
-        ([], "is not a JSON object"),
+        ([], "not a JSON object"),
     ],
 )
 def test_read_when_a_field_is_wrong_then_config_error_names_file_and_field(
@@ -142,7 +142,7 @@ def test_read_when_files_are_missing_or_broken_then_config_error_names_them(tmp_
     with pytest.raises(ConfigError, match="no/folder does not exist"):
         read_checkpoint(Path("no/folder"))
     write(tmp_path, LLAMA, generation_config=[1])
-    with pytest.raises(ConfigError, match=r"generation_config\.json is not a JSON object"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: not a JSON object"):
         read_checkpoint(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json can't be read"):

@@ -113,7 +113,7 @@ def release_for(version: str) -> ApiManifest:
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise ConfigError(f"TensorRT-LLM reports the invalid version {version!r}. Reinstall it.")
+        raise ConfigError(f"Invalid TensorRT-LLM version {version!r}: expected a release such as 1.2.1")
     line = (int(match[1]), int(match[2]))
     lines = {(int(name.split(".")[0]), int(name.split(".")[1])): name for name in _MANIFESTS}
     below = [known for known in lines if known <= line]

@@ -107,5 +107,5 @@ def test_release_for_when_newer_than_all_known_then_the_newest_and_a_line(caplog
 
 @pytest.mark.parametrize("version", ["0.21.0", "none"])
 def test_release_for_when_too_old_or_no_version_then_refused(version: str) -> None:
-    with pytest.raises(ConfigError, match="nstall"):
+    with pytest.raises(ConfigError, match="TensorRT-LLM"):
         release_for(version)
