@@ -1,1 +1,1 @@
-"""Engines: token ids in, token ids out. A vendor lives in its own folder; nothing here knows a network or HTTP."""
+"""Inference engines, which turn token ids into token ids. Each engine has a folder of its own and uses no network."""

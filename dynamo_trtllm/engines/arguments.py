@@ -1,6 +1,6 @@
-"""An engine's own arguments from a worker's configuration, merged and checked by its schema, each with its source.
+"""Merge an engine's arguments from a worker's configuration, check them by its schema, and remember their sources.
 
-YAML < environment < typed flag < override JSON; an engine may put advice below. Pure but for reading the YAML.
+Later sources override earlier ones: YAML < environment < flag < override JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 S = TypeVar("S", bound=BaseModel)
 
-# Every flag that speaks of the engine. One that the chosen engine has no argument for is refused, never ignored.
+# Every flag that sets an engine argument. A flag that the chosen engine has no argument for is rejected.
 ENGINE_FLAGS = (
     "load_format",
     "max_num_tokens",
@@ -40,16 +40,25 @@ _RENAMED = {"carrier": "transfer_backend"}
 
 
 class Described(NamedTuple):
-    """An engine's arguments for people: what they are of, those that were set, and all of them."""
+    """An engine's arguments as `--print-config` prints them."""
 
-    title: str
-    given: Mapping[str, Sourced]
-    every: Mapping[str, Sourced]  # defaults included
+    title: str  # the engine and its release
+    given: Mapping[str, Sourced]  # arguments that a source set
+    every: Mapping[str, Sourced]  # all arguments, with defaults
     notes: tuple[str, ...]
 
 
 def engine_arguments(config: WorkerConfig, schema: type[S], engine: str) -> S:
-    """The checked arguments. Raises ConfigError naming the flag, file or key at fault."""
+    """Return the merged arguments, checked by the schema, and log the notes of the merge.
+
+    Args:
+        config: settings of the worker.
+        schema: pydantic model of the engine's arguments.
+        engine: value of `--engine`, for messages.
+
+    Raises:
+        ConfigError: names the flag, file or key at fault.
+    """
     merged = _merged(config, schema, engine)
     for note in merged.notes:
         _log.info("%s", note)
@@ -57,7 +66,11 @@ def engine_arguments(config: WorkerConfig, schema: type[S], engine: str) -> S:
 
 
 def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Described:
-    """The same arguments with the places they come from. Raises ConfigError as `engine_arguments`."""
+    """Return the same arguments as `engine_arguments`, with the source of each.
+
+    Raises:
+        ConfigError: names the flag, file or key at fault.
+    """
     merged = _merged(config, schema, engine)
     checked = _checked(merged, schema, engine)
     every = {
@@ -68,13 +81,22 @@ def described_arguments(config: WorkerConfig, schema: type[BaseModel], engine: s
 
 
 def file_layer(config: WorkerConfig) -> Source:
-    """What `--extra-engine-args` sets; nothing when it is not given. Raises ConfigError."""
+    """Return the arguments in the file of `--extra-engine-args`; an empty source without the flag.
+
+    Raises:
+        ConfigError: the file is missing or is not a YAML mapping.
+    """
     path = config.extra_engine_args
     return Source(layers.read_yaml(layers.find_file(path)), f"YAML {path}") if path else Source({}, "YAML")
 
 
 def flag_layers(config: WorkerConfig, names: Mapping[str, str]) -> list[Source]:
-    """What the settings in `names` (field to dotted argument) set, environment before flags typed."""
+    """Return one source per setting that was given, environment variables before flags.
+
+    Args:
+        config: settings of the worker.
+        names: maps a field of `config` to the dotted name of the engine argument.
+    """
     given = [
         Source(_nest(key, value), config.source_of(field))
         for field, key in names.items()
@@ -84,7 +106,7 @@ def flag_layers(config: WorkerConfig, names: Mapping[str, str]) -> list[Source]:
 
 
 def override_layer(config: WorkerConfig) -> Source:
-    """What `--override-engine-args` sets."""
+    """Return the arguments of `--override-engine-args`."""
     return Source(config.override_engine_args or {}, layers.OVERRIDE_SOURCE)
 
 
@@ -96,9 +118,9 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
     given = {name: value for name in ENGINE_FLAGS if (value := getattr(config, name)) is not None}
     names = [name for name, value in given.items() if name in schema.model_fields or not _is_one(name, value)]
     for name in names:
-        _refuse_foreign(config, name, schema, engine)
+        _reject_foreign(config, name, schema, engine)
     if config.kernels_profile is not None:
-        _refuse_foreign(config, "kernels_profile", schema, engine)
+        _reject_foreign(config, "kernels_profile", schema, engine)
     yaml, override = (_renamed(layer, schema) for layer in (file_layer(config), override_layer(config)))
     layers.check_keys(yaml.values, schema.model_fields, yaml.source)
     layers.check_keys(override.values, schema.model_fields, override.source)
@@ -106,17 +128,20 @@ def _merged(config: WorkerConfig, schema: type[BaseModel], engine: str) -> Merge
 
 
 def _renamed(layer: Source, schema: type[BaseModel]) -> Source:
-    """Return the layer with today's names of arguments, and log a warning for each former name.
+    """Return the source with former argument names replaced, and log a warning for each.
 
-    Raises ConfigError when the layer sets an argument by both names.
+    Raises:
+        ConfigError: the source sets an argument by both names.
     """
     values = dict(layer.values)
     for old, new in _RENAMED.items():
         if old not in values or new not in schema.model_fields:
             continue
         if new in values:
-            raise ConfigError(f"{layer.source}: {old} is the former name of {new}; leave {old} out", field=old)
-        _log.warning("%s: %s is now called %s; the former name goes with the next release", layer.source, old, new)
+            raise ConfigError(f"{layer.source}: {old} is the former name of {new}. Remove {old}.", field=old)
+        _log.warning(
+            "%s: argument %s was renamed; use %s (%s will be removed in the next release)", layer.source, old, new, old
+        )
         values[new] = values.pop(old)
     return layer._replace(values=values)
 
@@ -132,14 +157,14 @@ def _checked(merged: Merged, schema: type[S], engine: str) -> S:
 
 
 def _is_one(name: str, value: float) -> bool:
-    """One device is what every engine runs on."""
+    """Return True for a parallel size of 1, which every engine supports."""
     return name.endswith("_parallel_size") and value == 1
 
 
-def _refuse_foreign(config: WorkerConfig, name: str, schema: type[BaseModel], engine: str) -> None:
+def _reject_foreign(config: WorkerConfig, name: str, schema: type[BaseModel], engine: str) -> None:
     if name not in schema.model_fields:
         why = "runs on one device" if name.endswith("_parallel_size") else "has no such setting"
         flag = "--" + name.replace("_", "-")
         source = config.source_of(name)
-        said = "" if flag in source or source == CODE_SOURCE else f" ({source})"
-        raise ConfigError(f"{flag}{said}: the {engine} engine {why}; leave it out", field=name)
+        suffix = "" if flag in source or source == CODE_SOURCE else f" ({source})"
+        raise ConfigError(f"{flag}{suffix}: the {engine} engine {why}. Remove the flag.", field=name)

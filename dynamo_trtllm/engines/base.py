@@ -1,4 +1,4 @@
-"""The interface between a worker and its inference engine. Engines know neither tokenizers nor the network."""
+"""Define the interface between a worker and its inference engine, which receives and returns token ids."""
 
 from __future__ import annotations
 
@@ -12,117 +12,137 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Instance, KvLayout, L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine says of itself once it can serve."""
+    """Properties of a loaded engine, which its worker registers."""
 
-    engine: str  # kind, as in `--engine`
-    context_length: int
+    engine: str  # value of `--engine`
+    context_length: int  # tokens of prompt and output together
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     renderer: str  # "harmony" or "chat_template"
     layout: KvLayout
     limits: Limits
-    kv_compat: Mapping[str, str] = field(default_factory=dict)  # what else both roles must share to hand KV over
-    # Fields of Sampling, "cache_salt", and "resumed_tokens" that it can't honor. The last: it takes an answer that
-    # another worker began for a prompt, which is the same only for greedy requests without form and penalties.
+    kv_compat: Mapping[str, str] = field(default_factory=dict)  # what prefill and decode must share besides the layout
+    # Unsupported fields of Sampling, "cache_salt" and "resumed_tokens". An engine with "resumed_tokens" treats output
+    # of another worker as prompt, which is equivalent only for greedy requests without grammar and penalties.
     unsupported_features: tuple[str, ...] = ()
-    can_aggregate: bool = False  # in every role it can do a request of Phase.AGGREGATED too
+    can_aggregate: bool = False  # accepts Phase.AGGREGATED in every role
     files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, for frontends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot, cheap enough to take at every scrape."""
+    """Counters of an engine at one moment, read at every scrape of /metrics."""
 
     running: int  # requests in the batch
-    waiting: int  # requests that wait for KV blocks or a slot
-    kv_blocks_used: int  # blocks under a ticket included
+    waiting: int  # requests queued for KV blocks or a batch slot
+    kv_blocks_used: int  # includes ticket_kv_blocks
     kv_blocks_total: int
-    tickets_held: int  # hand-offs not yet released
-    ticket_kv_blocks: int  # blocks that they hold
-    kv_checksum_mismatches: int = 0  # fetches whose KV differed from what was sent; always 0 without checksums
+    tickets_held: int  # KV transfers not yet released
+    ticket_kv_blocks: int  # blocks of those transfers
+    kv_checksum_mismatches: int = 0  # fetches with a wrong checksum; 0 when checksums are off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a check before loading found. An error keeps the worker from starting."""
+    """One problem that preflight reports. An error stops the worker before it loads the model."""
 
     severity: Literal["error", "warning", "note"]
     rule: str  # stable name, as in docs/preflight.md
-    field: str  # the argument at fault, dotted
-    value: str  # what it is, and where it comes from
-    other: str = ""  # what it disagrees with: another argument, the other role, the GPU, the model
+    field: str  # dotted name of the argument
+    value: str  # its value and the source of the value
+    other: str = ""  # what it conflicts with: another argument, the other role, the GPU or the model
     why: str
-    cure: str  # what to change
+    cure: str  # the fix
 
 
 class Engine(Protocol):
-    """Every consumption of `generate` is `async with aclosing(stream)`; closing it is the abort and frees the KV."""
+    """An inference engine. Consume `generate` in `async with aclosing(stream)`: closing aborts and frees the KV."""
 
     async def start(self) -> EngineInfo:
-        """Load and warm up. After it returns `generate` works. Raises EngineFailed or ConfigError."""
+        """Load the model and warm up. After it returns, `generate` accepts requests.
+
+        Raises:
+            EngineFailed: the engine could not be loaded.
+            ConfigError: an argument is invalid.
+        """
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Zero or more chunks, then exactly one with `finish_reason`. Safe to call concurrently.
+        """Yield zero or more chunks, then exactly one with `finish_reason`. Safe to call concurrently.
 
-        PREFILL ends with KV_TRANSFER and a ticket, or with STOP or LENGTH and the tokens when the request is finished
-        after its first token. DECODE emits the ticket's first token as its own. Raises RequestRejected for a request
-        this engine can't serve, Overloaded when its queue is full, KvTransferError when the KV can't be fetched.
+        A PREFILL call ends with KV_TRANSFER and KV transfer parameters, or with STOP or LENGTH and the tokens if the
+        request ends with its first token. A DECODE call yields the first token of the transfer parameters first.
+
+        Raises:
+            RequestRejected: this engine does not support the request.
+            Overloaded: the queue is full.
+            KvTransferError: the KV could not be fetched.
         """
         ...
 
     async def check(self) -> None:
-        """Raises EngineFailed when not fit to serve."""
+        """Raise EngineFailed if the engine can no longer serve requests."""
         ...
 
     async def drain(self) -> None:
-        """Returns when no request runs and no ticket is held. The caller bounds the wait."""
+        """Wait until no request runs and no KV transfer is pending. The caller sets the time limit."""
         ...
 
     async def aclose(self) -> None:
-        """Idempotent; safe after a failed `start`. Running streams end in EngineFailed."""
+        """Shut down; running streams end in EngineFailed. Idempotent, and allowed after a failed `start`."""
         ...
 
 
 Push: TypeAlias = Callable[[Chunk], None]
-"""Takes a chunk within the call, on the event loop. Never raises."""
+"""A callback that receives a chunk on the event loop. It never raises an exception."""
 
 
 @runtime_checkable
 class Pushes(Protocol):
-    """Engines that can hand over what a step made within that step: no task wakes for it."""
+    """An engine that passes chunks to a callback within its step, without an asyncio task switch."""
 
     def generate_into(self, request: GenerateRequest, push: Push) -> AsyncGenerator[Chunk, None]:
-        """As `generate`, less the chunks that `push` takes. The terminal one is always yielded; nothing is pushed
-        while something that was yielded before it waits to be consumed, or once the stream is closed."""
+        """Run a request as `generate`, but pass chunks to `push` where possible instead of yielding them.
+
+        The terminal chunk is always yielded. `push` is not called while a yielded chunk is not consumed yet, nor after
+        the stream is closed.
+        """
         ...
 
 
 @runtime_checkable
 class HasTickets(Protocol):
-    """Engines whose prefill calls return tickets."""
+    """An engine whose prefill calls return KV transfer parameters."""
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """The ticket is done with: its blocks may go. Unknown or released tickets are no error."""
+        """Free the KV blocks of a transfer. Unknown and released transfers are ignored."""
         ...
 
 
 @runtime_checkable
 class HasStats(Protocol):
+    """An engine that reports counters."""
+
     def stats(self) -> EngineStats: ...
 
 
 @runtime_checkable
 class HasPreflight(Protocol):
-    """Engines that can judge their arguments before they load anything."""
+    """An engine that checks its arguments before it loads the model."""
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
-        """Called once before `start`. `peers`: live instances of the same model in the other role."""
+        """Return the problems of the arguments. A worker calls it once, before `start`.
+
+        Args:
+            peers: live instances of the same model in the other role.
+        """
         ...
 
 
 @runtime_checkable
 class HasProgress(Protocol):
+    """An engine that reports how far `start` is."""
+
     def progress(self) -> str:
-        """What `start` is doing now, in a few words; "" when it is not running. Cheap; from any thread."""
+        """Describe the current step of `start` in a few words; "" when it does not run. Thread-safe."""
         ...

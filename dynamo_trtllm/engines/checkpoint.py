@@ -1,6 +1,6 @@
-"""What a model folder says of its model, read from its JSON files alone: no vendor library, no weights.
+"""Read a model's shape, token ids and defaults from the JSON files of its folder, and compute its weight sizes.
 
-Sizes of weights are in `engines/weights.py`. Knows no engine.
+Neither the weights nor an inference library are loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """One model, as its files describe it."""
+    """The shape of one model, as its files describe it."""
 
     folder: Path
     model_type: str
@@ -35,20 +35,22 @@ class Checkpoint:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
-    intermediate_size: int  # of one expert, where there are experts
+    intermediate_size: int  # of one expert in MoE models
     vocab_size: int
-    context_length: int  # 0: the files don't say
-    sliding_window: int | None = None  # tokens that the sliding layers see
+    context_length: int  # tokens; 0 if the files do not set it
+    sliding_window: int | None = None  # tokens
     num_sliding_layers: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
-    quantization: str | None = None  # "mxfp4", "fp8", ...; None: weights are of `dtype`
+    quantization: str | None = None  # "mxfp4", "fp8", …; None: weights have `dtype`
     dtype: str = "bfloat16"
     eos_token_ids: tuple[int, ...] = ()
     tie_word_embeddings: bool = False
     attention_bias: bool = False
-    index_bytes: int | None = None  # all tensors, as the safetensors index or the file sizes say; None: none are there
-    files: Mapping[str, Path] = field(default_factory=dict)  # what a frontend needs to render and parse
+    index_bytes: int | None = (
+        None  # total of all tensors, from the safetensors index or the file sizes; None without weights
+    )
+    files: Mapping[str, Path] = field(default_factory=dict)  # tokenizer and template files, by name
 
     @property
     def renderer(self) -> str:
@@ -56,51 +58,74 @@ class Checkpoint:
 
 
 def renderer_of(model_type: str) -> str:
-    """How conversations with models of this kind are written."""
+    """Return the prompt format of a model type: "harmony" or "chat_template"."""
     return "harmony" if model_type == "gpt_oss" else "chat_template"
 
 
 def served_files(folder: Path, model_type: str) -> dict[str, Path]:
-    """The files a frontend fetches, by name. Harmony needs none: its vocabulary is not the model's."""
+    """Return the files that a frontend fetches, by name. Harmony needs no file of the folder."""
     if renderer_of(model_type) == "harmony":
         return {}
     return {name: folder / name for name in SERVED_FILES if (folder / name).is_file()}
 
 
 def model_file(folder: Path) -> Path:
-    """Return the folder's config.json, or the one GGUF file that it holds instead. Raises ConfigError."""
+    """Return the folder's config.json or its only GGUF file.
+
+    Raises:
+        ConfigError: the folder does not exist or contains neither.
+    """
     if not folder.is_dir():
-        raise ConfigError(f"model folder {folder} does not exist", field="model_path")
+        raise ConfigError(
+            f"Model folder {folder} does not exist. Pass --model-path an existing model folder.", field="model_path"
+        )
     if (folder / CONFIG).is_file():
         return folder / CONFIG
     ggufs = list(folder.glob("*.gguf"))
     if len(ggufs) != 1:
-        raise ConfigError(f"model folder {folder} holds neither {CONFIG} nor one .gguf file", field="model_path")
+        raise ConfigError(
+            f"Model folder {folder} contains neither {CONFIG} nor exactly one .gguf file. Download the model again.",
+            field="model_path",
+        )
     return ggufs[0]
 
 
 def check_model_files(folder: Path, *, reads_gguf: bool) -> None:
-    """Raise ConfigError, naming the file, when an engine or a frontend would fail for what the folder lacks."""
+    """Check that a folder contains the files that an engine and a frontend need.
+
+    Args:
+        folder: model folder.
+        reads_gguf: the engine loads GGUF files.
+
+    Raises:
+        ConfigError: names the missing or unsupported file.
+    """
     found = model_file(folder)
     if found.name != CONFIG:
         if not reads_gguf:
             raise ConfigError(
-                f"{found} is a GGUF file, which only the torch engine reads; give a folder with {CONFIG}",
+                f"{found} is a GGUF file, which only the torch engine supports. Pass a folder with {CONFIG}.",
                 field="model_path",
             )
         return
     model_type = _Fields(found, _read_json(found)).text("model_type")
     if renderer_of(model_type) != "harmony" and not (folder / TOKENIZER).is_file():
         raise ConfigError(
-            f"model folder {folder} has no {TOKENIZER}, which frontends need to write prompts; download it too",
+            f"Model folder {folder} has no {TOKENIZER}, which frontends need to render prompts. Download it too.",
             field="model_path",
         )
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Raises ConfigError naming the file, and the field in it, that is missing or can't be."""
+    """Read a model folder's config.json and generation_config.json.
+
+    Raises:
+        ConfigError: names the file, and the field in it, that is missing or invalid.
+    """
     if not folder.is_dir():
-        raise ConfigError(f"model folder {folder} does not exist", field="model_path")
+        raise ConfigError(
+            f"Model folder {folder} does not exist. Pass --model-path an existing model folder.", field="model_path"
+        )
     path = folder / CONFIG
     top = _read_json(path)
     text = top.get("text_config") if isinstance(top.get("text_config"), dict) else None
@@ -134,9 +159,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Return the sampling values in the folder's generation_config.json; none where there is no such file.
+    """Return the sampling values of the folder's generation_config.json; no values without that file.
 
-    Its other fields are not read here. Raises ConfigError naming the field that can't be.
+    Raises:
+        ConfigError: names the field that is invalid.
     """
     path = folder / GENERATION_CONFIG
     if not path.is_file():
@@ -148,12 +174,12 @@ def read_sampling_defaults(folder: Path) -> SamplingDefaults:
         return msgspec.convert(values, SamplingDefaults)
     except msgspec.ValidationError as exc:
         raise ConfigError(
-            f"{path}: {exc}; correct it, or start the worker with --generation-config none", field="model_path"
+            f"{path}: {exc}. Correct the file or start the worker with --generation-config none.", field="model_path"
         ) from exc
 
 
 class _Fields:
-    """The fields of one JSON file, taken by name and kind."""
+    """The fields of one JSON file, with a type check for each."""
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
         self.path = path
@@ -169,7 +195,7 @@ class _Fields:
         return value
 
     def count(self, name: str, default: int | None = None) -> int:
-        """A whole number from 1 on; `default` where the file has none or null."""
+        """Return a field that is an integer of at least 1; `default` if it is absent or null."""
         value = self._values.get(name)
         if value is None and default is not None:
             return default
@@ -179,23 +205,23 @@ class _Fields:
 
     def wrong(self, name: str, expected: str) -> ConfigError:
         found = repr(self._values[name]) if name in self._values else "missing"
-        return ConfigError(f"{self.path}: {name} is {found}; expected {expected}", field="model_path")
+        return ConfigError(f"{self.path}: {name} is {found}: expected {expected}", field="model_path")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as exc:
-        raise ConfigError(f"{path} does not exist: {path.parent} is no model folder", field="model_path") from exc
+        raise ConfigError(f"{path} does not exist. Pass --model-path a model folder.", field="model_path") from exc
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{path} can't be read: {exc}", field="model_path") from exc
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: expected a JSON object", field="model_path")
+        raise ConfigError(f"{path}: not a JSON object", field="model_path")
     return value
 
 
 def _sliding_layers(config: _Fields) -> int:
-    """Layers that see only a window. Without `layer_types` every layer counts as full, as in the torch engine."""
+    """Count sliding-window layers. Without `layer_types` all layers have full attention, as in the torch engine."""
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
         return 0
@@ -213,7 +239,7 @@ def _quantization(config: _Fields) -> str | None:
 
 
 def _dtype(config: _Fields) -> str:
-    """The type of the weights that are not quantized; files from before it was written mean bfloat16."""
+    """Return the type of the weights that are not quantized; bfloat16 if the file has no type."""
     found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if found not in _DTYPES:
         raise config.wrong("dtype" if config.get("dtype") else "torch_dtype", f"one of {', '.join(_DTYPES)}")
@@ -221,7 +247,7 @@ def _dtype(config: _Fields) -> str:
 
 
 def _eos(folder: Path, config: _Fields) -> tuple[int, ...]:
-    """The generation config's, which has all of them, else the model's."""
+    """Return the stop tokens of generation_config.json, which lists all of them, else those of config.json."""
     path = folder / GENERATION_CONFIG
     source = _Fields(path, _read_json(path)) if path.is_file() else config
     if source.get("eos_token_id") is None:
@@ -236,7 +262,7 @@ def _eos(folder: Path, config: _Fields) -> tuple[int, ...]:
 
 
 def _index_bytes(folder: Path) -> int | None:
-    """The index's own total, else the tensor files' sizes."""
+    """Return the total in the safetensors index, else the sum of the file sizes."""
     path = folder / WEIGHT_INDEX
     if path.is_file():
         metadata = _read_json(path).get("metadata")
@@ -275,19 +301,19 @@ SHAPES: Mapping[str, Checkpoint] = {
 }
 
 
-MXFP4_BITS = 4.25  # four bits and an eight-bit scale for every 32 values
+MXFP4_BITS = 4.25  # 4 bits, and an 8-bit scale for every 32 values
 _BITS = {"mxfp4": MXFP4_BITS, "fp8": 8.0, "nvfp4": 4.5, "fp4": 4.5}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBytes:
-    """Bytes by how engines spread them."""
+    """Weight bytes of a model, grouped by how engines shard them."""
 
-    experts: int  # split by expert or tensor parallelism
-    attention: int  # split by tensor parallelism, whole on each rank with attention data parallelism
-    vocabulary: int  # embedding and output matrix; split and copied like attention
-    rest: int  # norms, router: on each rank whole
+    experts: int  # sharded by expert or tensor parallelism
+    attention: int  # sharded by tensor parallelism; replicated with attention data parallelism
+    vocabulary: int  # embedding and output matrix; sharded like attention
+    rest: int  # norms and router; replicated on each rank
 
     @property
     def total(self) -> int:
@@ -295,7 +321,10 @@ class WeightBytes:
 
 
 def weight_bytes(model: Checkpoint) -> WeightBytes:
-    """All layers. MXFP4 covers the experts alone; another quantization all of the layers' matrices."""
+    """Compute the weight bytes of all layers.
+
+    MXFP4 quantizes only the experts; other methods quantize all matrices of the layers.
+    """
     item = _DTYPE_BYTES[model.dtype]
     packed = _BITS.get(model.quantization or "", 8.0 * item) / 8
     dense = item if model.quantization == "mxfp4" else packed
@@ -310,24 +339,24 @@ def weight_bytes(model: Checkpoint) -> WeightBytes:
 
 
 def _mlp_matrices(model: Checkpoint) -> int:
-    """Values of gate, up and down matrices of one layer."""
+    """Count the values in the gate, up and down matrices of one layer."""
     return 3 * model.hidden_size * model.intermediate_size * max(1, model.num_experts)
 
 
 def _expert_biases(model: Checkpoint) -> int:
-    """gpt-oss has biases in its experts."""
+    """Count the expert biases of one layer, which only gpt-oss has."""
     if model.model_type != "gpt_oss":
         return 0
     return model.num_experts * (2 * model.intermediate_size + model.hidden_size)
 
 
 def _attention_matrices(model: Checkpoint) -> int:
-    """Values of the query, key, value and output matrices of one layer."""
+    """Count the values in the query, key, value and output matrices of one layer."""
     return 2 * model.hidden_size * (model.num_attention_heads + model.num_kv_heads) * model.head_dim
 
 
 def _attention_vectors(model: Checkpoint) -> int:
-    """Biases, and gpt-oss' sinks, of one layer."""
+    """Count the attention biases, and gpt-oss's sinks, of one layer."""
     biases = (model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim + model.hidden_size
     sinks = model.num_attention_heads if model.model_type == "gpt_oss" else 0
     return (biases if model.attention_bias else 0) + sinks

@@ -1,6 +1,7 @@
-"""The life of an engine around somebody else's library: loaded on a thread, asked once before it serves, closed once.
+"""Base class and helpers of engines that wrap an inference library (TensorRT-LLM, vLLM).
 
-Knows no library: what is loaded is a subclass', what serves requests is its `serving`.
+It holds the engine's life cycle (loading on a thread, warm-up, shutdown), the interface of the session that runs the
+requests, and the conversion of the library's outputs and counters to messages.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from dynamo_trtllm.messages import (
     token_ids,
 )
 
-# The libraries' words for an end that is an answer.
+# Finish reasons of the libraries that are successful ends.
 ENDS: Mapping[str, FinishReason] = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOutput:
-    """What one answer of the library added."""
+    """The tokens that one result of the library added."""
 
     token_ids: list[int]
     logprobs: tuple[TokenLogprob, ...]
-    finish: str | None  # the library's word
+    finish: str | None  # the library's finish reason
 
     @property
     def is_broken(self) -> bool:
-        """It ends the request, and is no end of an answer."""
+        """True if the library ended the request with an error or an abort."""
         return self.finish is not None and self.finish not in ENDS
 
 
 def chunk_of(step: EngineOutput, stats: PhaseTimings) -> Chunk:
-    """Of one that is not broken. `stats` goes with the last one only."""
+    """Convert an output that is not broken. Only the last chunk carries `stats`."""
     if step.finish is None:
         return Chunk(token_ids=token_ids(step.token_ids), logprobs=step.logprobs)
     return Chunk(
@@ -67,7 +68,13 @@ def transfer_chunk(ticket: KvTransferParams, stats: PhaseTimings) -> Chunk:
 
 
 def phase_timings(request: GenerateRequest, first_s: float, *, cached_tokens: int) -> PhaseTimings:
-    """Seen from outside the library: `first_s`, to the first answer, holds queue and work, or queue and transfer."""
+    """Return the timings of a call, measured outside the library.
+
+    Args:
+        request: the call.
+        first_s: seconds until the first result. It includes the queue time of the library, which reports no split.
+        cached_tokens: prompt tokens that came from the prefix cache.
+    """
     ticket = request.ticket
     if ticket is None:
         return PhaseTimings(prefill_s=first_s, cached_tokens=cached_tokens)
@@ -75,7 +82,7 @@ def phase_timings(request: GenerateRequest, first_s: float, *, cached_tokens: in
 
 
 _log = logging.getLogger(__name__)
-_LOOK_EVERY_S = 2.0  # the driver is not asked more often
+_LOOK_EVERY_S = 2.0  # shortest time between two queries of the driver
 _GIB = 1 << 30
 
 T = TypeVar("T")
@@ -84,9 +91,12 @@ T = TypeVar("T")
 def run_in_daemon_thread(
     call: Callable[[], T], *, name: str, unwanted: Callable[[T], None] | None = None
 ) -> asyncio.Future[T]:
-    """Runs `call` on a daemon thread, so that one that never returns holds up neither the loop's end nor the process.
+    """Run `call` on a daemon thread. If it never returns, the event loop and the process can still end.
 
-    `unwanted` gets the result, on that thread, when the future was cancelled meanwhile.
+    Args:
+        call: blocking function.
+        name: name of the thread, for logs.
+        unwanted: receives the result, on another thread, if the future was cancelled before `call` returned.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -107,7 +117,7 @@ def run_in_daemon_thread(
         error: BaseException | None = None
         try:
             value = call()
-        except BaseException as exc:  # noqa: BLE001 - carried to the loop, where it is raised
+        except BaseException as exc:  # noqa: BLE001 - raised again by the future
             error = exc
         try:
             loop.call_soon_threadsafe(settle, value, error)
@@ -120,7 +130,7 @@ def run_in_daemon_thread(
 
 
 class EngineLoader(Generic[T]):
-    """Builds one engine. `discard` gets an engine that is finished after `load` was cancelled."""
+    """Builds one engine on a thread and reports the progress."""
 
     def __init__(
         self,
@@ -130,7 +140,14 @@ class EngineLoader(Generic[T]):
         gpu_bytes_used: Callable[[], int | None],
         weight_bytes: int,
     ) -> None:
-        """`weight_bytes`: of one GPU; `progress` uses it to distinguish loading weights from the phase after it."""
+        """Initialize the loader.
+
+        Args:
+            build: blocking function that builds the engine.
+            discard: receives an engine that was built after `load` was cancelled.
+            gpu_bytes_used: returns the bytes in use on the GPU, or None if unknown.
+            weight_bytes: weights of one GPU. When more memory is in use, `progress` reports the next phase.
+        """
         self._build = build
         self._discard = discard
         self._gpu_bytes_used = gpu_bytes_used
@@ -139,11 +156,11 @@ class EngineLoader(Generic[T]):
         self._looked_at = time.monotonic()
 
     async def load(self) -> T:
-        """Raises what `build` raises. Cancelled it lets go at once; what is still built then is discarded."""
+        """Build the engine; raises the exceptions of `build`. A cancelled call returns at once."""
         return await run_in_daemon_thread(self._build, name="engine-load", unwanted=self._discard)
 
     def progress(self) -> str:
-        """What can be seen from outside: how much GPU memory is taken, and so which phase it is."""
+        """Describe the loading phase, derived from the GPU memory in use. Libraries do not report it."""
         if time.monotonic() - self._looked_at > _LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self._bytes_now = self._gpu_bytes_used()
@@ -151,7 +168,7 @@ class EngineLoader(Generic[T]):
             return "building the engine"
         own = max(0, self._bytes_now - self._bytes_before)
         phase = "capturing CUDA graphs and warming up" if own >= self._weight_bytes else "loading weights"
-        return f"{phase}, {own / _GIB:.1f} GiB of GPU memory taken"
+        return f"{phase}, {own / _GIB:.1f} GiB of GPU memory used"
 
 
 _SHUTDOWN_S = 60.0
@@ -162,7 +179,7 @@ V = TypeVar("V")
 
 
 class Times(NamedTuple):
-    """Longest times of a hand-off."""
+    """Time limits of a KV transfer."""
 
     ticket_ttl_s: float
     handoff_timeout_s: float
@@ -171,17 +188,22 @@ class Times(NamedTuple):
 def construct(library: str, make: Callable[..., Any], values: Mapping[str, Any]) -> Any:
     """Construct one of the library's request objects.
 
-    `library`: its name for people. Raise RequestRejected, with the library's reason, for values that it refuses. Its
-    other exceptions are bugs of this adapter and are not caught.
+    Args:
+        library: name of the library, for error texts.
+        make: class of the object.
+        values: keyword arguments of the class.
+
+    Raises:
+        RequestRejected: the library rejected a value. Other exceptions are bugs of the adapter and are not caught.
     """
     try:
         return make(**values)
     except (ValueError, AssertionError) as exc:
-        raise RequestRejected(f"{library} refused the request: {exc}") from exc
+        raise RequestRejected(f"{library} rejected the request: {exc}") from exc
 
 
 class Counts(NamedTuple):
-    """What the library tells of itself at one moment; 0 where it does not."""
+    """Counters that the library reports; 0 if it does not report one."""
 
     waiting: int = 0  # requests
     kv_blocks_used: int = 0
@@ -189,7 +211,13 @@ class Counts(NamedTuple):
 
 
 def engine_stats(counts: Counts, calls: int, tickets: PendingTransfers) -> EngineStats:
-    """`calls`: how many are under way here. The library's count may be older than them."""
+    """Combine the library's counters with those of the session.
+
+    Args:
+        counts: counters of the library, which may be out of date.
+        calls: number of calls in flight.
+        tickets: pending KV transfers.
+    """
     waiting = min(counts.waiting, calls)
     return EngineStats(
         running=calls - waiting,
@@ -202,18 +230,18 @@ def engine_stats(counts: Counts, calls: int, tickets: PendingTransfers) -> Engin
 
 
 class EngineSession(Protocol):
-    """What serves requests once the library is loaded."""
+    """Runs requests with a loaded library."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """As `Engine.generate`."""
+        """See `Engine.generate`."""
         ...
 
     def check(self) -> None:
-        """Raises EngineFailed when it is not fit to serve."""
+        """See `Engine.check`."""
         ...
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """As `HasTickets.release`."""
+        """See `HasTickets.release`."""
         ...
 
     async def drain(self) -> None: ...
@@ -225,10 +253,15 @@ S = TypeVar("S", bound=EngineSession)
 
 
 class ExternalEngine(ABC, Generic[S]):
-    """`Engine` with `HasTickets` and `HasProgress`, but for `start`."""
+    """Implementation of `Engine`, `HasTickets` and `HasProgress` without `start`."""
 
     def __init__(self, engine: str, library: str) -> None:
-        """`engine`: the kind, as in `--engine`. `library`: its name for people."""
+        """Initialize an engine that is not loaded.
+
+        Args:
+            engine: value of `--engine`.
+            library: name of the library, for messages.
+        """
         self._engine = engine
         self._library = library
         self._loading: EngineLoader[Any] | None = None
@@ -242,7 +275,7 @@ class ExternalEngine(ABC, Generic[S]):
         return "" if loading is None else loading.progress()
 
     async def _load(self, loading: EngineLoader[tuple[V, Any]]) -> V:
-        """The vendor; the library's object is kept. Raises what building it raises."""
+        """Return the library's bindings and store its engine object. Raises the exceptions of the builder."""
         self._loading = loading
         try:
             bindings, self._llm = await loading.load()
@@ -251,9 +284,9 @@ class ExternalEngine(ABC, Generic[S]):
         return bindings
 
     async def _warm_up(self, model: str) -> None:
-        """One token, so that `start` returns only when the library answers. Moves no KV."""
+        """Generate one token, without a KV transfer, so that `start` returns only when the library responds."""
         request = GenerateRequest(
-            request_id="canary",
+            request_id="warm-up",
             model=model,
             token_ids=token_ids([0]),
             sampling=Sampling(max_tokens=1, temperature=0.0, ignore_eos=True),
@@ -264,7 +297,7 @@ class ExternalEngine(ABC, Generic[S]):
                 async for _ in stream:
                     pass
         except DynamoError as exc:
-            raise EngineFailed(f"{self._library} was loaded, and does not answer: {exc.message}") from exc
+            raise EngineFailed(f"{self._library} was loaded but the warm-up request failed: {exc.message}") from exc
 
     async def check(self) -> None:
         """See `Engine.check`."""
@@ -285,11 +318,13 @@ class ExternalEngine(ABC, Generic[S]):
             async with asyncio.timeout(_SHUTDOWN_S):
                 await run_in_daemon_thread(partial(self._shut_down, llm), name=f"{self._engine}-shutdown")
         except TimeoutError:
-            _log.error("%s did not shut down in %g s", self._library, _SHUTDOWN_S)
+            _log.error(
+                "%s did not shut down within %g s; check that its processes have ended", self._library, _SHUTDOWN_S
+            )
 
     @abstractmethod
     def _shut_down(self, llm: Any) -> None:
-        """Blocks, on a thread. Logs the library's errors."""
+        """Shut the library down; called on a thread. Log the library's errors."""
 
     def _discard(self, built: tuple[Any, Any]) -> None:
         self._shut_down(built[1])
@@ -305,12 +340,12 @@ class ExternalEngine(ABC, Generic[S]):
     def _ready(self) -> S:
         if self._session is None:
             if self._closed:
-                raise EngineFailed("the engine was closed")
+                raise EngineFailed("the engine is closed")
             raise EngineNotReady(f"the {self._engine} engine has not been started")
         return self._session
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
         """See `HasTickets.release`."""
-        _log.debug("ticket %s: %s", ticket_id, outcome)
+        _log.debug("KV transfer %s released: %s", ticket_id, outcome)
         if self._session is not None:
             self._session.release(ticket_id, outcome)

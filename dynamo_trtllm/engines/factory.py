@@ -1,4 +1,4 @@
-"""The engine a configuration asks for. The only file that knows all engines; vendors are imported when chosen."""
+"""Choose and create the engine of a configuration. A library is imported only if its engine is chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from dynamo_trtllm.errors import ConfigError, install_hint
 
 
 def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
-    """Not started. Raises ConfigError for an engine that is not here, or arguments it can't take."""
+    """Create the engine, not started.
+
+    Args:
+        config: settings of the worker.
+        instance_id: id of the worker, part of its KV transfer parameters.
+
+    Raises:
+        ConfigError: the engine is not installed or rejects its arguments.
+    """
     match chosen_engine(config):
         case "trtllm":
             from dynamo_trtllm.engines.trtllm.engine import TrtllmEngine
@@ -32,7 +40,7 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
                 from dynamo_trtllm.engines.torch.engine import TorchEngine
             except ModuleNotFoundError as exc:
                 raise ConfigError(
-                    f"the torch engine needs {exc.name}; {install_hint('torch')}", field="engine"
+                    f"The torch engine needs {exc.name}; {install_hint('torch')}", field="engine"
                 ) from exc
             return TorchEngine(config, instance_id=instance_id)
         case "mock":
@@ -42,18 +50,19 @@ def create_engine(config: WorkerConfig, *, instance_id: int) -> Engine:
 
 
 def chosen_engine(config: WorkerConfig) -> EngineName:
-    """Return the engine that is named, else TensorRT-LLM where it is installed; it is not imported here.
+    """Return the engine of `--engine`; by default TensorRT-LLM, if it is installed. Nothing is imported.
 
-    Raises ConfigError when none is named and TensorRT-LLM is not installed.
+    Raises:
+        ConfigError: `--engine` is not given and TensorRT-LLM is not installed.
     """
     if config.engine is not None:
         return config.engine
     if importlib.util.find_spec("tensorrt_llm") is not None:
         return "trtllm"
     raise ConfigError(
-        "no engine is named, and the default, TensorRT-LLM, is not installed; give --engine torch (transformers on CPU "
-        "or GPU), --engine vllm or --engine mock (no weights), or pip install tensorrt-llm on a machine with NVIDIA "
-        "GPUs",
+        "--engine is not given and the default, TensorRT-LLM, is not installed. Pass --engine torch (transformers on "
+        "CPU or GPU), --engine vllm or --engine mock (no weights), or pip install tensorrt-llm on a machine with "
+        "NVIDIA GPUs.",
         field="engine",
     )
 
@@ -61,17 +70,21 @@ def chosen_engine(config: WorkerConfig) -> EngineName:
 def check_prerequisites(
     config: WorkerConfig, environment: Mapping[str, str], locate: Callable[[str], Path | None]
 ) -> None:
-    """Raise ConfigError for an engine, model folder, file of engine arguments or GPU that is not there.
+    """Check that the engine, the model folder, the file of engine arguments and the GPUs exist.
 
     Args:
-        environment: of the worker's process.
-        locate: returns the folder of a model that is named as in the settings, or None for one that is still to be
-            written; raises ConfigError.
+        config: settings of the worker.
+        environment: environment variables of the worker's process.
+        locate: returns the model folder for a value of `--model-path`, or None if the folder will be written later;
+            raises ConfigError.
+
+    Raises:
+        ConfigError: names what is missing.
     """
     engine = chosen_engine(config)
     given = file_layer(config).values
     if engine == "mock":
-        return  # it has no weights and needs no GPU: the path only gives the name
+        return  # no weights, no GPU: only the name of the model is used
     if (folder := locate(config.model_path)) is not None:
         check_model_files(folder, reads_gguf=engine == "torch")
     device = override_layer(config).values.get("device", given.get("device"))
@@ -87,16 +100,16 @@ def _has_cpu_vllm() -> bool:
 
 
 def _check_gpus(environment: Mapping[str, str], engine: EngineName) -> None:
-    """Refuse GPUs that are requested by number and are not there: the torch engine would run on the CPU in silence."""
+    """Raise ConfigError if a requested GPU number does not exist: the torch engine would silently use the CPU."""
     requested = [word.strip() for word in environment.get(gpu.VISIBLE, "").split(",")]
     if not all(word.isdecimal() for word in requested):
-        return  # none, or other names than numbers
+        return  # no GPU is requested, or by UUID
     found = gpu.count_visible(environment)
     if found is None or found >= len(requested):
         return
     or_cpu = ", or run on the CPU (devices: cpu, or an empty CUDA_VISIBLE_DEVICES)" if engine == "torch" else ""
     raise ConfigError(
-        f"GPUs {','.join(requested)} are requested for the {engine} engine (devices of the deployment file, or "
-        f"{gpu.VISIBLE}), and this machine shows {found} of them; choose GPUs that nvidia-smi -L lists{or_cpu}",
+        f"The {engine} engine requests GPUs {','.join(requested)} (devices of the deployment file, or {gpu.VISIBLE}), "
+        f"but this machine shows {found} of them. Choose GPUs that nvidia-smi -L lists{or_cpu}.",
         field="devices",
     )

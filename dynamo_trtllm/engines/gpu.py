@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, asked of the driver (NVML): no CUDA context, no memory taken."""
+"""List the GPUs that this process may use and their memory, from the driver (NVML), without a CUDA context."""
 
 from __future__ import annotations
 
@@ -12,44 +12,49 @@ from dynamo_trtllm.config.load import process_environment
 T = TypeVar("T")
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of Linux and of WSL
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # Linux, WSL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU."""
+    """One GPU, as the driver describes it."""
 
     name: str
     sm: int  # compute capability times ten: 90 Hopper, 100 Blackwell, 120 RTX Blackwell
-    memory_bytes: int  # all of it, used or not
+    memory_bytes: int  # total
 
 
 def visible_gpus(environment: Mapping[str, str] | None = None) -> list[Gpu]:
-    """The GPUs in the driver's order, or as CUDA_VISIBLE_DEVICES names them; [] without a driver or NVML."""
-    return _asked(_gpu, environment)
+    """Return the visible GPUs; [] without a driver or NVML.
+
+    Args:
+        environment: variables that CUDA_VISIBLE_DEVICES is read from; default: this process's. If the variable is not
+            set, all GPUs are returned in the driver's order.
+    """
+    return _query(_gpu, environment)
 
 
 def count_visible(environment: Mapping[str, str]) -> int | None:
-    """Return how many GPUs a process with this environment may use; None when there is a driver that can't be asked."""
+    """Return how many GPUs a process with this environment may use; None if the driver does not respond."""
     if gpus := visible_gpus(environment):
         return len(gpus)
-    is_asked = bool(visible_gpus({})) or not any(path.exists() for path in _DRIVERS)
-    return 0 if is_asked else None
+    is_known = bool(visible_gpus({})) or not any(path.exists() for path in _DRIVERS)
+    return 0 if is_known else None
 
 
 def memory_free_bytes() -> list[tuple[int, int]]:
-    """Return the free and total bytes of each visible GPU; [] without a driver or NVML. From any thread."""
-    return _asked(_free_of_all, None)
+    """Return the free and total bytes of each visible GPU; [] without a driver or NVML. Thread-safe."""
+    return _query(_free_of_all, None)
 
 
 def memory_used_bytes() -> int | None:
-    """In use on the first visible GPU, by everybody; None without a driver or NVML. From any thread."""
-    used = _asked(lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used), None)
+    """Return the bytes that all processes use on the first visible GPU; None without a driver or NVML. Thread-safe."""
+    used = _query(lambda nvml, handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used), None)
     return used[0] if used else None
 
 
-def _asked(question: Callable[[Any, Any], T], environment: Mapping[str, str] | None) -> list[T]:
-    """The answers for all visible GPUs, of a question about NVML and a handle."""
+def _query(question: Callable[[Any, Any], T], environment: Mapping[str, str] | None) -> list[T]:
+    """Call `question` with NVML and the handle of each visible GPU, and return the results."""
     try:
         import pynvml
     except ModuleNotFoundError:
@@ -70,9 +75,10 @@ def _asked(question: Callable[[Any, Any], T], environment: Mapping[str, str] | N
 
 
 def _chosen(visible: str | None, uuids: list[str]) -> list[int]:
-    """As CUDA reads the variable: numbers or the beginnings of UUIDs; what follows an unknown one does not count.
+    """Return the indexes of the visible GPUs, by CUDA's rules for CUDA_VISIBLE_DEVICES.
 
-    An empty text hides all. A MIG slice is named by a UUID that no GPU has, and so hides what follows.
+    Entries are numbers or prefixes of UUIDs. CUDA ignores an unknown entry and all entries after it; an empty text
+    hides all GPUs. The UUID of a MIG slice matches no GPU and counts as unknown.
     """
     if visible is None:
         return list(range(len(uuids)))

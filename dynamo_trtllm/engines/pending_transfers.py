@@ -1,6 +1,6 @@
-"""Tickets of engines whose library does not tell when a decode engine has fetched the KV: written, held, opened again.
+"""Create, validate and release KV transfer parameters for engines whose library does not report fetched KV.
 
-What is held is what the pipeline has not released yet, and what has not expired. On the event loop; frees nothing.
+A transfer is pending until the frontend's pipeline releases it or it expires. Runs on the event loop.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _ITEM_BYTES = {"fp8": 1, "nvfp4": 1, "float32": 4}
 
 
 class TransferIdentity(NamedTuple):
-    """What a ticket of this worker says of it, and a ticket for it must say."""
+    """The worker's own fields of KV transfer parameters, which the parameters that it receives must match."""
 
     engine: str
     prefill_instance_id: int
     model: str
     layout: KvLayout
     kv_compat: Mapping[str, str]
-    transport: str  # for people: a ticket from another one is as good
+    transport: str  # informational; not compared
 
 
 class PrefillResult(NamedTuple):
@@ -40,7 +40,7 @@ class PrefillResult(NamedTuple):
     first_token_ids: Sequence[int]
     first_logprobs: tuple[TokenLogprob, ...]
     engine_state: bytes
-    abort: Callable[[], None]  # asks the engine to drop the KV when no decode worker fetched it
+    abort: Callable[[], None]  # makes the engine free KV that no decode worker fetched
 
 
 class _PendingTransfer(NamedTuple):
@@ -50,9 +50,16 @@ class _PendingTransfer(NamedTuple):
 
 
 class PendingTransfers:
-    """`on_change` is called whenever the number of tickets held has changed."""
+    """The KV transfers of a worker that are neither released nor expired."""
 
     def __init__(self, identity: TransferIdentity, *, ttl_s: float, on_change: Callable[[], None]) -> None:
+        """Initialize without transfers.
+
+        Args:
+            identity: the worker's own fields of the parameters.
+            ttl_s: seconds until a transfer expires.
+            on_change: called when the number of pending transfers has changed.
+        """
         self._identity = identity
         self._ttl_s = ttl_s
         self._on_change = on_change
@@ -64,11 +71,11 @@ class PendingTransfers:
 
     @property
     def kv_blocks(self) -> int:
-        """Of all tickets held, by their prompts: the library does not tell."""
+        """Blocks of all pending transfers, computed from their prompts: the library does not report them."""
         return sum(pending.kv_blocks for pending in self._awaiting_fetch.values())
 
     def create(self, request: GenerateRequest, result: PrefillResult) -> KvTransferParams:
-        """A ticket, held from now on."""
+        """Return KV transfer parameters for a prefill call and register the transfer as pending."""
         identity, prompt_tokens = self._identity, len(request.token_ids)
         ticket_id = f"{identity.prefill_instance_id:x}-{next(self._numbers)}"
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
@@ -94,8 +101,13 @@ class PendingTransfers:
         )
 
     def validate(self, request: GenerateRequest) -> KvTransferParams:
-        """Return a decode call's ticket if it fits the call and this worker. Raises TransferMismatch naming the field,
-        TransferExpired, or RequestRejected when the call has no ticket."""
+        """Return the KV transfer parameters of a decode call if they match the call and this worker.
+
+        Raises:
+            RequestRejected: the call has no KV transfer parameters.
+            TransferExpired: the transfer has expired.
+            TransferMismatch: names the field that differs.
+        """
         ticket, identity = ticket_of(request), self._identity
         params.check_params(
             ticket,
@@ -107,16 +119,16 @@ class PendingTransfers:
         )
         if ticket.prompt_tokens != len(request.token_ids):
             raise TransferMismatch(
-                f"ticket {ticket.ticket_id}: prompt_tokens is {ticket.prompt_tokens} at prefill and "
-                f"{len(request.token_ids)} at decode",
+                f"KV transfer {ticket.ticket_id}: the prompt has {ticket.prompt_tokens} tokens at prefill and "
+                f"{len(request.token_ids)} at decode; retry the request",
                 field="prompt_tokens",
             )
         if not ticket.first_token_ids:
-            raise TransferMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
+            raise TransferMismatch(f"KV transfer {ticket.ticket_id} has no first token", field="first_token_ids")
         return ticket
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """Release a ticket; an unknown one is no error. KV that was not fetched is dropped in the engine, if it can."""
+        """Release a transfer; an unknown one is ignored. On ABORTED the engine frees the KV, if it can."""
         pending = self._awaiting_fetch.pop(ticket_id, None)
         if pending is None:
             return
@@ -126,11 +138,13 @@ class PendingTransfers:
         self._on_change()
 
     def _expire(self, ticket_id: str) -> None:
-        _log.warning("ticket %s expired after %.0f s: no decode worker reported a fetch", ticket_id, self._ttl_s)
+        _log.warning(
+            "KV transfer %s expired after %.0f s without a fetch; check the decode workers", ticket_id, self._ttl_s
+        )
         self.release(ticket_id, ReleaseOutcome.ABORTED)
 
     def close(self) -> None:
-        """Forgets all tickets; the engine, and their KV with it, is about to go."""
+        """Remove all transfers without releasing their KV: the engine is about to shut down."""
         for pending in self._awaiting_fetch.values():
             pending.expiry.cancel()
         self._awaiting_fetch.clear()
@@ -138,41 +152,54 @@ class PendingTransfers:
 
 
 def ticket_of(request: GenerateRequest) -> KvTransferParams:
+    """Return the KV transfer parameters of a decode call. Raises RequestRejected if it has none."""
     if request.ticket is None:
-        raise RequestRejected("a decode call needs a ticket", field="ticket")
+        raise RequestRejected("a decode call needs KV transfer parameters", field="ticket")
     return request.ticket
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine tells the decode engines of its own kind: a form of its own adds its fields."""
+    """Data from a prefill engine for a decode engine of the same kind. Each engine's subclass adds fields."""
 
-    version: int  # of the form
-    release: str  # of the library, for people: the rule is in the ticket's pairing
+    version: int  # of the subclass's format
+    release: str  # of the library; informational, because kv_compat decides whether two workers match
 
 
 F = TypeVar("F", bound=EngineState)
 
 
 def decode_state(ticket: KvTransferParams, form: type[F], version: int) -> F:
-    """Raises TransferMismatch where it is of another form or version."""
+    """Decode the engine state of KV transfer parameters.
+
+    Args:
+        ticket: parameters from the prefill worker.
+        form: struct type of the engine.
+        version: version of that type.
+
+    Raises:
+        TransferMismatch: the state has another type or version.
+    """
     try:
         engine_state = codec.decode(ticket.engine_state, form)
     except BadFrame as exc:
-        raise TransferMismatch(f"ticket {ticket.ticket_id} is not one of this engine's: {exc}", field="opaque") from exc
+        raise TransferMismatch(
+            f"KV transfer {ticket.ticket_id} comes from another engine: {exc}", field="opaque"
+        ) from exc
     if engine_state.version != version:
         raise TransferMismatch(
-            f"ticket {ticket.ticket_id}: opaque.version is {engine_state.version} at prefill and {version} at decode; "
-            "run one version of dynamo_trtllm",
+            f"KV transfer {ticket.ticket_id}: opaque.version is {engine_state.version} at prefill and {version} at "
+            "decode; run one version of dynamo_trtllm on both",
             field="opaque.version",
         )
     return engine_state
 
 
 def kv_blocks(layout: KvLayout, tokens: int) -> int:
+    """Return the number of KV blocks of a prompt."""
     return -(-tokens // layout.block_tokens)
 
 
 def kv_bytes(layout: KvLayout, tokens: int) -> int:
-    """Of whole blocks, all ranks together; as the layout says, so sliding windows are not taken off."""
+    """Return the KV bytes of a prompt in full blocks, summed over all ranks, without savings of sliding windows."""
     per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _ITEM_BYTES.get(layout.dtype, 2)
     return kv_blocks(layout, tokens) * layout.block_tokens * per_token

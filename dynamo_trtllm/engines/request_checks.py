@@ -1,6 +1,6 @@
-"""What engines over another library make of a request alike: what they refuse, where it stops, guided forms. Pure.
+"""Validate requests and convert stop tokens and structured output for engines that wrap a library.
 
-The forms follow xgrammar's documentation, which both TensorRT-LLM and vLLM use.
+Structural tags follow the format of xgrammar's documentation, which TensorRT-LLM and vLLM both use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from dynamo_trtllm.errors import RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, OutputFormat, Phase, Role, Sampling, StructuredOutput
 
-# Harmony's ends of a turn: <|return|> and <|call|>. The libraries stop at neither, or at one, of their own accord.
+# Harmony's stop tokens <|return|> and <|call|>. By default the libraries stop at one of them or at neither.
 HARMONY_STOP_IDS = (200002, 200012)
 _DEFAULTS = Sampling(max_tokens=1)
 
@@ -20,17 +20,30 @@ _DEFAULTS = Sampling(max_tokens=1)
 def check(
     request: GenerateRequest, *, role: Role, vocab_size: int, unsupported_features: Iterable[str], library: str
 ) -> None:
-    """Raises RequestRejected naming the field. `unsupported_features`: fields of Sampling, and "cache_salt"."""
+    """Check a request before the library receives it.
+
+    Args:
+        request: the call.
+        role: role of this worker.
+        vocab_size: number of token ids of the model.
+        unsupported_features: fields of Sampling, and "cache_salt".
+        library: name of the library, for error texts.
+
+    Raises:
+        RequestRejected: names the field.
+    """
     if not request.token_ids:
         raise RequestRejected("the prompt is empty", field="token_ids")
     if (largest := max(request.token_ids)) >= vocab_size:
-        raise RequestRejected(f"token id {largest} is not in the vocabulary of {vocab_size}", field="token_ids")
+        raise RequestRejected(
+            f"token id {largest} is out of range: the vocabulary has {vocab_size} tokens", field="token_ids"
+        )
     if request.phase is not Phase.AGGREGATED and role is Role.AGGREGATED:
-        raise RequestRejected(f"this worker is aggregated and serves no {request.phase} calls", field="phase")
+        raise RequestRejected(f"this worker is aggregated and does not accept {request.phase} calls", field="phase")
     for name in unsupported_features:
         if _is_used(request, name):
             raise RequestRejected(
-                f"{name} is not supported by this worker's {library}; leave it out, or see its log for the reason",
+                f"{name} is not supported by this worker's {library}; omit it, or see the worker's log for the reason",
                 field=name,
             )
 
@@ -42,18 +55,25 @@ def _is_used(request: GenerateRequest, name: str) -> bool:
 
 
 def stop_token_ids(sampling: Sampling, own: Iterable[int]) -> frozenset[int]:
-    """`ignore_eos` goes on past the model's own stop tokens, also where the request names them; others still stop."""
+    """Return the token ids that end the output.
+
+    With `ignore_eos` the model's own stop tokens do not count, even if the request lists them; others do.
+
+    Args:
+        sampling: sampling parameters of the request.
+        own: the model's own stop tokens.
+    """
     ends, named = set(own), set(sampling.stop_token_ids)
     return frozenset(named - ends if sampling.ignore_eos else named | ends)
 
 
 def is_plain(guided: StructuredOutput) -> bool:
-    """Whether it is one JSON Schema for the whole answer."""
+    """Return True if one JSON schema covers the complete output."""
     return len(guided.alternatives) == 1 and not guided.alternatives[0].prefix and not guided.trigger
 
 
 def guided_params(guided: StructuredOutput) -> dict[str, Any]:
-    """Arguments of the library's class for guided decoding, whose names are the same in both."""
+    """Return the arguments of the class for guided decoding, which are the same in TensorRT-LLM and vLLM."""
     if is_plain(guided):
         schema = guided.alternatives[0].json_schema
         return {"json_object": True} if schema == "{}" else {"json": schema}
@@ -61,20 +81,20 @@ def guided_params(guided: StructuredOutput) -> dict[str, Any]:
 
 
 def _structural_tag(guided: StructuredOutput) -> str:
-    """The form as the JSON text of a structural tag."""
-    form = _triggered_tags(guided) if guided.trigger else _one_of([_written(each) for each in guided.alternatives])
+    """Return the JSON text of a structural tag."""
+    form = _triggered_tags(guided) if guided.trigger else _one_of([_format(each) for each in guided.alternatives])
     return json.dumps({"type": "structural_tag", "format": form})
 
 
 def _triggered_tags(guided: StructuredOutput) -> dict[str, Any]:
-    """Free text up to `trigger`, then one of the forms, then nothing more."""
+    """Return a format of free text up to `trigger`, followed by exactly one of the alternatives."""
     tags = [
         {"begin": guided.trigger + each.prefix, "content": _schema(each), "end": ""} for each in guided.alternatives
     ]
     return {"type": "triggered_tags", "triggers": [guided.trigger], "tags": tags, "stop_after_first": True}
 
 
-def _written(alternative: OutputFormat) -> dict[str, Any]:
+def _format(alternative: OutputFormat) -> dict[str, Any]:
     if not alternative.prefix:
         return _schema(alternative)
     prefix = {"type": "const_string", "value": alternative.prefix}

@@ -1,4 +1,4 @@
-"""The shape of a preflight rule, and how one becomes a finding. Pure; knows no engine's arguments."""
+"""Define preflight rules, which are independent of the engine, and convert their violations to findings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Severity = Literal["error", "warning", "note"]
 
 
 class WorkerFacts(Protocol):
-    """What is known of one worker before it loads; the rest is each engine's own."""
+    """Facts about one worker before it loads. Each engine adds its own."""
 
     def shown(self, key: str) -> str:
-        """An argument's value for people, with the place it comes from."""
+        """Return an argument's value and its source as text."""
         ...
 
 
@@ -24,30 +24,30 @@ F = TypeVar("F", bound=WorkerFacts)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """What a rule found, where it says more than the rule itself."""
+    """A violated rule. Texts that are set here replace those of the rule."""
 
-    other: str = ""  # what the field disagrees with
-    value: str = ""  # "": the field as it is, with its source
-    field: str = ""  # "": the rule's
-    cure: str = ""  # "": the rule's
-    why: str = ""  # "": the rule's
+    other: str = ""  # what the field conflicts with
+    value: str = ""  # default: the field's value and source
+    field: str = ""
+    cure: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRule(Generic[F]):
-    """One thing that can be wrong with one role. `test` gives None when it is not."""
+    """A rule about one worker."""
 
     name: str  # stable, as in docs/preflight.md and docs/vllm.md
     severity: Severity
     field: str
     why: str
-    cure: str
-    test: Callable[[F], Violation | None]
+    cure: str  # the fix
+    test: Callable[[F], Violation | None]  # None: the rule is satisfied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRule(Generic[F]):
-    """One thing that can be wrong between prefill (first) and decode (second)."""
+    """A rule about a pair of workers. `test` receives prefill, then decode."""
 
     name: str
     severity: Severity
@@ -58,7 +58,7 @@ class PairRule(Generic[F]):
 
 
 def evaluate(rules: Sequence[RoleRule[F]], facts: F) -> Iterator[Finding]:
-    """The findings of one role, in the rules' order."""
+    """Yield a finding for each rule that one worker violates, in the order of the rules."""
     for rule in rules:
         violation = rule.test(facts)
         if violation is not None:
@@ -66,7 +66,13 @@ def evaluate(rules: Sequence[RoleRule[F]], facts: F) -> Iterator[Finding]:
 
 
 def to_finding(rule: RoleRule[F] | PairRule[F], violation: Violation, value: str) -> Finding:
-    """`value`: the field as it is, with its source."""
+    """Convert a violation to a finding.
+
+    Args:
+        rule: the violated rule.
+        violation: texts that replace those of the rule.
+        value: the field's value and source.
+    """
     return Finding(
         severity=rule.severity,
         rule=rule.name,

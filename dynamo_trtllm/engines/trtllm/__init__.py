@@ -1,1 +1,1 @@
-"""TensorRT-LLM's PyTorch-backend `LLM` behind the engine protocol: the only package that imports `tensorrt_llm`."""
+"""Engine for TensorRT-LLM's `LLM` with the PyTorch backend. Only its `bindings` module imports `tensorrt_llm`."""

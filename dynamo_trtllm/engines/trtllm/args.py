@@ -1,6 +1,6 @@
-"""The arguments of `LLM` from a worker's configuration: kernels profile < YAML < environment < typed flag < override.
+"""Merge the arguments of `LLM`: kernels profile < YAML < environment < flag < override JSON.
 
-Checked against the installed release before anything loads; old spellings are translated. Imports no vendor.
+Deprecated keys are translated, and all arguments are checked against the installed release before anything loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, Presence
 from dynamo_trtllm.engines.trtllm.kernels import KernelProfile
 from dynamo_trtllm.errors import ConfigError
 
-# Old key -> the key it became.
+# Deprecated key -> its replacement.
 _MOVED = {
     "kv_cache_free_gpu_memory_fraction": "kv_cache_config.free_gpu_memory_fraction",  # a flag of trtllm-serve
     "moe_backend": "moe_config.backend",
@@ -38,14 +38,22 @@ _TRANSCEIVER = "cache_transceiver_config"
 
 
 class Translated(NamedTuple):
-    """The arguments with today's keys, and a line for each that was given in a deprecated form."""
+    """Arguments with current keys, and a note for each deprecated key."""
 
     values: dict[str, Any]
     notes: list[str]
 
 
 def translate(given: Mapping[str, Any], where: str) -> Translated:
-    """`given` as nested mappings; `where` begins each line. Raises ConfigError where both spellings disagree."""
+    """Replace deprecated keys.
+
+    Args:
+        given: nested arguments of one source.
+        where: name of the source; each note begins with it.
+
+    Raises:
+        ConfigError: a deprecated key and its replacement have different values.
+    """
     work = _Work(copy.deepcopy(dict(given)), where)
     if isinstance(work.values.get(_LIFTED), Mapping):
         work.lift()
@@ -55,12 +63,12 @@ def translate(given: Mapping[str, Any], where: str) -> Translated:
     work.overlap()
     work.transceiver()
     if work.values.get("backend") == "pytorch":
-        del work.values["backend"]  # the engine says so itself
+        del work.values["backend"]  # the engine sets it
     return Translated(work.values, work.notes)
 
 
 class _Work:
-    """One translation under way."""
+    """State of one translation."""
 
     def __init__(self, values: dict[str, Any], where: str) -> None:
         self.values = values
@@ -78,14 +86,14 @@ class _Work:
             self._put(old, new, level.pop(last))
 
     def graphs(self) -> None:
-        """`use_cuda_graph: false` is `cuda_graph_config: null`; on is the default."""
+        """Translate `use_cuda_graph`: false becomes `cuda_graph_config: null`; true is the default."""
         if "use_cuda_graph" not in self.values:
             return
         on = self._flag("use_cuda_graph")
         if on:
             current = self.values.setdefault("cuda_graph_config", {})
             self._agree("use_cuda_graph", "cuda_graph_config", current is not None)
-            self._note("use_cuda_graph", "cuda_graph_config, which is on")
+            self._note("use_cuda_graph", "cuda_graph_config, which is on by default")
         else:
             self.values["cuda_graph_config"] = None
             self._note("use_cuda_graph", "cuda_graph_config: null")
@@ -124,13 +132,13 @@ class _Work:
 
     def _agree(self, old: str, new: str, agrees: bool) -> None:
         if not agrees:
-            raise ConfigError(f"{self.where}: {old} and {new} disagree; keep {new}", field=old)
+            raise ConfigError(f"{self.where}: {old} and {new} have different values. Remove {old}.", field=old)
 
     def _note(self, old: str, new: str) -> None:
-        self.notes.append(f"{self.where}: {old} is an old spelling; taken as {new}")
+        self.notes.append(f"{self.where}: {old} is deprecated; use {new}")
 
 
-# Our flag -> their argument.
+# Setting of the worker -> argument of `LLM`.
 FLAGS: Mapping[str, str] = {
     "load_format": "load_format",
     "tensor_parallel_size": "tensor_parallel_size",
@@ -143,13 +151,13 @@ FLAGS: Mapping[str, str] = {
     "kv_block_size": "kv_cache_config.tokens_per_block",
 }
 
-# Arguments that the engine sets itself: a configuration must not.
+# Arguments that only the engine sets -> what to do instead.
 _OURS = {
     "model": "give --model-path",
-    "backend": "only pytorch is driven here; leave it out",
+    "backend": "only pytorch is supported; remove it",
 }
-_ADAPTER = "the trtllm engine"  # as a source
-# Two ways to say the same: advice in one gives way to the other.
+_ADAPTER = "the trtllm engine"  # name of the source
+# Two keys for the same setting: a profile's value of one is dropped if the other is set.
 _EITHER = {
     "cuda_graph_config.max_batch_size": "cuda_graph_config.batch_sizes",
     "cuda_graph_config.batch_sizes": "cuda_graph_config.max_batch_size",
@@ -161,19 +169,23 @@ class TrtllmArgs:
     """The merged and checked arguments of one worker."""
 
     release: ApiManifest
-    profile: KernelProfile  # to be applied before TensorRT-LLM is imported
+    profile: KernelProfile  # applied before TensorRT-LLM is imported
     values: Mapping[str, Any]  # nested, for `LLM(model, backend="pytorch", **values)`
-    leaves: Mapping[str, Sourced]  # what was set, by dotted key, with the place that won
-    notes: tuple[str, ...]  # lines to log: contradictions, old spellings, what could not be checked
+    leaves: Mapping[str, Sourced]  # values that were set and their sources, by dotted key
+    notes: tuple[str, ...]  # lines to log: overridden values, deprecated keys, unchecked keys
 
     def get(self, key: str) -> Any:
-        """The value set for a dotted key, else the release's default, else None. KeyError if no release has the key."""
+        """Return the value of a dotted key, else the release's default, else None.
+
+        Raises:
+            KeyError: no known release has the key.
+        """
         if key in self.leaves:
             return self.leaves[key].value
         level: Any = self.values
         for part in key.split("."):
             if not isinstance(level, Mapping):
-                return None  # a part that is switched off
+                return None  # a section that is null
             if part not in level:
                 return self._default(key)
             level = level[part]
@@ -182,13 +194,22 @@ class TrtllmArgs:
     def _default(self, key: str) -> Any:
         if not schema.is_known(key):
             raise KeyError(key)
-        inside = key.rpartition(".")[0] in self.values  # a part that is on because something of it was set
+        inside = key.rpartition(".")[0] in self.values  # the section exists because one of its keys was set
         field = schema.find(self.release, key).field
         return field.default if inside and field is not None else schema.default(self.release, key)
 
 
 def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] | None = None) -> TrtllmArgs:
-    """Raises ConfigError naming the flag, file or key at fault. `gpus`: without them the driver is asked."""
+    """Return the merged and checked arguments.
+
+    Args:
+        config: settings of the worker.
+        release: API of the installed TensorRT-LLM.
+        gpus: GPUs that choose the kernels profile; default: the visible ones.
+
+    Raises:
+        ConfigError: names the flag, file or key at fault.
+    """
     profile = kernels.choose(config.kernels_profile, visible_gpus() if gpus is None else gpus)
     notes: list[str] = []
     given = [
@@ -216,48 +237,48 @@ def trtllm_args(config: WorkerConfig, release: ApiManifest, gpus: Sequence[Gpu] 
 
 
 def described(config: WorkerConfig, release: ApiManifest) -> Described:
-    """The arguments with the places they come from, defaults included. Raises ConfigError."""
+    """Return all arguments, with defaults and sources, for `--print-config`. Raises ConfigError."""
     args = trtllm_args(config, release)
     keys = [key for key in schema.every_key(release, args.values) if key not in _OURS]
     every = {key: Sourced(args.get(key), f"default ({release.name})") for key in keys}
-    whole = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # of a part not read
-    every = {key: leaf for key, leaf in every.items() if key not in whole} | dict(args.leaves)
+    sections = {key for key in every if any(leaf.startswith(f"{key}.") for leaf in args.leaves)}  # unknown keys inside
+    every = {key: leaf for key, leaf in every.items() if key not in sections} | dict(args.leaves)
     order = {key: i for i, key in enumerate(release.fields(schema.ROOT))}
     ordered = dict(sorted(every.items(), key=lambda item: order.get(item[0].partition(".")[0], len(order))))
     return Described(f"TensorRT-LLM {release.title}, {args.profile.source}", args.leaves, ordered, args.notes)
 
 
 def _own(given: Sequence[Source], release: ApiManifest) -> Source:
-    """What the adapter wants unless somebody says otherwise."""
-    values: dict[str, Any] = {"enable_iter_perf_stats": True}  # KV use on /metrics; an engine that stands still
+    """Return the engine's own defaults, which every other source overrides."""
+    values: dict[str, Any] = {"enable_iter_perf_stats": True}  # for KV metrics and the detection of a stalled engine
     samplers = ("enable_trtllm_sampler", "enable_mixed_sampler")
     is_chosen = any(layer.values.get(name) for layer in given for name in samplers)
     if release.presence(schema.ROOT, samplers[0]) is Presence.PRESENT and not is_chosen:
-        values[samplers[0]] = True  # 1.0 decodes greedily without
+        values[samplers[0]] = True  # without it 1.0 always decodes greedily
     return Source(values, _ADAPTER)
 
 
 def _without_postprocessing(leaves: dict[str, Sourced], notes: list[str]) -> None:
-    """Those workers replace the results whose tokens and hand-off parameters the adapter reads."""
+    """Disable postprocessing workers: they replace the results whose tokens and KV transfer parameters are read."""
     leaf = leaves.get("num_postprocess_workers")
     if leaf is not None and leaf.value:
-        notes.append(f"num_postprocess_workers {leaf.value} of {leaf.source} is set to 0: nothing is detokenized here")
+        notes.append(f"num_postprocess_workers {leaf.value} ({leaf.source}) was changed to 0: the frontend detokenizes")
         leaves["num_postprocess_workers"] = Sourced(0, _ADAPTER)
 
 
 def _translated(layer: Source, notes: list[str]) -> Source:
-    values, said = translate(layer.values, layer.source)
-    notes += said
-    for key, cure in _OURS.items():
+    values, new_notes = translate(layer.values, layer.source)
+    notes += new_notes
+    for key, fix in _OURS.items():
         if key in values:
-            raise ConfigError(f"{layer.source}: {key} is {values[key]!r}: {cure}", field=key)
+            raise ConfigError(f"{layer.source}: {key} is {values[key]!r}: {fix}", field=key)
     return layer._replace(values=values)
 
 
 def _is_mxfp4(model_path: str) -> bool:
-    """What the profiles' MoE back ends are for; other models' experts run on the release's own choice.
+    """Return True if a profile's MXFP4 arguments apply, also if the model folder can't be read.
 
-    Yes where no model can be read: nothing is loaded then, and it is what the profiles were made for.
+    The MoE backends of the profiles are chosen for MXFP4; for other models the release's default is better.
     """
     try:
         return read_checkpoint(Path(model_path)).quantization == "mxfp4"
@@ -266,13 +287,13 @@ def _is_mxfp4(model_path: str) -> bool:
 
 
 def _advice(wanted: Mapping[str, Sourced], given: Sequence[Source], release: ApiManifest, notes: list[str]) -> Source:
-    """A profile's arguments, without those that the release can't take or that somebody decided another way."""
+    """Return a profile's arguments, without those that the release lacks or that another source sets by another key."""
     decided = layers.merge(given).leaves
-    kept: dict[str, Sourced] = {}
+    applied: dict[str, Sourced] = {}
     source = next((leaf.source for leaf in wanted.values()), "")
     for key, leaf in wanted.items():
         if schema.find(release, key).presence is Presence.ABSENT and schema.is_known(key):
-            notes.append(f"{source}: {key} is left out, TensorRT-LLM {release.title} has no such argument")
+            notes.append(f"{source}: {key} is dropped: TensorRT-LLM {release.title} has no such argument")
             continue
         try:
             schema.check(layers.nested({key: leaf}), release, source)
@@ -280,13 +301,13 @@ def _advice(wanted: Mapping[str, Sourced], given: Sequence[Source], release: Api
             if not schema.is_known(key):
                 raise
             if key not in decided:
-                notes.append(f"{exc.message}; left out")
+                notes.append(f"{exc.message}; dropped")
             continue
         if _EITHER.get(key) not in decided:
-            kept[key] = leaf
-    return Source(layers.nested(kept), source, is_default=True)
+            applied[key] = leaf
+    return Source(layers.nested(applied), source, is_default=True)
 
 
 def _unchecked(found: schema.Unverified, release: ApiManifest) -> str:
     seen = f" (it is {found.note})" if found.note else ""
-    return f"{found.key} is passed on unchecked: not read for TensorRT-LLM {release.title}{seen}"
+    return f"{found.key} is passed on unchecked: its schema in TensorRT-LLM {release.title} is unknown{seen}"

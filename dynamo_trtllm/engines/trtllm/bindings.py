@@ -1,6 +1,6 @@
-"""The one importer of `tensorrt_llm`: binds the names the engine uses and settles what differs between releases, once.
+"""Import `tensorrt_llm` and bind the names that the engine uses, with the differences between releases.
 
-Importing this module does not import the vendor; `load_bindings` does. Nothing is looked up per request.
+Importing this module does not import TensorRT-LLM; `load_bindings` does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PACKAGE = "tensorrt_llm"
 _LIBRARY = "TensorRT-LLM"
 INSTALL = "pip install tensorrt-llm on a machine with NVIDIA GPUs, or run in NVIDIA's TensorRT-LLM container"
 
-# Each class and the modules that may have it: releases moved some, and re-export others.
+# Each class and the modules that may define it: the location depends on the release.
 _WHERE: Mapping[str, tuple[str, ...]] = {
     "LLM": ("tensorrt_llm", "tensorrt_llm.llmapi"),
     "SamplingParams": ("tensorrt_llm", "tensorrt_llm.sampling_params"),
@@ -36,7 +36,7 @@ _WHERE: Mapping[str, tuple[str, ...]] = {
 }
 _WHERE_OPTIONAL: Mapping[str, tuple[str, ...]] = {"Logprob": ("tensorrt_llm.executor.result",)}
 
-# Every name the engine touches, by owner. Without one of NEEDED it does not start.
+# Every name that the engine uses, by owner. If one of NEEDED is missing, the engine does not start.
 NEEDED: Mapping[str, tuple[str, ...]] = {
     "LLM": ("generate_async", "get_stats", "shutdown"),
     "LLM.generate_async": ("inputs", "sampling_params", "streaming", "disaggregated_params"),
@@ -70,7 +70,7 @@ NEEDED: Mapping[str, tuple[str, ...]] = {
     "GuidedDecodingParams": ("json", "json_object", "structural_tag"),
     "CompletionOutput": ("token_ids", "logprobs", "finish_reason", "stop_reason", "disaggregated_params"),
 }
-# What is used where the installed release has it.
+# Names that are used only if the installed release has them.
 OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "LLM.generate_async": ("cache_salt",),
     "DisaggregatedParams": ("first_gen_log_probs", "disagg_request_id", "ctx_dp_rank", "ctx_info_endpoint"),
@@ -79,19 +79,19 @@ OPTIONAL: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What the installed release can do, as far as the engine asks. Made once at start."""
+    """Features of the installed release, determined once at start."""
 
-    release: str  # the manifest's name
-    line: str  # what both roles must share: minor line, or the whole version of a pre-release
+    release: str  # name of the manifest
+    line: str  # see `release_line`; must be equal in prefill and decode
     disagg_fields: frozenset[str]
     cache_salt: bool
-    cached_tokens: bool  # results tell how much of the prompt was reused
-    structural_tag_format: bool  # takes the newer {"format": …} form of structural tags
+    cached_tokens: bool  # results report reused prompt tokens
+    structural_tag_format: bool  # accepts structural tags of the form {"format": …}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmBindings:
-    """The bound classes. Any: the package has no types that a machine without it could check."""
+    """The bound classes and functions, untyped because the package may not be installed for type checks."""
 
     version: str
     capabilities: Capabilities
@@ -101,16 +101,22 @@ class TrtllmBindings:
     guided_decoding_params: Callable[..., Any]
     logprob: Callable[..., Any] | None
     request_error: type[Exception]
-    reports_health: bool  # LLM has the health call that TensorRT-LLM's own server uses
+    reports_health: bool  # LLM has `_check_health`, which trtllm-serve uses
 
     def healthy(self, llm: Any) -> bool:
-        """False once the executor is shut down, by us or by a background error. True may still be wrong."""
+        """Return False if the executor is shut down. True does not prove that it responds."""
         return bool(llm._check_health()) if self.reports_health else True
 
     def arguments(self, call: TrtllmCall, disagg: Mapping[str, Any] | None, *, vocab_size: int) -> dict[str, Any]:
-        """Keywords of `generate_async`, by name only: releases insert parameters in the middle.
+        """Return keyword arguments of `generate_async`; its positional order depends on the release.
 
-        Raises RequestRejected for values that the vendor's classes refuse.
+        Args:
+            call: the call, without library objects.
+            disagg: arguments of DisaggregatedParams; None for an aggregated call.
+            vocab_size: length of the logit-bias tensor.
+
+        Raises:
+            RequestRejected: a class of the library rejected a value.
         """
         sampling = dict(call.sampling)
         if call.guided is not None:
@@ -130,14 +136,18 @@ class TrtllmBindings:
 
 
 def installed() -> bool:
-    """Whether the package can be found, without importing it: that takes long, and reads the environment."""
+    """Return True if the package is installed. It is not imported, which takes long and reads the environment."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def installed_version() -> str:
-    """Without importing it where pip knows. Raises ConfigError when it is not installed."""
+    """Return the installed version, from the package metadata if possible.
+
+    Raises:
+        ConfigError: TensorRT-LLM is not installed.
+    """
     if not installed():
-        raise ConfigError(f"the trtllm engine needs TensorRT-LLM; {INSTALL}", field="engine")
+        raise ConfigError(f"The trtllm engine needs TensorRT-LLM, which is not installed; {INSTALL}", field="engine")
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -145,7 +155,11 @@ def installed_version() -> str:
 
 
 def load_bindings() -> TrtllmBindings:
-    """Imports the package: seconds, and the environment must be set before. Raises ConfigError for what it lacks."""
+    """Import the package and bind its names. It takes seconds; environment variables must be set before.
+
+    Raises:
+        ConfigError: the package can't be imported or lacks a needed name.
+    """
     package = _import(PACKAGE)
     version = str(package.__version__)
     found = {name: _find(name, modules) for name, modules in _WHERE.items()}
@@ -167,18 +181,26 @@ def load_bindings() -> TrtllmBindings:
 
 
 def check_needed(has: Mapping[str, frozenset[str]], version: str) -> None:
-    """Raises ConfigError naming everything of NEEDED that the installed package lacks."""
+    """Check that the installed package has every name of NEEDED.
+
+    Args:
+        has: names of the installed package, by owner.
+        version: installed version, for the error text.
+
+    Raises:
+        ConfigError: lists the missing names.
+    """
     lacking = [f"{owner}.{name}" for owner, names in NEEDED.items() for name in names if name not in has[owner]]
     if lacking:
         raise ConfigError(
-            f"TensorRT-LLM {version} lacks what this engine calls: {', '.join(lacking)}; "
-            "install a release from 1.0.0 on, or a dynamo_trtllm made for this one",
+            f"TensorRT-LLM {version} lacks names that the engine needs: {', '.join(lacking)}; "
+            "install a supported release (docs/trtllm.md) or a newer dynamo_trtllm",
             field="engine",
         )
 
 
 def release_line(version: str) -> str:
-    """1.2 for 1.2.1; a pre-release stands for itself, because candidates of one line differ."""
+    """Return the minor line of a release ("1.2" for "1.2.1"), or the full version of a pre-release."""
     version = version.partition("+")[0]
     major, minor, *rest = version.split(".")
     final = all(part.isdigit() for part in rest)
@@ -198,13 +220,19 @@ def _capabilities(release: ApiManifest, version: str, has: Mapping[str, frozense
 
 
 def _note_differences(release: ApiManifest, has: Mapping[str, frozenset[str]]) -> None:
-    """Says where the installed package is not what its release was read to be: the package is believed."""
+    """Log optional names for which the installed package differs from the manifest. The package decides."""
     for owner, names in OPTIONAL.items():
         for name in names:
             read = release.presence(owner, name)
             if read is not Presence.NOT_READ and (name in has[owner]) is not (read is Presence.PRESENT):
                 state = "has" if name in has[owner] else "lacks"
-                _log.warning("TensorRT-LLM %s %s %s.%s, unlike the release as read", release.name, state, owner, name)
+                _log.warning(
+                    "TensorRT-LLM %s %s %s.%s, unlike the published release; check the installation",
+                    release.name,
+                    state,
+                    owner,
+                    name,
+                )
 
 
 def _bias(bias: tuple[tuple[int, float], ...], vocab_size: int) -> Any:
@@ -217,7 +245,7 @@ def _bias(bias: tuple[tuple[int, float], ...], vocab_size: int) -> Any:
 
 
 def _names(owner: str, found: Mapping[str, Any]) -> frozenset[str]:
-    """Parameters of a method; of a class those of its constructor, and its attributes."""
+    """Return the parameters of a method, or the constructor parameters and attributes of a class."""
     cls, _, method = owner.partition(".")
     if method:
         return frozenset(inspect.signature(getattr(found[cls], method)).parameters)
@@ -229,7 +257,7 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as exc:
         raise ConfigError(
-            f"TensorRT-LLM can't be imported ({exc}); {INSTALL}, and see that its CUDA and MPI libraries are found",
+            f"TensorRT-LLM cannot be imported ({exc}); {INSTALL}, and check that its CUDA and MPI libraries are found",
             field="engine",
         ) from exc
 
@@ -239,7 +267,7 @@ def _find(name: str, modules: Iterable[str]) -> Any:
         if importlib.util.find_spec(module) is not None and hasattr(found := _import(module), name):
             return getattr(found, name)
     raise ConfigError(
-        f"TensorRT-LLM has no {name} in {', '.join(modules)}; install a release from 1.0.0 on", field="engine"
+        f"TensorRT-LLM has no {name} in {', '.join(modules)}; install release 1.0.0 or newer", field="engine"
     )
 
 

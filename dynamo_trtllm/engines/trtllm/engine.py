@@ -1,6 +1,6 @@
-"""TensorRT-LLM's `LLM` as an `Engine`: from configuration to a built LLM, and its end.
+"""Implement `Engine` with TensorRT-LLM's `LLM`: check the arguments, build the LLM on a thread, shut it down.
 
-Computes nothing and moves no KV: the vendor's executor and cache transceiver do. Blocking calls run on threads.
+TensorRT-LLM's executor computes the tokens, and its cache transceiver transfers the KV.
 """
 
 from __future__ import annotations
@@ -34,10 +34,18 @@ _OWN_PHASE = {Role.PREFILL: Phase.PREFILL, Role.DECODE: Phase.DECODE, Role.AGGRE
 
 
 class TrtllmEngine(ExternalEngine[TrtllmSession]):
-    """`Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`. `config.model_path` is a folder."""
+    """Implementation of `Engine`, `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
-        """Raises ConfigError: for TensorRT-LLM not installed, arguments it does not take, a folder with no model."""
+        """Merge and check the arguments.
+
+        Args:
+            config: settings of the worker; `model_path` is a folder.
+            instance_id: id of the worker, part of its KV transfer parameters.
+
+        Raises:
+            ConfigError: TensorRT-LLM is not installed, an argument is invalid, or the folder has no model.
+        """
         super().__init__("trtllm", "TensorRT-LLM")
         version = installed_version()
         gpus = gpu.visible_gpus()
@@ -63,7 +71,7 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
         """See `HasPreflight`."""
         return [*check_role(self._facts), *check_peers(self._facts, peers, self._kv_compat)]
 
-    # --- life ------------------------------------------------------------------------------------------
+    # --- start and stop ------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
         """See `Engine.start`."""
@@ -82,21 +90,23 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
         return info
 
     def _build(self) -> tuple[TrtllmBindings, Any]:
-        """On a thread. The environment is set before the vendor is imported, which reads it."""
+        """Build the LLM; called on a thread. TensorRT-LLM reads the environment when it is imported."""
         kernels.apply(self._args.profile)
         bindings = load_bindings()
         values = settings.llm_values(self._args, model=str(self._checkpoint.folder))
         try:
             llm = bindings.llm(**values)
         except (ValueError, TypeError) as exc:
-            raise ConfigError(f"TensorRT-LLM {bindings.version} refuses the engine arguments: {exc}") from exc
+            raise ConfigError(f"TensorRT-LLM {bindings.version} rejected the engine arguments: {exc}") from exc
         except (bindings.request_error, *VENDOR_ERRORS) as exc:
-            raise EngineFailed(f"TensorRT-LLM could not be started: {exc}") from exc
+            raise EngineFailed(f"TensorRT-LLM failed to start: {exc}") from exc
         return bindings, llm
 
     def _serve(self, bindings: TrtllmBindings) -> EngineInfo:
-        refused = settings.unsupported_features(self._args, self._release, cache_salt=bindings.capabilities.cache_salt)
-        model_limits = settings.model_limits(self._facts, self._checkpoint, bindings.capabilities, refused)
+        unsupported = settings.unsupported_features(
+            self._args, self._release, cache_salt=bindings.capabilities.cache_salt
+        )
+        model_limits = settings.model_limits(self._facts, self._checkpoint, bindings.capabilities, unsupported)
         transport = f"trtllm/{self._kv_compat.get('transceiver', '')}".lower()
         identity = TransferIdentity(
             "trtllm", self._instance_id, self._model, self._layout(), self._kv_compat, transport
@@ -104,7 +114,7 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
         self._session = TrtllmSession(bindings, self._llm, model_limits, identity, self._times)
         limit = model_limits.prompt_limits[_OWN_PHASE[model_limits.role]]
         _log.info(
-            "TensorRT-LLM %s (as %s) is loaded: context %d, prompts up to %d (%s)",
+            "Loaded TensorRT-LLM %s (schema of %s): context length %d, longest prompt %d tokens (%s)",
             bindings.version,
             self._release.title,
             model_limits.context_length,
@@ -120,21 +130,22 @@ class TrtllmEngine(ExternalEngine[TrtllmSession]):
             layout=identity.layout,
             limits=settings.limits(self._facts),
             kv_compat=self._kv_compat,
-            unsupported_features=(*refused, "resumed_tokens"),  # they are prompt to it and nothing else
+            unsupported_features=(*unsupported, "resumed_tokens"),  # treated as prompt
             can_aggregate=True,
             files=self._checkpoint.files,
         )
 
     def _layout(self) -> KvLayout:
         layout = self._facts.layout()
-        assert layout is not None  # None only without a model
+        assert layout is not None  # the model was read
         return layout
 
     def stats(self) -> EngineStats:
+        """See `HasStats`."""
         return NO_STATS if self._session is None else self._session.stats()
 
     def _shut_down(self, llm: Any) -> None:
         try:
             llm.shutdown()
         except VENDOR_ERRORS as exc:
-            _log.warning("TensorRT-LLM's shutdown: %s", exc)
+            _log.warning("TensorRT-LLM failed to shut down; check for leftover processes: %s", exc)

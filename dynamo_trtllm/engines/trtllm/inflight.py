@@ -1,7 +1,7 @@
-"""One running call of `generate_async`: its results step by step, and its abort when they are no longer needed.
+"""Run one call of `generate_async`: read its results, convert them, abort it; and poll the executor's statistics.
 
-The vendor's result object must be read until it ends, also after an abort; but there are cases in which it never
-answers, so every wait here has a deadline of our own.
+TensorRT-LLM's result object must be read to its end, also after an abort. In some cases it never responds, so every
+wait has a time limit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dynamo_trtllm.errors import MigrationFailed, RequestRejected
 from dynamo_trtllm.kv_transfer.params import Deadline
 from dynamo_trtllm.messages import GenerateRequest, Phase, PhaseTimings, TokenLogprob
 
-# After a context-only call both of these mean "go on to decode": the vendor forces its max_tokens to 1.
+# Finish reasons of a context-only call that continues in decode: TensorRT-LLM forces its max_tokens to 1.
 KV_PENDING = frozenset({"length", "not_finished"})
 
 
 class TrtllmCompletion(Protocol):
-    """What is read of the vendor's `CompletionOutput`."""
+    """The fields of TensorRT-LLM's `CompletionOutput` that the engine reads."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[Any] | None
@@ -34,7 +34,7 @@ class TrtllmCompletion(Protocol):
 
 
 class TrtllmOutputCursor:
-    """Turns the results of one call into steps. One per call; `read` is called once per result."""
+    """Converts the cumulative results of one call to outputs with the new tokens."""
 
     def __init__(
         self,
@@ -44,28 +44,36 @@ class TrtllmOutputCursor:
         logprobs: int | None,
         first: tuple[TokenLogprob, ...] = (),
     ) -> None:
-        """`logprobs`: alternatives per token; None: none at all. `first`: those of tokens that a ticket brought."""
+        """Initialize the cursor of one call.
+
+        Args:
+            stop_ids: token ids that end the output.
+            end_id: the model's own stop token, which TensorRT-LLM strips from the output; None without one.
+            logprobs: number of alternatives per token; None: no log-probabilities.
+            first: log-probabilities of the first tokens, from the KV transfer parameters.
+        """
         self._stop_ids = stop_ids
         self._end_id = end_id
         self._alternatives = logprobs
         self._first = first
         self._seen = 0
         self._last: int | None = None
-        self._unreported = 0  # tokens at the start for which the vendor gives no log-probability
+        self._unreported = 0  # tokens at the start without a log-probability from TensorRT-LLM
 
     def read(self, output: TrtllmCompletion) -> EngineOutput:
+        """Return what is new since the last call. Call it once per result."""
         new = list(output.token_ids[self._seen :])
         start = self._seen
         if self._seen == 0 and new and output.logprobs is not None:
             self._unreported = max(0, len(output.token_ids) - len(output.logprobs))
         if output.finish_reason == "stop":
-            new += self._cut_off(new[-1] if new else self._last, output.stop_reason)
+            new += self._stripped_stop(new[-1] if new else self._last, output.stop_reason)
         self._seen += len(new)
         self._last = new[-1] if new else self._last
         return EngineOutput(token_ids=new, logprobs=self._logprobs(output, start, new), finish=output.finish_reason)
 
-    def _cut_off(self, last: int | None, stop_reason: int | str | None) -> list[int]:
-        """The stop token, where the vendor took it off the end: our streams end with it."""
+    def _stripped_stop(self, last: int | None, stop_reason: int | str | None) -> list[int]:
+        """Return the stop token if TensorRT-LLM stripped it: output of an `Engine` contains it."""
         if last is not None and last in self._stop_ids:
             return []
         if isinstance(stop_reason, int):
@@ -85,17 +93,26 @@ class TrtllmOutputCursor:
         if 0 <= index < len(reported):
             return token_logprob(token, reported[index], self._alternatives or 0)
         if token in self._stop_ids:
-            return TokenLogprob(token, -math.inf)  # cut off together with its entry: it is not known
-        raise RequestRejected("TensorRT-LLM gave no log-probability for a token; ask without", field="logprobs")
+            return TokenLogprob(token, -math.inf)  # unknown: its entry was stripped with the token
+        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
 
 
 def token_logprob(token: int, entry: Any, alternatives: int) -> TokenLogprob:
-    """One token's entry: a mapping of token id to an object with `logprob`, or the bare number."""
+    """Convert one token's log-probabilities.
+
+    Args:
+        token: the chosen token id.
+        entry: mapping of token id to an object with `logprob`, or the chosen token's log-probability alone.
+        alternatives: number of alternatives to return.
+
+    Raises:
+        RequestRejected: the mapping lacks the chosen token.
+    """
     if not isinstance(entry, Mapping):
         return TokenLogprob(token, float(entry))
     values = {int(each): _value(reported) for each, reported in entry.items()}
     if token not in values:
-        raise RequestRejected("TensorRT-LLM gave no log-probability for a token; ask without", field="logprobs")
+        raise RequestRejected("TensorRT-LLM returned no log-probability for a token; omit logprobs", field="logprobs")
     likeliest = sorted(values.items(), key=lambda pair: -pair[1])[:alternatives]
     return TokenLogprob(token, values[token], tuple(likeliest))
 
@@ -106,15 +123,15 @@ def _value(reported: Any) -> float:
 
 _log = logging.getLogger(__name__)
 
-# What comes out of the vendor when its executor, a queue or a request breaks. It has no common base class.
+# Exceptions that TensorRT-LLM raises when its executor, a queue or a request fails. They have no common base class.
 VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
 
-KV_WAIT_S = 30.0  # longest wait for the KV of a cancelled decode call: aborting it earlier breaks transfers
-ANSWER_S = 10.0  # longest wait for the answer to an abort
+KV_WAIT_S = 30.0  # time limit for the KV of a canceled decode call: an earlier abort breaks the transfer
+ANSWER_S = 10.0  # time limit for the last result after an abort
 
 
 class VendorError(Exception):
-    """Wrap an exception that TensorRT-LLM raised instead of a result: the adapter's own are bugs."""
+    """An exception of TensorRT-LLM, wrapped to distinguish it from bugs of the engine."""
 
     def __init__(self, raised: Exception) -> None:
         super().__init__(str(raised))
@@ -122,60 +139,72 @@ class VendorError(Exception):
 
 
 class TrtllmInflightRequest:
-    """Used by one task at a time: first the request's, then the one that winds it down."""
+    """One call in flight. One task at a time uses it: the request's, then the one that aborts and drains it."""
 
     def __init__(self, request: GenerateRequest, call: TrtllmCall, result: Any, cursor: TrtllmOutputCursor) -> None:
         self.request_id = request.request_id
         self.result = result
         self.fetches_kv = request.phase is Phase.DECODE
-        self.started = False  # a result has come: for a decode call, its KV has arrived
-        self.finished = False  # no result will follow
-        self.is_draining = False  # only `abort_and_drain` reads the results
+        self.started = False  # the first result is there: for a decode call, the KV was fetched
+        self.finished = False  # no more results
+        self.is_draining = False  # owned by `abort_and_drain`
         self.had_tokens = False
-        self.bound: Deadline | None = None  # of the wait for the first result
+        self.bound: Deadline | None = None  # for the first result of a decode call
         self.created_at = time.monotonic()
         self._request = request
         self._started_at = self.created_at
-        self._keeps_kv = call.exports_kv
+        self._exports_kv = call.exports_kv
         self._cursor = cursor
         self._stream = result.__aiter__() if call.streaming else None
-        self._waiter: asyncio.Task[Any] | None = None  # in a wait for the vendor
+        self._waiter: asyncio.Task[Any] | None = None  # task that waits for a result
         self._timer: asyncio.TimerHandle | None = None
         self._timed_out = False
 
     def due_in(self, left_s: float) -> None:
-        """From now on waits end then, in TimeoutError. One timer for many waits: one for each would cost more than
-        all else that is done for a token."""
+        """Set the time limit of all waits; they raise TimeoutError after it.
+
+        One timer covers many waits, because a timer per token would dominate the cost of a token.
+
+        Args:
+            left_s: seconds from now.
+        """
         if self._timer is not None:
             self._timer.cancel()
         self._timed_out = False
         self._timer = asyncio.get_running_loop().call_later(max(0.0, left_s), self.interrupt)
 
     def close(self) -> None:
-        """No wait will follow."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 
     def interrupt(self) -> None:
-        """Ends the wait for the vendor, or the next one, with TimeoutError."""
+        """End the current wait, or the next one, with TimeoutError."""
         self._timed_out = True
         if self._waiter is not None:
             self._waiter.cancel()
 
     async def step(self) -> EngineOutput:
-        """The next result. Raises TimeoutError when it is overdue, MigrationFailed for a stream that ends with no
-        reason, and VendorError for what the vendor raises."""
+        """Wait for the next result.
+
+        Raises:
+            TimeoutError: the time limit of `due_in` passed.
+            MigrationFailed: the stream ended without a finish reason.
+            VendorError: TensorRT-LLM raised an exception.
+        """
         await self._advance()
         if self.finished and self.result.outputs[0].finish_reason is None:
-            raise MigrationFailed("TensorRT-LLM ended a request with no reason")
+            raise MigrationFailed("TensorRT-LLM ended the request without a finish reason")
         step = self._cursor.read(self.result.outputs[0])
         self.had_tokens = self.had_tokens or bool(step.token_ids)
         return step
 
     def age_s(self) -> float:
+        """Return the seconds since the call was submitted."""
         return time.monotonic() - self.created_at
 
     def stats(self, *, cached_tokens: int) -> PhaseTimings:
+        """Return the timings of the call; see `phase_timings`."""
         return phase_timings(self._request, self._started_at - self.created_at, cached_tokens=cached_tokens)
 
     async def _advance(self) -> None:
@@ -188,7 +217,7 @@ class TrtllmInflightRequest:
         try:
             await self._result()
         except asyncio.CancelledError:
-            if self._timed_out and task.uncancel() <= cancels:  # only our own alarm cancelled the task
+            if self._timed_out and task.uncancel() <= cancels:  # canceled by `interrupt` alone
                 raise TimeoutError from None
             raise
         finally:
@@ -213,16 +242,20 @@ class TrtllmInflightRequest:
         self.finished = True
 
     def abort(self) -> None:
-        """Asks the engine to stop. Does not wait; an executor that is gone already is no error."""
+        """Ask TensorRT-LLM to stop the request, without waiting. A stopped executor is not an error."""
         try:
             self.result.abort()
         except VENDOR_ERRORS as exc:
-            _log.debug("abort of %s: %s", self.request_id, exc)
+            _log.debug("request %s: abort failed: %s", self.request_id, exc)
 
     async def abort_and_drain(self, *, kv_wait_s: float = KV_WAIT_S, answer_s: float = ANSWER_S) -> None:
-        """Aborts, and reads on until the engine has answered or `answer_s` is over. Raises nothing of the vendor's.
+        """Abort the call and read its results to the end. Exceptions of TensorRT-LLM are logged.
 
         A decode call is aborted only after its first result, because a running KV transfer can't be stopped.
+
+        Args:
+            kv_wait_s: time limit for the first result of a decode call.
+            answer_s: time limit for the last result after the abort.
         """
         try:
             if self.fetches_kv and not self.started:
@@ -232,19 +265,19 @@ class TrtllmInflightRequest:
             self.due_in(answer_s)
             while not self.finished:
                 await self._advance()
-            if self._keeps_kv and self.result.outputs[0].finish_reason in KV_PENDING:
-                self.abort()  # it was done before it heard of the abort: its KV would wait for a decode worker
+            if self._exports_kv and self.result.outputs[0].finish_reason in KV_PENDING:
+                self.abort()  # it ended before the abort: without a second one its KV stays allocated
         except TimeoutError:
-            _log.warning("request %s was aborted, and TensorRT-LLM did not answer in %g s", self.request_id, answer_s)
+            _log.warning("Abort not confirmed by TensorRT-LLM within %g s: request %s", answer_s, self.request_id)
         except VendorError as exc:
-            _log.debug("request %s ended after its abort: %s", self.request_id, exc)
+            _log.debug("request %s failed after its abort: %s", self.request_id, exc)
 
     async def _first_result(self, wait_s: float) -> None:
         self.due_in(wait_s)
         try:
             await self._advance()
         except TimeoutError:
-            _log.warning("request %s was cancelled, and its KV has not come", self.request_id)
+            _log.warning("KV transfer still running %g s after cancellation: request %s", wait_s, self.request_id)
 
 
 _TIMEOUT_S = 2.0
@@ -252,7 +285,7 @@ _PAUSE_S = 0.5
 
 
 class StatsPoller:
-    """Start it after the first request: before, some releases have no statistics to wait for."""
+    """Polls the executor's statistics on a thread."""
 
     def __init__(self, get_stats: Callable[..., Sequence[Mapping[str, Any]]]) -> None:
         self._get_stats = get_stats
@@ -263,17 +296,17 @@ class StatsPoller:
 
     @property
     def is_polling(self) -> bool:
-        """False before `start`, and once the vendor has failed to answer."""
+        """False before `start`, and after TensorRT-LLM failed to return statistics."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Idempotent."""
+        """Start the thread. Idempotent. Some releases have no statistics before their first request."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._poll, name="trtllm-stats", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Blocks until the thread has ended: at most as long as one call."""
+        """Stop the thread and wait for its current call, which has a time limit."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=2 * _TIMEOUT_S)
@@ -283,7 +316,7 @@ class StatsPoller:
             try:
                 rows = self._get_stats(timeout=_TIMEOUT_S)
             except VENDOR_ERRORS as exc:
-                _log.warning("TensorRT-LLM's statistics ended: %s", exc)
+                _log.warning("TensorRT-LLM's statistics failed; KV metrics stay at their last values: %s", exc)
                 return
             if rows:
                 self.counts = counts_of(rows[-1])
@@ -291,7 +324,7 @@ class StatsPoller:
 
 
 def counts_of(stats: Mapping[str, Any]) -> Counts:
-    """Reads one iteration's statistics; what a release does not tell is 0."""
+    """Convert the statistics of one iteration; a missing value counts as 0."""
     kv = stats.get("kvCacheStats") or {}
     return Counts(
         waiting=int(stats.get("numQueuedRequests") or 0),

@@ -1,7 +1,4 @@
-"""Kernel profiles: what suits a GPU architecture, from `kernels_config/`, chosen once and put where it is read.
-
-The choice is a function of its arguments and the files; only `apply` touches the process, and no vendor is imported.
-"""
+"""Load the kernel profiles of `kernels_config/`, choose one for the GPU architecture, and export its variables."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from dynamo_trtllm.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 FOLDER = Path("kernels_config")
-BY_GPU = ("blackwell", "blackwell-rtx", "hopper")  # the profiles that a GPU can choose
+BY_GPU = ("blackwell", "blackwell-rtx", "hopper")  # profiles with a list of architectures
 FALLBACK = "fallback"
 _KINDS: Mapping[str, type] = {
     "sm": list,
@@ -35,24 +32,28 @@ class KernelProfile:
     """One file of `kernels_config/`."""
 
     name: str
-    sm: tuple[int, ...]  # the compute capabilities it is for, times ten
-    quantization: Mapping[
-        str, str
-    ]  # MoE back end -> what it runs MXFP4 weights as; the first is meant, all are allowed
+    sm: tuple[int, ...]  # compute capabilities times ten
+    # MoE backend -> algorithm for MXFP4 weights; the first is the default, the others are allowed.
+    quantization: Mapping[str, str]
     engine_args: Mapping[str, Any]
-    mxfp4_args: Mapping[str, Any]  # on top, for models whose weights are MXFP4
+    mxfp4_args: Mapping[str, Any]  # additional arguments for models with MXFP4 weights
     environment: Mapping[str, str]
 
     @property
     def source(self) -> str:
-        """How it is named beside what it sets."""
+        """Name of the profile as the source of an argument."""
         return f"kernels profile {self.name}"
 
 
 def choose(name: str | None, gpus: Sequence[Gpu]) -> KernelProfile:
-    """The profile called `name` (or in the file `name`), else the one for `gpus`, else the fallback.
+    """Return the named profile, else the one for the GPUs, else the fallback.
 
-    Raises ConfigError for an unknown name, a bad file, and GPUs that need different profiles.
+    Args:
+        name: name of a profile, or path of a YAML file; None: choose by GPU.
+        gpus: visible GPUs.
+
+    Raises:
+        ConfigError: the name is unknown, the file is invalid, or the GPUs need different profiles.
     """
     if name is not None:
         return load(name)
@@ -62,22 +63,29 @@ def choose(name: str | None, gpus: Sequence[Gpu]) -> KernelProfile:
     if len(names) > 1:
         kinds = ", ".join(sorted({gpu.name for gpu in gpus}))
         raise ConfigError(
-            f"the visible GPUs need different kernel profiles ({kinds}); hide some with CUDA_VISIBLE_DEVICES, "
-            f"or name one with --kernels-profile: {', '.join(sorted(names))}",
+            f"The visible GPUs need different kernel profiles ({kinds}). Hide some with CUDA_VISIBLE_DEVICES, or "
+            f"choose one with --kernels-profile: {', '.join(sorted(names))}.",
             field="kernels_profile",
         )
     return next((profile for profile in fitting.values() if profile), None) or load(FALLBACK)
 
 
 def load(name: str) -> KernelProfile:
-    """Reads one profile: a name without a path, or a YAML file. Raises ConfigError."""
+    """Read one profile.
+
+    Args:
+        name: name of a profile in `kernels_config/`, or path of a YAML file.
+
+    Raises:
+        ConfigError: there is no such profile, or the file is invalid.
+    """
     is_name = re.fullmatch(r"[\w-]+", name) is not None
     path = FOLDER / f"{name}.yaml" if is_name else Path(name)
     found = layers.find_file(path)
     if is_name and not found.exists():
         known = ", ".join((*BY_GPU, FALLBACK))
         raise ConfigError(
-            f"--kernels-profile {name}: there is no such profile; known: {known}", field="kernels_profile"
+            f"Unknown --kernels-profile {name}. Choose one of {known}, or pass a YAML file.", field="kernels_profile"
         )
     data = layers.read_yaml(found)
     layers.check_keys(data, _KINDS, str(path))
@@ -87,7 +95,9 @@ def load(name: str) -> KernelProfile:
     for key in ("quantization", "environment"):
         for entry, value in data.get(key, {}).items():
             if not isinstance(value, str):
-                raise ConfigError(f"{path}: {key}.{entry} is {value!r}: quote it", field=key)
+                raise ConfigError(
+                    f"{path}: {key}.{entry} is {value!r}: expected a string. Put it in quotes.", field=key
+                )
     return KernelProfile(
         name=path.stem,
         sm=tuple(data.get("sm", ())),
@@ -99,7 +109,10 @@ def load(name: str) -> KernelProfile:
 
 
 def apply(profile: KernelProfile) -> None:
-    """Exports the profile's variables, before the vendor is imported. What the user exported stays, with a warning."""
+    """Export the profile's variables. Call it before TensorRT-LLM is imported.
+
+    Variables that the user has set are not changed; a warning is logged.
+    """
     for name, value in profile.environment.items():
         if environ.export(name, value, wanted_by=profile.source) == value:
             _log.info("%s=%s (%s)", name, value, profile.source)

@@ -1,6 +1,6 @@
-"""From a prefill, decode or whole call to the arguments of `LLM.generate_async`. Pure: plain values, no vendor objects.
+"""Convert a prefill, decode or aggregated call to plain arguments of `LLM.generate_async`.
 
-Unsupported fields are rejected here, by name, before the engine sees them.
+Requests with unsupported fields are rejected before TensorRT-LLM receives them.
 """
 
 from __future__ import annotations
@@ -13,51 +13,56 @@ from dynamo_trtllm.engines.request_checks import check, guided_params, is_plain,
 from dynamo_trtllm.errors import ContextTooLong, RequestRejected
 from dynamo_trtllm.messages import GenerateRequest, Phase, Role, Sampling
 
-_NO_END = -1  # what TensorRT-LLM itself sends for a request that never ends by token
+_NO_END = -1  # TensorRT-LLM's own value for "no end token"
 
 
 class PromptLimit(NamedTuple):
-    """The longest prompt."""
+    """Length of the longest prompt that a worker accepts."""
 
     tokens: int
-    why: str  # the argument that sets it, for people
+    why: str  # argument that sets it, for messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmModelLimits:
-    """What model, arguments and release say about every request; made once."""
+    """Limits for all requests, from the model, the arguments and the release."""
 
     role: Role
-    context_length: int  # prompt and output
+    context_length: int  # tokens of prompt and output together
     prompt_limits: Mapping[Phase, PromptLimit]  # each leaves space for one output token in the context
     vocab_size: int
-    end_ids: tuple[int, ...]  # the model's own stop tokens, the chief one first
+    end_ids: tuple[int, ...]  # the model's own stop tokens, the main one first
     unsupported_features: tuple[str, ...]  # fields of Sampling, and "cache_salt"
-    structural_tags: bool  # the guided-decoding backend takes them, in their newer form
+    structural_tags: bool  # supported by the guided-decoding backend, in the form {"format": …}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrtllmCall:
-    """One call of `generate_async`. Made anew for each: the vendor writes into what it is given."""
+    """Arguments of one call of `generate_async`. They are not shared, because TensorRT-LLM modifies them."""
 
     prompt: list[int]
     streaming: bool
-    max_tokens: int  # what may still be generated for the request, in any phase
-    sampling: dict[str, Any]  # of SamplingParams
-    guided: dict[str, Any] | None  # of GuidedDecodingParams
-    bias: tuple[tuple[int, float], ...]  # becomes a tensor where the vendor's classes are
+    max_tokens: int  # output limit of the request, over all phases
+    sampling: dict[str, Any]  # arguments of SamplingParams
+    guided: dict[str, Any] | None  # arguments of GuidedDecodingParams
+    bias: tuple[tuple[int, float], ...]  # (token id, value); `bindings` converts it to a tensor
     cache_salt: str | None
     stop_ids: frozenset[int]
-    exports_kv: bool  # a context-only call, whose KV stays for a decode worker
+    exports_kv: bool  # context-only call, whose KV is transferred to a decode worker
 
 
 def build_call(request: GenerateRequest, model_limits: TrtllmModelLimits) -> TrtllmCall:
-    """Raises ContextTooLong, or RequestRejected naming the field."""
+    """Check a request and convert it.
+
+    Raises:
+        ContextTooLong: the prompt is longer than the limit of this worker.
+        RequestRejected: names the unsupported field.
+    """
     _check(request, model_limits)
     sampling = request.sampling
     max_tokens = min(sampling.max_tokens, model_limits.context_length - len(request.token_ids))
     stop_ids = stop_token_ids(sampling, model_limits.end_ids)
-    # A request for one token is whole after the prompt: nothing may be left waiting for a decode worker.
+    # A request for one token ends in prefill, so no KV may wait for a decode worker.
     exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
     return TrtllmCall(
         prompt=list(request.token_ids),
@@ -83,7 +88,7 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
     tokens, limit = len(request.token_ids), model_limits.prompt_limits[request.phase]
     if tokens > limit.tokens:
         raise ContextTooLong(
-            f"a prompt of {tokens} tokens is longer than this worker takes, {limit.tokens} ({limit.why}); shorten it"
+            f"the prompt has {tokens} tokens, but this worker accepts at most {limit.tokens} ({limit.why}); shorten it"
         )
     if (
         request.sampling.guided is not None
@@ -91,7 +96,7 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
         and not model_limits.structural_tags
     ):
         raise RequestRejected(
-            "a form for part of the answer needs guided_decoding_backend: xgrammar and TensorRT-LLM 1.2 or newer",
+            "structured output for part of the answer needs TensorRT-LLM 1.2 with guided_decoding_backend: xgrammar",
             field="guided",
         )
 
@@ -99,22 +104,24 @@ def _check(request: GenerateRequest, model_limits: TrtllmModelLimits) -> None:
 def _sampling(
     sampling: Sampling, model_limits: TrtllmModelLimits, stop_ids: frozenset[int], max_tokens: int
 ) -> dict[str, Any]:
-    # With an end id the vendor leaves these values as they are; without one it would ask its tokenizer, add the
-    # checkpoint's stop tokens in some releases, and change the object.
+    # Without an end id TensorRT-LLM would look for a tokenizer, and some releases would add the checkpoint's stop
+    # tokens to this object.
     end_id = model_limits.end_ids[0] if model_limits.end_ids else _NO_END
     values: dict[str, Any] = {
         "end_id": end_id,
         "ignore_eos": sampling.ignore_eos,
         "max_tokens": max_tokens,
         "stop_token_ids": sorted(stop_ids - {end_id}) or None,
-        "include_stop_str_in_output": True,  # what ended the answer must be seen: a Harmony call token is output
+        "include_stop_str_in_output": True,  # the frontend needs the stop token: Harmony ends tool calls with one
         "detokenize": False,
         "seed": sampling.seed,
-        # 0 would mean none to the vendor; the surplus alternative is left out of the answer
+        # 0 means no log-probabilities to TensorRT-LLM; the cursor drops the extra alternative
         "logprobs": None if sampling.logprobs is None else max(1, sampling.logprobs),
     }
     if sampling.min_tokens > 0:
-        values["min_tokens"] = sampling.min_tokens  # the vendor keeps the end id back; other stop tokens still stop
+        values["min_tokens"] = (
+            sampling.min_tokens
+        )  # TensorRT-LLM suppresses only the end id; other stop tokens still end the output
     if sampling.min_p > 0:
         values["min_p"] = sampling.min_p
     values |= _greedy() if sampling.temperature == 0 else _random(sampling)
@@ -123,9 +130,9 @@ def _sampling(
 
 
 def _greedy() -> dict[str, Any]:
-    return {"top_k": 1}  # temperature 0 is greedy only from 1.2 on; top_k 1 is in every release
+    return {"top_k": 1}  # temperature 0 is greedy only from 1.2 on; top_k 1 is greedy in every release
 
 
 def _random(sampling: Sampling) -> dict[str, Any]:
-    # All three are passed: a release that gets none of them decodes greedily.
+    # All three are passed: without any of them TensorRT-LLM decodes greedily.
     return {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or None}

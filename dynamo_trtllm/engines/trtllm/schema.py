@@ -1,6 +1,6 @@
-"""What `LLM(**arguments)` takes, release by release: names, types, allowed values, ranges. The manifest is the schema.
+"""Check arguments of `LLM` against the manifest of a release: names, types, allowed values and ranges.
 
-Pure. Arguments are named by dotted key, as in the YAML: `kv_cache_config.dtype`.
+Arguments are named by dotted keys, as in the YAML: `kv_cache_config.dtype`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dynamo_trtllm.engines.trtllm.api_manifests import ApiManifest, ManifestFiel
 from dynamo_trtllm.errors import ConfigError
 
 ROOT = "TorchLlmArgs"
-_MOST_LISTED = 20  # keys, in an error
+_MOST_LISTED = 20  # known keys that an error text lists
 
-# What the validators of 1.2.1 and the executor ask of numbers, as (smallest, largest).
+# Ranges of numbers, as (smallest, largest), from the validators of 1.2.1 and the executor.
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     "tensor_parallel_size": (1, None),
     "pipeline_parallel_size": (1, None),
@@ -45,27 +45,27 @@ _WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 class Found(NamedTuple):
-    """What a release says of one key."""
+    """Result of a search for a key in a release."""
 
     presence: Presence
-    field: ManifestField | None = None  # None for a key of a free mapping too
+    field: ManifestField | None = None  # None also for a key of a mapping without a schema
 
 
 class Unverified(NamedTuple):
-    """A key that could not be verified."""
+    """A key that the manifests do not cover."""
 
     release: str
     key: str
-    note: str
+    note: str  # releases that have the key; "" if unknown
 
 
 def find(release: ApiManifest, key: str) -> Found:
-    """Whether the release has the argument."""
+    """Look an argument up in a release by its dotted key."""
     owners: tuple[str, ...] = (ROOT,)
     field: ManifestField | None = None
     for part in key.split("."):
         if not owners:
-            return Found(Presence.PRESENT)  # inside a mapping with keys of its own
+            return Found(Presence.PRESENT)  # inside a mapping without a schema
         field = next((fields[part] for owner in owners if part in (fields := release.fields(owner))), None)
         if field is None:
             unread = any(release.presence(owner, part) is Presence.NOT_READ for owner in owners)
@@ -75,28 +75,44 @@ def find(release: ApiManifest, key: str) -> Found:
 
 
 def check(values: Mapping[str, Any], release: ApiManifest, where: str) -> list[Unverified]:
-    """The keys that could not be checked. Raises ConfigError, beginning with `where`, for the first bad one."""
+    """Check the arguments of one source and return the keys that could not be verified.
+
+    Args:
+        values: nested arguments.
+        release: API of the installed TensorRT-LLM.
+        where: name of the source; error texts begin with it.
+
+    Raises:
+        ConfigError: names the first invalid key.
+    """
     return list(_check(values, release, where, ""))
 
 
 def check_together(get: Mapping[str, Any]) -> None:
-    """What TensorRT-LLM asks of several arguments at once, by dotted key. Raises ConfigError."""
+    """Check TensorRT-LLM's constraints between arguments.
+
+    Args:
+        get: values by dotted key.
+
+    Raises:
+        ConfigError: two arguments conflict.
+    """
     sizes, largest = get.get("cuda_graph_config.batch_sizes"), get.get("cuda_graph_config.max_batch_size")
     if sizes and largest and max(sizes) != largest:
         raise ConfigError(
-            f"cuda_graph_config.batch_sizes end at {max(sizes)} and cuda_graph_config.max_batch_size is {largest}; "
-            "give one of the two",
+            f"cuda_graph_config.batch_sizes ends at {max(sizes)}, but cuda_graph_config.max_batch_size is {largest}. "
+            "Set only one of them.",
             field="cuda_graph_config.batch_sizes",
         )
     if get.get("attention_dp_config.enable_balance"):
         for name in ("timeout_iters", "batching_wait_iters"):
             key = f"attention_dp_config.{name}"
             if (get.get(key) or 0) < 0:
-                raise ConfigError(f"{key} is {get[key]}: must be 0 or more with enable_balance", field=key)
+                raise ConfigError(f"{key} is {get[key]}: expected 0 or more with enable_balance", field=key)
 
 
 def default(release: ApiManifest, key: str) -> Any:
-    """The release's default; None where it has none, was not read, or the part that holds the key is off."""
+    """Return the release's default of a dotted key; None if it has none, is unknown, or its section is null."""
     parent, _, _ = key.rpartition(".")
     while parent:
         above = find(release, parent).field
@@ -108,7 +124,7 @@ def default(release: ApiManifest, key: str) -> Any:
 
 
 def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
-    """All arguments of a release, as far as read; a part that is off, by default or in `given`, is one key."""
+    """Yield the dotted key of each known argument. A section that is null, by default or in `given`, is one key."""
     for name, field in release.fields(ROOT).items():
         is_on = isinstance(given[name], Mapping) if name in given else field.is_built
         inner = [part for owner in _owners(release, field.type) for part in release.fields(owner)] if is_on else []
@@ -116,7 +132,7 @@ def every_key(release: ApiManifest, given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_known(key: str) -> bool:
-    """Whether any release, or a development commit, is known to have the argument."""
+    """Return True if a known release or an unreleased commit has the argument."""
     return bool(_where_else(key))
 
 
@@ -125,7 +141,7 @@ def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: 
         key = f"{prefix}{name}"
         presence, field = find(release, key)
         if presence is Presence.ABSENT:
-            _refuse(key, release, where)
+            _reject(key, release, where)
         if presence is Presence.NOT_READ:
             yield Unverified(release.name, key, _where_else(key))
             continue
@@ -136,12 +152,11 @@ def _check(values: Mapping[str, Any], release: ApiManifest, where: str, prefix: 
             yield from _check(value, release, where, f"{key}.")
 
 
-def _refuse(key: str, release: ApiManifest, where: str) -> NoReturn:
+def _reject(key: str, release: ApiManifest, where: str) -> NoReturn:
     having = [other.name for other in releases() if find(other, key).presence is Presence.PRESENT]
     if having:
-        cure = f"it is in {', '.join(having)}: install one of these, or leave it out"
-        problem = f"TensorRT-LLM {release.title} has no {key}; {cure}"
-        raise ConfigError(f"{where}: {problem}", field=key)
+        fix = f"Remove it, or install a release that has it ({', '.join(having)})."
+        raise ConfigError(f"{where}: TensorRT-LLM {release.title} has no {key}. {fix}", field=key)
     parent, _, name = key.rpartition(".")
     field = find(release, parent).field if parent else None
     owners = _owners(release, field.type) if field is not None else (ROOT,)
@@ -149,7 +164,7 @@ def _refuse(key: str, release: ApiManifest, where: str) -> NoReturn:
     guess = suggest(name, names)
     inside = f"{parent}." if parent else ""
     listed = (
-        f"known: {', '.join(sorted(names))}" if len(names) <= _MOST_LISTED else "--print-config lists the known ones"
+        f"known: {', '.join(sorted(names))}" if len(names) <= _MOST_LISTED else "--print-config lists the known keys"
     )
     hint = f"did you mean {inside + guess!r}?" if guess else listed
     raise ConfigError(f"{where}: unknown key {key!r}; {hint}", field=key)
@@ -163,7 +178,7 @@ def _where_else(key: str) -> str:
     fields = [found.field for release in releases() if parent and (found := find(release, parent)).field is not None]
     owners = {owner for field in fields if field is not None for owner in re.findall(r"\w*Config\b", field.type)}
     seen = any(in_development(owner, name) for owner in owners or {ROOT})
-    return "in a development commit" if seen else ""
+    return "in an unreleased commit" if seen else ""
 
 
 def _check_value(key: str, value: Any, field: ManifestField, release: ApiManifest, where: str) -> None:
@@ -184,7 +199,7 @@ def _tree(type_text: str) -> ast.expr:
 
 
 def _owners(release: ApiManifest, type_text: str) -> tuple[str, ...]:
-    """The configuration classes that a value of this type may be; those that were read, if any was."""
+    """Return the configuration classes in an annotation; only the known ones if there are any."""
     named = tuple(re.findall(r"\b[A-Z]\w*Config\b", type_text))
     return tuple(name for name in named if release.fields(name)) or named
 
@@ -202,7 +217,7 @@ def _fits(tree: ast.expr, value: Any, release: ApiManifest) -> bool:
             return value is None or _fits(inner[0], value, release)
         case "Union":
             enums = [part for part in inner if isinstance(part, ast.Name) and release.values(part.id)]
-            return any(_fits(part, value, release) for part in enums or inner)  # the enumeration limits the text
+            return any(_fits(part, value, release) for part in enums or inner)  # an enumeration restricts a str
         case "Literal":
             return any(value == ast.literal_eval(part) and isinstance(value, str) for part in inner)
         case "List":

@@ -1,7 +1,4 @@
-"""Serve requests with a built LLM: its calls, tickets, deadlines and errors, on the event loop.
-
-Loads nothing and checks no configuration: the engine passes in what was built and the limits that apply.
-"""
+"""Run requests with a built LLM on the event loop: calls, KV transfers, deadlines, errors and statistics."""
 
 from __future__ import annotations
 
@@ -40,11 +37,11 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, 
 
 _log = logging.getLogger(__name__)
 
-_STALL_S = 300.0  # no result and no iteration for so long, with requests under way: the executor stands still
+_STALL_S = 300.0  # without a result or an iteration for this time, the executor counts as stalled
 
 
 class TrtllmSession:
-    """One per built LLM, which stays the engine's to shut down."""
+    """Runs the requests of one LLM, which the engine shuts down."""
 
     def __init__(
         self,
@@ -64,29 +61,29 @@ class TrtllmSession:
         self._stats_poller = StatsPoller(llm.get_stats)
         self._stall_s = max(_STALL_S, 2 * times.ticket_ttl_s)
         self._failed: EngineFailed | None = None
-        self._inflight: set[TrtllmInflightRequest] = (
-            set()
-        )  # until the vendor has answered, or its time to answer is over
+        self._inflight: set[TrtllmInflightRequest] = set()  # includes aborted calls until they are drained
         self._drain_tasks: set[asyncio.Task[None]] = set()
         self._last_result_at = time.monotonic()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def poll_stats(self) -> None:
-        """From now on. Some releases have no statistics to wait for before their first request."""
+        """Start polling statistics. Some releases have none before their first request."""
         self._stats_poller.start()
 
     def check(self) -> None:
-        """Raises EngineFailed for an executor that is shut down or stands still, and tells every stream."""
+        """Raise EngineFailed, and end all streams, if the executor is shut down or stalled."""
         if self._failed is not None:
             raise EngineFailed(self._failed.message)
         if not self._healthy():
-            raise self.fail("TensorRT-LLM's executor has shut down after an error; see its log")
+            raise self.fail("TensorRT-LLM's executor shut down after an error; see the worker's log")
         waiting = [inflight.created_at for inflight in self._inflight if not inflight.is_draining]
         if self._stats_poller.is_polling and waiting:
             still_s = time.monotonic() - max(self._last_result_at, self._stats_poller.changed_at, min(waiting))
             if still_s > self._stall_s:
-                raise self.fail(f"no iteration and no result for {still_s:.0f} s with {len(waiting)} requests waiting")
+                raise self.fail(
+                    f"TensorRT-LLM is stalled: no iteration for {still_s:.0f} s, requests waiting: {len(waiting)}"
+                )
 
     def _healthy(self) -> bool:
         try:
@@ -95,20 +92,21 @@ class TrtllmSession:
             return False
 
     def fail(self, why: str) -> EngineFailed:
-        """Every stream ends with the reason, also one that waits for a result which will never come."""
+        """End all streams with an error and return it. The first reason is reported for later requests too."""
         if self._failed is None:
             self._failed = EngineFailed(why)
             for inflight in self._inflight:
                 inflight.interrupt()
-            self._transfers.close()  # the KV is gone with the executor
+            self._transfers.close()  # their KV ended with the executor
         return EngineFailed(self._failed.message)
 
     async def drain(self) -> None:
+        """See `Engine.drain`."""
         await self._idle.wait()
 
     async def aclose(self) -> None:
-        """Ends every stream and every wait. Idempotent."""
-        self.fail("the engine was closed")
+        """End all streams and background tasks. Idempotent."""
+        self.fail("the engine is closed")
         for task in self._drain_tasks:
             task.cancel()
         await asyncio.gather(*self._drain_tasks, return_exceptions=True)
@@ -117,7 +115,7 @@ class TrtllmSession:
     # --- requests --------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """See `Engine.generate`. Closed early, the call is aborted and read to its end in the background."""
+        """See `Engine.generate`. If the stream is closed early, a background task aborts the call and drains it."""
         call = build_call(request, self._model_limits)
         disagg = self._disagg(request, call)
         inflight = self._submit(request, call, disagg)
@@ -143,7 +141,7 @@ class TrtllmSession:
             ticket = ticket_of(request)
             if call.max_tokens <= len(ticket.first_token_ids):
                 raise RequestRejected(
-                    f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode"
+                    f"KV transfer {ticket.ticket_id} already has all requested tokens; nothing is left to decode"
                 )
             return self._transfers.import_kv(request, self._bindings.logprob)
         return None
@@ -162,11 +160,11 @@ class TrtllmSession:
         try:
             result = self._llm.generate_async(**arguments)
         except (self._bindings.request_error, *VENDOR_ERRORS) as exc:
-            raise self._translated(exc) from exc
+            raise self._to_error(exc) from exc
         inflight = TrtllmInflightRequest(request, call, result, cursor)
         if request.ticket is None:
             inflight.due_in(request.deadline - time.time())
-        else:  # the vendor does not tell its queue from the move
+        else:  # TensorRT-LLM does not separate queue time from transfer time
             inflight.bound = first_deadline(
                 request.ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time()
             )
@@ -176,12 +174,12 @@ class TrtllmSession:
         return inflight
 
     async def _context_only(self, request: GenerateRequest, call: TrtllmCall, inflight: TrtllmInflightRequest) -> Chunk:
-        """Return the terminal chunk of a prefill call. A first token that ends the answer leaves no KV behind."""
+        """Return the terminal chunk of a prefill call. If the first token ends the output, the KV is freed."""
         step = await self._step(request, inflight)
         if step.finish not in KV_PENDING:
             return self._chunk(request, inflight, step)
         if step.token_ids and step.token_ids[-1] in call.stop_ids:
-            inflight.abort()  # the vendor thinks that a decode worker will come
+            inflight.abort()  # otherwise the KV would wait for a decode worker
             return self._chunk(
                 request, inflight, EngineOutput(token_ids=step.token_ids, logprobs=step.logprobs, finish="stop")
             )
@@ -197,7 +195,7 @@ class TrtllmSession:
         params = inflight.result.outputs[0].disaggregated_params
         if params is None:
             raise RequestRejected(
-                "TensorRT-LLM answered a context-only call with nothing to hand over; "
+                "TensorRT-LLM returned no disaggregated_params for a context-only call; "
                 "set cache_transceiver_config.backend",
                 field="cache_transceiver_config.backend",
             )
@@ -206,40 +204,40 @@ class TrtllmSession:
         }
 
     async def _step(self, request: GenerateRequest, inflight: TrtllmInflightRequest) -> EngineOutput:
-        """The next result, or the error that ends the request. The deadlines are kept here: the vendor has none."""
+        """Wait for the next result. Raises the error that ends the request, also when its deadline passes."""
         if self._failed is not None:
             raise EngineFailed(self._failed.message)
         fetching = inflight.fetches_kv and not inflight.started
         try:
             step = await inflight.step()
         except TimeoutError as exc:
-            raise self._late(request, inflight) from exc
+            raise self._timeout_error(request, inflight) from exc
         except VendorError as exc:
-            raise self._translated(exc.raised, inflight) from exc.raised
+            raise self._to_error(exc.raised, inflight) from exc.raised
         self._last_result_at = time.monotonic()
         if fetching:
             inflight.due_in(request.deadline - time.time())
         return step
 
-    def _late(self, request: GenerateRequest, inflight: TrtllmInflightRequest) -> DynamoError:
+    def _timeout_error(self, request: GenerateRequest, inflight: TrtllmInflightRequest) -> DynamoError:
         if self._failed is not None:
             return EngineFailed(self._failed.message)
         if inflight.bound is not None and not inflight.started:
             return timeout_error(ticket_of(request), inflight.bound)
-        return DeadlineExceeded(f"the deadline passed after {inflight.age_s():.1f} s in the engine")
+        return DeadlineExceeded(f"the deadline of the request passed after {inflight.age_s():.1f} s in the engine")
 
-    def _translated(self, exc: Exception, inflight: TrtllmInflightRequest | None = None) -> DynamoError:
-        """Whether an error of the vendor's is one request's, or the engine's end."""
+    def _to_error(self, exc: Exception, inflight: TrtllmInflightRequest | None = None) -> DynamoError:
+        """Convert an exception of TensorRT-LLM; one that does not belong to a single request ends the engine."""
         if not self._healthy():
-            return self.fail(f"TensorRT-LLM's executor has shut down: {exc}")
+            return self.fail(f"TensorRT-LLM's executor shut down: {exc}")
         if isinstance(exc, (self._bindings.request_error, ValueError, TypeError, AssertionError)):
             if inflight is not None and inflight.fetches_kv and not inflight.started:
-                return TransferFailed(f"TensorRT-LLM could not take the prompt's KV over: {exc}")
-            return RequestRejected(f"TensorRT-LLM refused the request: {exc}")
+                return TransferFailed(f"TensorRT-LLM failed to receive the KV of the prompt: {exc}")
+            return RequestRejected(f"TensorRT-LLM rejected the request: {exc}")
         return self.fail(f"TensorRT-LLM failed: {type(exc).__name__}: {exc}")
 
     def _chunk(self, request: GenerateRequest, inflight: TrtllmInflightRequest, step: EngineOutput) -> Chunk:
-        """Raises for an end that is no answer."""
+        """Convert an output. Raises the error of a request that TensorRT-LLM did not complete."""
         if step.is_broken:
             raise _broken(request, inflight, step)
         return chunk_of(step, self._stats_of(inflight))
@@ -249,14 +247,12 @@ class TrtllmSession:
         return inflight.stats(cached_tokens=int(inflight.result.cached_tokens or 0) if is_reported else 0)
 
     def _finish(self, inflight: TrtllmInflightRequest) -> None:
-        """The request is over. Its call, if it is not, is wound down by a task of the engine's."""
+        """Remove an ended request. If its call is still running, a background task aborts and drains it."""
         if inflight.finished or self._failed is not None:
             self._forget(inflight)
             return
         inflight.is_draining = True
-        task = asyncio.get_running_loop().create_task(
-            inflight.abort_and_drain(), name=f"wind-down-{inflight.request_id}"
-        )
+        task = asyncio.get_running_loop().create_task(inflight.abort_and_drain(), name=f"drain-{inflight.request_id}")
         self._drain_tasks.add(task)
         task.add_done_callback(self._drain_tasks.discard)
         task.add_done_callback(lambda _: self._forget(inflight))
@@ -272,14 +268,14 @@ class TrtllmSession:
         else:
             self._idle.set()
 
-    # --- tickets and statistics ------------------------------------------------------------------------
+    # --- KV transfers and statistics -------------------------------------------------------------------
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """Redeemed is bookkeeping: the vendor frees the KV itself, and does not tell."""
+        """See `HasTickets.release`. After a fetch TensorRT-LLM itself frees the KV, without reporting it."""
         self._transfers.release(ticket_id, outcome)
 
     def stats(self) -> EngineStats:
-        """The vendor tells of iterations, and an idle engine has none: its last row may be old."""
+        """See `HasStats`. An idle engine has no iterations, so the used KV blocks of the last one are ignored."""
         counts, calls = self._stats_poller.counts, len(self._inflight)
         if not calls and not len(self._transfers):
             counts = counts._replace(kv_blocks_used=0)
@@ -287,10 +283,10 @@ class TrtllmSession:
 
 
 def _broken(request: GenerateRequest, inflight: TrtllmInflightRequest, step: EngineOutput) -> DynamoError:
-    """Return the error for a request that the vendor ended and this worker did not."""
+    """Return the error for a request that TensorRT-LLM ended on its own."""
     if inflight.fetches_kv and not inflight.had_tokens:
         error = TransferTimeout if step.finish == "timeout" else TransferFailed
-        return error(f"TensorRT-LLM gave up taking the prompt's KV over ({step.finish})")
+        return error(f"TensorRT-LLM stopped receiving the KV of the prompt ({step.finish})")
     if step.finish == "timeout":
-        return DeadlineExceeded("TensorRT-LLM timed the request out")
+        return DeadlineExceeded("the request timed out in TensorRT-LLM")
     return MigrationFailed(f"TensorRT-LLM ended request {request.request_id} with {step.finish!r}")

@@ -1,7 +1,4 @@
-"""What follows from arguments, release and checkpoint once and for all: limits, layout, pairing, what is refused.
-
-Pure functions of values.
-"""
+"""Derive limits, compatibility values and unsupported features from the arguments, the release and the checkpoint."""
 
 from __future__ import annotations
 
@@ -21,87 +18,108 @@ from dynamo_trtllm.messages import Limits, Phase
 
 _log = logging.getLogger(__name__)
 
-_ATTENTION = "TRTLLM"  # the default back end of attention, and the one whose KV fits another number of ranks
+_ATTENTION = "TRTLLM"  # default attention backend; only its KV can be resharded for another number of ranks
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class LlmArguments(preflight.RoleArguments, Protocol):
-    """The merged arguments, and the keywords they make."""
+    """The merged arguments, by dotted key and nested."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Nested as `LLM` takes them."""
+        """Nested keyword arguments of `LLM`."""
         ...
 
 
 def llm_values(args: LlmArguments, *, model: str) -> dict[str, Any]:
-    """The keywords of `LLM`."""
+    """Return the keyword arguments of `LLM`.
+
+    Args:
+        args: merged arguments.
+        model: path of the model folder.
+    """
     return {**args.values, "model": model, "backend": "pytorch"}
 
 
 def has_statistics(args: LlmArguments) -> bool:
+    """Return True if the executor reports statistics."""
     return bool(args.values.get("enable_iter_perf_stats"))
 
 
 def unsupported_features(args: LlmArguments, release: ApiManifest, *, cache_salt: bool) -> tuple[str, ...]:
-    """Fields of Sampling, and "cache_salt", that this release can't honor with these arguments."""
-    found = [] if cache_salt else ["cache_salt"]
+    """Return the fields of Sampling, and "cache_salt", that this release does not support with these arguments."""
+    features = [] if cache_salt else ["cache_salt"]
     if not args.get("guided_decoding_backend"):
-        found.append("guided")
+        features.append("guided")
     if release.presence("TorchLlmArgs", "sampler_type") is Presence.PRESENT:
         # Up to 1.2 the penalties and min_p are documented for the TRTLLM sampler, which is not the default.
         if str(args.get("sampler_type")).rpartition(".")[2] != "TRTLLMSampler":
-            found += [*_PENALTIES, "min_p"]
+            features += [*_PENALTIES, "min_p"]
     elif args.values.get("enable_mixed_sampler"):
-        found += [*_PENALTIES, "min_p", "logit_bias"]
-    if found:
+        features += [*_PENALTIES, "min_p", "logit_bias"]
+    if features:
         _log.info(
-            "requests with %s are refused; TensorRT-LLM %s takes them with guided_decoding_backend, or sampler_type: "
-            "TRTLLMSampler, where it has these",
-            ", ".join(found),
+            "Requests with %s will be rejected. To support them, set guided_decoding_backend or sampler_type: "
+            "TRTLLMSampler, if TensorRT-LLM %s has these arguments",
+            ", ".join(features),
             release.title,
         )
-    return tuple(found)
+    return tuple(features)
 
 
 def kv_compat(facts: RoleFacts, line: str) -> dict[str, str]:
-    """What else prefill and decode must share. Their TP may differ only where the attention backend allows it."""
+    """Return the values, besides the layout, that must be equal in prefill and decode; {} for aggregated workers.
+
+    The tensor-parallel size is one of them unless the attention backend supports resharding.
+
+    Args:
+        facts: the worker's arguments.
+        line: see `release_line`.
+    """
     if not facts.is_disaggregated:
         return {}
     attention = str(facts.args.get("attn_backend") or _ATTENTION)
-    found = {"release": line, "transceiver": str(facts.transceiver), "attn_backend": attention}
+    values = {"release": line, "transceiver": str(facts.transceiver), "attn_backend": attention}
     runtime = facts.args.get("cache_transceiver_config.transceiver_runtime")
     if runtime is not None:
-        found["transceiver_runtime"] = str(runtime)
+        values["transceiver_runtime"] = str(runtime)
     if attention != _ATTENTION:
-        found["tensor_parallel_size"] = str(facts.tensor_parallel)
-    return found
+        values["tensor_parallel_size"] = str(facts.tensor_parallel)
+    return values
 
 
-def ticket_ttl_s(facts: RoleFacts, asked_s: float) -> float:
-    """How long a ticket may promise its KV: the vendor's own time-out for transfers may come first."""
+def ticket_ttl_s(facts: RoleFacts, requested_s: float) -> float:
+    """Return the lifetime of a KV transfer in seconds, limited by TensorRT-LLM's own transfer timeout.
+
+    Args:
+        facts: the worker's arguments.
+        requested_s: value of `--ticket-ttl-s`.
+    """
     timeout_ms = facts.number(TIMEOUT)
-    if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= asked_s:
-        return asked_s
-    _log.warning(
-        "--ticket-ttl-s %g is cut to %g, for TensorRT-LLM frees KV after %s", asked_s, timeout_ms / 1000, TIMEOUT
-    )
+    if not facts.is_disaggregated or timeout_ms is None or timeout_ms / 1000 >= requested_s:
+        return requested_s
+    _log.warning("Reduced --ticket-ttl-s from %g to %g; raise %s to keep it", requested_s, timeout_ms / 1000, TIMEOUT)
     return timeout_ms / 1000
 
 
 def limits(facts: RoleFacts) -> Limits:
+    """Return the batch limits that the worker registers."""
     return Limits(max_batch_size=facts.max_batch_size, max_num_tokens=facts.max_num_tokens)
 
 
 def context_length(facts: RoleFacts) -> int:
-    """Raises ConfigError when neither arguments nor model say it."""
+    """Return the longest request in tokens, prompt and output together.
+
+    Raises:
+        ConfigError: neither the arguments nor the model set it.
+    """
     if not facts.max_seq_len:
-        raise ConfigError("the model does not say how long its context is; give --max-seq-len", field="max_seq_len")
+        raise ConfigError("config.json has no context length. Pass --max-seq-len.", field="max_seq_len")
     return facts.max_seq_len
 
 
 def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The model's own stop tokens, the chief one first."""
+    """Return the model's own stop tokens, the main one first."""
     harmony = HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
     return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
 
@@ -109,18 +127,19 @@ def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
 def prompt_limit(facts: RoleFacts, phase: Phase) -> PromptLimit:
     """Return the longest prompt of a call in this phase, and the argument that sets it."""
     context = context_length(facts)
-    found = [PromptLimit(context - 1, f"max_seq_len {context}")]
+    candidates = [PromptLimit(context - 1, f"max_seq_len {context}")]
     buffer = facts.number(BUFFER)
-    if buffer and phase is not Phase.AGGREGATED:  # a longer prompt falls back to a path that fails with NIXL
-        found.append(PromptLimit(buffer, BUFFER))
+    if buffer and phase is not Phase.AGGREGATED:  # longer prompts use a fallback that fails with NIXL
+        candidates.append(PromptLimit(buffer, BUFFER))
     if phase is not Phase.DECODE and not facts.on("enable_chunked_prefill"):
-        found.append(PromptLimit(facts.max_num_tokens, "max_num_tokens, with no enable_chunked_prefill"))
-    return min(found)
+        candidates.append(PromptLimit(facts.max_num_tokens, "max_num_tokens without enable_chunked_prefill"))
+    return min(candidates)
 
 
 def model_limits(
-    facts: RoleFacts, checkpoint: Checkpoint, capabilities: Capabilities, refused: tuple[str, ...]
+    facts: RoleFacts, checkpoint: Checkpoint, capabilities: Capabilities, unsupported: tuple[str, ...]
 ) -> TrtllmModelLimits:
+    """Return the limits for all requests; `unsupported` is the result of `unsupported_features`."""
     xgrammar = facts.args.get("guided_decoding_backend") == "xgrammar"
     return TrtllmModelLimits(
         role=facts.role,
@@ -128,6 +147,6 @@ def model_limits(
         prompt_limits={phase: prompt_limit(facts, phase) for phase in Phase},
         vocab_size=checkpoint.vocab_size,
         end_ids=end_ids(checkpoint),
-        unsupported_features=refused,
+        unsupported_features=unsupported,
         structural_tags=xgrammar and capabilities.structural_tag_format,
     )

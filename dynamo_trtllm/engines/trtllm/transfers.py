@@ -1,7 +1,6 @@
-"""Where tickets are written, counted and redeemed, on the event loop.
+"""Convert between KV transfer parameters and TensorRT-LLM's `DisaggregatedParams`, and track pending transfers.
 
-TensorRT-LLM does not tell when a decode engine has fetched a request's KV: what is held here is what the pipeline
-has not released yet, and what has not expired.
+TensorRT-LLM does not report when a decode engine has fetched the KV; see `PendingTransfers`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from dynamo_trtllm.messages import GenerateRequest, KvTransferParams, TokenLogpr
 
 ENGINE_STATE_VERSION = 1
 
-# What a decode engine needs of the context engine's answer. Ids are 64 bits wide, the state is bytes: both travel as
-# they are. Left out on purpose: the request type (each call's own), logits (never asked for), schedule_style
-# (context first is the default) and ctx_usage (the frontend counts).
+# Fields of the context-only result that a decode engine needs. Ids are 64-bit integers, the state is bytes. Not sent:
+# request_type (each call sets its own), logits (never requested), schedule_style (context first is the default) and
+# ctx_usage (the frontend counts tokens).
 TRANSFERRED_FIELDS = (
     "first_gen_tokens",
     "first_gen_log_probs",
@@ -46,16 +45,24 @@ class _TrtllmState(EngineState, frozen=True, kw_only=True):
 
 
 def transferred_fields(known: Iterable[str]) -> tuple[str, ...]:
-    """What is taken from a context-only answer of a release that has these fields."""
+    """Return the fields to transfer for a release whose DisaggregatedParams has the fields `known`."""
     return tuple(name for name in TRANSFERRED_FIELDS if name in set(known))
 
 
 def pack(params: Mapping[str, Any], *, release: str) -> bytes:
-    """Raises RequestRejected when something a decode engine can't do without is missing, or can't travel."""
+    """Encode the fields of a context-only result as engine state.
+
+    Args:
+        params: fields of DisaggregatedParams, by name.
+        release: name of the installed release.
+
+    Raises:
+        RequestRejected: a needed field is missing, or a value can't be encoded.
+    """
     missing = [name for name in _NEEDED if not params.get(name) and params.get(name) != 0]
     if missing:
         raise RequestRejected(
-            f"TensorRT-LLM's context-only answer has no {', '.join(missing)}; set cache_transceiver_config.backend",
+            f"TensorRT-LLM's context-only result has no {', '.join(missing)}; set cache_transceiver_config.backend",
             field="cache_transceiver_config.backend",
         )
     plain = {name: _plain(name, value) for name, value in params.items() if value is not None}
@@ -63,26 +70,32 @@ def pack(params: Mapping[str, Any], *, release: str) -> bytes:
 
 
 def unpack(ticket: KvTransferParams, *, known: Iterable[str], logprob: Callable[..., Any] | None) -> dict[str, Any]:
-    """Arguments of DisaggregatedParams. `logprob` makes the vendor's log-probability objects, where it has them.
+    """Decode engine state to arguments of DisaggregatedParams.
 
-    Raises TransferMismatch naming the field.
+    Args:
+        ticket: parameters from the prefill worker.
+        known: fields that DisaggregatedParams has in the installed release.
+        logprob: TensorRT-LLM's log-probability class, if the release has one.
+
+    Raises:
+        TransferMismatch: names the field that is unknown or missing.
     """
     engine_state = decode_state(ticket, _TrtllmState, ENGINE_STATE_VERSION)
     unknown = sorted(set(engine_state.params) - set(known))
     if unknown:
         raise TransferMismatch(
-            f"ticket {ticket.ticket_id}: DisaggregatedParams of the decode worker's TensorRT-LLM lacks {unknown[0]}, "
-            f"which prefill's {engine_state.release} sent; run one release on both",
+            f"KV transfer {ticket.ticket_id}: the decode worker's DisaggregatedParams has no {unknown[0]}, which "
+            f"prefill's TensorRT-LLM {engine_state.release} sent; run one release on both",
             field=unknown[0],
         )
     missing = [name for name in _NEEDED if name not in engine_state.params]
     if missing:
-        raise TransferMismatch(f"ticket {ticket.ticket_id} has no {missing[0]}", field=missing[0])
+        raise TransferMismatch(f"KV transfer {ticket.ticket_id} has no {missing[0]}", field=missing[0])
     return {name: _rebuilt(value, logprob) for name, value in engine_state.params.items()}
 
 
 def _plain(name: str, value: Any) -> Any:
-    """Numbers, text, bytes, and lists and mappings of them; a log-probability object becomes a mapping."""
+    """Convert a value to numbers, text, bytes, lists and mappings. A log-probability object becomes a mapping."""
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, (list, tuple)):
@@ -91,7 +104,9 @@ def _plain(name: str, value: Any) -> Any:
         return {key: _plain(name, each) for key, each in value.items()}
     if hasattr(value, "logprob"):
         return {"logprob": float(value.logprob), "rank": value.rank}
-    raise RequestRejected(f"DisaggregatedParams.{name} holds a {type(value).__name__}, which can't travel", field=name)
+    raise RequestRejected(
+        f"DisaggregatedParams.{name} contains a {type(value).__name__}, which cannot be sent", field=name
+    )
 
 
 def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
@@ -105,28 +120,29 @@ def _rebuilt(value: Any, logprob: Callable[..., Any] | None) -> Any:
 
 
 _COUNTER_BITS = 20
-_GLOBAL = 1 << 62  # keeps our ids apart from those that an engine counts itself
+_GLOBAL = 1 << 62  # distinguishes these ids from the executor's own counter
 
 
 class TrtllmTransfers(PendingTransfers):
-    """`capabilities`: of the installed release."""
+    """The pending KV transfers of a TensorRT-LLM worker."""
 
     def __init__(
         self, identity: TransferIdentity, capabilities: Capabilities, *, ttl_s: float, on_change: Callable[[], None]
     ) -> None:
+        """Initialize as `PendingTransfers`, for the capabilities of the installed release."""
         super().__init__(identity, ttl_s=ttl_s, on_change=on_change)
         self._capabilities = capabilities
         self._requests = itertools.count(1)
 
     def context_params(self) -> dict[str, Any]:
-        """Arguments of the context-only call's DisaggregatedParams."""
+        """Return the arguments of a context-only call's DisaggregatedParams."""
         params: dict[str, Any] = {"request_type": "context_only"}
         if "disagg_request_id" in self._capabilities.disagg_fields:
             params["disagg_request_id"] = self._disagg_request_id()
         return params
 
     def _disagg_request_id(self) -> int:
-        """Unique in the cluster: 42 bits of the instance id, which is random, and a counter; never time or pid."""
+        """Return an id that is unique in the cluster: 42 bits of the random instance id and a counter."""
         count = next(self._requests) & ((1 << _COUNTER_BITS) - 1)
         return _GLOBAL | (self._identity.prefill_instance_id << _COUNTER_BITS) & (_GLOBAL - 1) | count
 
@@ -137,11 +153,30 @@ class TrtllmTransfers(PendingTransfers):
         logprobs: tuple[TokenLogprob, ...],
         abort: Callable[[], None],
     ) -> KvTransferParams:
-        """Return a ticket for a context-only call's KV. `abort`: asks the engine to drop KV that is not fetched."""
+        """Return KV transfer parameters for a context-only call.
+
+        Args:
+            request: the prefill call.
+            params: fields of its DisaggregatedParams, by name.
+            logprobs: log-probabilities of the first token.
+            abort: makes the engine free KV that is not fetched.
+
+        Raises:
+            RequestRejected: a needed field is missing.
+        """
         engine_state = pack(params, release=self._capabilities.release)
         return self.create(request, PrefillResult(params["first_gen_tokens"][:1], logprobs, engine_state, abort))
 
     def import_kv(self, request: GenerateRequest, logprob: Callable[..., Any] | None) -> dict[str, Any]:
-        """Arguments of the generation-only call's DisaggregatedParams. Raises TransferMismatch or TransferExpired."""
+        """Return the arguments of a generation-only call's DisaggregatedParams.
+
+        Args:
+            request: the decode call.
+            logprob: see `unpack`.
+
+        Raises:
+            TransferMismatch: the parameters do not match the call or this worker.
+            TransferExpired: the transfer has expired.
+        """
         params = unpack(self.validate(request), known=self._capabilities.disagg_fields, logprob=logprob)
         return params | {"request_type": "generation_only"}

@@ -66,7 +66,7 @@ def test_main_when_something_is_wrong_then_field_both_values_why_cure_and_status
     assert "error    pair: max_seq_len  [seq-len-order]" in out
     assert f"prefill: 9000 (YAML {CONFIGS}/k8s-disagg/prefill.yaml)" in out
     assert "decode: 8500 (YAML " in out
-    assert "why:  prefill would take prompts whose request does not fit decode" in out
+    assert "why:  prefill would accept requests that are too long for decode" in out
     assert "cure: set it to at most 8500 on prefill" in out
     assert out.splitlines()[2].startswith("error")  # the worst first
 
@@ -197,9 +197,9 @@ def test_main_when_one_file_is_given_then_that_role_alone_is_judged(capsys: pyte
         ([], "nothing to judge; give --prefill and --decode, or --agg"),
         ([*TARGET, "--agg", "a.yaml"], "--agg is for workers of whole requests"),
         ([*TARGET, "--osl", "5"], "--osl and --concurrency say nothing without --isl"),
-        ([*TARGET, "--gpu", "b2000"], "--gpu b2000 is not known; known: a100"),
-        ([*TARGET, "--model", "no/where"], "model folder no/where does not exist"),
-        ([*TARGET, "--release", "new"], "version 'new' is not one"),
+        ([*TARGET, "--gpu", "b2000"], "Unknown --gpu b2000. Choose one of a100"),
+        ([*TARGET, "--model", "no/where"], "Model folder no/where does not exist"),
+        ([*TARGET, "--release", "new"], "Invalid TensorRT-LLM version 'new'"),
         (["--prefill", "no.yaml"], "there is no file no.yaml"),
         ([*TARGET, "--decode-args", "--max-sequence-len 5"], "the flags of the decode worker: unknown flag"),
         ([*TARGET, "--decode-args", "--x 'y"], "the flags of the decode worker can't be read: No closing quotation"),

@@ -115,15 +115,15 @@ def test_read_when_an_index_is_there_then_its_total_beats_the_shape_and_the_file
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (without(LLAMA, "model_type"), "model_type is missing; expected a name"),
+        (without(LLAMA, "model_type"), "model_type is missing: expected a name"),
         (without(LLAMA, "num_hidden_layers"), "num_hidden_layers is missing"),
-        ({**LLAMA, "vocab_size": "many"}, "vocab_size is 'many'; expected a whole number from 1 on"),
+        ({**LLAMA, "vocab_size": "many"}, "vocab_size is 'many': expected a whole number from 1 on"),
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads is 0"),
         ({**LLAMA, "hidden_size": True}, "hidden_size is True"),
-        ({**LLAMA, "dtype": "int3"}, "dtype is 'int3'; expected one of float32"),
+        ({**LLAMA, "dtype": "int3"}, "dtype is 'int3': expected one of float32"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "expected an object with quant_method"),
-        ({**LLAMA, "eos_token_id": "end"}, "eos_token_id is 'end'; expected a token id"),
-        ([], "expected a JSON object"),
+        ({**LLAMA, "eos_token_id": "end"}, "eos_token_id is 'end': expected a token id"),
+        ([], "not a JSON object"),
     ],
 )
 def test_read_when_a_field_is_wrong_then_config_error_names_file_and_field(
@@ -142,7 +142,7 @@ def test_read_when_files_are_missing_or_broken_then_config_error_names_them(tmp_
     with pytest.raises(ConfigError, match="no/folder does not exist"):
         read_checkpoint(Path("no/folder"))
     write(tmp_path, LLAMA, generation_config=[1])
-    with pytest.raises(ConfigError, match=r"generation_config\.json: expected a JSON object"):
+    with pytest.raises(ConfigError, match=r"generation_config\.json: not a JSON object"):
         read_checkpoint(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"generation_config\.json can't be read"):

@@ -32,7 +32,7 @@ def test_engine_when_none_is_named_and_trtllm_is_not_there_then_one_line_says_wh
         create_engine(WorkerConfig(model_path="m"), instance_id=1)
     message = caught.value.message
     assert all(each in message for each in ("pip install tensorrt-llm", "--engine torch", "--engine mock"))
-    assert message.startswith("no engine is named, and the default, TensorRT-LLM, is not installed; ")
+    assert message.startswith("--engine is not given and the default, TensorRT-LLM, is not installed. ")
     assert "\n" not in message
 
 
@@ -75,5 +75,7 @@ def test_create_when_the_engine_makes_no_weights_up_then_load_format_is_refused_
 @pytest.mark.parametrize("engine", ["torch", "mock"])
 def test_arguments_when_a_kernel_profile_is_given_to_an_engine_that_has_none_then_it_is_refused(engine: str) -> None:
     config = WorkerConfig(model_path="m", engine=engine, kernels_profile="blackwell")
-    with pytest.raises(ConfigError, match=f"--kernels-profile: the {engine} engine has no such setting; leave it out"):
+    with pytest.raises(
+        ConfigError, match=f"--kernels-profile: the {engine} engine has no such setting. Remove the flag"
+    ):
         described(config)

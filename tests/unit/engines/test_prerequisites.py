@@ -42,10 +42,10 @@ def refused(config: WorkerConfig, environment: dict[str, str] | None = None) -> 
 @pytest.mark.parametrize(
     ("files", "engine", "says"),
     [
-        ({}, "torch", "holds neither config.json nor one .gguf file"),
-        ({}, "vllm", "holds neither config.json nor one .gguf file"),
-        ({"a.gguf": "", "b.gguf": ""}, "torch", "holds neither config.json nor one .gguf file"),
-        ({"a.gguf": ""}, "trtllm", "only the torch engine reads"),
+        ({}, "torch", "contains neither config.json nor exactly one .gguf file"),
+        ({}, "vllm", "contains neither config.json nor exactly one .gguf file"),
+        ({"a.gguf": "", "b.gguf": ""}, "torch", "contains neither config.json nor exactly one .gguf file"),
+        ({"a.gguf": ""}, "trtllm", "only the torch engine supports"),
         ({"config.json": "{"}, "torch", "config.json can't be read"),
         ({"config.json": {}}, "vllm", "model_type is missing"),
         ({"config.json": {"model_type": "llama"}}, "torch", "has no tokenizer.json"),
@@ -81,8 +81,8 @@ def test_model_when_it_looks_like_a_hugging_face_name_then_the_download_line_is_
 @pytest.mark.parametrize(
     ("engine", "environment", "args", "wrong"),
     [
-        ("torch", {"CUDA_VISIBLE_DEVICES": "0"}, None, "GPUs 0 are requested"),
-        ("torch", {"CUDA_VISIBLE_DEVICES": "0,1"}, {"device": "auto"}, "GPUs 0,1 are requested"),
+        ("torch", {"CUDA_VISIBLE_DEVICES": "0"}, None, "The torch engine requests GPUs 0 "),
+        ("torch", {"CUDA_VISIBLE_DEVICES": "0,1"}, {"device": "auto"}, "The torch engine requests GPUs 0,1 "),
         ("torch", {"CUDA_VISIBLE_DEVICES": "0"}, {"device": "cpu"}, ""),
         ("torch", {"CUDA_VISIBLE_DEVICES": ""}, None, ""),
         ("torch", {"CUDA_VISIBLE_DEVICES": "-1"}, None, ""),
@@ -114,13 +114,16 @@ workers:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["dynamo_trtllm", "--engine=torch", "--model={folder}"], "{folder} holds neither config.json nor one .gguf"),
+        (
+            ["dynamo_trtllm", "--engine=torch", "--model={folder}"],
+            "{folder} contains neither config.json nor exactly one .gguf",
+        ),
         (
             ["dynamo_trtllm", "--engine=torch", "--model=tiny-gpt-oss", "--extra-engine-args=nope.yaml"],
             "nope.yaml: can't be read: No such file or directory",
         ),
         (["dynamo_trtllm.launch", "{folder}/d.yaml", "--model=a/b"], "prefill: there is no model folder a/b"),
-        (["dynamo_trtllm.launch", "{folder}/d.yaml"], "decode: GPUs 4000 are requested"),
+        (["dynamo_trtllm.launch", "{folder}/d.yaml"], "decode: The torch engine requests GPUs 4000 "),
     ],
 )
 def test_command_when_a_setting_is_wrong_then_one_line_and_status_2_before_a_library_is_imported(

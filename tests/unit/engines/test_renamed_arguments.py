@@ -25,9 +25,9 @@ def test_argument_when_its_former_name_is_used_then_it_counts_and_a_warning_is_l
     args = engine_arguments(config_of(carrier="loopback"), schema, "mock")
     assert args.transfer_backend == "loopback"
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert line.startswith("--override-engine-args: carrier is now called transfer_backend")
+    assert line.startswith("--override-engine-args: argument carrier was renamed; use transfer_backend")
 
 
 def test_argument_when_both_names_are_used_then_config_error() -> None:
-    with pytest.raises(ConfigError, match="carrier is the former name of transfer_backend; leave carrier out"):
+    with pytest.raises(ConfigError, match=r"carrier is the former name of transfer_backend\. Remove carrier"):
         engine_arguments(config_of(carrier="tcp", transfer_backend="tcp"), MockArgs, "mock")

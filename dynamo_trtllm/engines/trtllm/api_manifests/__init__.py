@@ -1,6 +1,6 @@
-"""What TensorRT-LLM's public Python API is, release by release, read from the manifests beside this file.
+"""Describe TensorRT-LLM's public Python API, release by release, from the JSON manifests in this folder.
 
-The JSON files were taken from the releases' published sources and are never edited by hand. Imports no vendor.
+The manifests are extracted from the published sources of the releases and are not edited by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dynamo_trtllm.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-# Release -> its manifests. The 1.3 candidates were read in two builds: what is built with, and what is called.
+# Release -> its manifests. For the 1.3 candidates rc27 covers the constructor arguments and rc29 the calls.
 _MANIFESTS = {
     "1.0.0": ("1.0.0",),
     "1.1.0": ("1.1.0",),
@@ -28,15 +28,15 @@ _MANIFESTS = {
     "1.3.0rc": ("1.3.0rc27", "1.3.0rc29"),
 }
 _READ_AS = {"1.3.0rc": "1.3.0rc (arguments as of 1.3.0rc27, calls as of 1.3.0rc29)"}
-_DEVELOPMENT = "1.3.0rc-unpinned"  # names only, of a commit that is no release
+_DEVELOPMENT = "1.3.0rc-unpinned"  # names only, of an unreleased commit
 
 
 class Presence(StrEnum):
-    """Whether a release has a name."""
+    """Presence of a name in a release."""
 
     PRESENT = "present"
     ABSENT = "absent"
-    NOT_READ = "not read"  # that part of the release was not read, so it is unknown
+    NOT_READ = "not read"  # unknown: no manifest covers that part of the release
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,33 +44,33 @@ class ManifestField:
     """One field of a class, or one parameter of a method."""
 
     name: str
-    type: str  # as the source writes it
+    type: str  # annotation in the source
     required: bool
-    default: Any  # a Python value; an enumeration member is its name; None where it was not read
+    default: Any  # an enumeration member is represented by its name; None if unknown
     default_known: bool
-    is_built: bool  # the default is an object made per instance, whose own fields say what is in it
-    allowed: tuple[Any, ...]  # the values of its Literal; empty: not limited by one
+    is_built: bool  # the default is an object from a factory; its fields have defaults of their own
+    allowed: tuple[Any, ...]  # values of its Literal; empty for other types
     kind: str | None = None  # of a parameter: positional_or_keyword, keyword_only, var_keyword, …
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiManifest:
-    """One release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`)."""
+    """The API of one release. An owner is a class (`KvCacheConfig`) or a method (`LLM.generate_async`)."""
 
     name: str
     owners: Mapping[str, Mapping[str, ManifestField]]
-    members: frozenset[str]  # `CompletionOutput.length`: properties and methods that are known by name only
-    mentioned: frozenset[str]  # every word of the types
+    members: frozenset[str]  # properties and methods with unknown types: `CompletionOutput.length`
+    mentioned: frozenset[str]  # every name in the annotations
     enums: Mapping[str, tuple[str, ...]]
-    not_read: frozenset[str]
+    not_read: frozenset[str]  # owners that no manifest covers; "… in part" for partly covered ones
 
     @property
     def title(self) -> str:
-        """The name as it is shown to people: it says what was read where that is not the release itself."""
+        """Name for messages, with the builds that the manifests cover if they differ from the release."""
         return _READ_AS.get(self.name, self.name)
 
     def presence(self, owner: str, name: str) -> Presence:
-        """Whether `owner` has the field, parameter or method `name`."""
+        """Return the presence of the field, parameter or method `name` in `owner`."""
         dotted = f"{owner}.{name}"
         if name in self.owners.get(owner, ()) or dotted in self.owners or dotted in self.members:
             return Presence.PRESENT
@@ -78,59 +78,64 @@ class ApiManifest:
             return Presence.NOT_READ
         if self._has_read(owner):
             return Presence.ABSENT
-        # A class that this manifest is silent about exists if another release has it; no release has a misspelt one.
+        # A class that another release has may exist here too; a name that no release has is a misspelling.
         return Presence.NOT_READ if any(other.speaks_of(owner) for other in releases()) else Presence.ABSENT
 
     def speaks_of(self, owner: str) -> bool:
-        """Whether the manifest names the class or method at all: as read, as not read, or as the type of something."""
+        """Return True if the manifest mentions the class or method: as read, as not read, or in an annotation."""
         return self._has_read(owner) or owner in self.not_read or owner in self.mentioned
 
     def _has_read(self, owner: str) -> bool:
         return owner in self.owners or any(member.startswith(f"{owner}.") for member in self.members)
 
     def fields(self, owner: str) -> Mapping[str, ManifestField]:
-        """The fields or parameters by name, in their order; empty for an owner that was not read or is not there."""
+        """Return the fields or parameters by name, in order; empty for an unknown owner."""
         return self.owners.get(owner, {})
 
     def values(self, enum: str) -> tuple[str, ...]:
-        """The members of an enumeration, as far as read."""
+        """Return the known members of an enumeration."""
         return self.enums.get(enum, ())
 
 
 def releases() -> tuple[ApiManifest, ...]:
-    """All known releases, oldest first."""
+    """Return all known releases, oldest first."""
     return tuple(_release(name) for name in _MANIFESTS)
 
 
 def release_for(version: str) -> ApiManifest:
-    """The release whose API an installed `version` is taken to have.
+    """Return the known release of the same minor line; log a warning and return the newest for newer versions.
 
-    The same minor line decides; newer than all known ones is taken as the newest, and said on the log.
-    Raises ConfigError for a version before 1.0 and for text that is no version.
+    Args:
+        version: installed version of TensorRT-LLM.
+
+    Raises:
+        ConfigError: the version is older than 1.0 or not a version.
     """
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise ConfigError(f"TensorRT-LLM's version {version!r} is not one; reinstall it")
+        raise ConfigError(f"Invalid TensorRT-LLM version {version!r}: expected a release such as 1.2.1")
     line = (int(match[1]), int(match[2]))
     lines = {(int(name.split(".")[0]), int(name.split(".")[1])): name for name in _MANIFESTS}
     below = [known for known in lines if known <= line]
     if not below:
-        raise ConfigError(f"TensorRT-LLM {version} is too old; install 1.0.0 or newer")
+        raise ConfigError(f"TensorRT-LLM {version} is too old. Install 1.0.0 or newer.")
     release = _release(lines[max(below)])
     if max(below) != line:
-        _log.warning("TensorRT-LLM %s is not known here; taken as the newest known, %s", version, release.title)
+        _log.warning(
+            "TensorRT-LLM %s is unknown; using the argument schema of %s. Check docs/trtllm.md", version, release.title
+        )
     elif version != release.name:
-        _log.info("TensorRT-LLM %s is taken as %s", version, release.title)
+        _log.info("Using the argument schema of TensorRT-LLM %s for %s", release.title, version)
     return release
 
 
 def newest() -> ApiManifest:
-    """The newest known release."""
+    """Return the newest known release."""
     return releases()[-1]
 
 
 def in_development(owner: str, name: str) -> bool:
-    """Whether a development commit of the 1.3 line names it. Proves nothing about a release."""
+    """Return True if an unreleased commit of the 1.3 line has the name. A release may still lack it."""
     return name in _read(_DEVELOPMENT)["classes"].get(owner, {}) or any(
         field["name"] == name for field in _read(_DEVELOPMENT)["classes"].get(owner, {}).get("fields", ())
     )
@@ -165,7 +170,7 @@ def _add_owners(owners: dict[str, Mapping[str, ManifestField]], cls: str, entry:
 
 
 def _members(enums: Mapping[str, tuple[str, ...]]) -> frozenset[str]:
-    """What a manifest lists by bare name: `CompletionOutput.properties` and the like."""
+    """Return the members that a manifest lists without types, as in `CompletionOutput.properties`."""
     listed = [(enum.partition("."), value) for enum, values in enums.items() for value in values]
     return frozenset(
         f"{cls}.{part.partition('(')[0]}"
@@ -190,7 +195,7 @@ def _field(item: Mapping[str, Any]) -> ManifestField:
 
 
 def _value(text: str | None) -> Any:
-    """A default as written in the source: `'auto'`, `0.9`, `LoadFormat.AUTO`, `<factory X>`, `1024**3`."""
+    """Parse a default from the source: `'auto'`, `0.9`, `LoadFormat.AUTO`, `<factory X>`, `1024**3`."""
     if text is None or text.startswith("<factory"):
         return None
     power = re.fullmatch(r"(\d+)\*\*(\d+)", text)
@@ -203,7 +208,7 @@ def _value(text: str | None) -> Any:
 
 
 def _in_part(text: str) -> str:
-    """`KvCacheConfig after use_kv_cache_manager_v2` is a class that was read in part."""
+    """Mark a partly covered class: "KvCacheConfig after use_kv_cache_manager_v2" → "KvCacheConfig in part"."""
     owner, space, _ = text.partition(" ")
     return f"{owner} in part" if space else owner
 

@@ -1,4 +1,4 @@
-"""Judges TensorRT-LLM arguments before anything is loaded. Pure: no vendor, no GPU, no network."""
+"""Validate TensorRT-LLM arguments before anything is loaded, without TensorRT-LLM, a GPU or a network."""
 
 from dynamo_trtllm.engines.trtllm.preflight.checks import check_pair, check_peers, check_role
 from dynamo_trtllm.engines.trtllm.preflight.facts import Load, RoleFacts, prompt_limit

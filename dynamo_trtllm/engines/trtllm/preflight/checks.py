@@ -1,4 +1,4 @@
-"""The three questions that preflight answers: one role alone, a pair, a worker against registered ones. Pure."""
+"""Run the preflight rules for one role, for a pair of roles, and for a worker against registered workers."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ VALUE_RULES = (
         name="ray-without-ray",
         severity="error",
         field="ray_placement_config",
-        why="TensorRT-LLM refuses settings of Ray when another launcher starts the ranks",
-        cure="set orchestrator_type: ray, or leave it out",
+        why="TensorRT-LLM rejects Ray settings unless Ray starts the ranks",
+        cure="set orchestrator_type: ray, or remove the setting",
         test=_ray_without_ray,
     ),
     RoleRule(
         name="dummy-weights",
         severity="warning",
         field="load_format",
-        why="the weights are random numbers: answers have no meaning",
-        cure="leave load_format out, except for measuring",
+        why="the weights are random, so the output is meaningless",
+        cure="remove load_format, except for benchmarks",
         test=_dummy_weights,
     ),
 )
@@ -62,12 +62,12 @@ _ORDER = {"error": 0, "warning": 1, "note": 2}
 
 
 def check_role(facts: RoleFacts) -> list[Finding]:
-    """What is wrong with one role alone, the worst first."""
+    """Return the findings for one role alone, most severe first."""
     return sorted(evaluate(ROLE_RULES, facts), key=_severity)
 
 
 def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
-    """What is wrong between the two roles alone, the worst first; each role has `check_role` of its own."""
+    """Return the findings between two roles, most severe first. Findings within a role come from `check_role`."""
     findings: list[Finding] = []
     for rule in PAIR_RULES:
         violation = rule.test(prefill, decode)
@@ -78,9 +78,12 @@ def check_pair(prefill: RoleFacts, decode: RoleFacts) -> list[Finding]:
 
 
 def check_peers(mine: RoleFacts, peers: Sequence[Instance], kv_compat: dict[str, str] | None = None) -> list[Finding]:
-    """What keeps `mine` from working with registered instances of the other role, the worst first.
+    """Return the findings between this worker and registered workers of the other role, most severe first.
 
-    `kv_compat`: what this worker will register beside its layout; None: not compared.
+    Args:
+        mine: facts about this worker.
+        peers: registered workers; those of the same role are ignored.
+        kv_compat: values that this worker will register besides its layout; None: they are not compared.
     """
     return sorted(evaluate_peers(mine, peers, kv_compat), key=_severity)
 

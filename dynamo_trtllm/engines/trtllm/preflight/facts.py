@@ -1,4 +1,4 @@
-"""What the rules look at: one role's arguments, and what is known of its model, GPU, release and load. Pure values."""
+"""Define the facts that the rules check: one role's arguments, model, GPU, release and load."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dynamo_trtllm.engines.checkpoint import Checkpoint
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import KvLayout, Role
 
-PCIE5_BYTES_S = 64e9  # sixteen lanes, one way
+PCIE5_BYTES_S = 64e9  # 16 lanes, one direction
 PCIE4_BYTES_S = 32e9
 NETWORK_BYTES_S = 50e9  # one 400 Gb/s adapter per GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownGpu:
-    """One GPU as its maker describes it; memory is about what the driver shows."""
+    """Data-sheet values of one GPU model; the memory is what the driver reports."""
 
     name: str
-    sm: int
+    sm: int  # compute capability times ten
     memory_bytes: int
-    nvlink_bytes_s: float | None  # one way, all links together; None: it has none
+    nvlink_bytes_s: float | None  # one direction, all links; None without NVLink
     pcie_bytes_s: float = PCIE5_BYTES_S
 
 
@@ -53,14 +53,18 @@ GPUS: Mapping[str, KnownGpu] = {
 
 
 def known_gpu(name: str) -> KnownGpu:
-    """Raises ConfigError for a name that is not in the table."""
+    """Return a GPU by its name on the command line. Raises ConfigError if the name is unknown."""
     if name not in GPUS:
-        raise ConfigError(f"--gpu {name} is not known; known: {', '.join(sorted(GPUS))}", field="gpu")
+        raise ConfigError(f"Unknown --gpu {name}. Choose one of {', '.join(sorted(GPUS))}.", field="gpu")
     return GPUS[name]
 
 
 def links_of(gpu_name: str) -> dict[str, float]:
-    """Bytes per second, one way, of the ways KV can take from GPUs of this kind. `gpu_name`: ours or the driver's."""
+    """Return the links for KV from this GPU model, in bytes per second and direction, by name.
+
+    Args:
+        gpu_name: name on the command line or from the driver.
+    """
     gpu = _alike(gpu_name)
     links = {"PCIe": PCIE5_BYTES_S if gpu is None else gpu.pcie_bytes_s, "network (400 Gb/s)": NETWORK_BYTES_S}
     if gpu is None or gpu.nvlink_bytes_s is None:
@@ -69,13 +73,13 @@ def links_of(gpu_name: str) -> dict[str, float]:
 
 
 def _alike(name: str) -> KnownGpu | None:
-    """The known GPU that a driver's name ("NVIDIA H200") means; the longest match, because H20 is in H200."""
+    """Return the known GPU for a driver's name ("NVIDIA H200"). The longest match wins: "h200" contains "h20"."""
     plain = name.lower().replace(" ", "-")
     found = [known for known in GPUS if known in plain]
     return GPUS[max(found, key=len)] if found else None
 
 
-BLOCK_TOKENS = 32  # tokens_per_block where nothing names it
+BLOCK_TOKENS = 32  # default of tokens_per_block
 BUFFER = "cache_transceiver_config.max_tokens_in_buffer"
 BACKEND = "cache_transceiver_config.backend"
 TIMEOUT = "cache_transceiver_config.kv_transfer_timeout_ms"
@@ -86,19 +90,20 @@ class RoleArguments(Protocol):
 
     @property
     def leaves(self) -> Mapping[str, Sourced]:
-        """What was set, by dotted key, with the place that won."""
+        """Values that were set and their sources, by dotted key."""
         ...
 
     def get(self, key: str) -> Any:
-        """The value set for a dotted key, else the release's default, else None."""
+        """Return the value of a dotted key, else the release's default, else None."""
         ...
 
 
 class GpuFacts(Protocol):
-    """One kind of GPU (`engines/gpu.py`)."""
+    """One GPU model (`engines/gpu.py`)."""
 
     @property
     def name(self) -> str: ...
+
     @property
     def sm(self) -> int:
         """Compute capability times ten: 90 for Hopper."""
@@ -110,30 +115,30 @@ class GpuFacts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests that are meant to come; None: not said."""
+    """The expected requests; None: not given."""
 
     isl: int | None = None  # tokens of the longest prompt
     osl: int | None = None  # tokens of the longest answer
-    concurrency: int | None = None  # requests at once
+    concurrency: int | None = None  # concurrent requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleFacts:
-    """One worker before it loads. Rules about what is None stay silent."""
+    """Facts about one worker before it loads. Rules skip facts that are None."""
 
     role: Role
     args: RoleArguments
-    release: str  # of TensorRT-LLM, as installed or claimed: "1.2.1", "1.3.0rc27"
+    release: str  # of TensorRT-LLM, installed or given: "1.2.1", "1.3.0rc27"
     model: Checkpoint | None = None
-    gpu: GpuFacts | None = None  # the kind that all its ranks run on
-    num_gpus: int | None = None  # visible to it
+    gpu: GpuFacts | None = None  # the same model for all ranks
+    num_gpus: int | None = None  # visible to the worker
     load: Load = Load()
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables that TensorRT-LLM will read
+    environment: Mapping[str, str] = field(default_factory=dict)  # environment variables of TensorRT-LLM
     strategy: str = "prefill_first"
 
     @property
     def line(self) -> tuple[int, int, int]:
-        """The release as numbers, without what follows them; (0, 0, 0) for text that is no release."""
+        """The release as (major, minor, patch); (0, 0, 0) for an invalid release."""
         found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", self.release)
         return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (0, 0, 0)
 
@@ -142,20 +147,21 @@ class RoleFacts:
         return self.role is not Role.AGGREGATED
 
     def number(self, key: str) -> int | None:
-        """An argument that is a whole number; None when it is unset or no number."""
+        """Return an integer argument; None if it is unset or has another type."""
         value = self.args.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def on(self, key: str) -> bool:
+        """Return True if an argument is true."""
         return self.args.get(key) is True
 
     def section(self, key: str) -> bool:
-        """Whether a whole sub-configuration is given, with or without leaves of its own."""
+        """Return True if a section is given and not null."""
         given = any(name == key or name.startswith(f"{key}.") for name in self.args.leaves)
         return given and not (key in self.args.leaves and self.args.leaves[key].value is None)
 
     def shown(self, key: str) -> str:
-        """A value for people: with the place that won, or as the release's default."""
+        """Return an argument's value and its source as text."""
         leaf = self.args.leaves.get(key)
         if leaf is not None:
             return f"{_text(leaf.value)} ({leaf.source})"
@@ -163,12 +169,12 @@ class RoleFacts:
         return "unset" if value is None else f"{_text(value)} (default of {self.release})"
 
     def variable(self, name: str) -> str:
-        """A variable as TensorRT-LLM will see it: `env_overrides` overrides the environment; "" when it is not set."""
+        """Return an environment variable, with `env_overrides` applied; "" if it is not set."""
         leaf = self.args.leaves.get(f"env_overrides.{name}")
         return str(leaf.value) if leaf is not None else self.environment.get(name, "")
 
     def size(self, key: str) -> int:
-        """A parallel size; unset or nonsense is one."""
+        """Return a parallel size; 1 if it is unset or invalid."""
         return max(1, self.number(key) or 1)
 
     @property
@@ -181,7 +187,7 @@ class RoleFacts:
 
     @property
     def kv_dtype(self) -> str:
-        """What KV is stored as: "auto" is the model's own type."""
+        """Data type of the KV cache; "auto" is resolved to the model's type if the model is known."""
         found = str(self.args.get("kv_cache_config.dtype") or "auto").lower()
         if found != "auto":
             return found
@@ -189,14 +195,14 @@ class RoleFacts:
 
     @property
     def transceiver(self) -> str | None:
-        """The KV transport in capitals, with DEFAULT as what it means; None: there is none."""
+        """Transfer backend in capitals, with DEFAULT resolved to NIXL; None without one."""
         found = self.args.get(BACKEND)
         name = str(found).upper() if found else None
         return "NIXL" if name == "DEFAULT" else name
 
     @property
     def max_seq_len(self) -> int | None:
-        """The longest request, prompt and answer: as set, else the model's; None: not known."""
+        """Tokens of prompt and output together: as set, else the model's context length; None if unknown."""
         found = self.number("max_seq_len")
         if found is None and self.model is not None:
             return self.model.context_length or None
@@ -204,19 +210,19 @@ class RoleFacts:
 
     @property
     def max_num_tokens(self) -> int:
-        return self.number("max_num_tokens") or 8192  # 1.0 and 1.1 resolve None to it
+        return self.number("max_num_tokens") or 8192  # the value of 1.0 and 1.1 for null
 
     @property
     def max_batch_size(self) -> int:
-        return self.number("max_batch_size") or 2048  # what every release resolves None to
+        return self.number("max_batch_size") or 2048  # the value of all releases for null
 
     @property
     def longest_prompt(self) -> int | None:
-        """The prompt length to be ready for: the load's, else what the arguments let in."""
+        """Tokens of the longest prompt: of the load, else the limit of the arguments; None if unknown."""
         return self.load.isl or prompt_limit(self.args)
 
     def layout(self) -> KvLayout | None:
-        """The KV layout that this worker will register; None without a model."""
+        """Return the KV layout that this worker will register; None without a model."""
         if self.model is None:
             return None
         return KvLayout(
@@ -230,7 +236,7 @@ class RoleFacts:
 
 
 def prompt_limit(args: RoleArguments) -> int | None:
-    """The longest prompt to hand over: the smaller of max_seq_len and the transfer buffer; None: neither is set."""
+    """Return the smaller of max_seq_len and the transfer buffer, in tokens; None if neither is set."""
     known = [limit for limit in (args.get("max_seq_len"), args.get(BUFFER)) if isinstance(limit, int) and limit > 0]
     return min(known) if known else None
 

@@ -1,7 +1,7 @@
-"""Rules about the GPU's architecture: MoE kernels, quantization, KV types. Pure.
+"""Rules about the GPU architecture (MoE kernels, quantization, KV types) and about environment variables.
 
-How releases choose: an MXFP4 checkpoint runs as W4A8_MXFP4_FP8 (TRITON) or W4A8_MXFP4_MXFP8 (others) from compute
-capability 10.0 on, and as W4A16_MXFP4 below; OVERRIDE_QUANT_ALGO overrides that.
+TensorRT-LLM runs an MXFP4 checkpoint as W4A8_MXFP4_FP8 (TRITON) or W4A8_MXFP4_MXFP8 (others) from compute capability
+10.0 on, and as W4A16_MXFP4 below. OVERRIDE_QUANT_ALGO overrides that.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dynamo_trtllm.messages import Role
 _MOE = "moe_config.backend"
 _KV = "kv_cache_config.dtype"
 _OVERRIDE = "OVERRIDE_QUANT_ALGO"
-_BIASED = ("CUTLASS", "TRITON", "TRTLLM")  # what computes experts with biases and gpt-oss' activation
+_BIASED = ("CUTLASS", "TRITON", "TRTLLM")  # support biases in experts and gpt-oss's activation
 _FALLS_BACK = ("TRTLLM", "CUTEDSL")
-# CUTLASS' MXFP4 kernels by compute capability.
+# Compute capabilities of CUTLASS's MXFP4 kernels.
 _CUTLASS = {"W4A16_MXFP4": (90,), "W4A8_MXFP4_FP8": (100, 103), "W4A8_MXFP4_MXFP8": (100, 103, 120, 121)}
 _KV_KNOWN = ("auto", "fp8")
 _KV_KNOWN_13 = ("auto", "fp8", "float16", "bfloat16", "float32", "fp8_ds_mla", "nvfp4")
 
 
 def moe_backend(facts: RoleFacts) -> str:
-    """The MoE kernels that will be tried, with AUTO as what it means on the GPU."""
+    """Return the configured MoE backend, with AUTO resolved for the GPU."""
     name = str(facts.args.get(_MOE) or "CUTLASS").upper()
     if name != "AUTO" or facts.gpu is None:
         return name
@@ -32,7 +32,7 @@ def moe_backend(facts: RoleFacts) -> str:
 
 
 def mxfp4_algorithm(facts: RoleFacts) -> str | None:
-    """How an MXFP4 model will be computed; None: it is not one, or the GPU is not known."""
+    """Return the quantization algorithm of an MXFP4 model; None for other models or without a GPU."""
     if not _is_mxfp4(facts) or facts.gpu is None:
         return None
     override = facts.variable(_OVERRIDE)
@@ -63,7 +63,7 @@ def _moe_without_bias(facts: RoleFacts) -> Violation | None:
 
 
 def _moe_falls_back(facts: RoleFacts) -> Violation | None:
-    """TRTLLM has MXFP4 for data-centre Blackwell alone; CUTEDSL has none."""
+    """Report backends without MXFP4 kernels: TRTLLM has them for data-center Blackwell only, CUTEDSL has none."""
     name = moe_backend(facts)
     if facts.gpu is None or name not in _FALLS_BACK or not (_is_mxfp4(facts) or name == "TRTLLM"):
         return None
@@ -89,11 +89,11 @@ def _moe_quantization(facts: RoleFacts) -> Violation | None:
     if fits:
         return None
     return Violation(
-        other=f"{algorithm} on {_gpu(facts)}", cure=_kernel_cure(facts.gpu.sm, bool(facts.variable(_OVERRIDE)))
+        other=f"{algorithm} on {_gpu(facts)}", cure=_kernel_fix(facts.gpu.sm, bool(facts.variable(_OVERRIDE)))
     )
 
 
-def _kernel_cure(sm: int, overridden: bool) -> str:
+def _kernel_fix(sm: int, overridden: bool) -> str:
     if overridden:
         return f"unset {_OVERRIDE}"
     if 90 <= sm < 100:
@@ -147,8 +147,8 @@ RULES = (
         name="moe-backend-bias",
         severity="error",
         field=_MOE,
-        why="gpt-oss' experts have biases and an activation of their own, which only CUTLASS, TRITON and TRTLLM "
-        "compute: others assert while loading",
+        why="only CUTLASS, TRITON and TRTLLM support the biases and the activation of gpt-oss's experts; loading fails "
+        "with other backends",
         cure="set it to TRTLLM on Blackwell, TRITON on Hopper",
         test=_moe_without_bias,
     ),
@@ -156,8 +156,8 @@ RULES = (
         name="moe-backend-falls-back",
         severity="warning",
         field=_MOE,
-        why="these kernels do not run this quantization on this GPU: TensorRT-LLM takes CUTLASS instead, with one "
-        "line in its log",
+        why="this backend does not support this quantization on this GPU: TensorRT-LLM falls back to CUTLASS and only "
+        "logs it",
         cure="set it to TRITON on Hopper, CUTLASS on other GPUs",
         test=_moe_falls_back,
     ),
@@ -165,40 +165,40 @@ RULES = (
         name="moe-quantization-gpu",
         severity="error",
         field=_MOE,
-        why="these kernels do not exist for this GPU: loading fails",
-        cure="choose kernels that the GPU has: TRTLLM on data-centre Blackwell, TRITON on Hopper, CUTLASS on RTX "
-        "Blackwell; and unset OVERRIDE_QUANT_ALGO",
+        why="this backend has no kernels for this GPU: loading fails",
+        cure="set it to TRTLLM on data-center Blackwell, TRITON on Hopper, CUTLASS on RTX Blackwell; and unset "
+        "OVERRIDE_QUANT_ALGO",
         test=_moe_quantization,
     ),
     RoleRule(
         name="moe-backend-unset",
         severity="note",
         field=_MOE,
-        why="before 1.3 the default is CUTLASS on every GPU, the slower choice for gpt-oss",
-        cure="set it to TRTLLM on Blackwell, TRITON on Hopper from 1.1.0 on",
+        why="before 1.3 the default is CUTLASS on every GPU, which is slower for gpt-oss",
+        cure="set it to TRTLLM on Blackwell, TRITON on Hopper (1.1.0 or newer)",
         test=_moe_unset,
     ),
     RoleRule(
         name="moe-cutlass-hopper",
         severity="note",
         field=_MOE,
-        why="it runs MXFP4 with BF16 activations here, and NVIDIA's guide chooses TRITON on Hopper",
-        cure="set it to TRITON, from 1.1.0 on",
+        why="on Hopper CUTLASS runs MXFP4 with BF16 activations; NVIDIA's guide uses TRITON",
+        cure="set it to TRITON (1.1.0 or newer)",
         test=_cutlass_on_hopper,
     ),
     RoleRule(
         name="gpt-oss-rtx-blackwell",
         severity="warning",
         field="model",
-        why="gpt-oss is reported to fail on this architecture with an invalid argument in tinygemm2",
-        cure="try one request before relying on it, or use a data-centre GPU",
+        why="gpt-oss reportedly fails on this architecture with an invalid argument in tinygemm2",
+        cure="test one request first, or use a data-center GPU",
         test=_consumer_blackwell,
     ),
     RoleRule(
         name="kv-dtype-unknown",
         severity="warning",
         field=_KV,
-        why="this release ignores KV types it does not know, with one line in its log",
+        why="this release ignores unknown KV types and only logs it",
         cure="set it to auto or fp8",
         test=_kv_dtype_unknown,
     ),
@@ -206,7 +206,7 @@ RULES = (
         name="kv-dtype-gpu",
         severity="error",
         field=_KV,
-        why="the GPU has no arithmetic for this KV type",
+        why="the GPU does not support this KV type",
         cure="set it to auto",
         test=_kv_dtype_gpu,
     ),
@@ -214,14 +214,14 @@ RULES = (
         name="kv-fp8-hopper",
         severity="warning",
         field=_KV,
-        why="on Hopper gpt-oss is published with KV of type auto alone; accuracy with fp8 is unverified",
+        why="NVIDIA publishes gpt-oss on Hopper only with KV type auto; the accuracy with fp8 is unverified",
         cure="set it to auto, on both sides",
         test=_fp8_kv_on_hopper,
     ),
 )
 
 
-_CUDA_TRANSPORTS = ("cuda", "all", "^")  # a list of exceptions has CUDA unless it names it
+_CUDA_TRANSPORTS = ("cuda", "all", "^")  # "^…" excludes transports, so CUDA stays unless listed
 _FOR_MEASURING = ("ENABLE_PERFECT_ROUTER", "TLLM_OVERRIDE_LAYER_NUM", "TRTLLM_DISAGG_BENCHMARK_GEN_ONLY")
 _BROKEN = ("TRTLLM_DISAGG_LAYERWISE", "TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER")
 _SYNCHRONOUS = "TRTLLM_DISABLE_KV_CACHE_TRANSFER_OVERLAP"
@@ -261,7 +261,7 @@ ENVIRONMENT_RULES = (
         name="ucx-without-cuda",
         severity="error",
         field="UCX_TLS",
-        why="without a CUDA transport UCX takes GPU memory for host memory, and registering KV fails",
+        why="without a CUDA transport UCX treats GPU memory as host memory and fails to register KV",
         cure="unset it, or add cuda_copy and cuda_ipc",
         test=_no_cuda_transport,
     ),
@@ -269,7 +269,7 @@ ENVIRONMENT_RULES = (
         name="variable-wrong-answers",
         severity="warning",
         field="ENABLE_PERFECT_ROUTER",
-        why="it is for measuring: answers have no meaning",
+        why="this variable is for benchmarks: the output is meaningless",
         cure="unset ENABLE_PERFECT_ROUTER, TLLM_OVERRIDE_LAYER_NUM and TRTLLM_DISAGG_BENCHMARK_GEN_ONLY",
         test=_wrong_answers,
     ),
@@ -277,7 +277,7 @@ ENVIRONMENT_RULES = (
         name="variable-broken-transfer",
         severity="warning",
         field="TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER",
-        why="this way to transfer is reported to hang or break",
+        why="this transfer mode reportedly hangs or fails",
         cure="unset TRTLLM_TRY_ZCOPY_FOR_KVCACHE_TRANSFER and TRTLLM_DISAGG_LAYERWISE",
         test=_broken_transfers,
     ),
@@ -285,7 +285,7 @@ ENVIRONMENT_RULES = (
         name="variable-waiting-decode",
         severity="warning",
         field=_SYNCHRONOUS,
-        why="decode stands still while it receives KV: it is for finding faults",
+        why="this variable is for debugging: decode stops while it receives KV",
         cure=f"unset {_SYNCHRONOUS}",
         test=_waiting_decode,
     ),

@@ -1,4 +1,4 @@
-"""Rules about lengths and counts: prompts, sequences, steps, batches, CUDA graphs. Pure."""
+"""Rules about lengths and counts: prompts, sequences, steps, batches, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _prompt_over_buffer(facts: RoleFacts) -> Violation | None:
         return None
     why = "with NIXL such a prompt fails"
     if facts.transceiver != "NIXL":
-        why = "each such prompt makes a buffer of its own, until memory runs out or the two sides disagree"
+        why = "each such prompt allocates another buffer, until memory runs out or the two sides differ"
     return Violation(other=f"prompts of {isl} tokens", why=why, cure=f"set it to {-(-isl // block) * block}")
 
 
@@ -35,20 +35,25 @@ def _buffer_unset(facts: RoleFacts) -> Violation | None:
 
 def _prompt_over_step(facts: RoleFacts) -> Violation | None:
     isl = facts.load.isl
-    if not _reads_whole_prompts(facts) or isl is None or isl <= facts.max_num_tokens:
+    if not _needs_prompt_in_one_step(facts) or isl is None or isl <= facts.max_num_tokens:
         return None
     return Violation(other=f"prompts of {isl} tokens", cure=f"set enable_chunked_prefill: true, or raise it to {isl}")
 
 
 def _limit_over_step(facts: RoleFacts) -> Violation | None:
-    """Without a load the longest prompt is what the other limits let in."""
+    """Report, without a load, prompts that the other limits accept but one step can't hold."""
     limit = prompt_limit(facts.args) if facts.is_disaggregated else facts.number("max_seq_len")
-    if not _reads_whole_prompts(facts) or facts.load.isl is not None or limit is None or limit <= facts.max_num_tokens:
+    if (
+        not _needs_prompt_in_one_step(facts)
+        or facts.load.isl is not None
+        or limit is None
+        or limit <= facts.max_num_tokens
+    ):
         return None
-    return Violation(other=f"prompts of up to {limit} tokens, which max_seq_len and the buffer let in")
+    return Violation(other=f"prompts of up to {limit} tokens, which max_seq_len and the buffer allow")
 
 
-def _reads_whole_prompts(facts: RoleFacts) -> bool:
+def _needs_prompt_in_one_step(facts: RoleFacts) -> bool:
     return facts.role is not Role.DECODE and not facts.on("enable_chunked_prefill")
 
 
@@ -59,7 +64,7 @@ def _request_over_sequence(facts: RoleFacts) -> Violation | None:
     answer = 1 if facts.role is Role.PREFILL else max(1, facts.load.osl or 1)
     if isl + answer <= longest:
         return None
-    return Violation(other=f"{isl} tokens in and {answer} out", cure=f"set it to at least {isl + answer}")
+    return Violation(other=f"{isl} input and {answer} output tokens", cure=f"set it to at least {isl + answer}")
 
 
 def _sequence_over_model(facts: RoleFacts) -> Violation | None:
@@ -90,7 +95,7 @@ RULES = (
         name="buffer-block-multiple",
         severity="error",
         field=BUFFER,
-        why="TensorRT-LLM asserts it and every rank dies at start",
+        why="otherwise an assertion of TensorRT-LLM fails and every rank exits at start",
         cure="make it a multiple of kv_cache_config.tokens_per_block",
         test=_buffer_multiple,
     ),
@@ -98,8 +103,8 @@ RULES = (
         name="prompt-over-buffer",
         severity="error",
         field=BUFFER,
-        why="the KV of a prompt must fit the transfer buffer: with NIXL a longer one fails, with UCX each makes a "
-        "buffer of its own until memory runs out",
+        why="the KV of a prompt must fit the transfer buffer: with NIXL longer prompts fail, with UCX each allocates "
+        "another buffer until memory runs out",
         cure="raise it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
         test=_prompt_over_buffer,
     ),
@@ -107,8 +112,7 @@ RULES = (
         name="buffer-unset",
         severity="warning",
         field=BUFFER,
-        why="the release then chooses a size that may be smaller than a prompt, and which prompts fail is found out "
-        "in service",
+        why="the release then chooses a size; prompts that are longer than it fail",
         cure="set it to the longest prompt, rounded up to a multiple of tokens_per_block, on both sides",
         test=_buffer_unset,
     ),
@@ -116,7 +120,7 @@ RULES = (
         name="prompt-over-num-tokens",
         severity="error",
         field="max_num_tokens",
-        why="without chunked prefill a whole prompt must fit one step: a longer one is refused",
+        why="without chunked prefill a prompt must fit one step: longer prompts are rejected",
         cure="set enable_chunked_prefill: true, or raise it to the longest prompt",
         test=_prompt_over_step,
     ),
@@ -124,8 +128,8 @@ RULES = (
         name="prompt-limit-over-num-tokens",
         severity="warning",
         field="max_num_tokens",
-        why="without chunked prefill a whole prompt must fit one step: longer ones that the other limits let in are "
-        "refused",
+        why="without chunked prefill a prompt must fit one step: longer prompts are rejected, although the other "
+        "limits allow them",
         cure="set enable_chunked_prefill: true, raise it, or lower max_seq_len",
         test=_limit_over_step,
     ),
@@ -133,23 +137,23 @@ RULES = (
         name="request-over-seq-len",
         severity="error",
         field="max_seq_len",
-        why="prompt and answer together do not fit one sequence: answers are cut or prompts refused",
-        cure="raise it to the prompt and the answer together",
+        why="prompt and output together exceed it: the output is truncated or the prompt rejected",
+        cure="raise it to the tokens of prompt and output together",
         test=_request_over_sequence,
     ),
     RoleRule(
         name="seq-len-over-model",
         severity="error",
         field="max_seq_len",
-        why="the model was not made for longer sequences, and TensorRT-LLM refuses them",
-        cure="lower it to the model's context, or leave it out",
+        why="the model does not support longer sequences, and TensorRT-LLM rejects them",
+        cure="lower it to the model's context length, or remove it",
         test=_sequence_over_model,
     ),
     RoleRule(
         name="batch-over-num-tokens",
         severity="warning",
         field="max_batch_size",
-        why="each request of a decode step takes one token of max_num_tokens, so such a batch never runs",
+        why="each request in a decode step uses one token of max_num_tokens, so a batch of this size never runs",
         cure="lower it, or raise max_num_tokens",
         test=_batch_over_step,
     ),
@@ -157,8 +161,8 @@ RULES = (
         name="graph-over-batch",
         severity="warning",
         field=_GRAPH,
-        why="graphs for larger batches than can run are left out or cost memory and start time for nothing",
-        cure="lower it to max_batch_size, or raise that",
+        why="CUDA graphs for batches above max_batch_size are skipped, or use memory and start-up time without effect",
+        cure="lower it to max_batch_size, or raise max_batch_size",
         test=_graph_over_batch,
     ),
 )

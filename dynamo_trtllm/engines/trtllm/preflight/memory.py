@@ -1,7 +1,7 @@
-"""An estimate of where one GPU's memory goes, how many requests fit, and how long a hand-off takes. Pure arithmetic.
+"""Estimate the memory use of one GPU, the number of requests that fit, and the time of a KV transfer.
 
-KV is counted in full for every layer. Sliding-window layers need less, but whether TensorRT-LLM frees what left a
-window depends on release and settings: what the windows could save is shown beside it, not counted.
+KV is counted in full for every layer. Whether TensorRT-LLM frees KV outside a sliding window depends on the release
+and the settings, so the possible saving is reported separately.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from dynamo_trtllm.engines.rules import RoleRule, Violation
 from dynamo_trtllm.engines.trtllm.preflight.facts import BUFFER, RoleFacts, links_of
 from dynamo_trtllm.messages import Role
 
-WORKSPACE_BYTES = 5 << 30  # CUDA context, NCCL, one step's activations, graphs: a guess, measured nowhere
-KV_FRACTION = 0.9  # what releases take that leave the fraction unset
+WORKSPACE_BYTES = 5 << 30  # CUDA context, NCCL, activations, CUDA graphs: an unverified estimate
+KV_FRACTION = 0.9  # default of free_gpu_memory_fraction
 _BUFFERS = 2  # staging buffers that a transceiver allocates
 _KV_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "fp8_ds_mla": 1.0, "nvfp4": 0.5625}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
-    """One GPU of one role. None: the GPU, or the load, is not known."""
+    """Memory estimate for one GPU of one role. A value is None if the GPU or the load is unknown."""
 
     role: Role
     gpu: str | None
     gpu_bytes: int | None
     weights_bytes: int
-    kv_token_bytes: int  # of one token, in all layers, on one GPU
-    windowed_token_bytes: int  # the same for a token that has left every window
+    kv_token_bytes: int  # KV of one token in all layers
+    windowed_token_bytes: int  # the same for a token outside all sliding windows
     buffer_bytes: int
-    kv_memory_bytes: int | None  # for KV; negative when the rest does not fit
-    blocks: int | None
-    pool_tokens: int | None  # tokens of KV that one GPU, or one group of ranks, holds
-    request_tokens: int | None  # of KV that one request of the load takes here
-    concurrency: int | None  # requests of the load at once in this engine, by KV and by batch
+    kv_memory_bytes: int | None  # negative if weights and buffers do not fit
+    blocks: int | None  # KV blocks
+    pool_tokens: int | None  # tokens that fit the KV blocks
+    request_tokens: int | None  # tokens of KV for one request of the load
+    concurrency: int | None  # concurrent requests of the load in this engine
     limited_by: str = ""  # "KV" or "max_batch_size"
 
     @property
     def window_gain(self) -> float:
-        """How many times more fits if TensorRT-LLM frees what left the windows."""
+        """Factor by which more tokens fit if TensorRT-LLM frees KV outside the sliding windows."""
         return self.kv_token_bytes / max(1, self.windowed_token_bytes)
 
 
 def memory_table(facts: RoleFacts) -> MemoryTable | None:
-    """None without a model."""
+    """Estimate the memory use of one GPU; None without a model."""
     model = facts.model
     if model is None:
         return None
@@ -74,17 +74,17 @@ def memory_table(facts: RoleFacts) -> MemoryTable | None:
 
 
 def weights_per_gpu(facts: RoleFacts, model: Checkpoint) -> int:
-    """The files' own total where there is one, split as the ranks split it."""
+    """Return the weight bytes of one GPU, scaled to the total in the checkpoint's index if there is one."""
     parts = weight_bytes(model)
     ranks = facts.tensor_parallel
-    whole = 1 if facts.on("enable_attention_dp") else ranks  # attention DP: attention is whole on each rank
-    held = parts.experts / ranks + (parts.attention + parts.vocabulary) / whole + parts.rest
+    shards = 1 if facts.on("enable_attention_dp") else ranks  # attention DP replicates attention weights
+    per_rank = parts.experts / ranks + (parts.attention + parts.vocabulary) / shards + parts.rest
     scale = model.index_bytes / parts.total if model.index_bytes else 1.0
-    return round(held * scale / facts.size("pipeline_parallel_size"))
+    return round(per_rank * scale / facts.size("pipeline_parallel_size"))
 
 
 def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
-    """Keys and values of one token on one GPU; heads are copied where there are more ranks than heads."""
+    """Return the KV bytes of one token on one GPU. Heads are replicated if there are more ranks than heads."""
     ranks = 1 if facts.on("enable_attention_dp") else facts.tensor_parallel
     heads = -(-model.num_kv_heads // ranks)
     layers = -(-model.num_layers // facts.size("pipeline_parallel_size"))
@@ -92,18 +92,18 @@ def kv_token_bytes(facts: RoleFacts, model: Checkpoint) -> int:
 
 
 def transfer_s(prefill: RoleFacts, decode: RoleFacts, prompt_tokens: int) -> dict[str, float]:
-    """Seconds from prefill to decode for one prompt's KV at each link's full rate, by link. Empty without a model.
+    """Return the seconds to transfer the KV of one prompt at the full rate of each link; {} without a model.
 
-    The smaller side's GPUs take part, each on a link of its own.
+    The number of parallel links is the number of GPUs on the smaller side.
     """
     model = prefill.model
     if model is None:
         return {}
     sides = [1 if facts.on("enable_attention_dp") else facts.tensor_parallel for facts in (prefill, decode)]
     lanes = min(*sides, model.num_kv_heads)
-    whole = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _KV_BYTES.get(prefill.kv_dtype, 2.0)
+    token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * _KV_BYTES.get(prefill.kv_dtype, 2.0)
     name = prefill.gpu.name if prefill.gpu else ""
-    return {link: prompt_tokens * whole / (rate * lanes) for link, rate in links_of(name).items()}
+    return {link: prompt_tokens * token_bytes / (rate * lanes) for link, rate in links_of(name).items()}
 
 
 def _kv_memory(facts: RoleFacts, weights: int, buffer_bytes: int) -> int | None:
@@ -124,14 +124,14 @@ def _blocks(facts: RoleFacts, free_bytes: int, token_bytes: int) -> int:
 
 
 def _request_tokens(facts: RoleFacts) -> int | None:
-    """A prefill worker holds the prompt alone."""
+    """Return the KV tokens of one request: prompt and output, but only the prompt on a prefill worker."""
     if facts.load.isl is None:
         return None
     return facts.load.isl + (0 if facts.role is Role.PREFILL else facts.load.osl or 0)
 
 
 def _concurrency(facts: RoleFacts, blocks: int | None, request: int | None) -> tuple[int | None, str]:
-    """With attention DP each rank holds requests of its own."""
+    """Return the number of concurrent requests and their limit. With attention DP each rank has its own requests."""
     if blocks is None or request is None:
         return None, ""
     groups = facts.tensor_parallel if facts.on("enable_attention_dp") else 1
@@ -154,7 +154,7 @@ def _weights_over_memory(facts: RoleFacts) -> Violation | None:
 def _no_memory_for_kv(facts: RoleFacts) -> Violation | None:
     table = memory_table(facts)
     if table is None or table.blocks is None or table.gpu_bytes is None or table.weights_bytes >= table.gpu_bytes:
-        return None  # without a GPU nothing is known; with too large weights another rule speaks
+        return None  # too large weights are reported by weights-over-memory
     return Violation(other=_spent(table)) if table.blocks < 1 else None
 
 
@@ -174,20 +174,20 @@ def _load_over_batch(facts: RoleFacts) -> Violation | None:
 
 
 def _load_over(facts: RoleFacts, limit: str, *, gain: bool) -> Violation | None:
-    """Prefill is left out: requests come to it one after the other, and waiting there is its way to work."""
+    """Report a load over a limit, except on prefill workers, where queueing is normal."""
     table, wanted = memory_table(facts), facts.load.concurrency
     if table is None or wanted is None or table.concurrency is None or facts.role is Role.PREFILL:
         return None
     fitting = int(table.concurrency * table.window_gain) if gain else table.concurrency
     if not table.blocks or table.limited_by != limit or fitting >= wanted:
         return None
-    return Violation(other=f"{wanted} requests wanted, {fitting} fit at once")
+    return Violation(other=f"the load has {wanted} concurrent requests, {fitting} fit")
 
 
 def _spent(table: MemoryTable) -> str:
     return (
-        f"{_gib(table.gpu_bytes or 0)} less weights {_gib(table.weights_bytes)}, transfer buffers "
-        f"{_gib(table.buffer_bytes)} and about {_gib(WORKSPACE_BYTES)} to work in"
+        f"{_gib(table.gpu_bytes or 0)} minus weights {_gib(table.weights_bytes)}, transfer buffers "
+        f"{_gib(table.buffer_bytes)} and workspace {_gib(WORKSPACE_BYTES)} (estimate)"
     )
 
 
@@ -200,7 +200,7 @@ MEMORY_RULES = (
         name="weights-over-memory",
         severity="error",
         field="tensor_parallel_size",
-        why="the weights alone do not fit one GPU's share",
+        why="the weights of one rank do not fit the GPU",
         cure="raise tensor_parallel_size, or choose a larger GPU",
         test=_weights_over_memory,
     ),
@@ -208,7 +208,7 @@ MEMORY_RULES = (
         name="no-room-for-kv",
         severity="warning",
         field=_FRACTION,
-        why="beside weights and buffers hardly any memory is left for KV, by the estimate",
+        why="weights and buffers leave hardly any memory for KV (estimate)",
         cure="raise tensor_parallel_size, lower max_tokens_in_buffer, or choose a larger GPU",
         test=_no_memory_for_kv,
     ),
@@ -216,24 +216,24 @@ MEMORY_RULES = (
         name="seq-len-over-kv",
         severity="warning",
         field="max_seq_len",
-        why="one request of full length would not fit the KV memory",
-        cure="lower max_seq_len, raise the memory fraction or tensor_parallel_size, or use fp8 KV where the GPU has it",
+        why="one request of max_seq_len tokens does not fit the KV memory",
+        cure="lower max_seq_len, raise the memory fraction or tensor_parallel_size, or use fp8 KV if the GPU has it",
         test=_request_over_pool,
     ),
     RoleRule(
         name="load-over-kv",
         severity="warning",
         field=_FRACTION,
-        why="the wanted concurrency does not fit the KV memory: requests queue",
-        cure="use more GPUs or workers of this role, fp8 KV where the GPU has it, or less concurrency",
+        why="the KV memory is too small for the given concurrency: requests queue",
+        cure="use more GPUs or workers of this role, fp8 KV if the GPU supports it, or lower concurrency",
         test=_load_over_kv,
     ),
     RoleRule(
         name="load-over-batch",
         severity="note",
         field="max_batch_size",
-        why="the wanted concurrency does not run at once: the rest queues, or is with prefill",
-        cure="raise it where memory allows, or start more workers of this role",
+        why="the given concurrency exceeds the batch: other requests queue or are in prefill",
+        cure="raise it if memory allows, or start more workers of this role",
         test=_load_over_batch,
     ),
 )

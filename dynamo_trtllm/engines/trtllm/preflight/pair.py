@@ -1,4 +1,4 @@
-"""Rules between prefill and decode, from both sides' arguments. Pure."""
+"""Rules between prefill and decode, from the arguments of both sides and from registered workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPECULATIVE = "speculative_config"
 
 
 def _transceivers(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
-    """A missing one is a role's own error."""
+    """Compare the backends. A missing one is reported by transceiver-missing."""
     if prefill.transceiver is None or decode.transceiver is None or prefill.transceiver == decode.transceiver:
         return None
     return _differs(decode, BACKEND)
@@ -44,7 +44,7 @@ def _attention(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
 
 
 def _parallel_needs_trtllm(prefill: RoleFacts, decode: RoleFacts) -> Violation | None:
-    """Different backends are another rule's."""
+    """Report different parallel sizes. Different backends are reported by attention-backend-equal."""
     name = _attention_name(prefill)
     if _ranks(prefill) == _ranks(decode) or name == "TRTLLM" or name != _attention_name(decode):
         return None
@@ -133,15 +133,15 @@ PAIR_RULES = (
         name="model-equal",
         severity="error",
         field="model",
-        why="KV of one model means nothing to another",
-        cure="give both the same model folder",
+        why="the KV of one model is invalid for another",
+        cure="use the same model folder on both sides",
         test=_models,
     ),
     PairRule(
         name="release-equal",
         severity="warning",
         field="release",
-        why="how KV is described is a private matter of each release of TensorRT-LLM",
+        why="the format of the transfer metadata is internal to each release of TensorRT-LLM",
         cure="install the same release on both sides",
         test=_releases,
     ),
@@ -149,15 +149,15 @@ PAIR_RULES = (
         name="strategy-equal",
         severity="error",
         field="disaggregation_strategy",
-        why="prefill and decode would wait for one another",
-        cure="give both the same --disaggregation-strategy",
+        why="prefill and decode would wait for each other",
+        cure="use the same --disaggregation-strategy on both sides",
         test=_strategies,
     ),
     PairRule(
         name="transceiver-equal",
         severity="error",
         field=BACKEND,
-        why="the two sides do not speak to one another: decode waits for KV that does not come",
+        why="different backends cannot connect: decode waits for KV that never arrives",
         cure="set it to the same on both sides",
         test=_transceivers,
     ),
@@ -165,7 +165,7 @@ PAIR_RULES = (
         name="transceiver-runtime-equal",
         severity="error",
         field="cache_transceiver_config.transceiver_runtime",
-        why="the C++ and the Python transceiver do not speak to one another",
+        why="the C++ and the Python transceiver are incompatible",
         cure="set it to the same on both sides",
         test=_runtimes,
     ),
@@ -173,7 +173,7 @@ PAIR_RULES = (
         name="kv-dtype-equal",
         severity="error",
         field="kv_cache_config.dtype",
-        why="blocks are copied as they are: of another type they are of another size",
+        why="KV blocks are copied without conversion, and their size depends on the type",
         cure="set it to the same on both sides",
         test=_kv_dtypes,
     ),
@@ -181,7 +181,7 @@ PAIR_RULES = (
         name="block-size-equal",
         severity="error",
         field="kv_cache_config.tokens_per_block",
-        why="blocks are copied as they are",
+        why="KV blocks are copied without conversion",
         cure="set it to the same on both sides",
         test=_blocks,
     ),
@@ -189,7 +189,7 @@ PAIR_RULES = (
         name="attention-backend-equal",
         severity="error",
         field=_ATTENTION,
-        why="attention kernels lay KV out in their own way, which a copy does not translate",
+        why="each attention backend has its own KV layout, and blocks are copied without conversion",
         cure="set it to TRTLLM on both sides",
         test=_attention,
     ),
@@ -197,15 +197,15 @@ PAIR_RULES = (
         name="parallel-needs-trtllm-attention",
         severity="error",
         field=_ATTENTION,
-        why="between different tensor parallelism only TRTLLM's KV layout is re-cut: others gave wrong text",
-        cure="set it to TRTLLM on both sides, or give both the same parallel sizes",
+        why="only TRTLLM's KV is resharded between different tensor-parallel sizes; other backends returned wrong text",
+        cure="set it to TRTLLM on both sides, or use the same parallel sizes",
         test=_parallel_needs_trtllm,
     ),
     PairRule(
         name="pipeline-to-tensor",
         severity="warning",
         field="pipeline_parallel_size",
-        why="pipeline parallelism on prefill towards tensor parallelism on decode may hang (1.2's known issues)",
+        why="pipeline parallelism on prefill with tensor parallelism on decode may hang (known issue of 1.2)",
         cure="use the same parallelism on both sides",
         test=_pipeline_to_tensor,
     ),
@@ -213,8 +213,8 @@ PAIR_RULES = (
         name="seq-len-order",
         severity="error",
         field="max_seq_len",
-        why="prefill would take prompts whose request does not fit decode",
-        cure="set prefill's to at most decode's",
+        why="prefill would accept requests that are too long for decode",
+        cure="set it on prefill to at most decode's value",
         test=_lengths,
     ),
     PairRule(
@@ -229,7 +229,7 @@ PAIR_RULES = (
         name="attention-window-equal",
         severity="error",
         field=_WINDOWS,
-        why="the sides would keep different blocks of the same prompt",
+        why="the two sides would store different blocks of the same prompt",
         cure="set it to the same on both sides",
         test=_windows,
     ),
@@ -237,8 +237,8 @@ PAIR_RULES = (
         name="speculative-equal",
         severity="error",
         field=_SPECULATIVE,
-        why="draft tokens and the draft model's KV travel with the hand-off: both sides must have them",
-        cure="give both the same speculative_config, or leave it out",
+        why="draft tokens and the draft model's KV are part of the transfer, so both sides must have them",
+        cure="set it to the same on both sides, or remove it",
         test=_speculative,
     ),
 )
@@ -246,21 +246,27 @@ PAIR_RULES = (
 
 _OPPOSITE = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _SAME = (
-    "start both workers with the same model and settings (one that was killed stays registered for --lease-ttl-s; "
-    "roll changed settings out under another --namespace)"
+    "start both workers with the same model and settings (a killed worker stays registered for --lease-ttl-s; roll "
+    "out changed settings under another --namespace)"
 )
 
 
 def evaluate_peers(
     mine: RoleFacts, peers: Sequence[Instance], kv_compat: Mapping[str, str] | None
 ) -> Iterator[Finding]:
-    """A difference keeps the two from pairing: an error if no peer of the other role is left, else a warning."""
+    """Yield a finding for each difference to a peer: an error if no peer of the other role matches, else a warning.
+
+    Args:
+        mine: facts about this worker.
+        peers: registered workers; those of the same role are ignored.
+        kv_compat: values that this worker will register besides its layout; None: they are not compared.
+    """
     others = [peer for peer in peers if peer.role is _OPPOSITE.get(mine.role)]
-    found = {peer.id: list(_differences(mine, peer, kv_compat)) for peer in others}
-    alone = all(found.values())
+    differences = {peer.id: list(_differences(mine, peer, kv_compat)) for peer in others}
+    has_no_match = all(differences.values())
     for peer in others:
-        for difference in found[peer.id]:
-            yield _finding(difference, peer, "error" if alone else "warning")
+        for difference in differences[peer.id]:
+            yield _finding(difference, peer, "error" if has_no_match else "warning")
 
 
 class _Difference(NamedTuple):
@@ -271,7 +277,7 @@ class _Difference(NamedTuple):
 
 
 def _differences(mine: RoleFacts, peer: Instance, kv_compat: Mapping[str, str] | None) -> Iterator[_Difference]:
-    """Everything that must fit and does not."""
+    """Yield each field that must match and does not."""
     if peer.engine != "trtllm":
         yield _Difference("peer-engine", "engine", "trtllm", peer.engine)
         return
@@ -292,7 +298,7 @@ def _differences(mine: RoleFacts, peer: Instance, kv_compat: Mapping[str, str] |
 
 
 def _lengths_fit(mine: RoleFacts, peer: Instance) -> bool:
-    """Decode must take what prefill lets in."""
+    """Return True if decode accepts requests as long as prefill's."""
     ours, theirs = mine.max_seq_len, peer.card.context_length
     if ours is None or not theirs:
         return True
@@ -316,14 +322,17 @@ def _name(peer: Instance) -> str:
     return f"{peer.role} worker {peer.id:x}"
 
 
-# Why and cure, by rule.
+# Why and fix, by rule.
 PEER_RULES: Mapping[str, tuple[str, str]] = {
-    "peer-engine": ("KV of one engine means nothing to another", "start both workers with the same --engine"),
-    "peer-strategy": ("prefill and decode would wait for one another", "give both the same --disaggregation-strategy"),
-    "peer-layout": ("blocks are copied as they are, so both sides must lay KV out alike", _SAME),
-    "peer-pairing": ("both sides must share this to hand KV over", _SAME),
+    "peer-engine": ("the KV of one engine is invalid for another", "start both workers with the same --engine"),
+    "peer-strategy": (
+        "prefill and decode would wait for each other",
+        "use the same --disaggregation-strategy on both sides",
+    ),
+    "peer-layout": ("KV blocks are copied without conversion, so both sides need the same layout", _SAME),
+    "peer-pairing": ("both sides must have the same value for KV transfers", _SAME),
     "peer-context": (
-        "prefill would take prompts whose request does not fit decode",
+        "prefill would accept requests that are too long for decode",
         "set prefill's max_seq_len to at most decode's",
     ),
 }

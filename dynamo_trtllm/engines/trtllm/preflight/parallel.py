@@ -1,4 +1,4 @@
-"""Rules about how one engine is spread over GPUs. Pure."""
+"""Rules about the parallelism of one engine over GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _experts_divide(facts: RoleFacts) -> Violation | None:
 
 
 def _moe_split(facts: RoleFacts) -> Violation | None:
-    """Only where both are given: with one, the other is derived."""
+    """Compare the product of the MoE sizes if both are given; otherwise TensorRT-LLM derives one."""
     tensor, expert = facts.number("moe_tensor_parallel_size"), facts.number(_EP)
     cluster = facts.size("moe_cluster_parallel_size")
     if not tensor or not expert or tensor < 1 or expert < 1 or tensor * expert * cluster == facts.tensor_parallel:
@@ -46,7 +46,7 @@ def _kv_heads_copied(facts: RoleFacts) -> Violation | None:
 def _no_pipeline(facts: RoleFacts) -> Violation | None:
     if facts.model is None or facts.model.model_type != "gpt_oss" or facts.size(_PP) == 1:
         return None
-    return Violation(other="model_type gpt_oss", cure=f"leave it out and use {_TP}")
+    return Violation(other="model_type gpt_oss", cure=f"remove it and use {_TP}")
 
 
 def _pipeline_reuse(facts: RoleFacts) -> Violation | None:
@@ -91,7 +91,7 @@ RULES = (
         name="expert-parallel-divides",
         severity="error",
         field=_EP,
-        why="experts are spread over the tensor-parallel ranks: TensorRT-LLM refuses a size that does not divide them",
+        why="experts are sharded over the tensor-parallel ranks: TensorRT-LLM rejects a size that does not divide them",
         cure=f"choose a divisor of {_TP}",
         test=_experts_divide,
     ),
@@ -99,15 +99,15 @@ RULES = (
         name="moe-split",
         severity="error",
         field="moe_tensor_parallel_size",
-        why=f"the MoE sizes multiplied must be {_TP}",
-        cure="give the expert size alone; the other is derived",
+        why=f"the product of the MoE sizes must be {_TP}",
+        cure="set only moe_expert_parallel_size; the other is derived",
         test=_moe_split,
     ),
     RoleRule(
         name="tensor-parallel-heads",
         severity="error",
         field=_TP,
-        why="attention heads are split over the ranks, and a head can't be",
+        why="each rank needs the same number of attention heads",
         cure="choose a divisor of the model's attention heads",
         test=_heads_divide,
     ),
@@ -115,16 +115,16 @@ RULES = (
         name="kv-heads-copied",
         severity="note",
         field=_TP,
-        why="with more ranks than KV heads each head's KV is kept more than once",
-        cure="use fewer ranks per engine, or enable_attention_dp",
+        why="with more ranks than KV heads, the KV of each head is stored more than once",
+        cure="use fewer ranks per engine, or set enable_attention_dp: true",
         test=_kv_heads_copied,
     ),
     RoleRule(
         name="gpt-oss-pipeline",
         severity="error",
         field=_PP,
-        why="gpt-oss has no pipeline parallelism in TensorRT-LLM: it asserts while loading",
-        cure=f"leave it out and use {_TP}",
+        why="TensorRT-LLM has no pipeline parallelism for gpt-oss: loading fails",
+        cure=f"remove it and use {_TP}",
         test=_no_pipeline,
     ),
     RoleRule(
@@ -140,39 +140,39 @@ RULES = (
         severity="error",
         field=_EP,
         why="TensorRT-LLM does not implement expert and context parallelism together",
-        cure="leave one of the two out",
+        cure="remove one of the two",
         test=_experts_and_context,
     ),
     RoleRule(
         name="parallel-over-gpus",
         severity="warning",
         field=_TP,
-        why="each rank needs a GPU: on this host alone the engine can't start",
-        cure="lower the parallel sizes, show it more GPUs, or start it over several hosts with trtllm-llmapi-launch",
+        why="each rank needs a GPU: the engine cannot start on this host alone",
+        cure="lower the parallel sizes, make more GPUs visible, or start it on several hosts with trtllm-llmapi-launch",
         test=_more_ranks_than_gpus,
     ),
     RoleRule(
         name="attention-dp-unused",
         severity="note",
         field=_BALANCE,
-        why="without attention data parallelism there is nothing to balance",
-        cure="set enable_attention_dp: true, or leave it out",
+        why="it has no effect without attention data parallelism",
+        cure="set enable_attention_dp: true, or remove it",
         test=_balance_without_attention_dp,
     ),
     RoleRule(
         name="attention-dp-balance-prefill",
         severity="note",
         field=_BALANCE,
-        why="balancing waits for decode steps, which a prefill worker has none of: prompts go at once",
-        cure="leave it out",
+        why="it has no effect on a prefill worker, which has no decode steps to balance with",
+        cure="remove it",
         test=_balance_on_prefill,
     ),
     RoleRule(
         name="attention-dp-alone",
         severity="note",
         field="enable_attention_dp",
-        why="one rank has no other rank to share requests with",
-        cure="leave it out, or raise tensor_parallel_size",
+        why="it has no effect with one rank",
+        cure="remove it, or raise tensor_parallel_size",
         test=_attention_dp_alone,
     ),
 )

@@ -1,4 +1,4 @@
-"""Rules about handing KV over, and about what else is switched on beside it. Pure."""
+"""Rules about KV transfers and the features that are enabled together with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OVERLAP = "disable_overlap_scheduler"
 _REUSE = "kv_cache_config.enable_block_reuse"
 _HOST = "kv_cache_config.host_cache_size"
 _CHUNKED = "enable_chunked_prefill"
-# Known: 60 s failed every prompt of 128 K tokens, 600 s served them: it lies between 0.5 and 4.6 ms a token.
+# With prompts of 128 K tokens 60 s (0.5 ms per token) failed always and 600 s (4.6 ms per token) worked.
 _TIMEOUT_MS_PER_TOKEN = 1.0
 
 
@@ -31,7 +31,7 @@ def _idle_transceiver(facts: RoleFacts) -> Violation | None:
 def _default_transceiver(facts: RoleFacts) -> Violation | None:
     if not facts.is_disaggregated or str(facts.args.get(BACKEND) or "").upper() != "DEFAULT":
         return None
-    return Violation(other="NIXL, unless a TRTLLM_USE_*_KVCACHE variable says otherwise")
+    return Violation(other="NIXL, unless a TRTLLM_USE_*_KVCACHE variable is set")
 
 
 def _mpi_transceiver(facts: RoleFacts) -> Violation | None:
@@ -150,7 +150,7 @@ RULES = (
         name="transceiver-missing",
         severity="error",
         field=BACKEND,
-        why="without a KV transport the first request of a prefill or decode worker fails; null means none",
+        why="without a transfer backend (unset or null) the first request of a prefill or decode worker fails",
         cure="set it to NIXL or UCX, the same on both sides",
         test=_no_transceiver,
     ),
@@ -158,23 +158,23 @@ RULES = (
         name="transceiver-idle",
         severity="note",
         field=BACKEND,
-        why="a worker that serves whole requests hands nothing over, and the buffers take memory",
-        cure="leave cache_transceiver_config out",
+        why="an aggregated worker transfers no KV, but the buffers use memory",
+        cure="remove cache_transceiver_config",
         test=_idle_transceiver,
     ),
     RoleRule(
         name="transceiver-default",
         severity="note",
         field=BACKEND,
-        why="DEFAULT lets environment variables choose, which may differ between the two sides",
-        cure="name the transport: NIXL or UCX",
+        why="DEFAULT depends on environment variables, which may differ between the two sides",
+        cure="set it to NIXL or UCX",
         test=_default_transceiver,
     ),
     RoleRule(
         name="transceiver-mpi",
         severity="warning",
         field=BACKEND,
-        why="MPI is deprecated, and needs both sides in one MPI world, which separate workers are not",
+        why="MPI is deprecated and needs both sides in one MPI world, but workers are separate",
         cure="set it to NIXL or UCX",
         test=_mpi_transceiver,
     ),
@@ -182,7 +182,7 @@ RULES = (
         name="overlap-on-prefill",
         severity="error",
         field=_OVERLAP,
-        why="up to 1.2.1 requests for the prompt alone are refused while the overlap scheduler is on",
+        why="up to 1.2.1 context-only requests are rejected while the overlap scheduler is on",
         cure="set disable_overlap_scheduler: true on prefill",
         test=_overlap_on_prefill,
     ),
@@ -191,39 +191,39 @@ RULES = (
         severity="error",
         field="max_beam_width",
         why="KV transfer does not support beam search",
-        cure="set it to 1, or leave it out",
+        cure="set it to 1, or remove it",
         test=_beams,
     ),
     RoleRule(
         name="transfer-timeout-short",
         severity="warning",
         field=TIMEOUT,
-        why="it covers waiting for a place in decode as well as the transfer: too short for long prompts it fails "
-        "every one of them (60 s did for 128 K tokens)",
-        cure="set it to at least one millisecond per prompt token; 600000 is known to serve 128 K",
+        why="it covers the decode queue as well as the transfer: if it is too short, all long prompts fail (60 s did "
+        "for 128 K tokens)",
+        cure="set it to at least 1 ms per prompt token; 600000 is known to work for 128 K tokens",
         test=_short_timeout,
     ),
     RoleRule(
         name="transfer-timeout-unset",
         severity="note",
         field=TIMEOUT,
-        why="1.3 gives up a transfer after 60 s, waiting included, where earlier releases wait for ever",
-        cure="say it: well above the longest wait for decode plus the transfer",
+        why="1.3 aborts a transfer after 60 s, queue time included; earlier releases have no limit",
+        cure="set it well above the longest decode queue time plus the transfer",
         test=_no_timeout,
     ),
     RoleRule(
         name="transfer-timeout-untested",
         severity="note",
         field=TIMEOUT,
-        why="code of the 1.2 line was seen to raise in its own time-out loop; whether 1.2.1 does is not known",
-        cure="leave it out, or test it under load before relying on it",
+        why="builds of the 1.2 line raised an exception in their timeout loop; 1.2.1 is unverified",
+        cure="remove it, or test it under load first",
         test=_untested_timeout,
     ),
     RoleRule(
         name="chunked-reuse-corruption",
         severity="error",
         field=_REUSE,
-        why="1.2.0 corrupts KV with chunked prefill and block reuse: answers are silently wrong",
+        why="1.2.0 corrupts KV with chunked prefill and block reuse: the output is silently wrong",
         cure="use 1.2.1, or set kv_cache_config.enable_block_reuse: false",
         test=_chunks_with_reuse,
     ),
@@ -231,7 +231,7 @@ RULES = (
         name="reuse-on-prefill",
         severity="note",
         field=_REUSE,
-        why="on 1.2 a block may leave the reuse tree before its transfer is over; decode then waits",
+        why="on 1.2 a block may be removed from the reuse tree before its transfer ends; decode then hangs",
         cure="if requests hang, set kv_cache_config.enable_block_reuse: false on prefill",
         test=_reuse_on_prefill,
     ),
@@ -239,32 +239,32 @@ RULES = (
         name="reuse-with-windows",
         severity="note",
         field=_REUSE,
-        why="sliding-window layers limit what can be reused, by release",
-        cure="nothing, if cached tokens are not counted on; else measure them",
+        why="sliding-window layers limit block reuse, depending on the release",
+        cure="none needed; if you rely on prefix caching, measure the cached tokens",
         test=_reuse_with_windows,
     ),
     RoleRule(
         name="host-offload-chunked",
         severity="warning",
         field=_HOST,
-        why="host offload with chunked prefill is reported to deadlock",
-        cure="leave host_cache_size out, or switch enable_chunked_prefill off",
+        why="host offload with chunked prefill reportedly deadlocks",
+        cure="remove host_cache_size, or set enable_chunked_prefill: false",
         test=_host_with_chunks,
     ),
     RoleRule(
         name="host-offload-corruption",
         severity="warning",
         field=_HOST,
-        why="before 1.2 host offload is reported to mix tokens of other prompts into answers",
-        cure="leave host_cache_size out, or use 1.2.1",
+        why="before 1.2 host offload reportedly mixes tokens of other prompts into the output",
+        cure="remove host_cache_size, or use 1.2.1",
         test=_host_corrupts,
     ),
     RoleRule(
         name="speculative-disaggregated",
         severity="warning",
         field="speculative_config",
-        why="speculative decoding across a hand-off is not proven, and with the overlap scheduler it was inaccurate",
-        cure="serve whole requests with it, or check answers and acceptance before relying on it",
+        why="speculative decoding with KV transfer is unverified, and it was inaccurate with the overlap scheduler",
+        cure="use aggregated workers, or check output and acceptance rate first",
         test=_speculative,
     ),
     RoleRule(
@@ -272,7 +272,7 @@ RULES = (
         severity="error",
         field="batched_logits_processor",
         why="TensorRT-LLM does not support logits processors with disaggregation",
-        cure="leave it out, or serve whole requests",
+        cure="remove it, or use aggregated workers",
         test=_logits_processor,
     ),
     RoleRule(
@@ -280,31 +280,31 @@ RULES = (
         severity="warning",
         field="enable_lora",
         why="TensorRT-LLM does not test LoRA with disaggregation",
-        cure="leave it out, or check answers before relying on it",
+        cure="remove it, or check the output first",
         test=_lora,
     ),
     RoleRule(
         name="pipelined-transfer",
         severity="error",
         field="cache_transceiver_config.enable_pipelined_transfer",
-        why="it needs decode to begin first, and here prefill does",
-        cure="leave it out",
+        why="it needs a strategy in which decode starts first; here prefill does",
+        cure="remove it",
         test=_pipelined,
     ),
     RoleRule(
         name="cache-manager-fallback",
         severity="note",
         field="kv_cache_config.use_kv_cache_manager_v2",
-        why="with disaggregation TensorRT-LLM falls back to the first manager unless the Python transceiver runs",
-        cure="leave it out, or set cache_transceiver_config.transceiver_runtime: PYTHON with NIXL",
+        why="with disaggregation TensorRT-LLM falls back to KV cache manager v1 unless the Python transceiver is used",
+        cure="remove it, or set cache_transceiver_config.transceiver_runtime: PYTHON with NIXL",
         test=_manager_v2,
     ),
     RoleRule(
         name="events-without-reuse",
         severity="warning",
         field="kv_cache_config.event_buffer_max_size",
-        why="KV events tell of reusable blocks: without reuse none come",
-        cure="set it to 0, or switch kv_cache_config.enable_block_reuse on",
+        why="KV events report reusable blocks: without block reuse there are none",
+        cure="set it to 0, or set kv_cache_config.enable_block_reuse: true",
         test=_events_without_reuse,
     ),
 )

@@ -139,7 +139,7 @@ def test_logprobs_when_asked_without_alternatives_then_the_vendor_is_asked_for_o
 
 
 def test_prompt_when_longer_than_limit_then_the_argument_is_named() -> None:
-    with pytest.raises(ContextTooLong, match=r"41 tokens .* 40 \(limit of prefill\)"):
+    with pytest.raises(ContextTooLong, match=r"41 tokens.* 40 \(limit of prefill\)"):
         build_call(ask(41), rules())
     build_call(ask(40), rules())
 

@@ -79,7 +79,7 @@ def test_values_when_made_then_model_and_backend_are_there_and_workers_of_text_a
     values = settings.llm_values(args, model="/m")
     assert (values["model"], values["backend"]) == ("/m", "pytorch")
     assert values["num_postprocess_workers"] == 0
-    assert any("num_postprocess_workers 4 of --override-engine-args" in note for note in args.notes)
+    assert any("num_postprocess_workers 4 (--override-engine-args)" in note for note in args.notes)
     assert values["enable_iter_perf_stats"] is True
 
 

@@ -106,7 +106,7 @@ async def test_ticket_when_prefill_is_of_another_kind_then_the_difference_is_nam
 
 
 async def test_ticket_when_prompts_differ_then_refused() -> None:
-    with pytest.raises(TransferMismatch, match="prompt_tokens"):
+    with pytest.raises(TransferMismatch, match="the prompt has"):
         transfers().import_kv(request(41, ticket=handed_out(transfers())), None)
 
 

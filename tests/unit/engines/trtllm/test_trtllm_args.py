@@ -91,7 +91,8 @@ def test_flags_when_looked_up_then_every_release_that_has_them_is_known() -> Non
     assert FLAGS["expert_parallel_size"] == "moe_expert_parallel_size"
     assert FLAGS["kv_block_size"] == "kv_cache_config.tokens_per_block"
     with pytest.raises(
-        ConfigError, match=r"TensorRT-LLM 1.0.0 has no kv_cache_config.tokens_per_block; it is in 1.1.0, 1.2.1, 1.3.0rc"
+        ConfigError,
+        match=r"TensorRT-LLM 1.0.0 has no kv_cache_config.tokens_per_block\. .*has it \(1.1.0, 1.2.1, 1.3.0rc\)",
     ):
         merged("1.0.0", kv_block_size=16)
 
@@ -110,7 +111,7 @@ def test_flags_when_looked_up_then_every_release_that_has_them_is_known() -> Non
         ({"moe_config": {"zzz": 1}}, "unknown key 'moe_config.zzz'; known: backend, "),
         ({"scheduler_config": {"dynamic_batch_config": {"zzz": 1}}}, "known: dynamic_batch_moving_average_window"),
         ({"model": "m"}, "give --model-path"),
-        ({"backend": "tensorrt"}, "only pytorch is driven here"),
+        ({"backend": "tensorrt"}, "only pytorch is supported"),
     ],
 )
 def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(values: dict[str, Any], problem: str) -> None:
@@ -125,11 +126,11 @@ def test_args_when_a_key_is_unknown_then_refused_with_the_nearest(values: dict[s
         (
             {"cache_transceiver_config": {"kv_transfer_timeout_ms": 5}},
             "1.1.0",
-            "it is in 1.2.1, 1.3.0rc: install one of these",
+            r"a release that has it \(1.2.1, 1.3.0rc\)",
         ),
-        ({"num_serve_frontends": 2}, "1.2.1", "it is in 1.3.0rc: install one of these"),
-        ({"enable_mixed_sampler": True}, "1.1.0", "it is in 1.0.0: install one of these"),
-        ({"build_config": None}, "1.3.0rc", "it is in 1.0.0, 1.1.0: install one of these"),
+        ({"num_serve_frontends": 2}, "1.2.1", r"a release that has it \(1.3.0rc\)"),
+        ({"enable_mixed_sampler": True}, "1.1.0", r"a release that has it \(1.0.0\)"),
+        ({"build_config": None}, "1.3.0rc", r"a release that has it \(1.0.0, 1.1.0\)"),
     ],
 )
 def test_args_when_only_other_releases_have_the_key_then_they_are_named(
@@ -149,10 +150,12 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
     args = override({"kv_cache_config": {"avg_seq_len": 5}}, "1.3.0rc")
     assert args.values["kv_cache_config"]["avg_seq_len"] == 5
     (note,) = args.notes
-    assert note.startswith("kv_cache_config.avg_seq_len is passed on unchecked: not read for TensorRT-LLM 1.3.0rc (arg")
-    assert note.endswith("(it is in a development commit)")
+    assert note.startswith(
+        "kv_cache_config.avg_seq_len is passed on unchecked: its schema in TensorRT-LLM 1.3.0rc (arg"
+    )
+    assert note.endswith("(it is in an unreleased commit)")
     (note,) = override({"scheduler_config": {"capacity_scheduler_policy": "x"}}, "1.0.0").notes
-    assert note.endswith("TensorRT-LLM 1.0.0 (it is in 1.2.1)")
+    assert note.endswith("TensorRT-LLM 1.0.0 is unknown (it is in 1.2.1)")
 
 
 # --- values --------------------------------------------------------------------------------------------
@@ -185,10 +188,10 @@ def test_args_when_a_part_was_not_read_then_passed_on_and_said() -> None:
         ({"batch_wait_max_tokens_ratio": 2}, "expected 0 to 1"),
         ({"batch_wait_timeout_ms": -1}, "expected 0 or more"),
         ({"tensor_parallel_size": 0}, "expected 1 or more"),
-        ({"cuda_graph_config": {"batch_sizes": [1, 2], "max_batch_size": 4}}, "give one of the two"),
+        ({"cuda_graph_config": {"batch_sizes": [1, 2], "max_batch_size": 4}}, "Set only one of them"),
         (
             {"attention_dp_config": {"enable_balance": True, "timeout_iters": -1}},
-            "must be 0 or more with enable_balance",
+            "expected 0 or more with enable_balance",
         ),
         ({"orchestrator_type": "mpi"}, "one of rpc, ray or null"),
     ],
@@ -244,34 +247,34 @@ def test_args_when_use_of_the_new_graph_class_then_its_fields_are_known() -> Non
         (
             {"kv_cache_free_gpu_memory_fraction": 0.7},
             {"kv_cache_config": {"free_gpu_memory_fraction": 0.7}},
-            "kv_cache_free_gpu_memory_fraction is an old spelling; taken as kv_cache_config.free_gpu_memory_fra",
+            "kv_cache_free_gpu_memory_fraction is deprecated; use kv_cache_config.free_gpu_memory_fra",
         ),
         (
             {"cache_transceiver_config": {"backend": "ucx"}},
             {"cache_transceiver_config": {"backend": "UCX"}},
-            "cache_transceiver_config.backend: ucx is an old spelling; taken as UCX",
+            "cache_transceiver_config.backend: ucx is deprecated; use UCX",
         ),
         (
             {"enable_overlap_scheduler": False},
             {"disable_overlap_scheduler": True},
-            "enable_overlap_scheduler is an old spelling; taken as disable_overlap_scheduler: true",
+            "enable_overlap_scheduler is deprecated; use disable_overlap_scheduler: true",
         ),
-        ({"use_cuda_graph": False}, {"cuda_graph_config": None}, "taken as cuda_graph_config: null"),
+        ({"use_cuda_graph": False}, {"cuda_graph_config": None}, "use cuda_graph_config: null"),
         (
             {"use_cuda_graph": True, "cuda_graph_max_batch_size": 8},
             {"cuda_graph_config": {"max_batch_size": 8, "enable_padding": True}},
-            "use_cuda_graph is an old spelling; taken as cuda_graph_config, which is on",
+            "use_cuda_graph is deprecated; use cuda_graph_config, which is on by default",
         ),
         (
             {"cuda_graph_padding_enabled": False, "cuda_graph_batch_sizes": [1, 2]},
             {"cuda_graph_config": {"batch_sizes": [1, 2], "enable_padding": False}},
-            "cuda_graph_padding_enabled is an old spelling; taken as cuda_graph_config.enable_padding: false",
+            "cuda_graph_padding_enabled is deprecated; use cuda_graph_config.enable_padding: false",
         ),
-        ({"moe_backend": "TRTLLM"}, {"moe_config": {"backend": "TRTLLM"}}, "taken as moe_config.backend: TRTLLM"),
+        ({"moe_backend": "TRTLLM"}, {"moe_config": {"backend": "TRTLLM"}}, "use moe_config.backend: TRTLLM"),
         (
             {"pytorch_backend_config": {"print_iter_log": True, "enable_overlap_scheduler": True}},
             {"print_iter_log": True, "disable_overlap_scheduler": False},
-            "pytorch_backend_config.print_iter_log is an old spelling; taken as print_iter_log: true",
+            "pytorch_backend_config.print_iter_log is deprecated; use print_iter_log: true",
         ),
     ],
 )
@@ -301,7 +304,7 @@ def test_args_when_the_backend_is_pytorch_then_taken_and_left_to_the_engine() ->
     ],
 )
 def test_args_when_both_spellings_disagree_then_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="disagree; keep"):
+    with pytest.raises(ConfigError, match="have different values"):
         override(values)
 
 
@@ -318,7 +321,7 @@ def test_args_when_the_release_lacks_what_the_profile_wants_then_left_out_and_sa
     assert "moe_config.backend" not in args.leaves  # TRITON came with 1.1.0
     (note,) = args.notes
     assert note.startswith("kernels profile hopper: moe_config.backend is 'TRITON': expected one of CUTLASS")
-    assert note.endswith("; left out")
+    assert note.endswith("; dropped")
 
 
 def test_args_when_the_profile_has_a_key_of_another_release_then_left_out_and_of_none_refused(tmp_path: Path) -> None:
@@ -326,9 +329,7 @@ def test_args_when_the_profile_has_a_key_of_another_release_then_left_out_and_of
     path.write_text("engine_args: {num_serve_frontends: 2}")
     args = merged(kernels_profile=str(path))
     assert set(args.values) == {"enable_iter_perf_stats"}
-    assert args.notes == (
-        "kernels profile p: num_serve_frontends is left out, TensorRT-LLM 1.2.1 has no such argument",
-    )
+    assert args.notes == ("kernels profile p: num_serve_frontends is dropped: TensorRT-LLM 1.2.1 has no such argument",)
     path.write_text("engine_args: {num_serve_frontend: 2}")
     with pytest.raises(ConfigError, match="kernels profile p: unknown key 'num_serve_frontend'"):
         merged(kernels_profile=str(path))
