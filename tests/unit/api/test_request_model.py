@@ -191,7 +191,7 @@ def test_prompt_that_is_none_then_refused(prompt: Any) -> None:
         ({"best_of": 2, "stream": True}, "best_of is not supported with stream unless it equals n"),
         ({"echo": True, "logprobs": 1}, "echo is not supported together with logprobs"),
         ({"suffix": "end"}, "suffix is not supported"),
-        ({"prompt": ["a"] * 65, "n": 2}, "n times the number of prompts is 130 choices; 128 is the most"),
+        ({"prompt": ["a"] * 65, "n": 2}, "n times the number of prompts is 130 choices; at most 128 are allowed"),
         ({"prompt": ["a"] * 65, "best_of": 2}, "best_of times the number of prompts is 130 choices"),
     ],
 )
