@@ -120,8 +120,8 @@ def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
         try:
             registered, _ = worker.said("serving as instance")
             found["worker: start to registration"] = registered - worker.begun
-            found["registration: seen"] = frontend.said("instance .* is up")[0] - registered
-            found["registration: model served"] = frontend.said("is served")[0] - registered
+            found["registration: seen"] = frontend.said("worker .* registered: model")[0] - registered
+            found["registration: model served"] = frontend.said("model .* is ready")[0] - registered
             body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
             answered = until(lambda: ask(port, "POST", "/v1/chat/completions", body)[0] == 200)
             found["registration: first answer"] = answered - registered

@@ -27,7 +27,7 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 def check_json(scope: Scope) -> None:
-    """Raise UnsupportedMedia if the headers declare a body that is not JSON or is compressed. Both are optional."""
+    """Raise UnsupportedMedia if a header declares that the body is compressed or not JSON."""
     given = header(scope, b"content-type")
     kind = (given or "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):

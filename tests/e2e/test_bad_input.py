@@ -120,7 +120,7 @@ def test_request_when_a_role_has_no_worker_then_503_names_it(
     name = f"only-{present}"
     worker = mock_cluster.mock(present, name)
     worker.instance()
-    mock_cluster.frontend.wait_for(f"model {name} is loaded, and not served yet: .*{missing}")
+    mock_cluster.frontend.wait_for(f"model {name} is loaded, but not available yet: .*{missing}")
     answer = mock.post(CHAT, json=GOOD | {"model": name})
     check_error(answer, 503, "no_instances", missing)
     assert int(answer.headers["Retry-After"]) >= 1
