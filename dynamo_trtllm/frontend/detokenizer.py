@@ -102,7 +102,7 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 class Detokenizer:
-    """The conversion of one choice's chunks to deltas."""
+    """A converter of one choice's chunks to deltas."""
 
     def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
         self._choice_request = choice_request

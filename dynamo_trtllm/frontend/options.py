@@ -78,7 +78,7 @@ def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine does 
 
 
 class Constraints(NamedTuple):
-    """How the output is constrained."""
+    """The constraints on the output of a generation."""
 
     prefill_ids: TokenIds = NO_PREFILL  # appended to the prompt as the beginning of the output
     guided: StructuredOutput | None = None

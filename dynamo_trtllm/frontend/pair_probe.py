@@ -61,8 +61,6 @@ class PairProbeOptions:
 
 
 class PairProbeMetrics(Protocol):
-    """The metrics of probes."""
-
     def probe_finished(self, *, model: str, code: str) -> None: ...
 
 

@@ -78,7 +78,7 @@ class _Out(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """How a request is handled when workers fail or are missing."""
+    """The limits and fallbacks for requests whose workers fail or are missing."""
 
     limits: RecoveryLimits = field(default_factory=RecoveryLimits)
     hold_s: float = 0.0  # longest wait for a role that has no instance
@@ -88,7 +88,7 @@ class PipelineOptions:
 
 
 class Pipeline:
-    """The execution of requests on prefill and decode workers. Close it after the last stream."""
+    """A runner of requests on prefill and decode workers. Close it after the last stream."""
 
     def __init__(
         self,

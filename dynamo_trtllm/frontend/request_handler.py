@@ -105,7 +105,7 @@ class AppState:
 
 
 class RequestHandler(Generic[B]):
-    """The handling of one request."""
+    """A handler of one request, from its body to the end of the response."""
 
     def __init__(
         self, adapter: ApiAdapter[B], app_state: AppState, response: ClientResponse, request_metrics: RequestMetrics

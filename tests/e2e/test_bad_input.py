@@ -43,7 +43,7 @@ BAD = {
                           r"line 2, column \d+"),
     "no JSON at all": Bad({"content": b"", "headers": JSON}, 400, "invalid_request", "JSON"),
     "not an object": Bad({"json": [1]}, 400, "invalid_request", "must be a JSON object, not a list"),
-    "unknown model": Bad(field(model="mokc"), 404, "model_not_found", "mokc.*served: mock", param="model"),
+    "unknown model": Bad(field(model="mokc"), 404, "model_not_found", "mokc.*available models: mock", param="model"),
     "unknown field": Bad(field(max_tokenz=3), 400, "unsupported_parameter", "max_tokenz.*'max_tokens'",
                          param="max_tokenz"),
     "wrong type": Bad(field(max_tokens="5"), 400, "invalid_request", "max_tokens must be", param="max_tokens"),

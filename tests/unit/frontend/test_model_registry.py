@@ -122,7 +122,7 @@ async def test_load_when_nobody_gives_the_right_content_then_it_is_tried_again_a
     first = digest(files["tokenizer.json"])
     await until(lambda: [verb.sha256 for verb in holder.asked].count(first) >= 3)
     assert frontend.models.names() == []
-    assert len([r for r in caplog.records if "can't be served" in r.message]) == 1  # not once per attempt
+    assert len([r for r in caplog.records if "cannot be loaded" in r.message]) == 1  # not once per attempt
     holder.garbled = False
     await served(frontend, "tiny")
 
@@ -168,7 +168,7 @@ async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(f
         frontend.models.get("nope")
     await frontend.add(1, HARMONY)
     await served(frontend, "oss")
-    with pytest.raises(ModelNotFound, match="served: oss") as caught:
+    with pytest.raises(ModelNotFound, match="available models: oss") as caught:
         frontend.models.get("nope")
     assert caught.value.field == "model"
 

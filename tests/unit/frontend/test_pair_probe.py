@@ -175,7 +175,7 @@ async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [
-        (answer(count=1), "canary", "brought 1"),
+        (answer(count=1), "canary", "returned 1"),
         (answer(kv_bytes=0), "canary", "without reading"),
         (TransferFailed("no route"), "transfer", "no route"),
         (EngineFailed("dead"), "engine_failed", "dead"),
@@ -352,7 +352,7 @@ async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_i
         PairState.WORKING,
         "the model answers all prompts alike: KV of another prompt would go unnoticed",
     )
-    assert len([each for each in caplog.records if "can't prove" in each.getMessage()]) == 1
+    assert len([each for each in caplog.records if "cannot detect" in each.getMessage()]) == 1
 
 
 @pytest.mark.parametrize(
