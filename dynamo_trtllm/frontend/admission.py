@@ -93,7 +93,7 @@ class ConcurrencyLimiter:
         return len(self._queue)
 
     def check(self) -> None:
-        """Check, before a request's body is read, that the queue has room. Raises Overloaded if it is full."""
+        """Raise Overloaded if the queue is full. Called before the body of a request is read."""
         if self.in_use >= self.limit and len(self._queue) >= self._max_queued:
             raise self._full()
 

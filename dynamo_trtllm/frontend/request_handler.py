@@ -148,7 +148,7 @@ class RequestHandler(Generic[B]):
                 )
 
     def admit(self) -> None:
-        """Check, before the body is read, that the queue has room. Raises Overloaded if it is full."""
+        """Raise Overloaded if the queue is full. Called before the body is read."""
         self._app_state.limiter.check()
 
     async def reserve_bytes(self, count: int) -> None:
