@@ -83,7 +83,7 @@ async def test_deleted_elsewhere_then_gone_here(frontends: tuple[Frontend, Front
     gone = await here.client.get(path)
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
     elsewhere = await there.client.get(path)
-    assert "only its own frontend" in elsewhere.json()["error"]["message"]
+    assert "in progress at another frontend" in elsewhere.json()["error"]["message"]
 
 
 async def test_store_when_it_is_away_then_answers_come_and_look_ups_are_told_to_come_back(
