@@ -124,8 +124,8 @@ def timeline(env: Mapping[str, str], port: int) -> dict[str, float]:
         try:
             registered, _ = worker.wait_for_line("serving as instance")
             timings["worker: start to registration"] = registered - worker.begun
-            timings["registration: seen"] = frontend.wait_for_line("instance .* is up")[0] - registered
-            timings["registration: model served"] = frontend.wait_for_line("is served")[0] - registered
+            timings["registration: seen"] = frontend.wait_for_line("worker .* registered: model")[0] - registered
+            timings["registration: model served"] = frontend.wait_for_line("model .* is ready")[0] - registered
             body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
             answered = wait_until(lambda: http_request(port, "POST", "/v1/chat/completions", body)[0] == 200)
             timings["registration: first answer"] = answered - registered

@@ -133,7 +133,7 @@ async def measure(env: dict[str, str], streams: int) -> None:
     engine = EngineThread()
     try:
         async with asyncio.timeout(_READY_S):
-            await asyncio.to_thread(frontend.wait_for_line, "is served")
+            await asyncio.to_thread(frontend.wait_for_line, "model .* is ready")
         columns = ("GIL avg", "p50", "p90", "p99", "max", "step p50", "p99")
         print(f"{'ms':32} {'steps':>6} " + " ".join(f"{column:>8}" for column in columns))
         for interval_s in _INTERVALS_S:

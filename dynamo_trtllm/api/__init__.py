@@ -1,1 +1,1 @@
-"""What the OpenAI API looks like on the wire: request models that refuse by name, and answer bodies. No network."""
+"""Define the OpenAI API's request models and response bodies. This package does no network I/O."""

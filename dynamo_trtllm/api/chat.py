@@ -1,4 +1,4 @@
-"""The supported request of `POST /v1/chat/completions`. `frontend/preprocess` translates it for an engine."""
+"""Define the request of `POST /v1/chat/completions`. `frontend/preprocess` translates it for an engine."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from dynamo_trtllm.api.sampling import NO_OPS, SamplingFields
 from dynamo_trtllm.api.schemas import Schema, schema_text
 
 MAX_TOOLS = 512
-MAX_TOOLS_BYTES = 256 << 10  # of JSON, of all tools together
-MAX_TOOL_CALLS = 512  # of one message
-MAX_ARGUMENTS = 1 << 20  # characters of one call's arguments
+MAX_TOOLS_BYTES = 256 << 10  # JSON size of all tools together
+MAX_TOOL_CALLS = 512  # per message
+MAX_ARGUMENTS = 1 << 20  # characters, per call
 MAX_TEMPLATE_ARGS = 64
-MAX_TEMPLATE_BYTES = 64 << 10  # of JSON, of all template arguments
+MAX_TEMPLATE_BYTES = 64 << 10  # JSON size of all template arguments together
 
-Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may have less
+Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]  # a model may support fewer
 
 
 def _text(value: Any) -> Any:
-    """Content is a string or a list of text parts, which are joined by line ends."""
+    """Return the text of `content`: a string, or a list of text parts, which are joined with newlines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -49,7 +49,7 @@ def _text(value: Any) -> Any:
             unsupported(f"holds a part of type {shown(kind)} at index {index}; only text is supported")
         text = part.get("text") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(text, str):
-            invalid(f'must hold parts of the form {{"type": "text", "text": "…"}}; the one at index {index} is not')
+            invalid(f'must hold parts of the form {{"type": "text", "text": "…"}}; the part at index {index} does not')
         for name in part.keys() - {"type", "text"} - TextPart.hints:
             unsupported(f"holds a part with {shown(name)} at index {index}, which is not supported; leave it out")
         texts.append(text)
@@ -87,7 +87,7 @@ class CalledFunction(RequestModel):
 
 
 class AssistantToolCall(RequestModel):
-    no_ops: ClassVar = {"index": tuple(range(128))}  # clients send back what they read in a stream
+    no_ops: ClassVar = {"index": tuple(range(128))}  # clients send back the index that they received in a stream
 
     id: Id
     type: Literal["function"] = "function"
@@ -102,7 +102,7 @@ class AssistantMessage(RequestModel):
     content: Text = ""
     name: Name | None = None
     reasoning_content: LongText | None = None
-    reasoning: LongText | None = None  # the name that other servers use
+    reasoning: LongText | None = None  # other servers' name for `reasoning_content`
     tool_calls: List[AssistantToolCall] = Field(default_factory=list, max_length=MAX_TOOL_CALLS)
 
     @model_validator(mode="after")
@@ -144,7 +144,7 @@ class FunctionTool(RequestModel):
 
 
 def check_tools(value: Any) -> Any:
-    """Return the tools unchanged once their size is checked: the prompt contains all of them."""
+    """Check the size of the tools and return them unchanged. The limit exists because the prompt contains all tools."""
     check_size(value, MAX_TOOLS_BYTES)
     return value
 
@@ -169,7 +169,7 @@ TemplateArgs = Annotated[
 
 
 class JsonSchema(RequestModel):
-    """The schema of a `response_format`. `strict` or not, the answer is held to it."""
+    """The schema of a `response_format`. Output always follows the schema, whatever `strict` says."""
 
     hints: ClassVar = frozenset({"description"})
 
@@ -191,7 +191,7 @@ class ResponseFormat(RequestModel):
 
 
 class ToolChoiceValue(RequestModel):
-    """A `tool_choice`, in whichever form it was sent."""
+    """A `tool_choice`, normalized from any of the forms that clients send."""
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: Label = ""  # of the function, when mode is "named"
@@ -295,17 +295,17 @@ class ChatRequest(SamplingFields):
 
     @property
     def effort(self) -> str | None:
-        """The reasoning effort, wherever it was asked for."""
+        """The requested reasoning effort, from the top-level field or from a template argument."""
         return self.reasoning_effort or self.template_args.get("reasoning_effort")
 
     @property
     def output_tokens(self) -> int | None:
-        """The most tokens to generate; None: as many as the context allows."""
+        """The maximum number of tokens to generate. None: as many as the context allows."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def json_schema(self) -> str | None:
-        """What the answer's text must be JSON of; None: any text."""
+        """The JSON Schema that the output must follow. None: any text."""
         if self.response_format is None or self.response_format.type == "text":
             return None
         wanted = self.response_format.json_schema

@@ -16,7 +16,7 @@ class ModelObject(TypedDict):
     object: str
     created: int
     owned_by: str
-    max_model_len: int  # prompt and output tokens together, as other servers spell it
+    max_model_len: int  # prompt and output tokens together; the name is vLLM's
 
 
 class ModelList(TypedDict):
@@ -25,7 +25,7 @@ class ModelList(TypedDict):
 
 
 def model_object(card: ModelDeploymentCard, created: int) -> ModelObject:
-    """`created`: seconds since the epoch."""
+    """Return the `/v1/models` entry of a model. `created` is in seconds since the epoch."""
     return {
         "id": card.name,
         "object": "model",
@@ -39,7 +39,7 @@ def model_list(models: Sequence[ModelObject]) -> ModelList:
     return {"object": "list", "data": list(models)}
 
 
-LONGEST = 1000  # characters of an error's words: what a request holds may be megabytes, and is quoted
+LONGEST = 1000  # characters of an error message: it may quote a request of several megabytes
 
 
 class ErrorDetail(TypedDict):

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: plain prompts, as text or as token ids."""
+"""Define the request of `POST /v1/completions`: plain prompts, as text or as token ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field, model_validator
 from dynamo_trtllm.api.request_model import MAX_VALUES, List, LongText, invalid, kind_of, shown, unsupported
 from dynamo_trtllm.api.sampling import MAX_CHOICES, NO_OPS, SamplingFields, TokenId
 
-DEFAULT_MAX_TOKENS = 16  # the API's own
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """A string, a list of token ids, or a list of either, to a list of prompts."""
+    """Return the prompts as a list. `value` is a string, a list of token ids, or a list of either."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -32,7 +32,7 @@ def _ids(value: Any, where: str) -> list[int]:
         invalid(f"must hold strings or lists of token ids; {kind_of(value)} at {where} is neither")
     for index, item in enumerate(value):
         if type(item) is not int or not 0 <= item < 1 << 32:
-            invalid(f"must be a list of token ids; {shown(item)} at {where}[{index}] is none")
+            invalid(f"must be a list of token ids; {shown(item)} at {where}[{index}] is not a token id")
     return value
 
 
@@ -58,16 +58,16 @@ class CompletionRequest(SamplingFields):
         if self.candidates < self.n:
             invalid(f"is {self.candidates} and less than n, {self.n}", field="best_of")
         if self.stream and self.candidates > self.n:
-            unsupported("is not supported with stream unless it equals n: the best is known at the end only", "best_of")
+            unsupported("is not supported with stream unless it equals n; set stream to false", "best_of")
         if self.echo and self.logprobs is not None:
-            unsupported("is not supported together with logprobs: those of a prompt are not computed", field="echo")
+            unsupported("is not supported together with logprobs (prompt log-probabilities are not computed)", "echo")
         total = len(self.prompt) * self.candidates
         if total > MAX_CHOICES:
             field = "best_of" if self.best_of else "n"
-            invalid(f"times the number of prompts is {total} choices; {MAX_CHOICES} is the most", field=field)
+            invalid(f"times the number of prompts is {total} choices; at most {MAX_CHOICES} are allowed", field=field)
         return self
 
     @property
     def candidates(self) -> int:
-        """How many choices are made for each prompt."""
+        """The number of choices that are generated for each prompt."""
         return self.n if self.best_of is None else self.best_of

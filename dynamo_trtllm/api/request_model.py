@@ -1,8 +1,8 @@
-"""The base of all request models: JSON bytes to a checked model, or an error a person can act on.
+"""Define the base class of all request models, which turns JSON bytes into a checked model or a clear error.
 
-A field is supported, is accepted without effect at the given value, or is rejected by name. Nothing is ignored.
-Every string, list and object has a limit, and a collection is rejected at its first wrong element: every request costs
-memory and time in proportion to its size.
+A field is supported, is accepted as a no-op at certain values, or is rejected by name. Unknown fields are rejected.
+Every string, list and object has a size limit, and a collection is rejected at its first wrong element, so the memory
+and time of a request are proportional to its size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ M = TypeVar("M", bound="RequestModel")
 K = TypeVar("K")
 V = TypeVar("V")
 
-MAX_VALUES: Final = 1_250_000  # of a body: ",", "[" and "{"; enough for 128 prompts of 8,192 token ids
-MAX_KEYS: Final = 500_000  # of a body: ":"
-MAX_CONTAINERS: Final = 200_000  # of a body: "[" and "{"; each takes up to 700 bytes of memory
-MAX_TEXT: Final = 32 << 20  # characters of a text that the model reads; --max-body-bytes is the bound in practice
+MAX_VALUES: Final = 1_250_000  # ",", "[" and "{" in a body; enough for 128 prompts of 8,192 token ids
+MAX_KEYS: Final = 500_000  # ":" in a body
+MAX_CONTAINERS: Final = 200_000  # "[" and "{" in a body; each takes up to 700 bytes of memory
+MAX_TEXT: Final = 32 << 20  # characters of a text for the model; in practice --max-body-bytes is the limit
 MAX_LABEL: Final = 512  # characters of a name or an id
-MAX_ITEMS: Final = 20_000  # of the lists that make a conversation: messages, items, parts of their content
+MAX_ITEMS: Final = 20_000  # elements of a list of messages, items or content parts
 
 List = Annotated[list[V], Field(fail_fast=True)]
 Object = Annotated[dict[K, V], Field(fail_fast=True)]
@@ -37,42 +37,42 @@ Label = Annotated[str, Field(max_length=MAX_LABEL)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
 _NO_MARKS: Final = bytes(set(range(256)) - set(b",:[{"))
-_SHOWN: Final = 40  # characters of a client's text that an error quotes
-_LISTED: Final = 4  # values that an error names one by one
+_SHOWN: Final = 40  # maximum characters of a client's text that an error quotes
+_LISTED: Final = 4  # maximum values that an error lists one by one
 _REF = "#/components/schemas/{model}"
 _UNSUPPORTED = "unsupported_parameter"
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
 
 class RequestModel(BaseModel):
-    """A JSON object of a request. `null` means: not given. Types are taken strictly: "5" is no number."""
+    """A JSON object of a request. `null` counts as absent. Types are strict: "5" is not a number."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, protected_namespaces=(), hide_input_in_errors=True
     )
 
-    hints: ClassVar[frozenset[str]] = frozenset()  # may hold anything: they never change an answer
-    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # accepted with exactly these values, which change nothing
-    unsupported: ClassVar[frozenset[str]] = frozenset()  # known to the API, not supported here
+    hints: ClassVar[frozenset[str]] = frozenset()  # accepted with any value; they never change a response
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # accepted only with these values, which have no effect
+    unsupported: ClassVar[frozenset[str]] = frozenset()  # part of the API, not supported here
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """As it is taken: what may be left out may be null, hints may be anything, no-ops have their values."""
+        """Return the schema of what is accepted: optional fields may be null, and hints and no-ops are listed."""
         schema = handler.resolve_ref_schema(handler(core_schema))
         properties, required = schema.setdefault("properties", {}), schema.get("required", ())
         for name, value in properties.items():
             if name not in required and {"type": "null"} not in value.get("anyOf", ()):
                 properties[name] = _or_null(value)
         for name in sorted(cls.hints):
-            properties[name] = {"description": "Taken, and never changes an answer."}
+            properties[name] = {"description": "Accepted. Never changes a response."}
         for name, values in sorted(cls.no_ops.items()):
             properties[name] = {
                 "enum": [*values, None],
-                "description": "Not supported, except as what changes nothing.",
+                "description": "Accepted only with a value that has no effect.",
             }
         if cls.unsupported:
             schema["description"] = (
-                f"{schema.get('description', '')} Refused by name: {', '.join(sorted(cls.unsupported))}."
+                f"{schema.get('description', '')} Rejected by name: {', '.join(sorted(cls.unsupported))}."
             )
         return schema
 
@@ -81,16 +81,16 @@ class RequestModel(BaseModel):
     def _reject_by_name(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {}
+        accepted = {}
         known = _names(cls)
         for name, value in data.items():
             if value is None or name in cls.hints:
                 continue
             if name in known:
-                kept[name] = value
+                accepted[name] = value
             elif not any(_same(value, harmless) for harmless in cls.no_ops.get(name, ())):
                 cls._reject(name)
-        return kept
+        return accepted
 
     @classmethod
     def _reject(cls, name: str) -> NoReturn:
@@ -106,16 +106,16 @@ class RequestModel(BaseModel):
 
 
 class GenerationRequest(RequestModel):
-    """What every request that asks for an answer holds."""
+    """The fields that every generation request has."""
 
     model: Id
     stream: bool = False
-    timeout: float | None = Field(None, gt=0)  # seconds until the answer must be complete; the server has a most
+    timeout: float | None = Field(None, gt=0)  # seconds until the response must be complete; the server caps it
 
 
 @functools.cache
 def _names(model: type[RequestModel]) -> frozenset[str]:
-    """Of its fields, as they are sent."""
+    """Return the names of a model's fields as clients send them."""
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
@@ -130,25 +130,26 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _alternatives(values: Sequence[Any]) -> str:
-    """Return the values as JSON for an error, only the ends of a long list."""
+    """Format the values as JSON for an error. Of a long list, only the first and the last are shown."""
     texts = [orjson.dumps(value).decode() for value in values]
     return " or ".join(texts) if len(texts) <= _LISTED else f"{texts[0]} to {texts[-1]}"
 
 
 def invalid(reason: str, field: str | None = None) -> NoReturn:
-    """For validators: refuses the value with words that follow the field's name ("must be …")."""
+    """Reject a value in a validator. `reason` follows the field's name in the message ("must be …")."""
     raise PydanticCustomError("invalid", "{reason}", {"reason": reason, "field": field})
 
 
 def unsupported(reason: str, field: str | None = None) -> NoReturn:
-    """Reject a value like `invalid`, where the API allows it and this server does not support it."""
+    """Reject a value that the API allows and this server does not support. Arguments as for `invalid`."""
     raise PydanticCustomError(_UNSUPPORTED, "{reason}", {"reason": reason, "field": field})
 
 
 def parse(model: type[M], body: bytes) -> M:
-    """Returns the checked request. Safe on any thread.
+    """Parse and check a request body. Safe on any thread.
 
-    Raises InvalidRequest or UnsupportedParameter with `field` set to the field at fault.
+    Raises:
+        InvalidRequest, UnsupportedParameter: `field` is the path of the wrong field.
     """
     _check_count(body)
     try:
@@ -165,12 +166,12 @@ def parse(model: type[M], body: bytes) -> M:
 
 
 def _check_count(body: bytes) -> None:
-    """Raises InvalidRequest for a body whose values would take far more memory than its bytes.
+    """Raise InvalidRequest for a body whose values would take far more memory than its bytes.
 
-    They are counted by the marks that each list, object, key and further element has. Marks inside strings count as
-    well: finding them costs more than parsing, and a text with so many marks is longer than any context.
+    Values are counted by the punctuation of lists, objects, keys and elements. Punctuation inside strings counts too:
+    telling it apart costs more than parsing, and a text with so much punctuation exceeds any context.
     """
-    if len(body) <= MAX_CONTAINERS:  # each mark takes a byte
+    if len(body) <= MAX_CONTAINERS:  # each container takes at least one byte
         return
     marks = body.translate(None, _NO_MARKS)
     keys, containers = marks.count(b":"), marks.count(b"[") + marks.count(b"{")
@@ -184,7 +185,7 @@ def _check_count(body: bytes) -> None:
 
 
 def check_size(value: Any, most: int) -> None:
-    """For validators: refuses a value whose JSON has more than `most` bytes, or is nested deeper than 254 levels."""
+    """Reject, in a validator, a value whose JSON has more than `most` bytes or is nested deeper than 254 levels."""
     try:
         size = len(orjson.dumps(value))
     except orjson.JSONEncodeError:
@@ -194,14 +195,14 @@ def check_size(value: Any, most: int) -> None:
 
 
 def request_schemas(*models: type[RequestModel]) -> dict[str, JsonSchemaValue]:
-    """JSON Schemas of the models and all they hold, by name, with references as OpenAPI spells them."""
+    """Return the JSON Schemas of the models and of all models they contain, by name, with OpenAPI references."""
     _, together = models_json_schema([(model, "validation") for model in models], ref_template=_REF)
     schemas: dict[str, JsonSchemaValue] = together["$defs"]
     return {name: _plain(schema) for name, schema in schemas.items()}
 
 
 def _plain(schema: Any) -> Any:
-    """Return the schema without two things that pydantic adds: titles, and defaults that say "not given"."""
+    """Return the schema without two things that pydantic adds: titles, and defaults that mean "absent"."""
     if isinstance(schema, list):
         return [_plain(each) for each in schema]
     if not isinstance(schema, dict):
@@ -214,19 +215,19 @@ def _plain(schema: Any) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Returns what JSON calls the value, with its article."""
+    """Return JSON's name for the type of the value, with an article."""
     return _KINDS.get(type(value), "null")
 
 
 def shown(value: Any) -> str:
-    """Returns the value as an error quotes it: a number, the beginning of a text, or what kind of value it is."""
+    """Format a value for an error: a number, the beginning of a text, or the type of any other value."""
     if isinstance(value, str):
         return repr(cut(value))
     return repr(value) if isinstance(value, int | float) else kind_of(value)
 
 
 def cut(text: str) -> str:
-    """Returns the beginning of a client's text, for an error."""
+    """Shorten a client's text for an error."""
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
@@ -274,9 +275,9 @@ def _reason(error: ErrorDetails, context: Mapping[str, Any]) -> str:
 
 
 def _field_path(path: Iterable[int | str]) -> str:
-    """("messages", 0, "user", "content") → "messages[0].content": the tag of a union is no field.
+    """Format a pydantic location without union tags: ("messages", 0, "user", "content") → "messages[0].content".
 
-    Tags that could be mistaken for a field are written `<tag>`.
+    A union tag that could be mistaken for a field is written `<tag>`.
     """
     text, after_index = "", False
     for part in path:

@@ -1,4 +1,4 @@
-"""The supported request of `POST /v1/responses`. `frontend/responses` interprets its items."""
+"""Define the request of `POST /v1/responses`. `frontend/responses` interprets its items."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TYPES = ("message", "reasoning", "function_call", "function_call_output", "item
 
 
 def texts(value: Any) -> Any:
-    """A string or a list of text parts, as a list of strings."""
+    """Return the texts of `value`, which is a string or a list of text parts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -44,7 +44,7 @@ def texts(value: Any) -> Any:
 
 def _text(part: Any, index: int) -> str:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        invalid(f'must hold parts of the form {{"type": "input_text", "text": "…"}}; the one at index {index} is not')
+        invalid(f'must hold parts of the form {{"type": "input_text", "text": "…"}}; part {index} does not')
     if part["type"] not in _TEXT_PARTS:
         unsupported(f"holds a part of type {shown(part['type'])} at index {index}; only text is supported")
     for name in part.keys() - _PART_FIELDS:
@@ -58,7 +58,7 @@ def _text(part: Any, index: int) -> str:
 
 
 class Part(RequestModel):
-    """A text part as it may be sent."""
+    """A text part of a message, as clients send it."""
 
     hints: ClassVar = _PART_FIELDS - {"type", "text", "annotations"}
     no_ops: ClassVar = {"annotations": ([],)}
@@ -74,7 +74,7 @@ Texts = Annotated[
 
 
 class MessageItem(RequestModel):
-    """Short (role and content) and full form, of input and of an earlier answer."""
+    """A message of the input or of an earlier response, in the short form (role and content) or the full form."""
 
     hints: ClassVar = frozenset({"status", "phase"})
 
@@ -130,21 +130,21 @@ class FunctionOutputItem(RequestModel):
 
 
 class ItemReference(RequestModel):
-    """Stands for an item of a stored response."""
+    """A reference to an item of a stored response."""
 
     type: Literal["item_reference"] = "item_reference"
     id: Id
 
 
 def _typed(value: Any) -> Any:
-    """Refuses what is no item of ours by its type."""
+    """Reject an item whose type is not supported."""
     if not isinstance(value, dict):
         invalid(f"must be an object, not {kind_of(value)}")
     kind = _kind(value)
     if not isinstance(kind, str):
         invalid("must be a string", field="type")
     if kind not in _TYPES:
-        unsupported(f"{shown(kind)} is not supported; the types of items taken are {', '.join(_TYPES)}", field="type")
+        unsupported(f"{shown(kind)} is not supported; supported item types are {', '.join(_TYPES)}", field="type")
     return value
 
 
@@ -169,7 +169,7 @@ InputItem = Annotated[Item, Discriminator(_tag), BeforeValidator(_typed)]
 
 
 LOGPROBS = "message.output_text.logprobs"
-MAX_INSTRUCTIONS = 256 << 10  # characters; every event that shows the response repeats them
+MAX_INSTRUCTIONS = 256 << 10  # characters; every event that contains the response repeats them
 MAX_INCLUDED = 16
 
 
@@ -187,13 +187,13 @@ class ResponsesFunctionTool(RequestModel):
 def _tool(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
-        unsupported(f"{shown(kind)} is not supported; only functions, which the client calls, are", field="type")
+        unsupported(f"{shown(kind)} is not supported; only 'function' is", field="type")
     return value
 
 
 class Reasoning(RequestModel):
     no_ops: ClassVar = {
-        "summary": ("auto",),  # there is no summarizer: reasoning is answered whole, as `content`
+        "summary": ("auto",),  # there is no summarizer: the reasoning itself is returned as `content`
         "generate_summary": ("auto",),
         "context": ("auto", "current_turn"),
         "mode": ("standard",),
@@ -207,7 +207,7 @@ class TextFormat(RequestModel):
 
 
 class JsonSchemaFormat(RequestModel):
-    hints: ClassVar = frozenset({"description", "strict"})  # output always keeps to the schema
+    hints: ClassVar = frozenset({"description", "strict"})  # output always follows the schema
 
     type: Literal["json_schema"]
     name: Name
@@ -320,7 +320,7 @@ class ResponseRequest(SamplingFields):
         BeforeValidator(_tool_choice, json_schema_input_type=ChoiceSent),
     ] = "auto"
     parallel_tool_calls: bool = True
-    max_tool_calls: int | None = Field(None, ge=1)  # counts built-in tools' calls, and there are none
+    max_tool_calls: int | None = Field(None, ge=1)  # no effect: it limits built-in tools, and there are none
     max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Annotated[Included, BeforeValidator(_include)] = Field(default_factory=list)
@@ -340,17 +340,17 @@ class ResponseRequest(SamplingFields):
 
     @property
     def output_tokens(self) -> int | None:
-        """The most tokens to generate; None: as many as the context allows. `max_tokens` is taken as well."""
+        """The maximum number of tokens to generate, also from `max_tokens`. None: as many as the context allows."""
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
 
     @property
     def logprobs(self) -> int | None:
-        """Alternatives per token; None: no log-probabilities at all."""
+        """The number of alternatives per token. None: no log-probabilities at all."""
         return self.top_logprobs or 0 if LOGPROBS in self.include or self.top_logprobs else None
 
     @property
     def json_schema(self) -> str | None:
-        """What the answer's text must be JSON of; None: any text."""
+        """The JSON Schema that the output must follow. None: any text."""
         wanted = self.text.format
         if wanted.type == "text":
             return None

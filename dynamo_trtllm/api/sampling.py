@@ -1,4 +1,4 @@
-"""The request fields that chat and text completions share: how to sample, when to stop, how to answer."""
+"""Define the request fields that all generating endpoints share: sampling, stop conditions and output options."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from dynamo_trtllm.api.request_model import (
 )
 
 MAX_STOPS = 4
-MAX_STOP_CHARS = 1000  # of one stop string
+MAX_STOP_CHARS = 1000  # per stop string
 MAX_STOP_TOKENS = 64
 MAX_BIASED = 1024
-MAX_CHOICES = 128  # of one request, those of all its prompts together
+MAX_CHOICES = 128  # per request, over all its prompts
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 SEED_LIMIT = 1 << 63
-_ID_DIGITS = 10  # of the largest token id
+_ID_DIGITS = 10  # digits of the largest token id
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 def _bias(value: Any) -> Any:
-    """Token ids as strings, which is how JSON spells them, to numbers."""
+    """Return `logit_bias` with integer token ids. JSON object keys are strings."""
     if not isinstance(value, dict):
         invalid(f"must be an object of token ids and numbers, not {kind_of(value)}")
     if len(value) > MAX_BIASED:
@@ -39,7 +39,7 @@ def _bias(value: Any) -> Any:
     biases = {}
     for key, bias in value.items():
         if not (len(key) <= _ID_DIGITS and key.isascii() and key.isdigit() and int(key) < 1 << 32):
-            invalid(f"must have token ids as keys; {shown(key)} is none")
+            invalid(f"must have token ids as keys; {shown(key)} is not a token id")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             invalid(f"must have numbers from -100 to 100 as values, not {shown(bias)} for token {key}")
         biases[int(key)] = float(bias)
@@ -47,7 +47,7 @@ def _bias(value: Any) -> Any:
 
 
 def _stops(value: Any) -> Any:
-    """A string, or a list of up to four, to a list."""
+    """Return the stop strings as a list. `value` is a string or a list of up to four strings."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         invalid(f"must be a string or a list of strings, not {kind_of(value)}")
@@ -80,7 +80,7 @@ class StreamOptions(RequestModel):
 
 
 class NvExt(RequestModel):
-    """Extensions of NVIDIA's servers."""
+    """The `nvext` object of NVIDIA's servers."""
 
     unsupported: ClassVar = frozenset(
         {"greed_sampling", "use_raw_prompt", "annotations", "backend_instance_id", "token_data", "max_thinking_tokens"}
@@ -98,7 +98,7 @@ class SamplingFields(GenerationRequest):
     min_tokens: int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    top_k: int = Field(0, ge=-1)  # 0 and -1 mean all tokens
     min_p: float = Field(0.0, ge=0, le=1)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
@@ -113,14 +113,14 @@ class SamplingFields(GenerationRequest):
     ignore_eos: bool | None = None
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
     nvext: NvExt = Field(default_factory=NvExt)
-    # These four never change an answer; `/v1/responses` shows them again.
+    # These four never change a response; `/v1/responses` repeats them.
     user: Label | None = None
     safety_identifier: Label | None = None
     prompt_cache_key: Label | None = None
     metadata: Metadata = Field(default_factory=dict)
 
     def check_stream_options(self) -> None:
-        """For the models' own validators: options of a stream that is none are a mistake."""
+        """Reject, in a model's validator, stream options of a request that is not streamed."""
         if self.stream_options is not None and not self.stream:
             invalid("is only allowed with stream set to true", field="stream_options")
 
@@ -130,12 +130,12 @@ class SamplingFields(GenerationRequest):
 
     @property
     def past_eos(self) -> bool:
-        """Whether to go on past the model's own stop tokens; the top-level field overrides `nvext`."""
+        """True if generation continues past the model's stop tokens. The top-level field overrides `nvext`."""
         return self.nvext.ignore_eos if self.ignore_eos is None else self.ignore_eos
 
     @property
     def salt(self) -> str | None:
-        """The top-level field overrides `nvext`, as above."""
+        """The prefix-cache salt. The top-level field overrides `nvext`."""
         return self.nvext.cache_salt if self.cache_salt is None else self.cache_salt
 
 
@@ -148,4 +148,4 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
 }
-"""Fields whose default value is what we do anyway."""
+"""Fields that are accepted only with the values that describe the server's behavior."""

@@ -1,4 +1,4 @@
-"""JSON Schemas that clients send: the check that one is worth an engine's time. Which keywords work is the engine's."""
+"""Check the JSON Schemas that clients send. Engines decide which keywords they support."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ MAX_DEPTH: Final = 48
 _TYPES: Final = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _MAPS: Final = ("properties", "$defs", "definitions", "patternProperties")  # name -> schema
 _LISTS: Final = ("anyOf", "oneOf", "allOf", "prefixItems")
-_Place: TypeAlias = tuple[Any, ...]  # the place of the schema around, then the keys from there; (): the whole
+_Place: TypeAlias = tuple[Any, ...]  # (place of the enclosing schema, keys from there); (): the root schema
 _ONES: Final = ("items", "additionalProperties", "not", "contains", "propertyNames")
 
 
 def check_schema(value: Any) -> Any:
-    """The schema as it was. Refuses what no engine can make sense of, with the place in the schema."""
+    """Check a schema and return it unchanged. A malformed schema is rejected with the place of the error."""
     if not isinstance(value, dict):
         invalid(f"must be an object, not {kind_of(value)}")
     check_size(value, MAX_SCHEMA_BYTES)
@@ -35,7 +35,7 @@ Schema = Annotated[
 
 
 def schema_text(schema: dict[str, Any]) -> str:
-    """As engines take it; `{}` means any object there."""
+    """Return the schema as JSON text for an engine. For an engine, `{}` means any object."""
     return orjson.dumps(schema).decode()
 
 
@@ -79,7 +79,7 @@ def _check_type(kind: Any, where: _Place) -> None:
 
 
 def _pointer(where: _Place) -> str:
-    """Return the path of a place. Use it only for errors: all paths together are far longer than the schema."""
+    """Return the path of a place. It is built only for errors, because all paths together exceed the schema's size."""
     steps: list[str] = []
     while where:
         steps[:0] = [cut(str(step)) for step in where[1:]]

@@ -1,9 +1,9 @@
-"""`python -m dynamo_trtllm.frontend` starts a frontend."""
+"""Start a frontend: `python -m dynamo_trtllm.frontend`."""
 
 if __name__ == "__main__":
     try:
         from dynamo_trtllm.frontend.main import main
 
         main()
-    except KeyboardInterrupt:  # while it loads: later it ends in its own way
+    except KeyboardInterrupt:  # while modules load; later, the server handles the signal
         raise SystemExit(130) from None

@@ -1,4 +1,4 @@
-"""Which generations run, which wait for their turn, and each by its id. No HTTP."""
+"""Limit concurrent generations and the bytes of request bodies, and track running generations by id. No HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dynamo_trtllm.errors import Cancelled, DeadlineExceeded, Overloaded
 
-_RATE_WINDOW_S = 30.0  # an answer takes seconds: in less there would be too few to count
+_RATE_WINDOW_S = 30.0  # a generation takes seconds, so a shorter window would count too few
 _LONGEST_RETRY_S = 60
 _BODY_WAIT_S = 5.0
 SMALL_BODY_BYTES = 128 << 10
@@ -32,14 +32,15 @@ async def in_thread(work: Callable[..., T], *args: Any) -> T:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
         if not running.cancelled():
-            running.exception()  # seen: its caller has left
+            running.exception()  # marks it as retrieved, so asyncio does not log it
         raise
     finally:
-        del running  # an error refers to this frame, and the task to the error: a cycle would keep the arguments
+        # An error refers to this frame and the task to the error. Such a cycle would keep the arguments in memory.
+        del running
 
 
 class DecayingRate:
-    """How many came per second lately: each counts less the longer ago it was. Callers pass the time."""
+    """A rate of events per second, in which older events count less. Callers pass the time."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -54,10 +55,10 @@ class DecayingRate:
         self._at = now
 
     def per_s(self, now: float) -> float:
-        """0: nothing is known."""
+        """Return the rate at time `now`; 0 if no event was noted."""
         if self._at is None:
             return 0.0
-        seen_s = max(now - self._begun_at, 1.0)  # what came in the first moment says little
+        seen_s = max(now - self._begun_at, 1.0)  # the first events alone would give too high a rate
         return self._decayed(now) / (self._window_s * -math.expm1(-seen_s / self._window_s))
 
     def _decayed(self, now: float) -> float:
@@ -71,11 +72,10 @@ class _Waiting:
 
 
 class ConcurrencyLimiter:
-    """So many choices run, further requests wait in order of arrival, and what is beyond is refused at once.
+    """A limit on running choices. Further requests wait in order of arrival; beyond the queue they are rejected.
 
-    A choice takes a permit, because it is a request of the pipeline like any other: what engines and memory bear is
-    a number of streams, however clients bundle them. A request gets the permits of all its choices at one time: it
-    would else hold some while it waits for others.
+    Each choice takes a permit, because each is a stream of its own for engines and memory. A request gets the permits
+    of all its choices at once: otherwise it would hold some while it waits for others.
     """
 
     def __init__(self, limit: int, max_queued: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -85,23 +85,28 @@ class ConcurrencyLimiter:
         self._clock = clock
         self._queue: deque[_Waiting] = deque()
         self._finished = DecayingRate(_RATE_WINDOW_S)
-        self._idle_since_s = clock()  # on the clock; while none is taken
+        self._idle_since_s = clock()  # valid while no permit is in use
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """The number of requests that wait."""
         return len(self._queue)
 
     def check(self) -> None:
-        """For the door, before anything is read. Raises Overloaded when not even a place in the queue is left."""
+        """Raise Overloaded if the queue is full. Called before the body of a request is read."""
         if self.in_use >= self.limit and len(self._queue) >= self._max_queued:
             raise self._full()
 
     async def acquire(self, count: int, within_s: float) -> None:
-        """Returns when it is this request's turn. Raises Overloaded, or DeadlineExceeded after `within_s`."""
+        """Take `count` permits for one request, waiting in order of arrival.
+
+        Raises:
+            Overloaded: the queue is full.
+            DeadlineExceeded: the permits were not free within `within_s` seconds.
+        """
         if not self._queue and self.in_use + count <= self.limit:
             if not self.in_use and self._clock() - self._idle_since_s > _RATE_WINDOW_S:
-                self._finished = DecayingRate(_RATE_WINDOW_S)  # that nothing ended was for want of requests
+                self._finished = DecayingRate(_RATE_WINDOW_S)  # the idle time says nothing about the rate under load
             self.in_use += count
             return
         if len(self._queue) >= self._max_queued:
@@ -114,21 +119,22 @@ class ConcurrencyLimiter:
         except TimeoutError:
             self._withdraw(waiting)
             raise DeadlineExceeded(
-                f"the request's deadline passed while it waited behind {self.in_use} running choices"
+                f"the request's deadline passed while it was queued behind {self.in_use} running choices; try again "
+                "later, or send a longer timeout"
             ) from None
         except asyncio.CancelledError:
             self._withdraw(waiting)
             raise
 
     def release(self, count: int) -> None:
-        """Of choices that have ended."""
+        """Return the permits of `count` choices that have ended."""
         if count == 0:
             return
         self._finished.note(self._clock(), count)
         self._free(count)
 
     def retry_after_s(self) -> int:
-        """In how many whole seconds it would be the turn of one more, at the rate at which they ended lately."""
+        """Estimate, in whole seconds, how long one more request would wait at the recent rate of finished choices."""
         rate = self._finished.per_s(self._clock())
         wait_s = (len(self._queue) + 1) / rate if rate > 0 else 1.0
         return max(1, min(_LONGEST_RETRY_S, math.ceil(wait_s)))
@@ -139,28 +145,28 @@ class ConcurrencyLimiter:
             self._idle_since_s = self._clock()
         while self._queue and self.in_use + self._queue[0].count <= self.limit:
             first = self._queue.popleft()
-            if not first.granted.cancelled():  # else it is about to leave
+            if not first.granted.cancelled():  # a cancelled request is about to withdraw
                 self.in_use += first.count
                 first.granted.set_result(None)
 
     def _withdraw(self, waiting: _Waiting) -> None:
-        """It waits no more: for its place, or, when its turn came at that very moment, for its permits."""
+        """Remove a request from the queue, or return its permits if they were granted at the same moment."""
         if not waiting.granted.cancelled():
             self._free(waiting.count)
         elif waiting in self._queue:
             self._queue.remove(waiting)
-            self._free(0)  # it may have been the one that was too large for what is free
+            self._free(0)  # requests behind it may need fewer permits
 
     def _full(self) -> Overloaded:
         return Overloaded(
-            f"{self.in_use} of at most {self.limit} choices are being generated and {len(self._queue)} requests wait, "
-            f"of at most {self._max_queued}; try again later"
+            f"the server is at capacity: {self.in_use} of {self.limit} choices are running and {len(self._queue)} of "
+            f"{self._max_queued} requests are queued; try again later"
         )
 
 
 @dataclass(slots=True, eq=False)
 class BodyBytes:
-    """The part of the budget that one request body holds."""
+    """The part of the budget that one request body uses."""
 
     number: int  # in order of arrival
     in_use: int = 0  # bytes
@@ -174,22 +180,22 @@ class BodyBudget:
     """
 
     def __init__(self, limit: int, wait_s: float = _BODY_WAIT_S) -> None:
-        """`limit`: bytes. `wait_s`: longest wait of one piece of a body, seconds."""
+        """Set the budget to `limit` bytes. Each chunk of a body waits at most `wait_s` seconds for its share."""
         self.limit = limit
         self.in_use = 0
         self._wait_s = wait_s
         self._numbers = itertools.count()
-        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # bytes wanted; the order has no meaning
+        self._waiting: dict[BodyBytes, tuple[int, asyncio.Future[None]]] = {}  # body to bytes wanted, unordered
 
     def body(self) -> BodyBytes:
         """Return the account of a new body."""
         return BodyBytes(next(self._numbers))
 
     async def acquire(self, count: int, body: BodyBytes) -> None:
-        """Take `count` bytes more for the body.
+        """Reserve `count` more bytes for the body.
 
         Raises:
-            Overloaded: they were not free in time.
+            Overloaded: the bytes were not free in time.
         """
         granted = asyncio.get_running_loop().create_future()
         self._waiting[body] = count, granted
@@ -200,8 +206,8 @@ class BodyBudget:
                     await granted
         except TimeoutError:
             raise Overloaded(
-                f"request bodies of {self.in_use} bytes are being received and parsed, of at most {self.limit} "
-                "(--max-total-body-bytes); try again later"
+                f"request bodies in progress use {self.in_use} of {self.limit} bytes (--max-total-body-bytes); try "
+                "again later"
             ) from None
         finally:
             self._waiting.pop(body, None)
@@ -228,7 +234,7 @@ class BodyBudget:
 
 
 class InFlight:
-    """The answers being made, by id."""
+    """The generations in progress, by response id."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -238,7 +244,7 @@ class InFlight:
         return answer_id in self._tasks
 
     def cancel(self, answer_id: str) -> bool:
-        """Ends the answer with the error `Cancelled`, its choices closed. False: none of this id is running."""
+        """Cancel a generation, which then fails with `Cancelled`. Return False if no generation has this id."""
         task = self._tasks.get(answer_id)
         if task is None:
             return False
@@ -248,7 +254,11 @@ class InFlight:
 
     @contextmanager
     def track(self, answer_id: str) -> Iterator[None]:
-        """Around the making, in the task that makes it."""
+        """Register the current task as the generation of this id while the context is open.
+
+        Raises:
+            Cancelled: `cancel` was called for this id.
+        """
         task = asyncio.current_task()
         assert task is not None
         self._tasks[answer_id] = task

@@ -1,4 +1,4 @@
-"""The parts of an answer's JSON that streamed and whole answers share, and the fold of pieces into a whole answer."""
+"""Aggregate deltas into complete chat and text completions, and build the JSON that streamed responses share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Usage
 from dynamo_trtllm.messages import TokenLogprob, token_ids
 from dynamo_trtllm.tokenization.base import Renderer
 
-LOWEST_LOGPROB = -9999.0  # what JSON gets for minus infinity
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 HALF_CHARACTER = "\ufffd"
 
 
 class ChatAggregator:
-    """A `chat.completion` object."""
+    """Aggregate deltas into a `chat.completion` object."""
 
     def __init__(self, prepared: PreparedRequest[Any]) -> None:
         self._meta = prepared.meta
@@ -65,7 +65,7 @@ class _ChatChoiceAggregate:
 
 
 class TextAggregator:
-    """A `text_completion` object."""
+    """Aggregate deltas into a `text_completion` object."""
 
     def __init__(self, prepared: PreparedRequest[Any]) -> None:
         self._meta = prepared.meta
@@ -107,13 +107,13 @@ def _whole(
 
 
 def echoes(prepared: PreparedRequest[Any]) -> list[str]:
-    """What each choice of the answer begins with."""
+    """Return the text with which each choice of the response begins; "" without `echo`."""
     plan = prepared.plan
     return [choice_request.echo for choice_request in plan.choices[:: plan.candidates] for _ in range(plan.keep)]
 
 
 def tool_call_id() -> str:
-    """Unique, because clients send it back in later turns beside others."""
+    """Return a new id. It is unique, because clients send it back in later turns together with other ids."""
     return f"call-{secrets.token_hex(8)}"
 
 
@@ -137,12 +137,12 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> dict[
 
 def _token(token_id: int, logprob: float, renderer: Renderer) -> dict[str, Any]:
     text = renderer.decode(token_ids((token_id,)))
-    octets = None if HALF_CHARACTER in text else list(text.encode())  # null: the token is a part of a character
+    octets = None if HALF_CHARACTER in text else list(text.encode())  # null: the token is only part of a character
     return {"token": text, "logprob": _finite(logprob), "bytes": octets}
 
 
 def text_logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer, offset: int) -> tuple[dict[str, Any], int]:
-    """The object, and the offset after its tokens. Offsets count characters from the start of the answer."""
+    """Return the `logprobs` object and the offset after its tokens, in characters from the start of the response."""
     tokens, offsets, top = [], [], []
     for each in logprobs:
         text = renderer.decode(token_ids((each.token_id,)))

@@ -1,4 +1,4 @@
-"""The interface between a generating endpoint and the code that runs it. Handles no JSON and no transport.
+"""Define the interface between a generating endpoint and the code that runs it. Handles no JSON and no transport.
 
 `generate_endpoint` and `request_handler` do what all endpoints share. An `ApiAdapter` reads one endpoint's body and
 writes its responses.
@@ -23,16 +23,16 @@ B = TypeVar("B", bound=GenerationRequest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseMeta:
-    """What every object of an answer begins with. `created`: seconds since the epoch."""
+    """The fields with which every object of a response begins. `created`: seconds since the epoch."""
 
     id: str
     model: str
     created: int
-    client: str = ""  # the client's network address; "": not known
+    client: str = ""  # the client's network address; "" if unknown
 
 
 class Phases(TypedDict):
-    """Seconds."""
+    """The time a request spent in each phase, in seconds."""
 
     queue: float
     prefill: float
@@ -41,22 +41,22 @@ class Phases(TypedDict):
 
 
 class Stats(TypedDict):
-    """Who served a request and where its time went: for clients that send `x-dynamo-stats: 1`."""
+    """The workers and timings of a request, for clients that send `x-dynamo-stats: 1`."""
 
     prefill_instance: str | None  # hexadecimal, as in subjects; several are joined by commas
     decode_instance: str | None
     kv_bytes: int
     transport: str
-    queued_s: float  # in the frontend, before anything ran; part of `ttft_s`
+    queued_s: float  # in the frontend's queue; included in `ttft_s`
     ttft_s: float
     tokens_per_s: float | None
     phase_s: Phases
-    choices: NotRequired[list[Stats]]  # with several choices each one's own, in their order; above: all together
+    choices: NotRequired[list[Stats]]  # per choice if there are several; the fields above cover all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest(Generic[B]):
-    """One request, read and planned."""
+    """A request that was parsed and planned."""
 
     meta: ResponseMeta
     body: B
@@ -68,37 +68,37 @@ class PreparedRequest(Generic[B]):
 
     @property
     def answers(self) -> int:
-        """How many choices the client gets."""
+        """The number of choices that the client gets."""
         return len(self.plan.choices) // self.plan.candidates * self.plan.keep
 
 
 class SseEncoder(Protocol):
-    """The server-sent events of one streamed answer. Pure: bytes out, nothing sent."""
+    """An encoder of one streamed response as server-sent events. Pure: it returns bytes and sends nothing."""
 
     def start(self) -> bytes:
-        """Before the first piece; called once, right before it."""
+        """Return the events before the first delta. Called once, right before it."""
         ...
 
     def delta(self, delta: ChoiceDelta) -> bytes:
-        """Of one choice; a piece with `finish` ends that choice. No bytes for a piece that adds nothing."""
+        """Return the events of one choice's delta, b"" for an empty delta. `delta.finish` ends the choice."""
         ...
 
     def finish(self, usage: Usage, stats: Stats | None) -> bytes:
-        """After the last choice has ended: totals, when the client asked for them, and the end mark."""
+        """Return the last events of the stream: totals if the client asked for them, and the end mark."""
         ...
 
     def error(self, error: DynamoError) -> bytes:
-        """Ends a stream whose headers have left, at any point."""
+        """Return the events that end a stream with an error after its headers were sent."""
         ...
 
 
 class Aggregator(Protocol):
-    """Pieces to one whole answer."""
+    """A builder of one complete response from deltas."""
 
     def push(self, delta: ChoiceDelta) -> None: ...
 
     def body(self, usage: Usage, stats: Stats | None) -> dict[str, Any]:
-        """Called once, after each choice has had its piece with `finish`."""
+        """Return the response body. Called once, after each choice's delta with `finish`."""
         ...
 
 
@@ -107,7 +107,7 @@ class ApiAdapter(Protocol[B]):
 
     @property
     def endpoint(self) -> str:
-        """The metric label."""
+        """The value of the metric label `endpoint`."""
         ...
 
     @property
@@ -118,11 +118,15 @@ class ApiAdapter(Protocol[B]):
 
     @property
     def prompt(self) -> frozenset[str]:
-        """The body's fields that are no longer needed once the plan is made."""
+        """The body's fields that are not needed any more after planning."""
         ...
 
     async def plan(self, body: B, served: ServedModel, context: RequestContext, *, off_loop: bool) -> GenerationPlan:
-        """Raises what the client did wrong. `off_loop`: the body is large, do the work in a thread."""
+        """Plan the request. With `off_loop` the body is large and the work is done in a thread.
+
+        Raises:
+            RequestError: the request is wrong or not supported.
+        """
         ...
 
     def encoder(self, prepared: PreparedRequest[B]) -> SseEncoder: ...
@@ -130,13 +134,13 @@ class ApiAdapter(Protocol[B]):
     def aggregator(self, prepared: PreparedRequest[B]) -> Aggregator: ...
 
     async def on_complete(self, prepared: PreparedRequest[B], answer: SseEncoder | Aggregator) -> None:
-        """The answer is complete and not yet wholly sent. `answer`: what `events` or `aggregator` gave for the job."""
+        """Handle a complete response before its last part is sent. `answer` comes from `encoder` or `aggregator`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatelessAdapter(Generic[B]):
-    """A dialect that looks nothing up and keeps nothing."""
+    """An adapter of an endpoint without stored state."""
 
     endpoint: str
     id_prefix: str

@@ -1,4 +1,4 @@
-"""The ASGI app: routes, request ids, and OpenAI-shaped answers for paths and methods that are none."""
+"""Build the ASGI app: routes, request ids, and OpenAI-style errors for unknown paths and methods."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ def build_app(
     store: Store | None = None,
     not_ready_reason: Callable[[], str | None] = lambda: None,
 ) -> Starlette:
-    """The whole HTTP surface of a frontend. Starts and closes nothing of what it is given.
+    """Build the ASGI app of a frontend. It neither starts nor closes its arguments.
 
-    `store`: where responses are kept; None: in this process. `not_ready_reason`: returns why `/ready` answers
-    503, or None.
+    Args:
+        store: storage for `/v1/responses`; None: the memory of this process.
+        not_ready_reason: returns the reason for which `/ready` answers 503, or None.
     """
     limiter = ConcurrencyLimiter(config.max_inflight, config.max_queued)
     body_budget = BodyBudget(config.max_total_body_bytes)
@@ -103,7 +104,7 @@ def build_app(
             Route("/docs", docs, methods=["GET"]),
         ],
         middleware=[Middleware(RequestIds)],
-        exception_handlers={HTTPException: _no_such_thing, Exception: _bug},
+        exception_handlers={HTTPException: _not_found, Exception: _bug},
     )
     app.router.redirect_slashes = False
     app.state.running = app_state.running
@@ -112,16 +113,16 @@ def build_app(
 
 
 async def _bug(request: Request, _: Exception) -> Response:
-    """Of an endpoint that answers at once. Starlette raises the error again when this was sent, and it is logged."""
+    """Answer an unexpected exception of a status endpoint with 500. Starlette then raises it again, which logs it."""
     response = to_response(internal())
     return json_response(response.body, response.status, {"X-Request-Id": request.state.echoed_id})
 
 
-async def _no_such_thing(request: Request, exc: Exception) -> Response:
+async def _not_found(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    path, method = request.scope["path"], request.method  # of //x, `url` would take x for a host
+    path, method = request.scope["path"], request.method  # for //x, `url` would treat x as a host
     if exc.status_code == 405:
         return error_response(
             405, f"{method} is not allowed on {path}", code="method_not_allowed", headers=dict(exc.headers or {})
         )
-    return error_response(404, f"{method} {path} is no path of this server", code="unknown_url")
+    return error_response(404, f"not found: {method} {path}; see /docs for the API", code="unknown_url")

@@ -1,4 +1,4 @@
-"""Sends control verbs of the pipeline to workers in the background, and again while a worker is unreachable."""
+"""Send the pipeline's control requests to workers in the background, with retries while a worker is unreachable."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from dynamo_trtllm.request_plane.base import Plane
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
-_PAUSES_S = (0.2, 0.5, 1.0)  # between tries; what comes too late expires at the worker
+_PAUSES_S = (0.2, 0.5, 1.0)  # between attempts; if all fail, the worker frees the resource when it expires
 
 
 class BackgroundControl:
-    """Owns the tasks that carry them; close it after the last stream."""
+    """A sender of control requests, which owns their tasks. Close it after the last stream."""
 
     def __init__(self, plane: Plane) -> None:
         self._plane = plane
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def release(self, holder: Instance, ticket: KvTransferParams, outcome: ReleaseOutcome) -> None:
-        self._post(holder, ReleaseKv(ticket.ticket_id, outcome), f"ticket {ticket.ticket_id} was not released")
+    def release(self, prefill: Instance, params: KvTransferParams, outcome: ReleaseOutcome) -> None:
+        """Let the prefill worker free the KV of a transfer."""
+        transfer_id = params.ticket_id
+        self._post(prefill, ReleaseKv(transfer_id, outcome), f"KV of transfer {transfer_id} was not released")
 
     def release_slot(self, decode: Instance, slot: str | None) -> None:
+        """Free a reserved decode slot, if there is one."""
         if slot is not None:
-            self._post(decode, ReleaseSlot(slot), f"decode slot {slot} was not given back")
+            self._post(decode, ReleaseSlot(slot), f"decode slot {slot} was not released")
 
     def _post(self, instance: Instance, command: ReleaseKv | ReleaseSlot, error_text: str) -> None:
-        """Posts and returns: it also runs while a cancelled stream is closed, where nothing may be awaited."""
+        """Start sending and return at once: callers may be closing a cancelled stream, where they must not await."""
         task = asyncio.get_running_loop().create_task(self._send(instance, command, error_text))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -47,14 +50,14 @@ class BackgroundControl:
                 return
             except DynamoError as exc:
                 if pause_s is None or not isinstance(exc, Disconnected | Unreachable):
-                    # a worker that has ended holds nothing
+                    # A worker that has exited has freed everything.
                     level = logging.INFO if isinstance(exc, Unreachable) else logging.WARNING
                     _log.log(level, "%s (%s): %s", error_text, exc.code, exc.message)
                     return
             await asyncio.sleep(pause_s)
 
     async def aclose(self) -> None:
-        """Waits a bounded time for the verbs under way."""
+        """Wait a bounded time for the requests in progress, then cancel them."""
         if not self._tasks:
             return
         _, late = await asyncio.wait(self._tasks, timeout=_TIMEOUT_S)

@@ -1,5 +1,4 @@
-"""What the HTTP edge needs of the rest of a frontend, as protocols: a pipeline to run, models to choose from, and the
-other processes on the port."""
+"""Define the interfaces that the HTTP layer needs: the pipeline, the models, and the other processes on the port."""
 
 from __future__ import annotations
 
@@ -17,20 +16,30 @@ if TYPE_CHECKING:
 
 
 class Generator(Protocol):
+    """A pipeline that runs requests on workers."""
+
     def generate(
         self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
         """Run the prefill and the decode call. Consume with `aclosing`; closing it cancels both.
 
-        Fills `trace` as workers answer.
-        `sink`: may be given chunks that are not yielded then, as in `Plane.generate`.
+        Args:
+            trace: filled as workers answer.
+            sink: may receive chunks, which are then not yielded, as in `Plane.generate`.
         """
         ...
 
 
 class ModelCatalog(Protocol):
+    """The models that a frontend serves."""
+
     def get(self, name: str) -> ServedModel:
-        """Raises ModelNotFound."""
+        """Return a model.
+
+        Raises:
+            ModelNotFound: no worker serves it.
+            EngineNotReady: this frontend is still loading its files.
+        """
         ...
 
     def names(self) -> list[str]: ...
@@ -38,23 +47,23 @@ class ModelCatalog(Protocol):
     def instances(self) -> Sequence[Instance]: ...
 
     def not_ready_reason(self, name: str) -> str | None:
-        """Why the model can't be served now, for people; None: it can."""
+        """Return why the model cannot be served now, as text for people; None if it can."""
         ...
 
     def readiness(self) -> ReadinessReport:
-        """All pairs of all models, the instances that fit no other, and the records that were rejected."""
+        """Return the pairs of all models, the instances that match no other, and the rejected etcd records."""
         ...
 
 
 class PeerProcesses(Protocol):
-    """The other frontend processes on the port, to the one that is being started."""
+    """The other frontend processes on the same port, as seen by one of them."""
 
     def share(self, metrics: FrontendMetrics) -> None:
-        """From now on one scrape, of whichever process, tells of all."""
+        """Include this process's metrics in every scrape, so that each process returns the totals of all."""
         ...
 
     def announce_ready(self) -> None:
-        """This process takes requests."""
+        """Announce that this process accepts requests."""
         ...
 
     def not_ready_reason(self) -> str | None:
@@ -67,16 +76,16 @@ class PeerProcesses(Protocol):
 
 
 class SingleProcess:
-    """The one process of a frontend: there are no others."""
+    """The peers of a frontend that runs as a single process: none."""
 
     def share(self, metrics: FrontendMetrics) -> None:
-        """Do nothing: its own metrics are complete."""
+        """Do nothing: the metrics of the only process are complete."""
 
     def announce_ready(self) -> None:
-        """Do nothing: no other process waits for it."""
+        """Do nothing: no other process waits."""
 
     def not_ready_reason(self) -> str | None:
-        """Returns None: the process that asks takes requests, and there is no other."""
+        """Return None: there is no other process that could be unready."""
         return None
 
     def on_parent_exit(self, stop: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
-"""What a frontend process and its parent tell each other over a socket pair: that it serves, and numbers when asked.
+"""Exchange readiness and metrics between a frontend process and its parent over a socket pair.
 
-Both ends are alike: either may ask for the other's snapshot. No request and no token ever passes here.
+Both ends work alike: either may request the other's snapshot. Requests and tokens never take this path.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The sender is ready. From the parent: all of its processes are."""
+    """The sender is ready. From the parent: all processes are ready."""
 
 
 class MetricsRequest(msgspec.Struct, frozen=True, tag=True):
-    """The receiver's snapshot is wanted."""
+    """A request for the receiver's metrics snapshot."""
 
     number: int
 
 
 class MetricsReply(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the `MetricsRequest` of the same number."""
+    """The reply to the `MetricsRequest` of the same number."""
 
     number: int
     snapshot: Snapshot
@@ -43,7 +43,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlPipe:
-    """One end. `snapshot` makes the reply to the other end's request. `on_ready` runs when the other end is ready."""
+    """One end of the pipe. `snapshot` produces the reply to a request; `on_ready` runs when the other end is ready."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class ControlPipe:
         snapshot: Callable[[], Awaitable[Snapshot]],
         on_ready: Callable[[], None] = lambda: None,
     ) -> ControlPipe:
-        """Takes the socket over."""
+        """Open one end on `sock`, which the pipe then owns."""
         reader, writer = await asyncio.open_unix_connection(sock=sock)
         return cls(reader, writer, snapshot, on_ready)
 
     async def run(self) -> None:
-        """Until the other end is gone."""
+        """Handle messages until the other end is closed."""
         try:
             async with asyncio.TaskGroup() as group:
                 while (message := await self._next()) is not None:
@@ -100,7 +100,12 @@ class ControlPipe:
         self._send(Ready())
 
     async def request_snapshot(self, within_s: float) -> Snapshot:
-        """The other end's snapshot. Raises DeadlineExceeded, Disconnected."""
+        """Request the other end's snapshot.
+
+        Raises:
+            DeadlineExceeded: no reply within `within_s` seconds.
+            Disconnected: the other end is closed.
+        """
         if self._is_closed:
             raise self._disconnected()
         number = next(self._numbers)
@@ -111,7 +116,7 @@ class ControlPipe:
             async with asyncio.timeout(within_s):
                 return await future
         except TimeoutError:
-            raise DeadlineExceeded(f"no numbers of the other processes came within {within_s:g} s") from None
+            raise DeadlineExceeded(f"no metrics from the other frontend process within {within_s:g} s") from None
         finally:
             del self._waiting[number]
 
@@ -132,4 +137,4 @@ class ControlPipe:
 
     @staticmethod
     def _disconnected() -> Disconnected:
-        return Disconnected("the other process of this frontend has ended")
+        return Disconnected("the other frontend process has exited")

@@ -1,4 +1,7 @@
-"""Chat and completion bodies → our own values, and the check that the model's prompt shows all that was asked."""
+"""Convert request bodies to a conversation and options, and render the prompt.
+
+A value that the model's prompt format would silently drop is rejected.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _ABRIDGED_CHARS = 16
 
 
 def chat_conversation(body: ChatRequest) -> Conversation:
-    """All that the client said, its tools included."""
+    """Return the conversation of a chat request, with its tools."""
     return Conversation(
         messages=tuple(_message(message) for message in body.messages),
         tools=tuple(
@@ -46,7 +49,7 @@ def chat_options(body: ChatRequest, card: ModelDeploymentCard) -> GenerationOpti
 
 
 def _names(body: ChatRequest) -> dict[str, str]:
-    """Return the paths of the template's arguments as they were sent, by the names that they have here."""
+    """Return the client's paths of the template arguments, by internal name."""
     names = {f"{_TEMPLATE_ARGS}.{name}": body.template_arg_path(name) for name in body.template_args}
     if body.reasoning_effort is None and _EFFORT in body.template_args:
         names[_EFFORT] = body.template_arg_path(_EFFORT)
@@ -56,7 +59,7 @@ def _names(body: ChatRequest) -> dict[str, str]:
 def sampling_of(
     body: SamplingFields, card: ModelDeploymentCard, max_tokens: int | None, logprobs: int | None
 ) -> Sampling:
-    """Return how to sample: as the request says, else as the model's card says, else as the API does."""
+    """Return the sampling values: from the request, else from the model's card, else the API's defaults."""
     fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     chosen = {name: getattr(body, name) for name in fields}
     chosen |= {name: v for name, v in card.sampling_defaults.given().items() if name not in body.model_fields_set}
@@ -92,15 +95,20 @@ def _message(message: ChatMessage) -> Message:
 
 
 def render_prompt(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> TokenIds:
-    """The prompt. Raises UnsupportedParameter for what the model's format would leave out without a word."""
+    """Render the prompt.
+
+    Raises:
+        UnsupportedParameter: the model's prompt format would silently drop a value.
+        InvalidRequest: the conversation is wrong.
+    """
     card, known = served.card, served.renderer.variables
     if options.effort_given and _EFFORT not in known:
-        reject(options.name(_EFFORT), card, "its chat template has no reasoning effort")
+        reject(options.name(_EFFORT), card, "its chat template does not use a reasoning effort")
     if conversation.tools and "tools" not in known:
-        reject(options.name("tools"), card, "its chat template shows no tools")
+        reject(options.name("tools"), card, "its chat template does not use tools")
     for name in conversation.template_args:
         if name not in known:
-            reject(options.name(f"{_TEMPLATE_ARGS}.{name}"), card, "its prompt format does not know it")
+            reject(options.name(f"{_TEMPLATE_ARGS}.{name}"), card, "its prompt format does not use it")
     conversation = msgspec.structs.replace(
         conversation, messages=_without_implied(conversation.messages, card, options)
     )
@@ -115,28 +123,33 @@ def render_prompt(conversation: Conversation, served: ServedModel, options: Gene
 def _without_implied(
     messages: tuple[Message, ...], card: ModelDeploymentCard, options: GenerationOptions
 ) -> tuple[Message, ...]:
-    """A result's name is that of the function called and says nothing more. Raises InvalidRequest for another one.
+    """Return the messages without redundant names of tool results, and with `developer` as `system` for templates.
 
-    Templates know `system`; `developer` is the API's newer word for it, which many would leave out.
+    A tool result's name repeats that of the called function. Many chat templates would drop `developer` messages.
+
+    Raises:
+        InvalidRequest: a tool result names another function than the one that was called.
     """
     called = {call.id: call.name for message in messages for call in message.tool_calls}
-    kept = []
+    normalized = []
     for index, message in enumerate(messages):
         name = called.get(message.tool_call_id or "")
         if message.role == "tool" and message.name is not None and name is not None:
             if message.name != name:
                 field = f"{options.name('messages')}[{index}].name"
-                raise InvalidRequest(f"{field} is {message.name!r}, and the function called was {name!r}", field=field)
+                raise InvalidRequest(f"{field} is {message.name!r}, but the called function is {name!r}", field=field)
             message = msgspec.structs.replace(message, name=None)
         if message.role == "developer" and card.renderer == "chat_template":
             message = msgspec.structs.replace(message, role="system")
-        kept.append(message)
-    return tuple(kept)
+        normalized.append(message)
+    return tuple(normalized)
 
 
 def _check_names(conversation: Conversation, served: ServedModel, options: GenerationOptions) -> None:
-    """A name that the prompt does not show is refused: the prompt is the same without it. Formats treat all messages
-    of a role alike, so the first name of each role is tried, on messages with short texts."""
+    """Reject a message name that the prompt format drops, which shows when the prompt is the same without the name.
+
+    Formats treat all messages of a role alike, so only the first name of each role is tried, with shortened texts.
+    """
     named: dict[str, int] = {}
     for index, message in enumerate(conversation.messages):
         if message.name is not None:
@@ -153,14 +166,14 @@ def _check_names(conversation: Conversation, served: ServedModel, options: Gener
         if render(msgspec.structs.replace(short, messages=tuple(without))) == ids:
             field = f"{options.name('messages')}[{index}].name"
             raise UnsupportedParameter(
-                f"{field} is not supported: the prompt format of {served.card.name} shows no name of a {role} there; "
-                "put it into the content",
+                f"{field} is not supported: the prompt format of {served.card.name} drops the name of a {role} "
+                "message; put it into the content",
                 field=field,
             )
 
 
 def _abridged(message: Message) -> Message:
-    """Return the message with its texts shortened to a few characters; templates see the same structure."""
+    """Return the message with texts shortened to a few characters and the structure unchanged."""
     calls = tuple(msgspec.structs.replace(call, arguments="{}") for call in message.tool_calls)
     reasoning = message.reasoning and message.reasoning[:_ABRIDGED_CHARS]
     content = message.content[:_ABRIDGED_CHARS]

@@ -1,6 +1,6 @@
-"""Engine chunks → what the client sees: text by channel, stop strings, log-probabilities, why it ended, usage.
+"""Convert engine chunks to deltas for the client: text by channel, stop strings, log-probabilities, finish, usage.
 
-One `Detokenizer` per choice. Knows neither HTTP nor JSON.
+Each choice has one `Detokenizer`. This module knows neither HTTP nor JSON.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ NO_LOGPROBS: tuple[TokenLogprob, ...] = ()
 
 
 class ChoiceDelta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What one engine step adds to one choice. Its last one, and only it, has `finish`.
+    """The output that one engine step adds to one choice. Only the last delta of a choice has `finish`.
 
-    A msgspec struct because one is made per token: a frozen dataclass takes ten times as long.
+    It is a msgspec struct because one is created per token, and a frozen dataclass takes ten times as long.
     """
 
     index: int = 0  # of the choice
-    tokens: int = 0  # how many of the answer's tokens it stands for, shown or not
+    tokens: int = 0  # number of generated tokens, including those that are not shown
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
@@ -44,32 +44,33 @@ class Usage:
 
 
 class StopStrings:
-    """Finds the first stop string in text that comes in pieces; holds back what could be the start of one.
+    """A search for the first stop string in streamed text. It holds back text that could be the start of one.
 
-    It reads each character of the text once (Knuth-Morris-Pratt), however the text is divided into pieces.
+    Each character is read once (Knuth-Morris-Pratt), however the text is divided into deltas.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = tuple((stop, _borders(stop)) for stop in stops)
-        self._matched = [0] * len(stops)  # per stop string: how many of its first characters the text ends with
-        self._held = ""
+        self._matched = [0] * len(stops)  # per stop string: length of its prefix with which the text ends
+        self._pending = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Returns the text that may be shown now, and whether a stop string came right after it."""
+        """Return the text that may be shown now, and True if a stop string follows it."""
         ends = [self._end(index, text) for index in range(len(self._stops))]
-        text, held = self._held + text, len(self._held)
-        found = [(held + end, -len(stop)) for end, (stop, _) in zip(ends, self._stops, strict=True) if end is not None]
-        if found:  # the one that ends first; of those that end together, the longest
-            end, size = min(found)
-            self._held = ""
+        text, before = self._pending + text, len(self._pending)
+        hits = [(before + end, -len(stop)) for end, (stop, _) in zip(ends, self._stops, strict=True) if end is not None]
+        if hits:  # the one that ends first; of those that end together, the longest
+            end, size = min(hits)
+            self._pending = ""
             return text[: end + size], True
         keep = max(self._matched)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        """Return the text that is still held back, at the end of the stream."""
+        pending, self._pending = self._pending, ""
+        return pending
 
     def _end(self, index: int, text: str) -> int | None:
         """Return the position in the text after the stop string, or None when it does not end in this text."""
@@ -90,7 +91,7 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=64)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return for each prefix of the text the length of its longest proper prefix that is also its suffix."""
+    """Return, for each prefix of `stop`, the length of its longest proper prefix that is also its suffix."""
     borders, matched = [0], 0
     for char in stop[1:]:
         while matched and stop[matched] != char:
@@ -101,7 +102,7 @@ def _borders(stop: str) -> tuple[int, ...]:
 
 
 class Detokenizer:
-    """The client's view of one choice's stream."""
+    """A converter of one choice's chunks to deltas."""
 
     def __init__(self, choice_request: ChoiceRequest, index: int = 0) -> None:
         self._choice_request = choice_request
@@ -117,9 +118,10 @@ class Detokenizer:
         self._is_plain = choice_request.ends_with_engine and not self._has_logprobs
 
     def push(self, chunk: Chunk) -> ChoiceDelta:
+        """Return the delta of one chunk."""
         tokens = len(chunk.token_ids)
         self.completion_tokens += tokens
-        if chunk.finish_reason is None and self._is_plain:  # how nearly all tokens go: only the parser looks at them
+        if chunk.finish_reason is None and self._is_plain:  # the fast path of nearly all tokens: only parsing
             delta = self._choice_request.parser.push(chunk.token_ids)
             self._reasoning_tokens += delta.reasoning_tokens
             if delta.tool_calls:
@@ -152,14 +154,14 @@ class Detokenizer:
 
     @property
     def mean_logprob(self) -> float:
-        """Of all tokens so far, reasoning and markers included; by it best_of ranks."""
+        """The mean over all tokens so far, reasoning and markers included. `best_of` ranks by it."""
         return self._logprob_sum / max(1, self.completion_tokens)
 
     def usage(self, cached_tokens: int) -> Usage:
         """Return the usage so far.
 
-        `cached_tokens` is the engine's count. After a migration it may include output tokens: they are part of the new
-        worker's prompt.
+        `cached_tokens` is the engine's count. After a migration it may include output tokens, because those are part of
+        the new worker's prompt.
         """
         prompt_tokens = len(self._choice_request.request.token_ids)
         return Usage(
@@ -213,14 +215,14 @@ class Detokenizer:
     def _push_each(
         self, ids: TokenIds, all_logprobs: tuple[TokenLogprob, ...]
     ) -> tuple[Delta, tuple[TokenLogprob, ...]]:
-        """One token at a time, so that each log-probability is known to belong to content or not."""
-        total, kept = Delta(), []
+        """Parse token by token, to decide for each log-probability whether it belongs to content."""
+        total, shown = Delta(), []
         for index in range(len(ids)):
             delta = self._choice_request.parser.push(ids[index : index + 1])
             total = merged(total, delta)
             if index < len(all_logprobs) and self._counts(delta, all_logprobs[index].token_id):
-                kept.append(all_logprobs[index])
-        return total, tuple(kept)
+                shown.append(all_logprobs[index])
+        return total, tuple(shown)
 
     def _counts(self, delta: Delta, token_id: int) -> bool:
         if not self._choice_request.content_logprobs_only:
@@ -228,7 +230,7 @@ class Detokenizer:
         if delta.content or delta.reasoning or delta.tool_calls or delta.reasoning_tokens:
             self._in_content = bool(delta.content)
             return self._in_content
-        # No text yet: part of a character inside content counts, a marker does not.
+        # The token gave no text: part of a character inside content counts, a marker does not.
         return self._in_content and "\ufffd" in self._choice_request.renderer.decode(_single(token_id))
 
 
@@ -237,7 +239,7 @@ def _single(token_id: int) -> TokenIds:
 
 
 def merged(first: Delta, second: Delta) -> Delta:
-    """Two deltas as one."""
+    """Return two consecutive deltas as one."""
     return Delta(
         content=first.content + second.content,
         reasoning=first.reasoning + second.reasoning,
@@ -249,9 +251,10 @@ def merged(first: Delta, second: Delta) -> Delta:
 async def detokenize_stream(
     chunks: AsyncGenerator[Chunk, None], output: Detokenizer
 ) -> AsyncGenerator[ChoiceDelta, None]:
-    """One choice. Closes `chunks` at a stop string, and when it is closed itself.
+    """Yield the deltas of one choice. Closes `chunks` at a stop string and when this generator is closed.
 
-    Raises StreamIncomplete for chunks that end without a reason, and what `chunks` raises.
+    Raises:
+        StreamIncomplete: `chunks` ended without a finish reason. Errors of `chunks` are passed on.
     """
     ended = False
     async with aclosing(chunks):
@@ -262,4 +265,4 @@ async def detokenize_stream(
             if delta.finish is not None and not ended:
                 return
     if not ended:
-        raise StreamIncomplete("the stream ended with no terminal chunk")
+        raise StreamIncomplete("the worker's stream ended without a terminal chunk; retry")

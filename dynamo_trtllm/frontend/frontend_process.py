@@ -1,6 +1,6 @@
-"""One of several frontend processes on a port. `process_group` starts it; standard input is its end of a socket pair.
+"""Run one of several frontend processes on a port. `process_group` starts it with a socket pair as standard input.
 
-It serves like a single frontend process, and ends with its parent.
+It serves like a single frontend process and exits with its parent.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from dynamo_trtllm.observability.metrics import FrontendMetrics
 
 PROG = "python -m dynamo_trtllm.frontend.frontend_process"
-_METRICS_TIMEOUT_S = 5.0  # of all processes; the parent waits for each of them a shorter time
+_METRICS_TIMEOUT_S = 5.0  # for the totals of all processes; the parent's wait per process is shorter
 
 _log = logging.getLogger(__name__)
 
 
 class FrontendProcess:
-    """The other processes, reached through the parent. `run` in a task of the owner's."""
+    """The peer processes, reached through the parent. The owner runs `run` in a task."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -42,14 +42,14 @@ class FrontendProcess:
         self._stop: Callable[[], None] = lambda: None
 
     async def join(self) -> None:
-        """Before all else."""
+        """Connect to the parent. Called first."""
         self._pipe = await ControlPipe.connect(self._sock, self._snapshot, self._on_all_ready)
 
     async def run(self) -> None:
-        """Until the parent is gone."""
+        """Exchange messages until the parent exits, then stop this process."""
         try:
             await self._pipe.run()
-            _log.error("the parent of this process has ended, and so it does")
+            _log.error("parent process exited; shutting down")
         finally:
             self._stop()
 
@@ -77,7 +77,7 @@ class FrontendProcess:
 
 
 def main() -> None:
-    """Exit statuses as of `frontend.main`."""
+    """Run the process. The exit statuses are those of `frontend.main`."""
     try:
         config = load(FrontendProcessConfig, prog=PROG, description=DESCRIPTION).config
         observe_logging.setup(config.log_level, f"frontend-{config.number}", config.log_format)

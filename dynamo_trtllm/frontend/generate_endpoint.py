@@ -1,4 +1,4 @@
-"""The ASGI app of one generating endpoint: admission, the body, a run, and an answer whatever happens."""
+"""Serve one generating endpoint as an ASGI app: admit, read the body, run the request, and answer in every case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class GenerateEndpoint(Generic[B]):
-    """The ASGI app of one dialect."""
+    """The ASGI app of one API adapter."""
 
     def __init__(self, adapter: ApiAdapter[B], app_state: AppState) -> None:
         self._adapter = adapter
@@ -52,7 +52,7 @@ class GenerateEndpoint(Generic[B]):
     async def _run(
         self, handler: RequestHandler[B], scope: Scope, receive: Receive, engine_id: str
     ) -> str | DynamoError:
-        """Answers whatever happens, and says how it ended: "ok", "cancelled", or the error."""
+        """Answer the request in every case. Return the outcome: "ok", "cancelled" or the error."""
         try:
             handler.admit()
             check_json(scope)
@@ -67,14 +67,12 @@ class GenerateEndpoint(Generic[B]):
             await handler.fail(error)
             return error
         except MemoryError:
-            # No traceback: it takes memory.
-            log.error("request %s failed: this process has no memory left for it", engine_id)
-            failure = Overloaded(
-                "this server has no memory left for the request; try again later, or send a shorter one"
-            )
+            # A traceback would take more memory.
+            log.error("request %s failed: out of memory; lower --max-total-body-bytes", engine_id)
+            failure = Overloaded("the server is out of memory for this request; try again later or send a shorter one")
             await handler.fail(failure)
             return failure
-        except Exception:  # the ASGI catch-all: logged here, answered as `internal`
+        except Exception:  # any bug: logged here, answered as `internal`
             log.exception("request %s failed", engine_id)
             bug = internal()
             await handler.fail(bug)
@@ -88,7 +86,7 @@ def _client(scope: Scope) -> str:
 
 
 def _engine_id(scope: Scope) -> str:
-    """Unique in the cluster even when a client repeats its ids, and still found by them in every log."""
+    """Return a request id that starts with the client's id and is unique even if clients repeat theirs."""
     given: Any = scope.get("state", {}).get("request_id", "")
     unique = secrets.token_hex(8)
     return f"{given}-{unique}" if given else unique

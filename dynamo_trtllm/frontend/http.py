@@ -1,4 +1,4 @@
-"""Raw ASGI in small pieces: reading a body, answering once, noticing that the client left. Knows no OpenAI object."""
+"""Read bodies, send one response and detect a client's disconnect over raw ASGI. Knows no OpenAI object."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamo_trtllm.errors import DynamoError, InternalError, PayloadTooLarge, Re
 from dynamo_trtllm.http_server.body_writer import BodyWriter
 from dynamo_trtllm.http_server.errors import to_response
 
-STALL_S = 30.0  # past its deadline, an answer is cut of which nothing was taken for so long
+STALL_S = 30.0  # after the deadline, the connection of a client that reads nothing for this long is closed
 
 
 class ClientDisconnected(Exception):
@@ -22,30 +22,35 @@ class ClientDisconnected(Exception):
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first value of a request header; `name` in lower case."""
+    """Return the first value of a request header. `name` is in lower case."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 def check_json(scope: Scope) -> None:
-    """Raises UnsupportedMedia for a body that says it is something else. No word of it: taken as JSON, not packed."""
+    """Raise UnsupportedMedia if a header declares that the body is compressed or not JSON."""
     given = header(scope, b"content-type")
     kind = (given or "application/json").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
-        raise UnsupportedMedia(f"the body is of type {kind!r}; send Content-Type: application/json")
+        raise UnsupportedMedia(f"Content-Type {kind!r} is not supported; send application/json")
     encoding = (header(scope, b"content-encoding") or "identity").strip().lower()
     if encoding != "identity":
-        raise UnsupportedMedia(f"the body is packed by {encoding!r}; send it as it is, without Content-Encoding")
+        raise UnsupportedMedia(f"Content-Encoding {encoding!r} is not supported; send the body uncompressed")
 
 
 async def read_body(
     scope: Scope, receive: Receive, max_bytes: int, within_s: float, reserve: Callable[[int], Awaitable[None]]
 ) -> bytes:
-    """Return the body. `reserve` is awaited with the size of each piece, and may raise to reject it.
+    """Return the body.
+
+    Args:
+        max_bytes: limit of the body's size.
+        within_s: seconds until the whole body must have arrived.
+        reserve: awaited with the size of each chunk; may raise to reject the body.
 
     Raises:
         PayloadTooLarge: the body is too large; raised as soon as this is known.
         RequestTimeout: the client did not send it in time.
-        ClientDisconnected: the client left before the end.
+        ClientDisconnected: the client disconnected before the end.
     """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdecimal() and int(declared) > max_bytes:
@@ -54,7 +59,7 @@ async def read_body(
         async with asyncio.timeout(within_s):
             return await _receive_body(receive, max_bytes, reserve)
     except TimeoutError:
-        raise RequestTimeout(f"the request body did not come in {within_s:g} s") from None
+        raise RequestTimeout(f"the request body did not arrive within {within_s:g} s; send it faster") from None
 
 
 async def _receive_body(receive: Receive, max_bytes: int, reserve: Callable[[int], Awaitable[None]]) -> bytes:
@@ -74,15 +79,15 @@ async def _receive_body(receive: Receive, max_bytes: int, reserve: Callable[[int
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:
-    return PayloadTooLarge(f"the request body is larger than {max_bytes} bytes, the most this server takes")
+    return PayloadTooLarge(f"the request body is larger than the limit of {max_bytes} bytes; send a shorter one")
 
 
 async def run_until_disconnect(
     work: Coroutine[Any, Any, None], receive: Receive, is_answered: Callable[[], bool]
 ) -> None:
-    """Runs `work`. When the client leaves first, cancels it once, waits for its end and raises ClientDisconnected.
+    """Run `work`. If the client disconnects first, cancel it once, wait for its end and raise ClientDisconnected.
 
-    A server tells the same of a client that has its whole answer; what `work` does after that is waited for.
+    ASGI servers also report a disconnect after a complete response; then `work` is allowed to finish.
     """
     tasks = (asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(receive)))
     try:
@@ -94,7 +99,7 @@ async def run_until_disconnect(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # An error refers to this frame, and the task to the error: as a cycle they would keep the request's body.
+        # An error refers to this frame and the task to the error. Such a cycle would keep the body in memory.
         del tasks, task
 
 
@@ -105,20 +110,20 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 class ClientResponse:
-    """The one answer of an exchange: whole JSON, or a stream of events.
+    """The response to one request: a JSON body or a stream of events.
 
-    Sending waits while the client reads slowly. On our own server all methods cut the connection and raise
-    ClientDisconnected when it takes nothing for too long: otherwise it could keep the answer in memory at will.
+    Sending waits while the client reads slowly. With a `writer`, all methods close the connection and raise
+    ClientDisconnected if the client reads nothing for too long: otherwise it could keep the response in memory forever.
     """
 
     def __init__(self, send: Send, writer: BodyWriter | None = None) -> None:
-        """`writer`: sends a piece without awaiting, where the server has such a way."""
+        """`writer` sends body chunks without awaiting. None if the HTTP server does not provide one."""
         self._send = send
         self.writer = writer
         self.started = False
-        self.status = 0  # of HTTP, once it was sent
+        self.status = 0  # HTTP status, once it was sent
         self.ended = False
-        self.deadline = 0.0  # seconds since the epoch; until then the client may take its time
+        self.deadline = 0.0  # seconds since the epoch; until then a client may read slowly
 
     async def send_json(self, status: int, value: Any, headers: Mapping[str, str] | None = None) -> None:
         body = orjson.dumps(value)
@@ -132,14 +137,14 @@ class ClientResponse:
         )
 
     async def send_events(self, data: bytes, *, last: bool = False) -> None:
-        """Waits while the client reads slowly: this stream only."""
+        """Send events. Waits while the client reads slowly; other streams are not delayed."""
         if self.writer is not None:
             self.writer.flush()
         await self._send_message({"type": "http.response.body", "body": data, "more_body": not last})
         self.ended = last
 
     async def send_error(self, error: DynamoError, retry_after_s: int) -> None:
-        """A proper status, while there is none yet."""
+        """Send an error response, unless a response was started."""
         if not self.started:
             response = to_response(error, retry_after_s)
             await self.send_json(response.status, response.body, response.headers)
@@ -164,4 +169,5 @@ class ClientResponse:
 
 
 def internal() -> InternalError:
-    return InternalError("an internal error occurred; the server's log has the details under this request's id")
+    """Return the error for an unexpected exception."""
+    return InternalError("an internal error occurred; see the server's log for this request id")

@@ -1,7 +1,7 @@
-"""Known answers, with which those of pairs are compared: one worker gives them, running the whole request itself.
+"""Obtain the known answers with which the probes of prefill/decode pairs are compared.
 
-A prefill/decode pair whose KV arrives changed, stale or not at all still answers, but with other tokens. Comparing
-tokens detects this for every engine and every KV transfer backend.
+A known answer comes from one worker that runs the aggregated request. A pair whose KV arrives changed, stale or not at
+all still answers, but with other tokens. Comparing tokens detects this for every engine and KV transfer backend.
 """
 
 from __future__ import annotations
@@ -19,24 +19,26 @@ from dynamo_trtllm.router.policy import WorkerSelection
 from dynamo_trtllm.router.view import ModelView
 
 ANSWER_TOKENS: Final = 8
-"""Few enough that rounding rarely changes one. In 24 trials on models with random weights, losing an eighth of every KV
-row went unnoticed 7 times with 4 tokens, and once with 8."""
-_PROMPT_TOKENS: Final = 168  # longer than the sliding window of gpt-oss (128), and ends within a block
+"""Output tokens of a probe. Few enough that rounding rarely changes one. In 24 trials on models with random weights,
+losing an eighth of every KV row was missed 7 times with 4 tokens and once with 8."""
+_PROMPT_TOKENS: Final = 168  # longer than the sliding window of gpt-oss (128); ends within a block
 
 
 @dataclass(frozen=True, slots=True)
 class KnownAnswer:
-    """A prompt and the greedy answer that one worker gives to it alone."""
+    """A prompt and the greedy answer of one worker that ran it as an aggregated request."""
 
     prompt: TokenIds
     tokens: list[int]  # ANSWER_TOKENS of them
-    depends_on_kv: bool  # after another prompt, other tokens follow the same first token
+    depends_on_kv: bool  # another prompt with the same first output token continues differently
 
 
 class ProbeCall(Protocol):
-    """Sends one greedy request to `selection` and returns the tokens of its answer.
+    """A function that sends one greedy request to `selection` and returns the output tokens.
 
-    Raises DynamoError, or TimeoutError when the answer takes too long.
+    Raises:
+        DynamoError: the request failed.
+        TimeoutError: the answer took too long.
     """
 
     async def __call__(
@@ -63,13 +65,13 @@ class KnownAnswers:
         self._failures: dict[_Key, _Failure] = {}
 
     async def get(self, number: int, selection: WorkerSelection, view: ModelView, ask: ProbeCall) -> KnownAnswer | None:
-        """Return known answer `number` for a pair, counted from 0; None when no worker of the model can give one.
+        """Return known answer `number` (from 0) for a pair; None if no worker of the model can give one.
 
-        Raises what `ask` raises. A failure is shared with the pairs that waited for the same answer meanwhile: the
-        pairs of a worker that does not answer wait for one time-out together, not for one each.
+        Raises what `ask` raises. A failure is shared with all pairs that waited for the same answer, so that the pairs
+        of a worker that does not answer wait for one timeout together.
         """
         sources = _sources(selection, view)
-        if not is_salted(selection):  # a prefix cache would serve a prompt that was used before
+        if not is_salted(selection):  # without salts, a prefix cache would hit on a prompt that was used before
             return await _make(selection, sources, ask)
         key, begun_s = _Key(selection.decode.id, _prompt_tokens(selection)), asyncio.get_running_loop().time()
         async with self._locks[key]:
@@ -79,33 +81,33 @@ class KnownAnswers:
             answers = self._answers.setdefault(key, [])
             while len(answers) <= number:
                 try:
-                    made = await _make(selection, sources, ask)
+                    answer = await _make(selection, sources, ask)
                 except (DynamoError, TimeoutError) as exc:
                     self._failures[key] = _Failure(asyncio.get_running_loop().time(), exc)
                     raise
-                if made is None:
+                if answer is None:
                     return None
-                answers.append(made)
+                answers.append(answer)
             return answers[number]
 
     def forget(self, decode: int) -> None:
-        """Use other prompts next time: each of these may lead to two tokens that are about equally likely."""
+        """Drop the answers of a decode instance, so that new prompts are used: two tokens may be equally likely."""
         for key in [key for key in self._answers if key.decode == decode]:
             self._answers[key] = []
 
     def keep_only(self, ids: Iterable[int]) -> None:
-        """Forget instances that are gone."""
-        kept = set(ids)
-        for key in [key for key in self._locks if key.decode not in kept and not self._locks[key].locked()]:
+        """Drop the answers of instances that are not in `ids`."""
+        current = set(ids)
+        for key in [key for key in self._locks if key.decode not in current and not self._locks[key].locked()]:
             del self._locks[key]
             self._answers.pop(key, None)
             self._failures.pop(key, None)
 
 
 def random_prompt(selection: WorkerSelection) -> TokenIds:
-    """Return a prompt that no worker has seen. Raises ValueError for a model without a vocabulary.
+    """Return a prompt of random tokens from the middle half of the vocabulary.
 
-    Its ids are from the middle half of the vocabulary: control tokens and image placeholders are at the ends.
+    Control tokens and image placeholders are usually at the ends. Raises ValueError for a card without a vocabulary.
     """
     vocab_size = selection.decode.card.vocab_size
     ids = (vocab_size // 4 + secrets.randbelow(vocab_size // 2) for _ in range(_prompt_tokens(selection)))
@@ -113,7 +115,7 @@ def random_prompt(selection: WorkerSelection) -> TokenIds:
 
 
 def _prompt_tokens(selection: WorkerSelection) -> int:
-    """Return the length of a canary's prompt: more than two KV blocks, if both workers can hold so many tokens."""
+    """Return the length of a probe's prompt: more than two KV blocks if both workers can hold that many tokens."""
     instances = _instances(selection)
     block = max(instance.layout.block_tokens for instance in instances)
     max_prompt = min(instance.card.context_length for instance in instances) - ANSWER_TOKENS
@@ -126,7 +128,7 @@ def _prompt_tokens(selection: WorkerSelection) -> int:
 
 
 def is_salted(selection: WorkerSelection) -> bool:
-    """Whether the pair's workers keep the prefix caches of different salts apart."""
+    """Return True if the pair's workers separate their prefix caches by salt."""
     return not any("cache_salt" in instance.card.unsupported_features for instance in _instances(selection))
 
 
@@ -135,10 +137,10 @@ def _instances(selection: WorkerSelection) -> list[Instance]:
 
 
 def _sources(selection: WorkerSelection, view: ModelView) -> list[Instance]:
-    """Return the workers that may give the known answer, the best first: the decode worker rounds as the pair does.
+    """Return the workers that may give the known answer, the best first.
 
-    Without cache salts the decode worker is left out: its prefix cache would then hold the prompt's KV, and the pair
-    would transfer none.
+    The decode worker is first because it rounds as the pair does. Without cache salts it is excluded: its prefix cache
+    would then contain the prompt's KV, and the pair would transfer none.
     """
     wanted = [*_instances(selection), *view.aggregated]
     if not is_salted(selection):
@@ -153,8 +155,8 @@ async def _make(selection: WorkerSelection, sources: Iterable[Instance], ask: Pr
             tokens = await ask(alone, prompt, ANSWER_TOKENS)
             follows = await ask(alone, other + token_ids(tokens[:1]), ANSWER_TOKENS - 1, num_resumed_output_tokens=1)
         except (DynamoError, TimeoutError) as exc:
-            refused = isinstance(exc, (RequestRejected, RequestError))  # it runs aggregated requests, but not this one
-            if source in _instances(selection) and not refused:
+            is_rejected = isinstance(exc, (RequestRejected, RequestError))  # it does not support this request
+            if source in _instances(selection) and not is_rejected:
                 raise
             continue
         if len(tokens) == ANSWER_TOKENS:

@@ -1,6 +1,6 @@
-"""`python -m dynamo_trtllm.frontend`: from configuration to a process that answers, at once, while the rest loads.
+"""Start a frontend that answers status requests at once, while the rest loads: `python -m dynamo_trtllm.frontend`.
 
-Imports what the first answer needs and nothing that is heavy: `run_app` has the rest, and is imported beside the loop.
+This module imports only what the first answer needs. `run_app` imports the rest and is loaded in a thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dynamo_trtllm.observability import logging as observe_logging
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 PROG = "python -m dynamo_trtllm.frontend"
-DESCRIPTION = "The OpenAI-compatible HTTP frontend: renders, routes to prefill and decode workers, parses, streams."
+DESCRIPTION = "OpenAI-compatible HTTP frontend: renders prompts, routes to prefill and decode workers, streams output."
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ RunApp = Callable[[FrontendConfig, StartupGate, PeerProcesses, Callable[[], None
 
 
 def main() -> None:
-    """Exit status: 0 after a signal, 2 for a bad configuration, 1 for anything that failed later."""
+    """Run the frontend. Exit status: 0 after a signal, 2 for a wrong configuration, 1 for a later failure."""
     try:
         config = load(FrontendConfig, prog=PROG, description=DESCRIPTION).config
         observe_logging.setup(config.log_level, "frontend", config.log_format)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _run_process_group(config: FrontendConfig) -> int:
-    """Several processes; the exit status. Raises ConfigError when the port is taken, before any is started."""
+    """Run several processes and return the exit status. Raises ConfigError if the port is in use."""
     from dynamo_trtllm.frontend.process_group import ProcessGroup, reserve_port
 
     with reserve_port(config) as port:
@@ -64,12 +64,12 @@ def _warn_if_exposed(config: FrontendConfig, sock: socket.socket) -> None:
 
 
 async def serve(config: FrontendConfig, sock: socket.socket, peers: PeerProcesses) -> None:
-    """Serves on `sock`, which it closes, until SIGTERM or SIGINT. Raises what `serving.run_app` raises."""
+    """Serve on `sock` until SIGTERM or SIGINT, then close it. Raises what `run_app` raises."""
     _tune_malloc()
     with sock:
         gate = StartupGate()
         server = http_server(gate, config, backlog=BACKLOG)
-        server.config.load()  # imports, which a second thread must not do at the same time
+        server.config.load()  # imports modules, which must not run while the loading thread imports others
 
         def stop(_: object = None) -> None:
             server.should_exit = True
@@ -83,7 +83,7 @@ async def serve(config: FrontendConfig, sock: socket.socket, peers: PeerProcesse
             loop.add_signal_handler(number, server.handle_exit, number, None)
         _log.info("listening on http://%s:%d", *sock.getsockname()[:2])
         try:
-            # `serve` would raise the signal once more at its end, which kills the process before it closed anything
+            # `serve` would raise the signal again at its end, which would kill the process before it closes anything.
             await server._serve([sock])
         finally:
             work.cancel()
@@ -93,10 +93,10 @@ async def serve(config: FrontendConfig, sock: socket.socket, peers: PeerProcesse
 
 
 def _tune_malloc() -> None:
-    """Have glibc return freed memory to the system: large blocks at once, and the rest of few arenas (mallopt(3)).
+    """Make glibc return freed memory to the system: fixed thresholds and few arenas (mallopt(3)).
 
-    By default it raises its threshold for large blocks to the largest one freed, and keeps memory in an arena for each
-    thread: after a few hundred megabytes of request bodies the process would keep most of them.
+    By default glibc raises its threshold for large blocks to the largest freed one, and keeps an arena per thread.
+    After some hundred megabytes of request bodies, the process would keep most of that memory.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it
     if mallopt is not None:
@@ -110,7 +110,7 @@ async def _work(config: FrontendConfig, gate: StartupGate, peers: PeerProcesses,
 
 
 def _load() -> RunApp:
-    """Takes most of the time of a start, and holds up no answer."""
+    """Import `run_app`. This takes most of the start-up time, so it runs in a thread."""
     from dynamo_trtllm.frontend.run_app import run_app
 
     return run_app

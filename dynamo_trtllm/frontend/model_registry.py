@@ -1,6 +1,6 @@
-"""The models a frontend serves: the cluster view kept by a watch, and per card a renderer made of fetched files.
+"""Hold the models that a frontend serves: the cluster view, updated from discovery, and one renderer per model card.
 
-The frontend has no model files of its own: what a card names is fetched from a worker, by content hash.
+The frontend has no model files of its own. It fetches those that a card names from a worker, by content hash.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from dynamo_trtllm.tokenization.select import renderer_for
 
 _log = logging.getLogger(__name__)
 
-MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; a worker's stated size is not trusted
+MOST_FILES_BYTES: Final = 256 << 20  # limit of one card's files together; the size that a worker sends is not trusted
 _ERROR_CHARS: Final = 300  # longest quoted library error, in characters
 _RETRY_S = 1.0  # between attempts to fetch a card's files while no worker answers
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
+    """A model whose files are loaded."""
+
     card: ModelDeploymentCard
     renderer: Renderer
 
 
 class ModelRegistry:
-    """`watch` is the one writer; everything else reads what it has put in place."""
+    """The models of the cluster. Only `watch` writes it."""
 
     def __init__(
         self,
@@ -50,26 +52,26 @@ class ModelRegistry:
         namespace: str,
         breakers: PairBreakers | None = None,
     ) -> None:
-        """With a `breakers`, a model is ready only when one of its pairs was seen to work."""
+        """With `breakers`, a model is ready only after one of its pairs has worked."""
         self._view = view
         self._breakers = breakers
         self._discovery = discovery
         self._plane = plane
         self._namespace = namespace
         self._served: dict[str, ServedModel] = {}
-        self._announced: set[str] = set()  # models that the log calls served
+        self._announced: set[str] = set()  # models logged as ready
         self._loading: dict[str, asyncio.Task[None]] = {}
-        self._rejected: dict[str, str] = {}  # key of a record to the reason
+        self._rejected: dict[str, str] = {}  # etcd key to reason
         self.synced = asyncio.Event()  # set once discovery has reported everything registered
 
     def get(self, name: str) -> ServedModel:
-        """Raises ModelNotFound, naming what is served, or EngineNotReady while the model is being loaded."""
+        """See `ModelCatalog`. The message of ModelNotFound lists the served models."""
         served = self._served.get(name)
         if served is None and name in self._view.models():
-            raise EngineNotReady(f"model {name!r} has workers, and this frontend is still loading its files; retry")
+            raise EngineNotReady(f"this frontend is still loading the files of model {name!r}; retry")
         if served is None:
             known = ", ".join(self.names()) or "none yet"
-            raise ModelNotFound(f"model {name!r} is not served here; served: {known}", field="model")
+            raise ModelNotFound(f"model {name!r} not found; available models: {known}", field="model")
         return served
 
     def names(self) -> list[str]:
@@ -79,13 +81,13 @@ class ModelRegistry:
         return self._view.instances()
 
     def not_ready_reason(self, name: str) -> str | None:
-        """See `Catalog`."""
+        """See `ModelCatalog`."""
         return self._plane.unavailable_reason() or readiness.not_ready_reason(
             self._view.model(name), name, self._breakers
         )
 
     def readiness(self) -> ReadinessReport:
-        """See `Catalog`."""
+        """See `ModelCatalog`."""
         views = {name: self._view.model(name) for name in sorted(self._view.models())}
         breakers, now = self._breakers or PairBreakers(), time.monotonic()
         return ReadinessReport(
@@ -95,7 +97,7 @@ class ModelRegistry:
         )
 
     async def watch(self) -> None:
-        """Follows discovery until cancelled."""
+        """Follow discovery until cancelled."""
         async with aclosing(self._discovery.watch(self._namespace)) as events:
             async for event in events:
                 match event:
@@ -111,46 +113,47 @@ class ModelRegistry:
                         self.synced.set()
 
     async def wait_until_loaded(self) -> None:
-        """Returns when the models of the workers that were there at the start are served."""
+        """Return when the models of all workers that were registered at the start are loaded."""
         await self.synced.wait()
         if self._loading:
             await asyncio.wait(list(self._loading.values()))
 
     def _add(self, instance: Instance) -> None:
         name = instance.card.name
-        _log.info("instance %x is up: %s of model %s", instance.id, instance.role, name)
+        _log.info("%s worker %x registered: model %s", instance.role, instance.id, name)
         self._view.add(instance)
         self._warn_of_another_card(instance)
         self._load_changed()
         self._announce(name)
 
     def _remove(self, instance_id: int) -> None:
-        _log.info("instance %x is gone", instance_id)
+        _log.info("worker %x left", instance_id)
         self._view.remove(instance_id)
         for name in [each for each in self._announced if not self._view.model(each).is_complete]:
             self._announced.discard(name)
             reason = readiness.not_ready_reason(self._view.model(name), name, None)
-            _log.info("model %s is not served any more: %s", name, reason)
-        # A model stays known while its workers are away: its requests are answered 503, not 404.
-        self._load_changed()  # the card that counts may have been this instance's
+            _log.info("model %s is not available any more: %s", name, reason)
+        # A model without workers stays known, so that its requests get 503 and not 404.
+        self._load_changed()  # the card in use may have been this instance's
 
     def _announce(self, name: str) -> None:
-        """Log that the model is served, when it has its files and a worker for every role."""
+        """Log that the model is ready, once its files are loaded and each role has a worker."""
         if name in self._served and name not in self._announced and self._view.model(name).is_complete:
             self._announced.add(name)
-            _log.info("model %s is served", name)
+            _log.info("model %s is ready", name)
 
     def _warn_of_another_card(self, instance: Instance) -> None:
-        """The workers of a model must have equal cards but for the context of prefill workers, who refuse prompts that
-        are too long for them; one counts, and which one changes as workers come and go."""
+        """Warn if the instance's card differs from the card in use, which changes as workers come and go.
+
+        The context length of prefill workers may differ: they reject prompts that are too long for them.
+        """
         card = self._view.models()[instance.card.name]
         own = {"context_length"} if instance.role is Role.PREFILL else set()
         names = [name for name in card.__struct_fields__ if name not in own]
         differ = [name for name in names if getattr(card, name) != getattr(instance.card, name)]
         if differ:
             _log.warning(
-                "instance %x of model %s differs from the card in use in %s: start all workers of a model with the "
-                "same model and parser flags",
+                "worker %x of model %s differs from the card in use in %s; start all its workers with the same flags",
                 instance.id,
                 card.name,
                 ", ".join(differ),
@@ -162,13 +165,13 @@ class ModelRegistry:
                 self._loading[name] = asyncio.create_task(self._load(name), name=f"load {name}")
 
     def _card_to_load(self, name: str) -> ModelDeploymentCard | None:
-        """The card of this model's instances, unless it is served already or there is none."""
+        """Return the card in use of this model's instances; None if it is loaded or there are no instances."""
         card, served = self._view.models().get(name), self._served.get(name)
         return None if served is not None and served.card == card else card
 
     async def _load(self, name: str) -> None:
-        """Puts the renderer of the model's newest card in place, trying while the model has instances."""
-        said = ""
+        """Load the renderer of the model's current card, retrying while the model has instances."""
+        logged = ""
         try:
             while (card := self._card_to_load(name)) is not None:
                 try:
@@ -177,20 +180,20 @@ class ModelRegistry:
                     self._announce(name)
                     if name not in self._announced:
                         reason = readiness.not_ready_reason(self._view.model(name), name, None)
-                        _log.info("model %s is loaded, and not served yet: %s", name, reason)
+                        _log.info("model %s is loaded, but not available yet: %s", name, reason)
                 except DynamoError as exc:
-                    if exc.message != said:  # the same fault is said once, not at each attempt
-                        said = exc.message
+                    if exc.message != logged:  # the same error is logged once, not per attempt
+                        logged = exc.message
                         unexpected = exc if isinstance(exc, InternalError) else None
                         _log.error(
-                            "model %s can't be served yet (%s): %s", name, exc.code, exc.message, exc_info=unexpected
+                            "model %s cannot be loaded yet (%s): %s", name, exc.code, exc.message, exc_info=unexpected
                         )
                     await asyncio.sleep(_RETRY_S)
         finally:
             del self._loading[name]
 
     async def _fetch_all(self, card: ModelDeploymentCard) -> dict[str, bytes]:
-        """Fetches the card's files, by name. Raises as `_fetch`."""
+        """Fetch the card's files and return them by name. Raises as `_fetch`."""
         files: dict[str, bytes] = {}
         left = MOST_FILES_BYTES
         for file, sha256 in card.files.items():
@@ -199,30 +202,30 @@ class ModelRegistry:
         return files
 
     async def _fetch(self, name: str, sha256: str, most_bytes: int) -> bytes:
-        """A file of the card from the first of the model's workers that gives it. Raises the last one's error."""
+        """Fetch a file from the first of the model's workers that sends it. Raises the last worker's error."""
         error: DynamoError = NoInstances(f"no worker of model {name!r} has file {sha256} now")
-        for holder in self._view.instances():
-            if holder.card.name == name and sha256 in holder.card.files.values():
+        for worker in self._view.instances():
+            if worker.card.name == name and sha256 in worker.card.files.values():
                 try:
-                    return await self._fetch_from(holder, sha256, most_bytes)
+                    return await self._fetch_from(worker, sha256, most_bytes)
                 except DynamoError as exc:
                     error = exc
         raise error
 
-    async def _fetch_from(self, holder: Instance, sha256: str, most_bytes: int) -> bytes:
-        """Fetch the file in pieces. Raise BadFrame for wrong content or size, and as `Plane.control`."""
+    async def _fetch_from(self, worker: Instance, sha256: str, most_bytes: int) -> bytes:
+        """Fetch the file in chunks. Raises BadFrame for a wrong content or size, and as `Plane.control`."""
         data = bytearray()
         total_bytes: int | None = None
         while total_bytes is None or len(data) < total_bytes:
-            reply = await self._plane.control(holder.subject, GetFile(sha256, len(data)))
+            reply = await self._plane.control(worker.subject, GetFile(sha256, len(data)))
             chunk = codec.decode(reply, FileChunk)
             if total_bytes is None:
                 total_bytes = chunk.total_bytes
             if wrong := _wrong_size(chunk, len(data), total_bytes, most_bytes):
-                raise BadFrame(f"instance {holder.id:x} sent file {sha256} {wrong}")
+                raise BadFrame(f"instance {worker.id:x} sent file {sha256} {wrong}")
             data += chunk.data
         if hashlib.sha256(data).hexdigest() != sha256:
-            raise BadFrame(f"instance {holder.id:x} sent another file than {sha256}; restart it")
+            raise BadFrame(f"instance {worker.id:x} sent a file whose hash is not {sha256}; restart it")
         return bytes(data)
 
     async def aclose(self) -> None:
@@ -233,28 +236,28 @@ class ModelRegistry:
 
 
 def _renderer(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
-    """Call `renderer_for`, in a thread; turn an exception that is no DynamoError into InternalError."""
+    """Create the renderer, in a thread. Any exception that is not a DynamoError becomes an InternalError."""
     try:
         return renderer_for(card, files)
     except DynamoError:
         raise
-    # The tokenizer library panics on some broken files; a panic is a BaseException. It must not end the loading task. A
-    # thread receives no cancellation.
+    # The tokenizer library panics on some broken files, and a panic is a BaseException. It must not end the loading
+    # task. A cancellation is never raised in a thread.
     except BaseException as exc:
         raise InternalError(
-            f"the renderer of model {card.name!r} fails on its files: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}; "
+            f"cannot load the tokenizer files of model {card.name!r}: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}; "
             "replace them on the workers"
         ) from exc
 
 
 def _wrong_size(chunk: FileChunk, offset: int, total_bytes: int, most_bytes: int) -> str:
-    """Return what is wrong with the sizes in a piece; "" when nothing is."""
+    """Return what is wrong with the sizes in a chunk; "" if they are correct."""
     if chunk.total_bytes != total_bytes:
         return f"with total size {total_bytes}, then {chunk.total_bytes}; restart it"
     if not 0 <= total_bytes <= most_bytes:
         return (
-            f"with size {total_bytes}; allowed are 0 to {most_bytes} bytes; the files of a model may have "
-            f"{MOST_FILES_BYTES >> 20} MiB together"
+            f"with size {total_bytes}; allowed are 0 to {most_bytes} bytes, and {MOST_FILES_BYTES >> 20} MiB for all "
+            "files of a model"
         )
     if offset + len(chunk.data) > total_bytes:
         return f"with {offset + len(chunk.data)} bytes where {total_bytes} were announced; restart it"

@@ -1,4 +1,4 @@
-"""`/openapi.json`: the paths with every status that they can answer, the request models, the answers' schemas."""
+"""Build `/openapi.json`: the paths with every status that they can return, request models and response schemas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dynamo_trtllm.http_server.errors import RETRY_LATER, TABLE
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream"
 DONE: Final = "[DONE]"
-ANY_ERROR: Final = frozenset(row.status for row in TABLE.values())  # a generation may fail in every way there is
-LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})  # a store may be away, or hold what we can not read
+ANY_ERROR: Final = frozenset(row.status for row in TABLE.values())  # a generation may return any error
+LOOKED_UP: Final = frozenset({400, 404, 502, 503, 504})  # a store may be unreachable or contain unreadable data
 MEANINGS: Final = {
-    200: "the answer",
+    200: "success",
     400: "the request is wrong; param names the field",
-    404: "no such model, or nothing of this id is kept",
-    408: "the request came too slowly",
+    404: "the model or the response was not found",
+    408: "the request arrived too slowly",
     409: "cancelled by another request",
     413: "the body is too large",
     415: "the Content-Type or Content-Encoding is not supported",
@@ -32,23 +32,25 @@ MEANINGS: Final = {
     500: "internal server error",
     502: "a worker or a KV transfer failed",
     503: "no worker is available",
-    504: "not done in time",
+    504: "the deadline passed",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
+    """One method of one path."""
+
     method: str
     path: str
     id: str
     about: str
-    answer: str  # schema of the 200
+    answer: str  # schema of the 200 response
     media: str = JSON
     body: str | None = None  # schema of the request
-    event: str | None = None  # schema of one event, when the answer may be streamed
+    event: str | None = None  # schema of one event, if the response may be streamed
     query: tuple[tuple[str, Schema], ...] = ()
     errors: frozenset[int] = frozenset()
-    otherwise: tuple[tuple[int, str], ...] = ()  # statuses with another body than Error
+    otherwise: tuple[tuple[int, str], ...] = ()  # statuses whose body is not an Error, with its schema
 
 
 _LIMIT: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}
@@ -59,7 +61,7 @@ OPERATIONS: Final = (
         method="post",
         path="/v1/chat/completions",
         id="createChatCompletion",
-        about="The next message of a conversation.",
+        about="Create the next message of a conversation.",
         body="ChatRequest",
         answer="ChatCompletion",
         event="ChatCompletionChunk",
@@ -69,7 +71,7 @@ OPERATIONS: Final = (
         method="post",
         path="/v1/completions",
         id="createCompletion",
-        about="What follows a plain prompt.",
+        about="Complete a plain prompt.",
         body="CompletionRequest",
         answer="TextCompletion",
         event="TextCompletion",
@@ -79,7 +81,7 @@ OPERATIONS: Final = (
         method="post",
         path="/v1/responses",
         id="createResponse",
-        about="A response, which later ones can build on.",
+        about="Create a response. Later responses can continue it.",
         body="ResponseRequest",
         answer="Response",
         event="ResponseEvent",
@@ -89,7 +91,7 @@ OPERATIONS: Final = (
         method="get",
         path="/v1/responses/{id}",
         id="retrieveResponse",
-        about="A response that is kept.",
+        about="Get a stored response.",
         answer="Response",
         errors=LOOKED_UP,
     ),
@@ -97,7 +99,7 @@ OPERATIONS: Final = (
         method="delete",
         path="/v1/responses/{id}",
         id="deleteResponse",
-        about="Forgets a response.",
+        about="Delete a stored response.",
         answer="ResponseDeleted",
         errors=LOOKED_UP,
     ),
@@ -105,7 +107,7 @@ OPERATIONS: Final = (
         method="post",
         path="/v1/responses/{id}/cancel",
         id="cancelResponse",
-        about="Ends a response that is being made.",
+        about="Cancel a response that is in progress.",
         answer="Response",
         errors=LOOKED_UP,
     ),
@@ -113,17 +115,17 @@ OPERATIONS: Final = (
         method="get",
         path="/v1/responses/{id}/input_items",
         id="listInputItems",
-        about="What a response was made from.",
+        about="List the input items of a response.",
         answer="ResponseItems",
         query=(("limit", _LIMIT), ("order", _ORDER), ("after", TEXT)),
         errors=LOOKED_UP,
     ),
-    Operation(method="get", path="/v1/models", id="listModels", about="All models served here.", answer="ModelList"),
+    Operation(method="get", path="/v1/models", id="listModels", about="List the available models.", answer="ModelList"),
     Operation(
         method="get",
         path="/v1/models/{id}",
         id="retrieveModel",
-        about="One model; its id may hold slashes.",
+        about="Get one model. Its id may contain slashes.",
         answer="Model",
         errors=frozenset({404}),
     ),
@@ -131,7 +133,7 @@ OPERATIONS: Final = (
         method="get",
         path="/v1/models/{id}/ready",
         id="modelReady",
-        about="Whether the model can be served now; what is missing if not.",
+        about="Check whether the model can be served now, and if not, what is missing.",
         answer="Ready",
         errors=frozenset({404}),
         otherwise=((503, "Ready"),),
@@ -140,24 +142,26 @@ OPERATIONS: Final = (
         method="get",
         path="/health",
         id="health",
-        about="The deployment: instances, and what is missing. Always 200.",
+        about="Get the state of the deployment: instances, and what is missing. Always 200.",
         answer="Health",
     ),
     Operation(
         method="get",
         path="/ready",
         id="ready",
-        about="Whether this frontend takes requests, and why not. Does not depend on workers.",
+        about="Check whether this frontend accepts requests, and if not, why. Does not depend on workers.",
         answer="FrontendReady",
         otherwise=((503, "FrontendReady"),),
     ),
-    Operation(method="get", path="/live", id="live", about="Whether this process answers.", answer="Live"),
-    Operation(method="get", path="/metrics", id="metrics", about="Prometheus metrics.", answer="", media="text/plain"),
+    Operation(method="get", path="/live", id="live", about="Check that this process responds.", answer="Live"),
+    Operation(
+        method="get", path="/metrics", id="metrics", about="Get Prometheus metrics.", answer="", media="text/plain"
+    ),
 )
 
 
 def document() -> dict[str, Any]:
-    """The whole OpenAPI 3.1 document."""
+    """Return the OpenAPI 3.1 document."""
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
@@ -189,19 +193,19 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 def _parameters(operation: Operation) -> list[dict[str, Any]]:
     names = re.findall(r"{(\w+)}", operation.path)
-    found = [
+    parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
     ]
-    found += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query]
     if operation.body is not None:
-        found += [
+        parameters += [
             {"name": name, "in": "header", "description": about, "schema": TEXT}
             for name, about in (
-                ("x-request-id", "Up to 128 visible ASCII characters: echoed, and in the log lines of the request."),
-                ("x-dynamo-stats", "1: the answer tells who served it and where its time went."),
+                ("x-request-id", "Up to 128 visible ASCII characters. Returned, and part of the request's log lines."),
+                ("x-dynamo-stats", "1: the response contains its workers and timings."),
             )
         ]
-    return found
+    return parameters
 
 
 def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
@@ -220,7 +224,7 @@ def _answers(operation: Operation) -> dict[int, dict[str, Any]]:
 
 
 def _event(name: str, *, ends: bool) -> Schema:
-    """One event of a stream: OpenAPI 3.1 has no words for the whole. `ends`: there is a last one without JSON."""
+    """Return the schema of one event: OpenAPI 3.1 cannot describe a stream. `ends`: the last event is not JSON."""
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": [ref(name), ref("Error")]}}
     return {
         "type": "object",

@@ -1,4 +1,7 @@
-"""What a request asks beside its conversation, whatever its API calls it; and the refusal of what can't be done."""
+"""Define the options of a generation, for every API, and how they constrain the output.
+
+Options that the model's engine or output format does not support are rejected.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,18 @@ _DEFAULTS = msgspec.structs.asdict(Sampling(max_tokens=0))
 
 
 class ToolChoiceMode(StrEnum):
-    """Whether the model calls tools."""
+    """The modes of `tool_choice`."""
 
-    AUTO = "auto"  # as it likes
+    AUTO = "auto"  # the model decides
     NONE = "none"  # the prompt contains no tools
-    REQUIRED = "required"  # one of them, at least
-    NAMED = "named"  # the one that is named
+    REQUIRED = "required"  # at least one call
+    NAMED = "named"  # a call of the named tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
+    """The tools that the model may or must call."""
+
     mode: ToolChoiceMode = ToolChoiceMode.AUTO
     name: str = ""  # with NAMED
     allowed: tuple[str, ...] | None = None  # the tools in the prompt; None: all
@@ -37,48 +42,50 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """How to answer a conversation."""
+    """The options of a generation beside its conversation."""
 
-    sampling: Sampling  # as asked; max_tokens 0: as many as the context allows; `guided` stays unset
+    sampling: Sampling  # as requested; max_tokens 0: as many as the context allows; `guided` is unset
     stop: tuple[str, ...] = ()
     n: int = 1
     tool_choice: ToolChoice = ToolChoice()
-    strict_tools: frozenset[str] = frozenset()  # whose arguments must be JSON of their schema
+    strict_tools: frozenset[str] = frozenset()  # tools whose arguments must follow their schema
     parallel_tool_calls: bool = True
-    json_schema: str | None = None  # the answer's text must be JSON of this schema
+    json_schema: str | None = None  # the output's text must be JSON of this schema
     cache_salt: str | None = None
-    effort_given: bool = False  # the client asked for the conversation's reasoning_effort
-    names: Mapping[str, str] = field(default_factory=dict)  # our names of fields -> those of the API, where they differ
+    effort_given: bool = False  # the client set the conversation's reasoning_effort
+    names: Mapping[str, str] = field(default_factory=dict)  # internal field name to the API's name, where they differ
 
     def name(self, field: str) -> str:
-        """The API's name of a field, for errors."""
+        """Return the API's name of a field, for errors."""
         return self.names.get(field, field)
 
 
 def reject_unsupported(
     requested: Sampling, cache_salt: str | None, card: ModelDeploymentCard, names: Mapping[str, str]
 ) -> None:
-    """Raises UnsupportedParameter for a field that was set and that the model's engine does not support."""
-    for refused in card.unsupported_features:
-        given = cache_salt if refused == "cache_salt" else getattr(requested, refused, None)
-        if given != _DEFAULTS.get(refused):
-            reject(names.get(refused, refused), card)
+    """Raise UnsupportedParameter if the request sets a field that the model's engine does not support."""
+    for unsupported in card.unsupported_features:
+        given = cache_salt if unsupported == "cache_salt" else getattr(requested, unsupported, None)
+        if given != _DEFAULTS.get(unsupported):
+            reject(names.get(unsupported, unsupported), card)
 
 
-def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine can't do it") -> NoReturn:
-    """`name`: the API's, with a value if only that is refused."""
+def reject(name: str, card: ModelDeploymentCard, reason: str = "its engine does not support it") -> NoReturn:
+    """Raise UnsupportedParameter. `name` is the API's name, with "=value" if only that value is rejected."""
     raise UnsupportedParameter(
         f"{name} is not supported by {card.name}: {reason}; leave it out", field=name.partition("=")[0]
     )
 
 
 class Constraints(NamedTuple):
-    prefill_ids: TokenIds = NO_PREFILL  # put after the prompt, as if the model had written it
+    """The constraints on the output of a generation."""
+
+    prefill_ids: TokenIds = NO_PREFILL  # appended to the prompt as the beginning of the output
     guided: StructuredOutput | None = None
 
 
 def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[Tool, ...]:
-    """The tools that go into the prompt. Raises InvalidRequest for a choice among tools that are not there."""
+    """Return the tools that go into the prompt. Raises InvalidRequest if `tool_choice` names an unknown tool."""
     choice = options.tool_choice
     known = {tool.name for tool in tools}
     wanted = (choice.name,) if choice.mode is ToolChoiceMode.NAMED else choice.allowed or ()
@@ -93,15 +100,16 @@ def visible_tools(tools: tuple[Tool, ...], options: GenerationOptions) -> tuple[
     visible = tools if choice.allowed is None else tuple(tool for tool in tools if tool.name in choice.allowed)
     if choice.mode is ToolChoiceMode.REQUIRED and not visible:
         raise InvalidRequest(
-            f"{options.name('tool_choice')} requires a call and there are no tools", field=options.name("tool_choice")
+            f"{options.name('tool_choice')} requires a call, but there are no tools", field=options.name("tool_choice")
         )
     return visible
 
 
 def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
-    """Return how the output is constrained. `tools`: those in the prompt.
+    """Return how the output is constrained. `tools` are those in the prompt.
 
-    Raises UnsupportedParameter for what the output format or the engine can't do.
+    Raises:
+        UnsupportedParameter: the output format or the engine does not support the constraint.
     """
     choice = options.tool_choice
     if choice.mode is ToolChoiceMode.AUTO and options.strict_tools.intersection(tool.name for tool in tools):
@@ -116,8 +124,10 @@ def constraints_of(tools: tuple[Tool, ...], options: GenerationOptions, served: 
 
 
 def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Constraints:
-    """The header is forced. The arguments are held to the schema if it is strict, else to JSON where that can be had:
-    a model that did not mean to call would go on with prose."""
+    """Force the header of one call, and constrain its arguments to the strict schema, else to JSON if possible.
+
+    Without a constraint, a model that would not have called the tool may continue with prose.
+    """
     header = _call_header(tool, options, served)
     if tool.name in options.strict_tools:
         _check_guidable(options, "tool_choice", served)
@@ -133,7 +143,7 @@ def _one_call(tool: Tool, options: GenerationOptions, served: ServedModel) -> Co
 
 
 def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
-    """What the calls' headers share is forced where the format can begin in the middle of one; the rest is guided."""
+    """Require a call of one of the tools. The common part of the headers is forced if the format allows it."""
     _check_guidable(options, "tool_choice", served)
     prefill_ids = served.renderer.call_header(None) or NO_PREFILL
     return Constraints(
@@ -143,16 +153,16 @@ def _some_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Serv
 
 
 def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: ServedModel) -> Constraints:
-    """The model may call or not; once it has begun a call in the format's own words, that is held to the schemas."""
+    """Let the model decide about calls, and constrain a call to the schemas once the model has begun it."""
     name = options.name("tools") + ".strict"
     begun = served.renderer.call_header(None)
     if begun is None:
-        reason = "its output format does not mark a call; it is supported when tool_choice names a function"
+        reason = "its output format does not mark calls; set tool_choice to a function"
         reject(name, served.card, reason)
     if options.json_schema is not None:
-        reject(name, served.card, f"{options.name('response_format')} takes the one form that output can be held to")
+        reject(name, served.card, f"it cannot be combined with {options.name('response_format')}")
     _check_guidable(options, "tools", served)
-    begun = begun[:-1]  # a model writes its last token, ".", as one with what follows
+    begun = begun[:-1]  # a model may merge the last token, ".", with the text that follows
     alternatives = tuple(
         msgspec.structs.replace(each, json_schema=each.json_schema if tool.name in options.strict_tools else ANY_OBJECT)
         for tool, each in zip(tools, _alternatives(tools, begun, options, served), strict=True)
@@ -165,7 +175,7 @@ def _strict_call(tools: tuple[Tool, ...], options: GenerationOptions, served: Se
 def _alternatives(
     tools: tuple[Tool, ...], begun: TokenIds, options: GenerationOptions, served: ServedModel
 ) -> list[OutputFormat]:
-    """Each tool's call, from where `begun` ends."""
+    """Return the format of each tool's call after the tokens `begun`."""
     shared = served.renderer.decode(begun)
     headers = [served.renderer.decode(_call_header(tool, options, served)) for tool in tools]
     return [
@@ -177,7 +187,7 @@ def _alternatives(
 def _call_header(tool: Tool, options: GenerationOptions, served: ServedModel) -> TokenIds:
     header = served.renderer.call_header(tool.name)
     if header is None:
-        reject(options.name("tool_choice"), served.card, "its output format has no call that can be forced")
+        reject(options.name("tool_choice"), served.card, "its output format does not allow forced calls")
     return header
 
 
@@ -185,11 +195,11 @@ def _json_answer(json_schema: str, has_tools: bool, options: GenerationOptions, 
     _check_guidable(options, "response_format", served)
     header, ids = served.renderer.answer_header()
     if has_tools and served.card.renderer != "harmony":  # only Harmony's headers distinguish calls from answers
-        reject(options.name("response_format"), served.card, "its output format can't combine it with tool calls")
+        reject(options.name("response_format"), served.card, "its output format cannot combine it with tool calls")
     if len(ids) <= 1:
         alternative = OutputFormat(json_schema=json_schema)
         return Constraints(guided=StructuredOutput(alternatives=(alternative,), trigger=header, trigger_ids=ids))
-    # the header's last token is forced: models also write "final <|constrain|>json" and must not slip out by it
+    # The header's last token is forced: models also write "final <|constrain|>json", which would bypass the trigger.
     last = served.renderer.decode(ids[-1:])
     alternative = OutputFormat(prefix=last, json_schema=json_schema)
     return Constraints(
@@ -198,14 +208,14 @@ def _json_answer(json_schema: str, has_tools: bool, options: GenerationOptions, 
 
 
 def _check_guidable(options: GenerationOptions, field: str, served: ServedModel) -> None:
-    """What makes the model go on can't be held together with a form that ends."""
+    """Reject guided output if the engine lacks it, or if a sampling field demands tokens after its end."""
     name = options.name(field)
     if "guided" in served.card.unsupported_features:
-        reject(name, served.card, "its engine has no guided decoding")
+        reject(name, served.card, "its engine does not support guided decoding")
     for other in ("ignore_eos", "min_tokens"):
         if getattr(options.sampling, other):
             raise InvalidRequest(
-                f"{options.name(other)} can't be used with this {name}, whose output ends by its form; leave it out",
+                f"{options.name(other)} cannot be combined with {name}, which ends the output itself; leave it out",
                 field=options.name(other),
             )
 

@@ -1,7 +1,7 @@
-"""Canaries: requests with known answers, sent over every idle pair. They prove readiness and end quarantine.
+"""Probe every idle pair with requests whose answers are known, to prove readiness and to end quarantine.
 
-The known answer comes from one worker that runs the whole request by itself. A pair with another answer moves KV
-wrongly and gets no requests. The first canary of a pair also pays for its handshake, so that no user's request does. A
+The known answer comes from one worker that runs the aggregated request. A pair with another answer transfers KV wrongly
+and gets no requests. The first probe of a pair also causes its handshake, so that no user's request waits for it. A
 worker is asked to restart when none of its pairs works any more while other pairs do.
 """
 
@@ -38,15 +38,15 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-_MAX_CONCURRENT = 2  # canaries of one decode worker: one of them may be that of a prefill worker that hangs
-_PROMPTS = 3  # a pair is broken if its answers to this many all differ from the known ones: rounding rarely does that
+_MAX_CONCURRENT = 2  # probes per decode worker: one of them may wait for a prefill worker that hangs
+_PROMPTS = 3  # a pair is wrong if its answers to this many prompts all differ: rounding rarely causes that
 _PASSED = "ok"
 _INCONCLUSIVE = "inconclusive"
 _ERROR_CHARS = 300  # longest text of an unexpected exception in /health, in characters
 
 
 class _ProbeResult(NamedTuple):
-    """What a canary found: a code of the metric, and the reason or note that goes with it."""
+    """The result of a probe: its code in the metric, and a reason or note."""
 
     code: str
     text: str = ""
@@ -54,8 +54,10 @@ class _ProbeResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairProbeOptions:
-    interval_s: float = 30.0  # of a pair that serves nothing
-    timeout_s: float = 10.0
+    """The timing of probes."""
+
+    interval_s: float = 30.0  # between probes of an idle pair
+    timeout_s: float = 10.0  # for each request of a probe
 
 
 class PairProbeMetrics(Protocol):
@@ -63,7 +65,7 @@ class PairProbeMetrics(Protocol):
 
 
 class PairProbes:
-    """`run` in a task of the owner's."""
+    """The probes of all pairs. The owner runs `run` in a task."""
 
     def __init__(
         self, view: ClusterView, pipeline: Pipeline, breakers: PairBreakers, options: PairProbeOptions
@@ -75,15 +77,15 @@ class PairProbes:
         self._known_answers = KnownAnswers()
         self._numbers = itertools.count(1)
         self._asked_to_restart: set[int] = set()
-        # pairs whose canary raised an unexpected exception and has not passed since
+        # Pairs whose probe raised an unexpected exception and has not passed since.
         self._unexpected_failures: set[Pair] = set()
-        self._inconclusive: set[str] = set()  # models of which the log says so
+        self._inconclusive: set[str] = set()  # models for which this was logged
         self._probing: set[Pair] = set()
         self._slots: defaultdict[int, asyncio.Semaphore] = defaultdict(partial(asyncio.Semaphore, _MAX_CONCURRENT))
         self._probed = asyncio.Event()
 
     async def run(self, plane: Plane, metrics: PairProbeMetrics) -> None:
-        """Send canaries until cancelled. Each pair is tested in its own task: one that hangs delays no other."""
+        """Send probes until cancelled. Each pair is probed in its own task, so that a slow one delays no other."""
         async with asyncio.TaskGroup() as group:
             while True:
                 changed = self._view.changed
@@ -93,7 +95,7 @@ class PairProbes:
                 idle = [pair for pair in models if pair not in self._probing]
                 for pair in self._breakers.due(idle, time.monotonic(), self._options.interval_s):
                     self._probing.add(pair)
-                    group.create_task(self._probe_one(pair, models[pair], plane, metrics), name="canary")
+                    group.create_task(self._probe_one(pair, models[pair], plane, metrics), name="pair probe")
                 waiting = [pair for pair in idle if pair not in self._probing]
                 next_at = self._breakers.next_due_at(waiting, self._options.interval_s)
                 await _first_of((changed, self._probed), None if next_at is None else next_at - time.monotonic())
@@ -121,25 +123,23 @@ class PairProbes:
             self._probed.set()
 
     async def _probe_safely(self, pair: Pair) -> str:
-        """As `_probe`; an unexpected exception is the failure of this pair alone."""
+        """Probe a pair. An unexpected exception counts as a failure of this pair alone."""
         try:
             code = await self._probe(pair)
-        # A canary uses data that workers send. An exception would end the canaries of all pairs and the frontend. The
-        # traceback is logged once per pair until its canary passes.
+        # A probe uses data that workers send. An exception would end the probes of all pairs and the frontend. The
+        # traceback is logged once per pair until its probe passes.
         except Exception as exc:  # noqa: BLE001
             code = InternalError.code
             if pair not in self._unexpected_failures:
                 self._unexpected_failures.add(pair)
-                prefill, decode = ("none" if each is None else f"{each:x}" for each in pair)
-                text = "canary raised an unexpected exception: prefill %s, decode %s"
-                _log.error(text, prefill, decode, exc_info=exc)
+                _log.error("probe raised an unexpected exception: %s", format_pair(pair), exc_info=exc)
             self._record_failure(pair, f"{code}: {type(exc).__name__}: {str(exc)[:_ERROR_CHARS]}")
         if code in (_PASSED, _INCONCLUSIVE):
             self._unexpected_failures.discard(pair)
         return code
 
     async def _probe(self, pair: Pair) -> str:
-        """Note the outcome in the pair book. Return the code of the verdict or of the error."""
+        """Probe a pair and record the outcome in its breaker. Return the code for the metric."""
         selection = self._selection(pair)
         if selection is None:
             return "gone"
@@ -147,13 +147,13 @@ class PairProbes:
         try:
             result = await self._compare(selection, trace)
         except TimeoutError:
-            result = _ProbeResult("canary", f"no answer to a canary within {self._options.timeout_s:g} s")
+            result = _ProbeResult("canary", f"no answer to a probe within {self._options.timeout_s:g} s")
         except (TransferFailed, TransferTimeout) as exc:
-            return exc.code  # the pipeline has noted it
-        except CapacityError as exc:  # busy is not broken
+            return exc.code  # the pipeline has recorded it
+        except CapacityError as exc:  # a busy worker is not a broken pair
             self._breakers.defer(pair, time.monotonic())
             return exc.code
-        except (Unreachable, Disconnected) as exc:  # not taken up is not broken either
+        except (Unreachable, Disconnected) as exc:  # an unreachable worker says nothing about KV transfer
             self._breakers.record_unreachable(pair, f"{exc.code}: {exc.message}", time.monotonic())
             self._pipeline.record_unreachable(trace, exc)
             return exc.code
@@ -166,15 +166,18 @@ class PairProbes:
         elif result.code == "canary":
             self._record_failure(pair, result.text)
         elif result.code == _INCONCLUSIVE and self._breakers.status(pair).is_wrong:
-            self._breakers.defer(pair, time.monotonic())  # only a right answer clears it
+            self._breakers.defer(pair, time.monotonic())  # only a right answer ends its quarantine
         else:
             self._pipeline.record_success(pair, is_probe=True, note=result.text)
             self._log_inconclusive(selection, result.text)
         return result.code
 
     async def _compare(self, selection: WorkerSelection, trace: RouteTrace) -> _ProbeResult:
-        """The pair works as soon as one of its answers is the known one; it is broken when _PROMPTS answers differ,
-        or some do and the others prove nothing."""
+        """Compare the pair's answers with known ones.
+
+        The pair works as soon as one answer is the known one. It is wrong if _PROMPTS answers differ, or if some differ
+        and the others prove nothing.
+        """
         ask, view = partial(self._ask, trace), self._view.model(selection.decode.card.name)
         known_answer: KnownAnswer | None = None
         num_wrong = 0
@@ -185,31 +188,31 @@ class PairProbes:
                 selection, random_prompt(selection) if known_answer is None else known_answer.prompt, ANSWER_TOKENS
             )
             if len(tokens) != ANSWER_TOKENS:
-                return _ProbeResult("canary", f"a canary of {ANSWER_TOKENS} tokens brought {len(tokens)}")
+                return _ProbeResult("canary", f"a probe of {ANSWER_TOKENS} tokens returned {len(tokens)}")
             if selection.prefill is None:
                 return _ProbeResult(_PASSED)
             if not (trace.decode_stats and trace.decode_stats.kv_bytes):
-                text = "the decode worker answered a canary without reading the prefill worker's KV"
+                text = "the decode worker answered a probe without reading the prefill worker's KV"
                 return _ProbeResult("canary", text)
             if known_answer is None and num_wrong:
-                text = "its answer to a canary is not the known one, and no worker gives another one to compare with"
+                text = "its answer to a probe is not the known one, and no worker gives another one to compare with"
                 return _ProbeResult("canary", text)
             if known_answer is None:
                 return _ProbeResult(
-                    _INCONCLUSIVE, "no worker of its model can run aggregated requests: wrong KV would go unnoticed"
+                    _INCONCLUSIVE, "no worker of the model can run aggregated requests: wrong KV would go unnoticed"
                 )
             if tokens == known_answer.tokens and known_answer.depends_on_kv:
                 return _ProbeResult(_PASSED)
             num_wrong += tokens != known_answer.tokens
         if not num_wrong:
             return _ProbeResult(
-                _INCONCLUSIVE, "its model answers all prompts alike: KV of another prompt would go unnoticed"
+                _INCONCLUSIVE, "the model answers all prompts alike: KV of another prompt would go unnoticed"
             )
         return _ProbeResult(
             "mismatch",
-            f"its answers to {_PROMPTS} prompts differ from those of one worker alone: KV arrives changed, stale or "
-            "not at all; check that both workers have the same build, model files and KV settings, and the transport "
-            "between them",
+            f"its answers to {_PROMPTS} prompts differ from those of an aggregated worker: KV arrives changed, stale "
+            "or not at all; check that both workers have the same build, model files and KV settings, and check the "
+            "transport between them",
         )
 
     async def _ask(
@@ -221,10 +224,10 @@ class PairProbes:
         *,
         num_resumed_output_tokens: int = 0,
     ) -> list[int]:
-        """See `Ask`. Each request has its own salt: otherwise a prefix cache could replace the KV transfer."""
+        """See `ProbeCall`. Each request has its own salt: otherwise a prefix cache could replace the KV transfer."""
         trace.prefill_instance = trace.decode_instance = trace.decode_stats = None
         request = GenerateRequest(
-            request_id=f"canary-{next(self._numbers)}",
+            request_id=f"probe-{next(self._numbers)}",
             model=selection.decode.card.name,
             token_ids=prompt,
             sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
@@ -246,7 +249,7 @@ class PairProbes:
         model = selection.decode.card.name
         if text and model not in self._inconclusive:
             self._inconclusive.add(model)
-            _log.info("canaries can't prove that a pair works: %s (model %s)", text, model)
+            _log.info("probes cannot detect wrong KV for model %s: %s", model, text)
 
     def _selection(self, pair: Pair) -> WorkerSelection | None:
         by_id: dict[int | None, Instance] = {instance.id: instance for instance in self._view.instances()}
@@ -257,7 +260,7 @@ class PairProbes:
 
     def _record_failure(self, pair: Pair, reason: str, *, is_wrong: bool = False) -> None:
         if self._breakers.record_failure(pair, reason, time.monotonic(), is_wrong=is_wrong):
-            _log.error("%s is quarantined: %s", format_pair(pair), reason)
+            _log.error("%s quarantined: %s", format_pair(pair), reason)
 
     async def _restart_suspects(self, plane: Plane) -> None:
         by_id = {instance.id: instance for instance in self._view.instances()}
@@ -266,15 +269,17 @@ class PairProbes:
             instance = by_id.get(instance_id)
             if instance is None:
                 continue
-            _log.error("instance %x: none of its pairs moves KV correctly; asking it to restart", instance_id)
+            _log.error("%s worker %x fails with every peer; requesting restart", instance.role, instance_id)
             try:
-                await plane.control(instance.subject, Restart("none of its pairs moves KV correctly"))
+                await plane.control(instance.subject, Restart("KV transfer fails with every peer"))
             except DynamoError as exc:
-                _log.warning("instance %x was not asked to restart (%s): %s", instance_id, exc.code, exc.message)
+                _log.warning(
+                    "restart request to worker %x failed; restart it (%s): %s", instance_id, exc.code, exc.message
+                )
 
 
 async def _first_of(events: Iterable[asyncio.Event], seconds: float | None) -> None:
-    """Returns when one of `events` is set or `seconds` have passed."""
+    """Return when one of `events` is set or `seconds` have passed."""
     waits = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(

@@ -1,8 +1,8 @@
-"""Runs one request as a prefill call and a decode call. Only this module knows both; it handles no HTTP and no text.
+"""Run one request as a prefill call and a decode call. Only this module knows both; it handles no HTTP and no text.
 
-Steps: select workers → (decode_first: reserve a decode slot) → prefill call (one chunk with a ticket) → decode call
-(all tokens) → release the ticket at the prefill worker. A prefill call that finishes the request needs no decode call.
-When a call fails, `retry_state` decides what follows. Closing the stream closes the current call.
+Steps: select workers → (decode_first: reserve a decode slot) → prefill call (one chunk with KV transfer parameters) →
+decode call (all tokens) → release the KV at the prefill worker. A prefill call that finishes the request needs no
+decode call. When a call fails, `retry_state` decides how to continue. Closing the stream closes the current call.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dynamo_trtllm.errors import (
     Unreachable,
 )
 from dynamo_trtllm.frontend.background_control import BackgroundControl
+from dynamo_trtllm.frontend.request_ids import short_id
 from dynamo_trtllm.frontend.retry_state import Cooldown, RecoveryLimits, RetryState, is_not_accepted
 from dynamo_trtllm.messages import (
     Chunk,
@@ -52,12 +53,12 @@ from dynamo_trtllm.router.view import ClusterView, pairing_key
 _log = logging.getLogger(__name__)
 
 _RESERVE_TIMEOUT_S = 2.0
-_RESERVED_S = 60.0  # longest that a slot outlives a frontend that died; a decode call after it queues like any other
+_RESERVED_S = 60.0  # expiry of a slot, in case this frontend dies; a decode call without a slot is queued
 
 
 @dataclass(slots=True)
 class RouteTrace:
-    """Who served a request and where its time went; filled while the stream runs. Of several attempts, the last."""
+    """The workers and timings of a request's last attempt, filled while the stream runs."""
 
     prefill_instance: int | None = None
     decode_instance: int | None = None
@@ -68,7 +69,7 @@ class RouteTrace:
 
 
 class _Out(NamedTuple):
-    """Where the calls of one attempt write their results."""
+    """The destinations of one attempt's results."""
 
     trace: RouteTrace
     sink: Sink | None
@@ -77,17 +78,17 @@ class _Out(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What a request may cost when workers fail it or are missing."""
+    """The limits and fallbacks for requests whose workers fail or are missing."""
 
     limits: RecoveryLimits = field(default_factory=RecoveryLimits)
     hold_s: float = 0.0  # longest wait for a role that has no instance
-    decode_fallback: bool = False  # decode workers do whole requests while there is no prefill worker
-    # Canaries test new and quarantined pairs. Without canaries, requests do: quarantined pairs get them after a while.
+    decode_fallback: bool = False  # without a prefill worker, decode workers run aggregated requests
+    # Probes test new and quarantined pairs. Without probes, requests test them, quarantined pairs after a while.
     has_probes: bool = False
 
 
 class Pipeline:
-    """Close it after the last stream."""
+    """A runner of requests on prefill and decode workers. Close it after the last stream."""
 
     def __init__(
         self,
@@ -96,7 +97,7 @@ class Pipeline:
         options: PipelineOptions | None = None,
         breakers: PairBreakers | None = None,
     ) -> None:
-        """`breakers` gets the outcome of every hand-off, and keeps requests off the pairs it has shut."""
+        """`breakers` records the outcome of every KV transfer. Pairs whose breaker is open get no requests."""
         self._view = view
         self._breakers = breakers or PairBreakers()
         self._plane = plane
@@ -104,16 +105,22 @@ class Pipeline:
         self._round_robin: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
         self._cooldown = Cooldown()
         self._background_control = BackgroundControl(plane)
-        self._withheld_at: asyncio.Event | None = None  # the view's change up to which new pairs are withheld
+        self._withheld_at: asyncio.Event | None = None  # the view's `changed` when new pairs were last withheld
 
     async def generate(
         self, request: GenerateRequest, trace: RouteTrace, sink: Sink | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """The chunks of the whole request, exactly one of them terminal. Consume with `aclosing`.
+        """Yield the chunks of the request, exactly one of them terminal. Consume with `aclosing`.
 
-        `sink`: may be given chunks that are not yielded then, as in `Plane.generate`.
+        Args:
+            trace: filled while the stream runs.
+            sink: may receive chunks, which are then not yielded, as in `Plane.generate`.
 
-        Raises NoInstances, TransferMismatch, MigrationFailed, and errors of a call after which there is no retry.
+        Raises:
+            NoInstances: no worker of a role is available.
+            TransferMismatch: no prefill worker matches a decode worker.
+            MigrationFailed: the stream broke, and its rest cannot be generated by another worker.
+            DynamoError: a call failed and is not retried.
         """
         retry_state = RetryState(request=request, limits=self._options.limits)
         sink = sink and retry_state.count_tokens(sink)
@@ -131,11 +138,17 @@ class Pipeline:
                 at, card = self.record_unreachable(trace, exc), selection.decode.card
                 retry_state.record_failure(exc, at=at, prefill=trace.prefill_instance, card=card)
                 trace.retries, trace.migrations = retry_state.retries, retry_state.migrations
-                _log.warning("request %s: a call failed, retrying (%s): %s", request.request_id, exc.code, exc.message)
+                _log.warning(
+                    "request %s: %s, retrying (%s): %s",
+                    short_id(request.request_id),
+                    "no call was made" if at is None else f"worker {at:x} failed",
+                    exc.code,
+                    exc.message,
+                )
         yield Chunk(finish_reason=FinishReason.LENGTH)
 
     async def _select_or_wait(self, retry_state: RetryState) -> WorkerSelection:
-        """Where the next attempt runs; waits a bounded time for an instance that is not there yet."""
+        """Select the workers of the next attempt. Waits a bounded time for a missing instance."""
         loop = asyncio.get_running_loop()
         begun_s, hold_s = loop.time(), self._options.hold_s
         round_robin_index = next(self._round_robin[retry_state.request.model])
@@ -148,7 +161,7 @@ class Pipeline:
                 untried = pairs_of(self._view.model(retry_state.request.model))
                 if pause_s is None or not retry_state.is_worth_waiting:
                     if self._breakers.admit(untried):
-                        continue  # a pair that no canary has tried yet is better than none
+                        continue  # a pair that was not probed yet is better than none
                     raise retry_state.error or missing from None
                 left_s = min(pause_s - (loop.time() - begun_s), retry_state.request.deadline - time.time())
                 if await _happens(changed, left_s):
@@ -170,11 +183,11 @@ class Pipeline:
                     round_robin_index,
                 )
             except NoInstances:
-                pass  # better one that may be back than none
+                pass  # a cooling instance, which may be back, is better than none
         return self._select_excluding(frozenset(retry_state.excluded), retry_state, round_robin_index)
 
     def _update_breakers(self) -> None:
-        """Update which pairs get no requests; called before a pair is chosen."""
+        """Update which pairs get no requests. Called before a pair is selected."""
         if not self._options.has_probes:
             if self._breakers.any_open:
                 self._breakers.half_open(time.monotonic())
@@ -192,14 +205,14 @@ class Pipeline:
         return select(view, model, round_robin_index, self._breakers, avoid=retry_state.avoid, decode_fallback=fallback)
 
     def record_unreachable(self, trace: RouteTrace, error: DynamoError) -> int | None:
-        """Note a failed attempt; return the id of the instance whose call failed."""
+        """Record a failed attempt. Return the id of the instance whose call failed."""
         at = trace.prefill_instance if trace.decode_instance is None else trace.decode_instance
         if at is not None:
             self._record_unreachable(at, error)
         return at
 
     def _record_unreachable(self, instance_id: int, error: DynamoError) -> None:
-        """Skip an instance for a while if it did not accept a call. None of its pairs is known to work any more."""
+        """Avoid an instance for a while if it did not accept a call, and mark its pairs as not working."""
         now = time.monotonic()
         if is_not_accepted(error):
             self._cooldown.start(instance_id, now)
@@ -211,7 +224,7 @@ class Pipeline:
                 if self._breakers.record_unreachable(pair, reason, now)
             ]
             if worked:
-                self._view.notify_changed()  # canaries try them soon
+                self._view.notify_changed()  # probes test them soon
 
     def attempt(
         self,
@@ -222,8 +235,10 @@ class Pipeline:
         *,
         is_probe: bool = False,
     ) -> AsyncGenerator[Chunk, None]:
-        """One attempt on the given instances, with no recovery; as `generate` otherwise. With `is_probe` no other
-        decode instance gets its ticket, and whether the pair works is for the caller to note: it knows at the end."""
+        """Run one attempt on the given instances, without recovery, and yield its chunks as `generate` does.
+
+        With `is_probe` no other decode instance is tried, and the caller records whether the pair works.
+        """
         out = _Out(trace, sink, is_probe)
         if selection.prefill is None:
             return self._run_aggregated(selection.decode, request, out)
@@ -248,14 +263,14 @@ class Pipeline:
     ) -> AsyncGenerator[Chunk, None]:
         trace = out.trace
         slot = await self._reserve(decode, request, trace) if decode.strategy == "decode_first" else None
-        begun, ticket, tried = False, None, {decode.id}
+        begun, params, tried = False, None, {decode.id}
         try:
             last = await self._prefill(prefill, request, trace)
-            ticket = last.ticket
-            if ticket is None:
+            params = last.ticket
+            if params is None:
                 yield last
                 return
-            call = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=ticket, reservation_id=slot)
+            call = msgspec.structs.replace(request, phase=Phase.DECODE, ticket=params, reservation_id=slot)
             while not begun:
                 try:
                     async with aclosing(self._decode(prefill, decode, call, out)) as chunks:
@@ -267,7 +282,13 @@ class Pipeline:
                     if other is None:
                         raise
                     self._record_unreachable(decode.id, exc)
-                    _log.info("instance %x decodes %s instead (%s)", other.id, request.request_id, exc.code)
+                    _log.info(
+                        "request %s: decode worker %x failed (%s), using %x",
+                        short_id(request.request_id),
+                        decode.id,
+                        exc.code,
+                        other.id,
+                    )
                     self._background_control.release_slot(decode, slot)
                     call, slot = msgspec.structs.replace(call, reservation_id=None), None
                     decode = other
@@ -275,24 +296,24 @@ class Pipeline:
         finally:
             if not begun:
                 self._background_control.release_slot(decode, slot)  # the call may never have arrived
-                if ticket is not None:
-                    self._background_control.release(prefill, ticket, ReleaseOutcome.ABORTED)
+                if params is not None:
+                    self._background_control.release(prefill, params, ReleaseOutcome.ABORTED)
 
     async def _decode(
         self, prefill: Instance, decode: Instance, call: GenerateRequest, out: _Out
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a decode call. The first one means that the KV has arrived, so its ticket is released."""
+        """Yield the chunks of a decode call. The first one shows that the KV has arrived, so its source is released."""
         trace = out.trace
         trace.decode_instance = decode.id
-        ticket = call.ticket
+        params = call.ticket
         try:
             async with aclosing(self._plane.generate(decode.subject, call, out.sink)) as chunks:
                 async for chunk in chunks:
-                    if ticket is not None:
-                        self._background_control.release(prefill, ticket, ReleaseOutcome.FETCHED)
+                    if params is not None:
+                        self._background_control.release(prefill, params, ReleaseOutcome.FETCHED)
                         if not out.is_probe:
                             self.record_success((prefill.id, decode.id))
-                        ticket = None
+                        params = None
                     trace.decode_stats = chunk.stats or trace.decode_stats
                     yield chunk
         except (TransferFailed, TransferTimeout) as exc:
@@ -300,7 +321,7 @@ class Pipeline:
             raise
 
     def _other_decode(self, prefill: Instance, tried: set[int]) -> Instance | None:
-        """Another one that can redeem this prefill instance's tickets."""
+        """Return an untried decode instance that can fetch this prefill instance's KV; None if there is none."""
         self._update_breakers()
         model = prefill.card.name
         view, key = (
@@ -315,39 +336,39 @@ class Pipeline:
     async def _reserve(self, decode: Instance, request: GenerateRequest, trace: RouteTrace) -> str:
         """Reserve a slot for this request's decode call and return its id. Raises Overloaded when there is none."""
         slot = secrets.token_hex(8)
-        trace.decode_instance = decode.id  # what fails here is the decode instance's
+        trace.decode_instance = decode.id  # a failure here is attributed to the decode instance
         left_s = request.deadline - time.time()
         if left_s <= 0:
-            raise DeadlineExceeded("the request's deadline passed before a decode slot was kept for it")
+            raise DeadlineExceeded("the request's deadline passed before a decode slot was reserved")
         command = ReserveSlot(slot, min(request.deadline, time.time() + _RESERVED_S))
         try:
             await self._plane.control(decode.subject, command, timeout_s=min(left_s, _RESERVE_TIMEOUT_S))
         except Overloaded:
             raise
-        except BaseException:  # cancelled too: the worker may have kept it
+        except BaseException:  # also when cancelled: the worker may have reserved the slot
             self._background_control.release_slot(decode, slot)
             raise
         trace.decode_instance = None
         return slot
 
     def record_success(self, pair: Pair, *, is_probe: bool = False, note: str = "") -> None:
-        """Note that KV was read at the other end; arguments as of `PairBreakers.record_success`."""
+        """Record that a KV transfer succeeded. Arguments as for `PairBreakers.record_success`."""
         for instance_id in filter(None, pair):
             self._cooldown.forget(instance_id)
         if self._breakers.record_success(pair, time.monotonic(), is_probe=is_probe, note=note):
-            self._view.notify_changed()  # requests may wait for it
+            self._view.notify_changed()  # requests may wait for this pair
             _log.info("%s works", format_pair(pair))
 
     def _record_failure(self, pair: Pair, error: DynamoError) -> None:
         worked = self._breakers.status(pair).state is PairState.WORKING
         opened = self._breakers.record_failure(pair, f"{error.code}: {error.message}", time.monotonic())
         if worked or opened:
-            self._view.notify_changed()  # a canary tries it when that is due
+            self._view.notify_changed()  # its next probe may be due earlier
         if opened:
-            _log.error("%s is quarantined (%s): %s", format_pair(pair), error.code, error.message)
+            _log.error("%s quarantined (%s): %s", format_pair(pair), error.code, error.message)
 
     async def _prefill(self, instance: Instance, request: GenerateRequest, trace: RouteTrace) -> Chunk:
-        """Return the terminal chunk of the prefill call, with a ticket or with the whole answer."""
+        """Return the terminal chunk of the prefill call, with KV transfer parameters or with the complete output."""
         trace.prefill_instance = instance.id
         call = msgspec.structs.replace(request, phase=Phase.PREFILL)
         async with aclosing(self._plane.generate(instance.subject, call)) as chunks:
@@ -355,18 +376,20 @@ class Pipeline:
                 if chunk.finish_reason is None:
                     continue
                 if (chunk.finish_reason is FinishReason.KV_TRANSFER) != (chunk.ticket is not None):
-                    raise StreamIncomplete(f"prefill instance {instance.id:x} ended with no ticket; restart it")
+                    raise StreamIncomplete(
+                        f"prefill instance {instance.id:x} returned no KV transfer parameters; restart it"
+                    )
                 trace.prefill_stats = chunk.stats
                 return chunk
         raise StreamIncomplete(f"prefill instance {instance.id:x} ended without a terminal chunk")
 
     async def aclose(self) -> None:
-        """Waits a bounded time for the verbs under way."""
+        """Wait a bounded time for the control requests in progress."""
         await self._background_control.aclose()
 
 
 async def _happens(event: asyncio.Event, within_s: float) -> bool:
-    """Whether `event` is set in time."""
+    """Wait for `event`. Return False if it was not set within `within_s` seconds."""
     try:
         async with asyncio.timeout(max(0.0, within_s)):
             await event.wait()

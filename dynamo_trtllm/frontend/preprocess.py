@@ -1,4 +1,4 @@
-"""Checked OpenAI request + served model → what the pipeline runs. Pure: no await, no clock; safe in a thread."""
+"""Convert a checked OpenAI request to pipeline requests for a model. Pure: no await, no clock; safe in a thread."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from dynamo_trtllm.frontend.options import (
 from dynamo_trtllm.messages import Conversation, GenerateRequest, Sampling, TokenIds, token_ids
 from dynamo_trtllm.tokenization.base import OutputParser, Renderer
 
-_MAX_PROMPT_TOKENS = 2 << 20  # of all choices together: each is sent to its worker by itself
-_MAX_ECHO_CHARS = 8 << 20  # of all choices; n = 128 would make an answer 128 times as large as its request
-_LEAST_TEMPERATURE = 1e-5  # below, a choice is greedy, and the logits divided by it may be no numbers any more
+_MAX_PROMPT_TOKENS = 2 << 20  # of all choices together, because each choice sends its own prompt
+_MAX_ECHO_CHARS = 8 << 20  # of all choices together: with n = 128, a response could be 128 times its request
+_LEAST_TEMPERATURE = 1e-5  # lower values mean greedy; dividing logits by them may overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """What the edge adds to a request."""
+    """The values that the endpoint adds to a request."""
 
     request_id: str
     deadline: float  # seconds since the epoch
@@ -39,29 +39,29 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRequest:
-    """One choice of an answer, ready to run. The parser is fresh and belongs to it."""
+    """One choice of a response, ready to run. It has a parser of its own."""
 
     request: GenerateRequest
     renderer: Renderer
     parser: OutputParser
     stop: tuple[str, ...]
-    hidden_token_ids: frozenset[int]  # stop tokens the client chose: they end the text and are not part of it
+    hidden_token_ids: frozenset[int]  # the client's stop tokens, which are not part of the text
     content_logprobs_only: bool  # chat: no log-probabilities of markers and reasoning
-    shows_logprobs: bool = True  # False: best_of alone asked the engine for them
-    echo: str = ""  # the answer begins with this text
-    max_tool_calls: int | None = None  # the answer ends where one more would begin
+    shows_logprobs: bool = True  # False: the engine computes them only for best_of
+    echo: str = ""  # the text begins with this
+    max_tool_calls: int | None = None  # the output ends before the next call
 
     @property
     def ends_with_engine(self) -> bool:
-        """Only the engine's terminal chunk ends it, nothing that is found in its text."""
+        """True if only the engine's terminal chunk ends the choice, and never its text."""
         return not self.stop and self.max_tool_calls is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationPlan:
-    """One HTTP request: one pipeline request per choice, in the order of the prompts.
+    """The pipeline requests of one HTTP request: one per choice, in the order of the prompts.
 
-    Of each `candidates` consecutive choices (those of one prompt) the `keep` likeliest are answered.
+    The choices of one prompt are `candidates` consecutive ones. The `keep` likeliest of them are returned.
     """
 
     choices: tuple[ChoiceRequest, ...]
@@ -70,14 +70,18 @@ class GenerationPlan:
 
 
 def prepare_chat(body: ChatRequest, served: ServedModel, context: RequestContext) -> GenerationPlan:
-    """Raises InvalidRequest, UnsupportedParameter or ContextTooLong, each naming the field."""
+    """Plan a chat request.
+
+    Raises:
+        InvalidRequest, UnsupportedParameter, ContextTooLong: `field` is the wrong field.
+    """
     return prepare_conversation(chat_conversation(body), chat_options(body, served.card), served, context)
 
 
 def prepare_conversation(
     conversation: Conversation, options: GenerationOptions, served: ServedModel, context: RequestContext
 ) -> GenerationPlan:
-    """As `prepare_chat`, for every API that has conversations. `conversation.tools`: all that the client sent."""
+    """Plan a conversation of any API. `conversation.tools` are all tools of the request. Raises as `prepare_chat`."""
     renderer, requested = served.renderer, options.sampling
     reject_unsupported(requested, options.cache_salt, served.card, options.names)
     tools = visible_tools(conversation.tools, options)
@@ -110,13 +114,13 @@ def prepare_conversation(
 
 
 def prepare_text(body: CompletionRequest, served: ServedModel, context: RequestContext) -> GenerationPlan:
-    """As `prepare_chat`; the prompts go to the model as they are."""
+    """Plan a text completion request, whose prompts are not changed. Raises as `prepare_chat`."""
     requested, renderer = sampling_of(body, served.card, body.max_tokens, body.logprobs), served.renderer
     options = GenerationOptions(sampling=requested, stop=tuple(body.stop), names={"messages": "prompt"})
     reject_unsupported(requested, body.salt, served.card, options.names)
     selects_best = body.candidates > body.n
     if selects_best and "logprobs" in served.card.unsupported_features:
-        reject("best_of", served.card, "its engine gives no log-probabilities to choose by")
+        reject("best_of", served.card, "its engine does not return the log-probabilities that best_of needs")
     if selects_best and requested.logprobs is None:
         requested = msgspec.structs.replace(requested, logprobs=0)
     prompts = [_prompt_ids(prompt, served) for prompt in body.prompt]
@@ -130,7 +134,7 @@ def prepare_text(body: CompletionRequest, served: ServedModel, context: RequestC
     texts = [_text(prompt, served) if body.echo else "" for prompt in body.prompt]
     if (size := sum(map(len, texts)) * body.n) > _MAX_ECHO_CHARS:
         raise InvalidRequest(
-            f"the answer would repeat {size} characters of prompts; echo returns at most {_MAX_ECHO_CHARS}: lower n",
+            f"echo would return {size} characters of prompts; at most {_MAX_ECHO_CHARS} are allowed, lower n",
             field="echo",
         )
     echoes = [text for text in texts for _ in range(body.candidates)]
@@ -164,11 +168,11 @@ def _text(prompt: str | list[int], served: ServedModel) -> str:
 def _requests(
     calls: Sequence[tuple[TokenIds, Sampling]], served: ServedModel, context: RequestContext, cache_salt: str | None
 ) -> list[GenerateRequest]:
-    """One request per prompt and choice. Choice i has the seed plus i: equal seeds would give equal choices."""
+    """Return one request per prompt and choice. Choice i uses seed + i, because equal seeds give equal choices."""
     if (tokens := sum(len(ids) for ids, _ in calls)) > _MAX_PROMPT_TOKENS:
         raise InvalidRequest(
-            f"{len(calls)} choices have prompts of {tokens} tokens together, of at most {_MAX_PROMPT_TOKENS}: lower "
-            "n, or send several requests",
+            f"the prompts of {len(calls)} choices have {tokens} tokens together; at most {_MAX_PROMPT_TOKENS} are "
+            "allowed: lower n, or send several requests",
             field="n",
         )
     return [
@@ -187,7 +191,7 @@ def _requests(
 
 
 def _wrapped(seed: int) -> int:
-    """Within 64 signed bits, as the wire takes it."""
+    """Wrap a seed to 64 signed bits, the type on the wire."""
     return (seed + SEED_LIMIT) % (2 * SEED_LIMIT) - SEED_LIMIT
 
 
@@ -196,25 +200,25 @@ def _output_budget(wanted: int | None, prompt_tokens: int, served: ServedModel, 
     available = context - prompt_tokens
     if available < 1:
         raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and the context of {served.card.name} is {context} tokens, "
-            f"prompt and answer together; shorten the prompt by at least {1 - available} tokens",
+            f"the prompt has {prompt_tokens} tokens; the context length of {served.card.name} is {context} tokens for "
+            f"prompt and output; shorten the prompt by at least {1 - available} tokens",
             field=options.name("messages"),
         )
     if wanted is not None and wanted > available:
         name = options.name("max_tokens")
         raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and {name} asks for {wanted} more, {prompt_tokens + wanted} "
-            f"together; the context of {served.card.name} is {context} tokens: set {name} to at most {available}",
+            f"the prompt has {prompt_tokens} tokens and {name} is {wanted}, {prompt_tokens + wanted} together; the "
+            f"context length of {served.card.name} is {context} tokens: set {name} to at most {available}",
             field=name,
         )
     return available if wanted is None else wanted
 
 
 def _sampling(requested: Sampling, max_tokens: int, served: ServedModel, options: GenerationOptions) -> Sampling:
-    """What was asked, checked against the model, with its budget."""
+    """Check the requested sampling against the model, and set the output budget."""
     if requested.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {requested.min_tokens} and more than {options.name('max_tokens')}, {max_tokens}",
+            f"min_tokens is {requested.min_tokens}, but {options.name('max_tokens')} is only {max_tokens}",
             field="min_tokens",
         )
     _checked_ids(requested.stop_token_ids, served, "stop_token_ids")
@@ -222,7 +226,7 @@ def _sampling(requested: Sampling, max_tokens: int, served: ServedModel, options
     return msgspec.structs.replace(
         requested,
         max_tokens=max_tokens,
-        top_k=min(requested.top_k, served.card.vocab_size),  # engines' integers have 64 bits or fewer
+        top_k=min(requested.top_k, served.card.vocab_size),  # engines' integers may be smaller than the client's
         temperature=requested.temperature if requested.temperature >= _LEAST_TEMPERATURE else 0.0,
     )
 
@@ -233,7 +237,7 @@ def _checked_ids(ids: Sequence[int], served: ServedModel, field: str) -> TokenId
         bad = next(index for index, token_id in enumerate(ids) if token_id >= size)
         where = field if field == "logit_bias" else f"{field}[{bad}]"
         raise InvalidRequest(
-            f"{where} names {ids[bad]}, which is no token of {served.card.name}: its ids go from 0 to {size - 1}",
+            f"{where} contains {ids[bad]}, which is not a token id of {served.card.name}; valid are 0 to {size - 1}",
             field=field,
         )
     return token_ids(ids)

@@ -1,7 +1,7 @@
-"""Several frontend processes on one port: the parent that starts them, keeps them running and ends with them.
+"""Run several frontend processes on one port: start them, restart them and aggregate their metrics.
 
-It holds no request: the kernel deals connections out to those that listen. It adds up their numbers, because it is the
-one that lives as long as the frontend. Imports no more than the start of a process needs.
+The parent handles no requests: the kernel distributes connections among the processes. It aggregates metrics because it
+outlives the processes. This module imports only what starting a process needs.
 """
 
 from __future__ import annotations
@@ -25,36 +25,42 @@ from dynamo_trtllm.observability.metrics_aggregator import MetricsAggregator, Sn
 from dynamo_trtllm.subprocesses.child import Child, decide, describe, spawn
 
 _MODULE = "dynamo_trtllm.frontend.frontend_process"
-_STOP_S = 34.0  # from SIGTERM to SIGKILL: a process gives running requests 30 s
-_METRICS_TIMEOUT_S = 1.0  # of one process; then its last ones count
+_STOP_S = 34.0  # from SIGTERM to SIGKILL: a process waits 30 s for running requests
+_METRICS_TIMEOUT_S = 1.0  # per process; after that its last metrics are used
 
 _log = logging.getLogger(__name__)
 
 
 def reserve_port(config: FrontendConfig) -> socket.socket:
-    """The port, kept for processes that say they share it; no connection comes to it here. Raises ConfigError, also
-    when another frontend is ready to share the port."""
+    """Reserve the port for processes that share it, without listening.
+
+    Raises:
+        ConfigError: the port is in use, also if another frontend would share it.
+    """
     with listen(config.http_host, config.http_port) as probe:
         port = probe.getsockname()[1]
     return bind(config.http_host, port, is_shared=True)
 
 
 def process_argv(config: FrontendConfig, number: int, port: int) -> list[str]:
-    """Return the command line of one process. Every user of the host can read it, so settings that may hold a password
-    are in `process_environ`. `number` counts from 1.
+    """Return the command line of process `number`, counted from 1.
+
+    Every user of the host can read a command line, so settings that may contain a password are in `process_environ`.
     """
     settings = config.model_dump(exclude={"nats_server"}) | {"http_port": port, "number": number}
     return [sys.executable, "-m", _MODULE, *to_argv(FrontendProcessConfig, settings)]
 
 
 def process_environ(config: FrontendConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of every process."""
+    """Return the environment of every process."""
     return {**environ, f"{ENV_PREFIX}NATS_SERVER": config.nats_server}
 
 
 def combined_exit_status(statuses: Mapping[str, int]) -> int:
-    """The exit status for those of all processes; one that was killed counts as a shell counts it, but for the SIGTERM
-    that all get, which ends one that is just starting."""
+    """Return one exit status for all processes: the largest, where death by signal N counts as 128 + N.
+
+    SIGTERM counts as 0: it is sent to all at shutdown, and it kills a process that is just starting.
+    """
     counted = (0 if status == -signal.SIGTERM else status for status in statuses.values())
     return max((status if status >= 0 else 128 - status for status in counted), default=0)
 
@@ -66,7 +72,7 @@ class _RestartLimitReached(Exception):
 
 
 class ProcessGroup:
-    """Made and run once, in the main thread. `environ` is what the processes inherit."""
+    """The processes of one frontend. Created and run once, in the main thread. Processes inherit `environ`."""
 
     def __init__(self, config: FrontendConfig, port: int, environ: Mapping[str, str]) -> None:
         self._config = config
@@ -80,13 +86,13 @@ class ProcessGroup:
         self._aggregator = MetricsAggregator()
 
     def stop(self) -> None:
-        """Called once: all finish what they do. Called again: all are killed."""
+        """Stop all processes after their running requests. The second call kills them."""
         if self._stopping.is_set():
             self._kill_all()
         self._stopping.set()
 
     async def run(self) -> int:
-        """Until `stop`, or until it is of no use any more; the exit status. No process is left."""
+        """Run until `stop` is called or a process cannot be restarted. Return the exit status; no process is left."""
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(each, self.stop)
         limit_reached: _RestartLimitReached | None = None
@@ -97,7 +103,7 @@ class ProcessGroup:
                 group.create_task(self._stop_all())
         except* _RestartLimitReached as failed:
             (limit_reached, *_) = (exc for exc in failed.exceptions if isinstance(exc, _RestartLimitReached))
-            _log.error("%s; stopping all", limit_reached)
+            _log.error("%s; stopping all frontend processes", limit_reached)
             self._stopping.set()
             await self._stop_all()
         finally:
@@ -114,7 +120,7 @@ class ProcessGroup:
                 return
             if name not in self._ready:
                 raise _RestartLimitReached(
-                    f"{name} {describe(status)} and never served", combined_exit_status({name: status}) or 1
+                    f"{name} {describe(status)} before it was ready", combined_exit_status({name: status}) or 1
                 )
             decision = decide(RestartConfig(), status, restarts, time.monotonic())
             if not decision.is_restart:
@@ -123,17 +129,17 @@ class ProcessGroup:
             restarts.append(time.monotonic())
 
     async def _run_once(self, name: str, number: int) -> int:
-        """The exit status of one process, from its start to its end."""
+        """Start one process, wait for its end and return its exit status."""
         own_end, child_end = socket.socketpair()
         with child_end:
             pipe = await ControlPipe.connect(own_end, self._total_metrics, lambda: self._on_process_ready(name))
-            if self._stopping.is_set():  # meanwhile: who stops all would not see one that is started now
+            if self._stopping.is_set():  # set meanwhile: `_stop_all` would miss a process that is started now
                 pipe.close()
                 return 0
             argv = process_argv(self._config, number, self._port)
             child = self._children[name] = Child(spawn(argv, env=self._environ, stdin=child_end.fileno()), _STOP_S)
         self._pipes[name] = pipe
-        pipe_task = asyncio.create_task(pipe.run(), name=f"channel of {name}")
+        pipe_task = asyncio.create_task(pipe.run(), name=f"control pipe of {name}")
         try:
             return await child.ended()
         finally:
@@ -144,15 +150,14 @@ class ProcessGroup:
             await asyncio.gather(pipe_task, return_exceptions=True)
 
     def _on_process_ready(self, name: str) -> None:
-        """Note that a process is ready. When all are, notify each, so that `/ready` answers the same in every
-        process."""
+        """Record that a process is ready. Once all are, notify each, so that `/ready` answers alike everywhere."""
         self._ready.add(name)
         if len(self._ready) == self._config.workers:
             for pipe in self._pipes.values():
                 pipe.send_ready()
 
     async def _total_metrics(self) -> Snapshot:
-        """The numbers of all processes."""
+        """Return the aggregated metrics of all processes."""
         await asyncio.gather(*(self._refresh(name, pipe) for name, pipe in self._pipes.items()))
         return self._aggregator.total()
 
@@ -160,9 +165,9 @@ class ProcessGroup:
         try:
             snapshot = await pipe.request_snapshot(_METRICS_TIMEOUT_S)
         except (DeadlineExceeded, Disconnected) as exc:
-            _log.warning("the last numbers of %s are taken: %s", name, exc.message)
+            _log.warning("no metrics from %s, using its last ones: %s", name, exc.message)
             return
-        if name in self._pipes:  # else it has ended meanwhile
+        if name in self._pipes:  # it may have exited meanwhile
             self._aggregator.update(name, snapshot)
 
     async def _stop_all(self) -> None:

@@ -1,4 +1,4 @@
-"""What a deployment can do now, as reported at /health and /v1/models/{id}/ready. Pure; decides no request."""
+"""Report the readiness of a deployment for /health and /v1/models/{id}/ready. Pure; it decides no request."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ WANTED = {Role.PREFILL: "prefill worker", Role.DECODE: "decode worker", Role.AGG
 
 
 class PairRow(TypedDict):
-    """One pair at /health. Ids are hexadecimal, as in subjects."""
+    """One pair in /health. Ids are hexadecimal, as in NATS subjects."""
 
     model: str
-    prefill: str | None  # null: the instance does whole requests
+    prefill: str | None  # null: the instance runs aggregated requests
     decode: str
     state: str  # untried, working, failing, quarantined
     reason: str
-    age_s: float | None  # since the last outcome, of a request or a canary; null: none yet
+    age_s: float | None  # since the last outcome of a request or probe; null: none yet
 
 
 class RejectedRow(TypedDict):
     """One rejected etcd record."""
 
-    key: str  # escaped, and cut where it is long
+    key: str  # escaped and shortened
     reason: str
 
 
 class ReadinessReport(TypedDict):
-    """What /health tells beside the instances."""
+    """The parts of /health beside the instances."""
 
     pairs: list[PairRow]
     mismatched: list[str]
@@ -42,7 +42,7 @@ class ReadinessReport(TypedDict):
 
 
 def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) -> str | None:
-    """Why the model can't be served now; None: it can. With a book, a pair must have been seen to work."""
+    """Return why the model cannot be served now; None if it can. With `breakers`, one pair must have worked."""
     if missing := view.missing_roles():
         return f"model {name} has no {' and no '.join(WANTED[role] for role in missing)}"
     pairs = pairs_of(view)
@@ -55,11 +55,11 @@ def not_ready_reason(view: ModelView, name: str, breakers: PairBreakers | None) 
         f"{format_pair(pair)} is {status.state}" + (f" ({status.reason})" if status.reason else "")
         for pair, status in tried
     )
-    return f"model {name}: no pair hands KV over now: {each}"
+    return f"model {name}: KV transfer works for no pair now: {each}"
 
 
 def mismatches(view: ModelView) -> list[str]:
-    """For each instance that can pair with no instance of the other role: with whom, and the fields that differ."""
+    """Return a line for each instance that matches no instance of the other role, with the fields that differ."""
     lines = []
     for one, other in ((view.prefill, view.decode), (view.decode, view.prefill)):
         keys = {view.keys[instance.id] for instance in other}
@@ -72,12 +72,12 @@ def mismatches(view: ModelView) -> list[str]:
 
 
 def rejected_rows(reasons: Mapping[str, str]) -> list[RejectedRow]:
-    """List the first rejected records, sorted by key, so that /health stays small."""
+    """Return the first rejected records, sorted by key. The number is limited to keep /health small."""
     return [{"key": key, "reason": reasons[key]} for key in sorted(reasons)[:MOST_REJECTED_SHOWN]]
 
 
 def pair_rows(view: ModelView, name: str, breakers: PairBreakers, now: float) -> list[PairRow]:
-    """`now`: of the book's clock."""
+    """Return the state of every pair of a model. `now` is a time of the breakers' clock."""
     rows: list[PairRow] = []
     for pair in pairs_of(view):
         status, (prefill, decode) = breakers.status(pair), pair

@@ -1,6 +1,6 @@
-"""One generation, from body to last byte: parse, plan, run all choices, answer.
+"""Handle one generation request from its body to the last byte: parse, plan, run all choices, respond.
 
-Headers leave only after the first piece came, so that every earlier error has its own status.
+Headers are sent after the first delta, so that every earlier error has its own HTTP status.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from dynamo_trtllm.messages import Chunk
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.request_plane.base import Sink
 
-AHEAD = 16  # pieces per choice that wait for a client that reads slowly; then the choices wait
+AHEAD = 16  # deltas buffered per choice for a client that reads slowly; beyond that the choices wait
 
 ChoiceDeltas = AsyncGenerator[ChoiceDelta, None]
 
 
 async def merge_streams(streams: Sequence[ChoiceDeltas]) -> ChoiceDeltas:
-    """Pieces as they come. The first error of a stream ends all and is raised; closing closes all."""
-    came: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
+    """Yield the deltas of all streams as they arrive. The first error ends all streams and is raised."""
+    arrived: asyncio.Queue[ChoiceDelta | asyncio.Task[None]] = asyncio.Queue()
     slots = asyncio.Semaphore(AHEAD * len(streams))
 
     async def pump(stream: ChoiceDeltas) -> None:
         async with aclosing(stream):
             async for delta in stream:
                 await slots.acquire()
-                came.put_nowait(delta)
+                arrived.put_nowait(delta)
 
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     for task in tasks:
-        task.add_done_callback(came.put_nowait)  # behind all its pieces
+        task.add_done_callback(arrived.put_nowait)  # after all its deltas
     try:
         running = len(tasks)
         while running:
-            item = await came.get()
+            item = await arrived.get()
             if isinstance(item, ChoiceDelta):
                 slots.release()
                 yield item
@@ -70,29 +70,29 @@ async def merge_streams(streams: Sequence[ChoiceDeltas]) -> ChoiceDeltas:
 def pick_best_of(
     deltas: Sequence[ChoiceDelta], plan: GenerationPlan, likelihood: Callable[[int], float]
 ) -> Iterator[ChoiceDelta]:
-    """Of the pieces of all candidates those of each prompt's `keep` likeliest, best first and numbered anew.
+    """Yield the deltas of each prompt's `keep` likeliest candidates, best first and renumbered.
 
-    `likelihood`: of the candidate at this place of the plan.
+    `likelihood` returns that of the candidate at an index of the plan.
     """
-    of: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
+    by_candidate: list[list[ChoiceDelta]] = [[] for _ in plan.choices]
     for delta in deltas:
-        of[delta.index].append(delta)
+        by_candidate[delta.index].append(delta)
     answers = itertools.count()
-    for first in range(0, len(of), plan.candidates):
+    for first in range(0, len(by_candidate), plan.candidates):
         ranked = sorted(range(first, first + plan.candidates), key=likelihood, reverse=True)
         for candidate in ranked[: plan.keep]:
             index = next(answers)
-            for delta in of[candidate]:
+            for delta in by_candidate[candidate]:
                 yield msgspec.structs.replace(delta, index=index)
 
 
-THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so as not to delay other streams
-_LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # such bodies that are parsed and rendered at the same time
+THREAD_BYTES = 16 << 10  # larger bodies are parsed and rendered in a thread, so that they delay no other stream
+_LARGE_AT_ONCE = min(4, os.cpu_count() or 1)  # limit of such bodies that are processed at the same time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppState:
-    """What all exchanges share."""
+    """The objects that all requests share."""
 
     config: FrontendConfig
     models: ModelCatalog
@@ -105,7 +105,7 @@ class AppState:
 
 
 class RequestHandler(Generic[B]):
-    """The state of one exchange."""
+    """A handler of one request, from its body to the end of the response."""
 
     def __init__(
         self, adapter: ApiAdapter[B], app_state: AppState, response: ClientResponse, request_metrics: RequestMetrics
@@ -121,7 +121,7 @@ class RequestHandler(Generic[B]):
         self.raw_body = b""  # the body, until it is parsed
 
     async def serve(self, request_id: str, client: str) -> None:
-        """Sends the whole answer. Raises what kept it from that; `fail` tells the client then."""
+        """Send the response. Raises any error; the caller then reports it to the client with `fail`."""
         prepared = await self._prepare(request_id, client)
         if prepared.body.stream:
             self._encoder = self._adapter.encoder(prepared)
@@ -133,11 +133,11 @@ class RequestHandler(Generic[B]):
                     await self._aggregate(prepared, stream)
 
     def is_answered(self) -> bool:
-        """All was sent."""
+        """Return True if the whole response was sent."""
         return self._response.ended
 
     async def fail(self, error: DynamoError) -> None:
-        """Send the error as HTTP status, or as last event of a started stream. Do nothing if the client is gone."""
+        """Send the error as HTTP status, or as the last event of a started stream, if the client is still connected."""
         with suppress(ClientDisconnected):
             if self._encoder is not None and self._response.started:
                 await self._response.send_events(self._encoder.error(error), last=True)
@@ -148,15 +148,15 @@ class RequestHandler(Generic[B]):
                 )
 
     def admit(self) -> None:
-        """Before anything is read. Raises Overloaded when this request could not even wait for its turn."""
+        """Raise Overloaded if the queue is full. Called before the body is read."""
         self._app_state.limiter.check()
 
     async def reserve_bytes(self, count: int) -> None:
-        """Reserve budget for this many more bytes of the body. Raises Overloaded."""
+        """Reserve budget for `count` more bytes of the body. Raises Overloaded."""
         await self._app_state.body_budget.acquire(count, self._body_bytes)
 
     def release(self) -> None:
-        """Give all permits and bytes back."""
+        """Release all permits and bytes of the request."""
         self._drop_body()
         self._app_state.limiter.release(self._num_admitted)
         self._num_admitted = 0
@@ -166,7 +166,7 @@ class RequestHandler(Generic[B]):
         self._app_state.body_budget.release(self._body_bytes)
 
     async def _prepare(self, request_id: str, client: str) -> PreparedRequest[B]:
-        """Return when it is this request's turn. By then the body's bytes and texts are freed."""
+        """Parse and plan the request and wait for its permits. The body's memory is freed before the wait."""
         adapter, off_loop = self._adapter, len(self.raw_body) > THREAD_BYTES
         async with self._large_body_slot() if off_loop else nullcontext():
             if off_loop:
@@ -188,7 +188,7 @@ class RequestHandler(Generic[B]):
 
     @asynccontextmanager
     async def _large_body_slot(self) -> AsyncGenerator[None, None]:
-        """Limit how many large bodies are processed at once: each takes several times its size in memory meanwhile.
+        """Limit how many large bodies are processed at once, because each takes several times its size in memory.
 
         Raises:
             DeadlineExceeded: the bodies before this one took too long.
@@ -206,13 +206,13 @@ class RequestHandler(Generic[B]):
     async def _acquire(self, count: int, deadline: float) -> None:
         limit = self._app_state.limiter.limit
         if count > limit:
-            raise InvalidRequest(f"the request has {count} choices in all; this server runs at most {limit} at once")
+            raise InvalidRequest(f"the request has {count} choices; this server runs at most {limit} at once, lower n")
         with self._request_metrics.measure_queue():
             await self._app_state.limiter.acquire(count, deadline - time.time())
         self._num_admitted = count
 
     def _deltas(self, plan: GenerationPlan) -> AsyncGenerator[ChoiceDelta, None]:
-        """Of all choices that are answered, however many."""
+        """Return the stream of the deltas of all choices."""
         generate = self._app_state.pipeline.generate
         if len(plan.choices) == 1 and (sink := self._sink(plan.choices[0])) is not None:
             choice = self._request_metrics.choices[0]
@@ -224,8 +224,11 @@ class RequestHandler(Generic[B]):
         return streams[0] if len(streams) == 1 else merge_streams(streams)
 
     def _sink(self, choice_request: ChoiceRequest) -> Sink | None:
-        """Sends the only choice's events within the step that made them, while the client keeps up: most take this
-        way. What it does not take, the beginning and the end go through `_stream`. None: all must."""
+        """Return a callback that writes the events of the only choice at once, without a task switch.
+
+        Most chunks take this path. The callback declines while the client reads slowly; those chunks, the first and the
+        last go through `_stream`. None: all chunks do.
+        """
         writer, encoder = self._response.writer, self._encoder
         if writer is None or encoder is None or not choice_request.ends_with_engine:
             return None

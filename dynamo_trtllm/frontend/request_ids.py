@@ -1,4 +1,4 @@
-"""The id of each request: taken from `X-Request-Id` or generated, and added to every answer and log line. Raw ASGI."""
+"""Give each request an id, from `X-Request-Id` or generated, and add it to responses and log lines. Raw ASGI."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from dynamo_trtllm.observability import logging as observe_logging
 
 ECHOED_ID = re.compile(r"[\x21-\x7e]{1,128}")
 ENGINE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # safe in logs, keys and subjects
+_UNIQUE_PART = re.compile(r"([0-9a-f]{8})[0-9a-f]{8}(?:-[0-9]+)?$")  # as `generate_endpoint` appends it
+
+
+def short_id(request_id: str) -> str:
+    """Return the first 8 digits of the unique part of a request id, for logs. Workers log the complete id."""
+    match = _UNIQUE_PART.search(request_id)
+    return request_id if match is None else match.group(1)
 
 
 class RequestIds:
-    """Takes or generates `X-Request-Id`, and adds it to every answer and to the request's log lines."""
+    """ASGI middleware that takes or generates `X-Request-Id` and adds it to the response and the log lines."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -28,7 +35,7 @@ class RequestIds:
         request_id = given if ECHOED_ID.fullmatch(given) else secrets.token_hex(16)
         state = scope.setdefault("state", {})
         state["echoed_id"] = request_id
-        # It stays set: the server logs what the app raises in this task, which serves no other request.
+        # It is never reset: the server logs the app's exceptions in this task, which serves no other request.
         observe_logging.request_id.set(request_id)
         state["request_id"] = request_id if ENGINE_ID.fullmatch(request_id) else ""
 

@@ -1,4 +1,4 @@
-"""What is measured of one exchange while it runs, and what it leaves behind: metrics, statistics, one log line."""
+"""Measure one request while it runs, and write its metrics, statistics and log line."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from dynamo_trtllm.frontend.api_adapter import Stats
 from dynamo_trtllm.frontend.detokenizer import ChoiceDelta, Detokenizer, Usage
 from dynamo_trtllm.frontend.pipeline import RouteTrace
 from dynamo_trtllm.frontend.preprocess import GenerationPlan
+from dynamo_trtllm.frontend.request_ids import short_id
 from dynamo_trtllm.messages import PhaseTimings
 from dynamo_trtllm.observability.metrics import FrontendMetrics
 from dynamo_trtllm.sanitize import shorten
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_CHARS = 300  # of an error, in the log line
+_MESSAGE_CHARS = 300  # longest error message in the log line
 
 
 @dataclass(slots=True)
 class ChoiceMetrics:
-    """How one choice goes."""
+    """The measurements of one choice."""
 
     detokenizer: Detokenizer
     trace: RouteTrace = field(default_factory=RouteTrace)
@@ -34,7 +35,7 @@ class ChoiceMetrics:
     finish: str | None = None
 
     def timings(self) -> PhaseTimings:
-        """Return the timings of both calls as one. KV bytes count once; cached tokens are those of the prefill call."""
+        """Return the sum of both calls' timings. KV bytes count once; cached tokens are those of the prefill call."""
         prefill, decode = self.trace.prefill_stats or PhaseTimings(), self.trace.decode_stats or PhaseTimings()
         return PhaseTimings(
             queue_s=prefill.queue_s + decode.queue_s,
@@ -51,7 +52,7 @@ class ChoiceMetrics:
 
 
 class RequestMetrics:
-    """One per exchange. Times are from its making on. Costs a clock reading per piece."""
+    """The measurements of one request. Times count from its creation. Each delta costs one clock reading."""
 
     def __init__(
         self, metrics: FrontendMetrics, endpoint: str, request_id: str, *, path: str, wants_stats: bool
@@ -62,14 +63,14 @@ class RequestMetrics:
         self._begun_s = time.monotonic()
         self._request_id = request_id
         self._path = path
-        self.answer_id = ""  # as the client sees it in the answer, once it has one
+        self.answer_id = ""  # the id in the response; "" until it is known
         self._model = ""
         self._candidates = 1
         self._queued_s = 0.0
         self.choices: list[ChoiceMetrics] = []
 
     def set_plan(self, plan: GenerationPlan) -> None:
-        """Makes a course per choice."""
+        """Create the measurements of each choice."""
         request = plan.choices[0].request
         self._model, self._candidates = request.model, plan.candidates
         self._observe_itl = self._metrics.itl(model=self._model).observe
@@ -79,7 +80,7 @@ class RequestMetrics:
 
     @contextmanager
     def measure_queue(self) -> Iterator[None]:
-        """Around the wait for this request's turn."""
+        """Measure the time for which the context is open as the request's wait in the queue."""
         begun_s = time.monotonic()
         try:
             yield
@@ -88,7 +89,7 @@ class RequestMetrics:
             self._metrics.observe_queue(seconds=self._queued_s)
 
     def observe(self, delta: ChoiceDelta) -> None:
-        """A piece came. The client's first token counts once, the gaps between tokens count in each choice."""
+        """Record a delta. TTFT counts once per request, inter-token latency in each choice."""
         choice = self.choices[delta.index]
         if delta.finish is not None:
             choice.finish = delta.finish
@@ -96,7 +97,7 @@ class RequestMetrics:
             return
         now = time.monotonic()
         if choice.first_s is not None:
-            self._observe_itl((now - choice.last_s) / delta.tokens, delta.tokens)  # they came together
+            self._observe_itl((now - choice.last_s) / delta.tokens, delta.tokens)  # tokens that arrived together
         else:
             if self._first_s() is None:
                 self._metrics.observe_ttft(model=self._model, seconds=now - self._begun_s)
@@ -105,7 +106,7 @@ class RequestMetrics:
         choice.num_tokens += delta.tokens
 
     def usage(self) -> Usage:
-        """So far. A prompt counts once, however many candidates it has; its tokens were cached for the first."""
+        """Return the usage so far. A prompt counts once for all its candidates, with the first one's cached tokens."""
         if len(self.choices) == 1:
             return self.choices[0].usage()
         each = [choice.usage() for choice in self.choices]
@@ -118,16 +119,16 @@ class RequestMetrics:
         )
 
     def likelihood(self, index: int) -> float:
-        """Of the choice at this place of the plan, as far as it has come."""
+        """Return the mean log-probability so far of the choice at an index of the plan."""
         return self.choices[index].detokenizer.mean_logprob
 
     def served_by(self) -> dict[str, str]:
-        """Headers: the instances known by now."""
+        """Return response headers with the instances that are known by now."""
         headers = {"x-prefill-instance": self._prefill_ids(), "x-decode-instance": self._decode_ids()}
         return {name: value for name, value in headers.items() if value is not None}
 
     def stats(self) -> Stats | None:
-        """None when the client did not ask."""
+        """Return the statistics for the client; None if it did not request them."""
         if not self._wants_stats:
             return None
         stats = self._stats_of(self.choices)
@@ -136,7 +137,7 @@ class RequestMetrics:
         return stats
 
     def _stats_of(self, choices: list[ChoiceMetrics]) -> Stats:
-        """Several courses run side by side, so each phase took as long as the longest of them."""
+        """Return the statistics of some choices. They run in parallel, so each phase takes as long as its longest."""
         timings = [choice.timings() for choice in choices]
         first_s = min((choice.first_s or choice.last_s for choice in choices), default=0.0)
         return {
@@ -156,11 +157,11 @@ class RequestMetrics:
         }
 
     def write(self, outcome: str | DynamoError, status: int) -> None:
-        """Write metrics and the log line, at the end.
+        """Write the metrics and the log line at the end of the request.
 
         Args:
-            ending: "ok", "cancelled" or the error.
-            status: of the HTTP answer; 0 when none was begun.
+            outcome: "ok", "cancelled" or the error.
+            status: HTTP status; 0 if no response was started.
         """
         code = outcome if isinstance(outcome, str) else outcome.code
         seconds = time.monotonic() - self._begun_s
@@ -176,10 +177,10 @@ class RequestMetrics:
             for timings in (choice.trace.prefill_stats, choice.trace.decode_stats):
                 if timings is not None:
                     metrics.observe_call(model=self._model, stats=timings)
-        log.info("request %s %s", self._request_id, self._summary(outcome, status, usage))
+        log.info("request %s ended: %s", short_id(self._request_id), self._summary(outcome, status, usage))
 
     def _summary(self, outcome: str | DynamoError, status: int, usage: Usage) -> str:
-        """Return what is known of the exchange, as name=value; what is not known or nothing is left out."""
+        """Return the known facts of the request as name=value, without empty values."""
         first_s, rate = self._first_s(), _tokens_per_s(self.choices)
         known = {
             "status": status,
@@ -212,7 +213,7 @@ class RequestMetrics:
 
 
 def _format_outcome(outcome: str | DynamoError) -> str:
-    """Return the error's code, its field and the beginning of its message, which may quote the client."""
+    """Return the error's code, field and shortened message, which may quote the client."""
     if isinstance(outcome, str):
         return outcome
     param = f" param={outcome.field}" if isinstance(outcome, RequestError) and outcome.field else ""
@@ -220,17 +221,17 @@ def _format_outcome(outcome: str | DynamoError) -> str:
 
 
 def _seconds(value: float) -> str | None:
-    """Return the time in seconds, None when it is shorter than is shown."""
+    """Format a time in seconds; None if it rounds to zero."""
     return f"{value:.4f}s" if value >= 0.0001 else None
 
 
 def _joined(instances: Iterable[int | None]) -> str | None:
-    """Each once, in hexadecimal."""
+    """Join distinct instance ids in hexadecimal; None if there are none."""
     return ",".join(dict.fromkeys(f"{instance:x}" for instance in instances if instance is not None)) or None
 
 
 def _tokens_per_s(choices: Iterable[ChoiceMetrics]) -> float | None:
-    """All courses together, of the tokens after the first; None when there is nothing to measure."""
+    """Return the sum of the choices' rates after their first token; None if no choice has two."""
     rates = [
         (choice.num_tokens - 1) / (choice.last_s - choice.first_s)
         for choice in choices

@@ -1,7 +1,7 @@
-"""Decides after a failed call: give up, retry, or continue on another worker from the tokens so far. Pure.
+"""Decide how a request continues after a failed call: fail, retry, or migrate with the tokens so far. Pure.
 
-A request none of whose tokens was sent is retried. One whose tokens were sent migrates: prompt and output so far become
-the prompt of the rest, which a greedy engine continues as if nothing had happened.
+A request is retried if none of its tokens was sent to the client. Otherwise it migrates: prompt and output so far
+become the prompt of the rest. A greedy engine then generates the same tokens as without the failure.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ COOLDOWN_S = 5.0
 
 
 class Cooldown:
-    """Placement avoids these instances for a while if there are others; then one request tries them again.
+    """The instances that selection avoids for COOLDOWN_S seconds, if there are others.
 
-    `ids` is read per request: it returns the same set object until an instance is added or removed.
+    `ids` is read per request. It returns the same set object until an instance is added or removed.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Cooldown:
         self._next_until = math.inf  # when the next instance is tried again
 
     def start(self, instance_id: int, now: float) -> None:
-        """`now` in seconds of a clock that only rises."""
+        """Avoid an instance from now on. `now` is in seconds of a monotonic clock."""
         self._until[instance_id] = now + COOLDOWN_S
         self._changed()
 
     def forget(self, instance_id: int) -> None:
-        """It was seen to work."""
+        """Stop avoiding an instance, because it worked."""
         if self._until.pop(instance_id, None) is not None:
             self._changed()
 
@@ -53,36 +53,35 @@ class Cooldown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryLimits:
-    """How often one request may be placed again. A worker that has not taken it up is not counted."""
+    """The limits on restarts of one request. Workers that did not accept the request do not count."""
 
-    retries: int = 3  # while none of its tokens has left; and how often all workers are tried anew
-    migrations: int = 3  # afterwards
+    retries: int = 3  # before its first token was sent; also how often all workers are tried again
+    migrations: int = 3  # after its first token was sent
 
 
 @dataclass(slots=True, kw_only=True)
 class RetryState:
-    """What happened to one request so far."""
+    """The attempts of one request so far."""
 
     request: GenerateRequest
     limits: RecoveryLimits
-    sent_ids: TokenIds = field(default_factory=token_ids)  # what has left, of all attempts
-    excluded: set[int] = field(default_factory=set)  # instances that failed it
-    avoid: int | None = None  # a prefill instance whose hand-off failed: only taken when there is no other
+    sent_ids: TokenIds = field(default_factory=token_ids)  # tokens sent to the client by all attempts
+    excluded: set[int] = field(default_factory=set)  # instances that failed this request
+    avoid: int | None = None  # a prefill instance whose KV transfer failed: used only if there is no other
     retries: int = 0
     migrations: int = 0
-    rounds: int = 0  # how often each instance had failed it
+    rounds: int = 0  # how often all instances were tried again
     error: DynamoError | None = None  # of the last attempt
     _transfer_failures: int = 0
-    _is_first_chunk: bool = True  # the running attempt has given nothing yet
+    _is_first_chunk: bool = True  # the running attempt has returned nothing yet
 
     def on_chunk(self, chunk: Chunk) -> None:
-        """A chunk of the running attempt is on its way to the client."""
+        """Record a chunk of the running attempt that is sent to the client."""
         self.sent_ids.extend(chunk.token_ids)
         self._is_first_chunk = False
 
     def count_tokens(self, sink: Sink) -> Sink:
-        """`sink`, and a note of each chunk that it takes: none of them is the first of an attempt."""
-
+        """Return a sink that also records the chunks that `sink` accepts. None of them is an attempt's first chunk."""
         extend = self.sent_ids.extend
 
         def counting(chunk: Chunk) -> bool:
@@ -95,29 +94,30 @@ class RetryState:
 
     @property
     def is_complete(self) -> bool:
-        """All tokens left, and only the end of the stream was lost."""
+        """True if all tokens were sent and only the end of the stream was lost."""
         return len(self.sent_ids) >= self.request.sampling.max_tokens
 
     @property
     def is_worth_waiting(self) -> bool:
-        """Whether to wait for another instance. Not after Overloaded: waiting here frees no capacity."""
+        """True if the request should wait for another instance. After Overloaded, waiting frees no capacity."""
         return not isinstance(self.error, Overloaded)
 
     def pause_s(self, hold_s: float) -> float | None:
-        """How long to look for another instance when each has failed it, before they are tried anew: perhaps it was
-        the way there that failed, not they. Each pause is twice the one before, all together `hold_s`. None: no more.
+        """Return how long to wait for another instance before all are tried again; None: fail now.
+
+        All instances may have failed because of the network. Each pause is twice the one before; their sum is `hold_s`.
         """
         if self.rounds >= self.limits.retries:
             return None
         return float(hold_s * 2**self.rounds / (2**self.limits.retries - 1))
 
     def next_round(self) -> None:
-        """After the pause."""
+        """Try all instances again, after the pause."""
         self.excluded.clear()
         self.rounds += 1
 
     def remaining(self) -> GenerateRequest:
-        """The request of the next attempt."""
+        """Return the request of the next attempt, without the tokens that were sent."""
         self._is_first_chunk = True
         num_sent = len(self.sent_ids)
         if num_sent == 0:
@@ -136,14 +136,19 @@ class RetryState:
     def record_failure(
         self, error: DynamoError, *, at: int | None, prefill: int | None, card: ModelDeploymentCard
     ) -> None:
-        """Note the failure. `at` is the instance whose call failed, `prefill` the attempt's prefill instance.
+        """Record the failure of an attempt. Returns if there is a further attempt.
 
-        Raises `error` when there is no further attempt, or MigrationFailed when no other worker can continue it.
+        Args:
+            at: the instance whose call failed.
+            prefill: the attempt's prefill instance.
+
+        Raises:
+            MigrationFailed: no other worker can continue the request.
+            DynamoError: `error`, if there is no further attempt.
         """
         self.error = error
-        if not error.retryable or (
-            isinstance(error, Overloaded) and not self._is_first_chunk
-        ):  # the latter: a slow reader
+        is_slow_reader = isinstance(error, Overloaded) and not self._is_first_chunk
+        if not error.retryable or is_slow_reader:
             raise error
         if self.sent_ids:
             self._migrate(error, card)
@@ -163,29 +168,29 @@ class RetryState:
     def _migrate(self, error: DynamoError, card: ModelDeploymentCard) -> None:
         history = _token_dependence(self.request.sampling)
         if history is not None and "resumed_tokens" in card.unsupported_features:
-            raise _migration_failed(error, f"its engine can't take up {history} midway; send it without")
+            raise _migration_failed(error, f"its engine cannot resume {history}; retry, or send the request without")
         self.migrations += not is_not_accepted(error)
         if self.migrations > self.limits.migrations:
             raise error
 
 
 def is_not_accepted(error: DynamoError) -> bool:
-    """Whether the worker never accepted the call: it is draining or unreachable."""
+    """Return True if the worker never accepted the call: it is draining or unreachable."""
     return isinstance(error, Draining | Unreachable)
 
 
 def _token_dependence(sampling: Sampling) -> str | None:
-    """What makes the next token depend on how the ones before came about, and not on them as a prompt alone."""
+    """Return which sampling field needs state beyond the tokens so far, as text for people; None if no field does."""
     if sampling.guided is not None:
-        return "the form of its output"
+        return "structured output"
     if sampling.frequency_penalty or sampling.presence_penalty:
-        return "penalties of the answer's tokens"
-    return "a seed's randomness" if sampling.seed is not None and sampling.temperature > 0 else None
+        return "penalties of output tokens"
+    return "seeded sampling" if sampling.seed is not None and sampling.temperature > 0 else None
 
 
 def _migration_failed(error: DynamoError, why: str) -> MigrationFailed:
     failed = MigrationFailed(
-        f"the stream broke and can't be continued on another worker: {why} ({error.code}: {error.message})"
+        f"the stream broke and cannot continue on another worker: {why} ({error.code}: {error.message})"
     )
     failed.__cause__ = error
     return failed

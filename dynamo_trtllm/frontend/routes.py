@@ -1,4 +1,4 @@
-"""The endpoints that answer at once: models, readiness, health, metrics, the API's description."""
+"""Serve the endpoints that run no model: models, readiness, health, metrics and the API's description."""
 
 from __future__ import annotations
 
@@ -38,24 +38,23 @@ def error_response(status: int, message: str, *, code: str, headers: Mapping[str
 
 
 class StatusRoutes:
-    """One method per path."""
+    """The status endpoints, one method per path."""
 
     def __init__(
         self, models: ModelCatalog, metrics: FrontendMetrics, not_ready_reason: Callable[[], str | None]
     ) -> None:
-        """`not_ready_reason`: returns why `/ready` answers
-        503, or None."""
+        """`not_ready_reason` returns the reason for which `/ready` answers 503, or None."""
         self._models = models
         self._metrics = metrics
         self._not_ready_reason = not_ready_reason
-        self._created = int(time.time())  # models have no age here: that of the frontend stands for it
+        self._created = int(time.time())  # models have no creation time: the frontend's start is used
 
     async def models(self, _: Request) -> Response:
         cards = [self._models.get(name).card for name in self._models.names()]
         return json_response(model_list([model_object(card, self._created) for card in cards]))
 
     async def model(self, request: Request) -> Response:
-        """Answer with one model; without a name, as `/v1/models/` is, with all."""
+        """Answer with one model, or with all if the name is empty (`/v1/models/`)."""
         name = request.path_params["name"]
         if not name:
             return await self.models(request)
@@ -80,7 +79,7 @@ class StatusRoutes:
         return json_response({"model": name, "status": "ready"})
 
     async def health(self, _: Request) -> Response:
-        """Always 200: this process is fine. `status` tells about the deployment."""
+        """Answer 200 always, because this process responds. `status` is that of the deployment."""
         instances = sorted(self._models.instances(), key=lambda instance: (instance.component, instance.id))
         names = self._models.names()
         not_ready_reason = [reason for name in names if (reason := self._models.not_ready_reason(name))]
@@ -121,7 +120,7 @@ def _openapi() -> bytes:
 
 
 async def docs(_: Request) -> Response:
-    """A page that lays out `/openapi.json`; loads nothing from anywhere else."""
+    """Answer with a page that shows `/openapi.json`. It loads nothing from other servers."""
     page = files("dynamo_trtllm.frontend").joinpath("docs.html").read_bytes()
     return Response(page, media_type="text/html", headers={"Content-Security-Policy": PAGE_MAY})
 
@@ -140,8 +139,8 @@ def _instance(instance: Instance) -> dict[str, Any]:
         "component": instance.component,
         "endpoint": instance.endpoint,
         "namespace": instance.namespace,
-        "instance_id": instance.id,  # a number, as Dynamo's /health has it
-        "id": f"{instance.id:x}",  # as logs, headers and `pairs` show it
+        "instance_id": instance.id,  # a number, as in Dynamo's /health
+        "id": f"{instance.id:x}",  # as in logs, headers and `pairs`
         "role": instance.role,
         "model": instance.card.name,
         "engine": instance.engine,

@@ -1,4 +1,4 @@
-"""Builds the components of a frontend behind its startup gate, connects them and keeps them running."""
+"""Build the components of a frontend, connect them, run them and open the startup gate."""
 
 from __future__ import annotations
 
@@ -31,15 +31,18 @@ from dynamo_trtllm.router.view import ClusterView
 
 _log = logging.getLogger(__name__)
 
-_SHOWN_S = 1.0  # how long `/ready` gives the reason of a failure before the port is closed
-_SETTLE_S = 15.0  # longest wait for the models that are there already, before the first request is taken
+_SHOWN_S = 1.0  # how long `/ready` reports a failure before the port is closed
+_SETTLE_S = 15.0  # longest wait for existing models before the first request is accepted
 
 
 async def run_app(config: FrontendConfig, gate: StartupGate, peers: PeerProcesses, stop: Callable[[], None]) -> None:
-    """Until cancelled. Opens the door when the models that are there are served.
+    """Run the frontend until cancelled. Opens the gate when the models of registered workers are loaded.
 
-    When a background task ends, `/ready` says so, `stop` has the server finish what runs, and the failure is raised
-    once this is cancelled. Raises Unreachable without etcd or NATS.
+    When a background task ends, `/ready` reports it, `stop` makes the server finish running requests, and the failure
+    is raised once this is cancelled.
+
+    Raises:
+        Unreachable: etcd or NATS cannot be reached.
     """
     async with AsyncExitStack() as stack:
         tasks = BackgroundTasks()
@@ -72,7 +75,7 @@ async def run_app(config: FrontendConfig, gate: StartupGate, peers: PeerProcesse
         }
         if has_probes:
             options = PairProbeOptions(interval_s=config.canary_interval_s, timeout_s=config.canary_timeout_s)
-            work["canaries"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
+            work["pair-probes"] = PairProbes(view, pipeline, breakers, options).run(plane, metrics)
         for name, coroutine in work.items():
             stack.push_async_callback(tasks.cancel, tasks.start(coroutine, name))
         await _first(_wait_for_models(models), tasks.until_failed())
@@ -86,7 +89,7 @@ async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> Non
     try:
         await tasks.until_failed()
     except DynamoError as failure:
-        _log.error("shutting down, as soon as running requests have ended: %s", tasks.reason)
+        _log.error("shutting down after running requests: %s", tasks.reason)
         try:
             await asyncio.sleep(_SHOWN_S)
             stop()
@@ -96,7 +99,7 @@ async def _until_failed(tasks: BackgroundTasks, stop: Callable[[], None]) -> Non
 
 
 async def prune_breakers(view: ClusterView, breakers: PairBreakers) -> None:
-    """Keeps in the book only pairs whose instances are there. Until cancelled."""
+    """Drop the breakers of pairs whose instances are gone, until cancelled."""
     while True:
         changed = view.changed
         breakers.keep_only({instance.id for instance in view.instances()})
@@ -108,11 +111,11 @@ async def _wait_for_models(models: ModelRegistry) -> None:
         async with asyncio.timeout(_SETTLE_S):
             await models.wait_until_loaded()
     except TimeoutError:
-        return  # the door is opened all the same: others of the models may be served
+        return  # the gate is opened anyway, because other models may be ready
 
 
 async def _first(*works: Coroutine[Any, Any, None]) -> None:
-    """Return when one of them has ended. Raises what ended it."""
+    """Return when one of the coroutines has ended, and cancel the others. Raises its error."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -134,17 +137,17 @@ def _options(config: FrontendConfig) -> PipelineOptions:
 
 
 async def _store(config: FrontendConfig) -> Store:
-    """Raises Unreachable when it is JetStream and there is none."""
+    """Open the response store. Raises Unreachable if it is JetStream and NATS has none."""
     if config.shares_responses:
         return await JetStreamStore.connect(config.nats_server, config.namespace, store_limits(config))
     return MemoryResponseStore(store_limits(config))
 
 
-THRESHOLDS = (10_000, 50, 100)  # of each generation, in allocations or collections of the younger one
+THRESHOLDS = (10_000, 50, 100)  # per GC generation, in allocations or collections of the younger generation
 
 
 def tune_gc() -> None:
-    """Everything that exists now stays for good. Takes tens of milliseconds."""
+    """Exclude all existing objects from garbage collection, which takes tens of ms, and collect less often."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)

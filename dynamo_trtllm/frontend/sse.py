@@ -1,6 +1,6 @@
-"""Pieces → server-sent events. What stays equal within a choice is built once; per event only the text is encoded.
+"""Encode deltas as server-sent events of chat and text completions. Pure: returns bytes and sends nothing.
 
-One event per engine step. Pure: bytes out, nothing sent.
+Each engine step gives one event. The constant part of a choice's events is built once; per event only text is encoded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dynamo_trtllm.http_server.errors import to_response
 from dynamo_trtllm.tokenization.base import Renderer, ToolCallDelta
 
 DONE = b"data: [DONE]\n\n"
-_PLACEHOLDER = "\x00"  # JSON writes it as \u0000, which none of our other values holds
+_PLACEHOLDER = "\x00"  # \u0000 in JSON, which no other value contains
 
 
 def event(value: Any) -> bytes:
@@ -25,13 +25,13 @@ def event(value: Any) -> bytes:
 
 
 def split_at_placeholder(value: Any) -> tuple[bytes, bytes]:
-    """The event around the one `_PLACEHOLDER` in it, as (before, after)."""
+    """Return the parts of the event before and after its only `_PLACEHOLDER`."""
     before, after = event(value).split(b'"\\u0000"')
     return before, after
 
 
 class SseEnvelope:
-    """What both dialects put around a choice, and how their streams end."""
+    """The parts of a stream that chat and text completions share: the object around a choice, and the end."""
 
     def __init__(self, kind: str, meta: ResponseMeta, *, include_usage: bool) -> None:
         self._base = {"id": meta.id, "object": kind, "created": meta.created, "model": meta.model}
@@ -53,7 +53,7 @@ class SseEnvelope:
 
 
 class ChatSseEncoder:
-    """`chat.completion.chunk` objects."""
+    """An encoder of `chat.completion.chunk` events."""
 
     def __init__(self, prepared: PreparedRequest[Any]) -> None:
         self._envelope = SseEnvelope("chat.completion.chunk", prepared.meta, include_usage=prepared.body.include_usage)
@@ -85,7 +85,7 @@ class _ChatChoice:
         return event(self._chunk({"role": "assistant", "content": "", "refusal": None}))
 
     def delta(self, delta: ChoiceDelta) -> bytes:
-        if delta.content and not (delta.finish or delta.reasoning or delta.tool_calls or delta.logprobs):  # nearly all
+        if delta.content and not (delta.finish or delta.reasoning or delta.tool_calls or delta.logprobs):  # most deltas
             return self._before_content + orjson.dumps(delta.content) + self._after_text
         data = self._delta(delta)
         return data if delta.finish is None else data + event(self._chunk({}, finish=delta.finish))
@@ -109,7 +109,7 @@ class _ChatChoice:
 
 
 class TextSseEncoder:
-    """`text_completion` objects."""
+    """An encoder of `text_completion` events."""
 
     def __init__(self, prepared: PreparedRequest[Any]) -> None:
         self._envelope = SseEnvelope("text_completion", prepared.meta, include_usage=prepared.body.include_usage)

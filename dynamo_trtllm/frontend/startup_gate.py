@@ -1,7 +1,7 @@
-"""The ASGI app of a frontend from process start on: it answers status requests, and holds the others until it is open.
+"""Answer status requests while a frontend starts, and hold other requests until its app is ready.
 
-Imported before everything heavy. A request that needs the models waits here until they are known, instead of being
-answered as if there were none.
+This module is imported before everything heavy. A request that needs a model waits until the models are known, because
+an earlier answer would be 404.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EARLY = {
 
 
 class StartupGate:
-    """`open` or `close` is called once; until then requests wait."""
+    """The ASGI app of a starting frontend. Requests wait until `open` or `close` is called, once."""
 
     def __init__(self) -> None:
         self._app: ASGIApp | None = None
@@ -44,12 +44,12 @@ class StartupGate:
         self._late = RequestIds(_answer_late)
 
     def open(self, app: ASGIApp) -> None:
-        """From now on `app` answers, those that wait too."""
+        """Forward all requests to `app`, including those that wait."""
         self._app = app
         self._decided.set()
 
     def close(self) -> None:
-        """Answer the waiting requests with a retryable error. Does nothing if the gate was opened before."""
+        """Answer the waiting requests with a retryable error. Does nothing if the gate is open."""
         self._decided.set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,4 +67,4 @@ async def _answer_early(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _answer_late(scope: Scope, receive: Receive, send: Send) -> None:
-    await ClientResponse(send).send_error(Draining("this frontend could not start; its log says why"), RETRY_AFTER_S)
+    await ClientResponse(send).send_error(Draining("this frontend failed to start; see its log"), RETRY_AFTER_S)

@@ -1,1 +1,1 @@
-"""The HTTP server of frontends and workers: limits of connections, error answers, and writing answers to sockets."""
+"""The HTTP server of frontends and workers: connection limits, error responses and writing responses to sockets."""

@@ -1,5 +1,7 @@
-"""How answers reach their sockets: pieces of streams past ASGI, which takes a few coroutines for each, and a head
-together with the first of what follows it. For our own server."""
+"""Write response bodies to sockets without ASGI's coroutines per chunk, and headers together with the first chunk.
+
+This works only with this package's HTTP server.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +11,34 @@ from typing import Final, Protocol
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 WRITER: Final = "dynamo_trtllm.writer"
-"""In the state of a request to our own server: a `BodyWriter` of its answer."""
+"""Key in the ASGI state of a request: the `BodyWriter` of its response."""
 
 
 class BodyWriter(Protocol):
-    """Sends pieces of one answer of unknown length."""
+    """A writer of one chunked response body."""
 
     def is_ready(self) -> bool:
-        """Whether the client is there and keeps up. Ask before each `write`."""
+        """Return True if the client is connected and keeps up. Called before each `write`."""
         ...
 
     def write(self, data: bytes) -> None:
-        """Not empty, and neither the first piece nor the last. Sent soon, together with what comes till then."""
+        """Queue data for the end of the loop's turn. It must not be empty, nor the first or the last chunk."""
         ...
 
     def flush(self) -> None:
-        """Sends what was written. Before anything goes another way."""
+        """Send the queued data. Called before anything is sent through ASGI."""
         ...
 
     def abort(self) -> None:
-        """Closes the connection; what the client has not taken is lost."""
+        """Close the connection. Data that the client has not read is lost."""
         ...
 
 
 class FlushBatch:
-    """The answers that were written to in this turn of the loop: each is sent once, at its end. A message from a
-    worker holds the tokens of many answers, and, when they come fast, many tokens of each."""
+    """The responses written to in this turn of the event loop. Each is flushed once, at the end of the turn.
+
+    A worker's message contains tokens of many responses, and of each response several if they arrive fast.
+    """
 
     def __init__(self) -> None:
         self._written: list[CycleWriter] = []
@@ -51,29 +55,29 @@ class FlushBatch:
 
 
 class CycleWriter:
-    """A `BodyWriter` of one request's answer."""
+    """The `BodyWriter` of one request's response."""
 
-    __slots__ = ("_cycle", "_pieces", "_turn")
+    __slots__ = ("_batch", "_chunks", "_cycle")
 
-    def __init__(self, cycle: RequestResponseCycle, turn: FlushBatch) -> None:
+    def __init__(self, cycle: RequestResponseCycle, batch: FlushBatch) -> None:
         self._cycle = cycle
-        self._turn = turn
-        self._pieces: list[bytes] = []
+        self._batch = batch
+        self._chunks: list[bytes] = []
 
     def is_ready(self) -> bool:
         return not (self._cycle.flow.write_paused or self._cycle.disconnected)
 
     def write(self, data: bytes) -> None:
-        if not self._pieces:
-            self._turn.add(self)
-        self._pieces.append(data)
+        if not self._chunks:
+            self._batch.add(self)
+        self._chunks.append(data)
 
     def flush(self) -> None:
-        pieces = self._pieces
-        if not pieces:
+        chunks = self._chunks
+        if not chunks:
             return
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        pieces.clear()
+        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        chunks.clear()
         if not self._cycle.transport.is_closing():
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
@@ -82,8 +86,11 @@ class CycleWriter:
 
 
 class HeldHead(asyncio.Transport):
-    """The transport of one answer until its head is out: the head leaves with what is written next, and by itself at
-    the end of the loop's turn. uvicorn would have the client wake up for it alone. Not for an answer to HEAD."""
+    """A transport that delays a response's headers, to send them together with the first body data.
+
+    It sends them alone at the end of the loop's turn if there is no data. uvicorn sends them in a packet of their own,
+    which wakes the client once more. Not used for responses to HEAD.
+    """
 
     def __init__(self, cycle: RequestResponseCycle, transport: asyncio.Transport) -> None:
         super().__init__()
@@ -109,7 +116,7 @@ class HeldHead(asyncio.Transport):
         self._transport.abort()
 
     def _send(self, rest: bytes = b"") -> None:
-        """Once; from then on the answer is written to the transport itself."""
+        """Send the headers and `rest`, once. Later writes go directly to the transport."""
         if self._cycle.transport is not self:
             return
         self._cycle.transport = self._transport

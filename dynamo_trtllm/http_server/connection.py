@@ -1,6 +1,6 @@
-"""The HTTP server, and the limits of a connection: how many, how large a request's head, how long it may take to come.
+"""Run the HTTP server with limits on connections: their number, the size of a request's head, and its arrival time.
 
-uvicorn has none of these for its fast parser. Bodies are limited where they are read (`http.read_body`).
+uvicorn has none of these limits for its fast parser. Bodies are also limited where they are read (`http.read_body`).
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_OTHER_FILES = 128  # log, etcd, NATS, model files, and refused connections that linger
+_OTHER_FILES = 128  # log, etcd, NATS, model files, and rejected connections that linger
 _SHUTDOWN_S = 30  # longest wait for running requests after the first signal
-_GRACE_S = 5.0  # for the answer to a body that came too slowly, before the connection is cut
-_LINGER_S = 1.0  # for a refused client to read why: closed at once, what it still sends would wipe the answer out
+_GRACE_S = 5.0  # time to send the error for a body that arrived too slowly, before the connection is closed
+_LINGER_S = 1.0  # time for a rejected client to read the error: closing while it still sends would discard the error
 _order = count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Limits of one server. One connection too many is refused with 429, unless it replaces another one."""
+    """The limits of one server. A connection beyond the limit gets 429, unless it replaces another one."""
 
     max_connections: int
     max_header_bytes: int  # request line and headers
     receive_timeout_s: float  # for the head from its first byte (or the connection) on, then for the body
     keep_alive_timeout_s: float  # of an idle connection
-    answer_timeout_s: float | None = None  # until the client has taken an answer; None: as long as the app allows
-    closes_least_recent: bool = False  # one connection too many closes the one that has been silent for longest
-    max_body_bytes: int = 0  # chunk sizes, extensions and trailers count where they exceed `max_header_bytes`
+    answer_timeout_s: float | None = None  # until the client has read a response; None: no limit here
+    closes_least_recent: bool = False  # a connection beyond the limit replaces the least recently used one
+    max_body_bytes: int = 0  # includes chunk sizes, extensions and trailers beyond `max_header_bytes`
 
 
 def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicorn.Server:
-    """Listens nowhere yet. Lets this process have as many open files as it may have connections."""
+    """Create the server, which does not listen yet, and raise the limit of open files to fit its connections."""
     allow_files(config.max_connections + _OTHER_FILES, ", or lower --max-connections")
     limits = ConnectionLimits(
         max_connections=config.max_connections,
@@ -64,22 +64,22 @@ def http_server(app: ASGIApp, config: FrontendConfig, *, backlog: int) -> uvicor
 
 
 class HttpServer(uvicorn.Server):
-    """Accepts through `Acceptor` at the sockets that it is given. Listens nowhere yet.
+    """A uvicorn server with connection limits that accepts connections through `Acceptor`.
 
-    `shutdown_s`: longest wait for running requests at shutdown.
+    `shutdown_s` is the longest wait for running requests at shutdown.
     """
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits, *, backlog: int, shutdown_s: int) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=type("Protocol", (LimitedProtocol,), {"limits": limits, "turn": FlushBatch()}),
+                http=type("Protocol", (LimitedProtocol,), {"limits": limits, "flush_batch": FlushBatch()}),
                 timeout_keep_alive=limits.keep_alive_timeout_s,  # type: ignore[arg-type]  # goes to call_later
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                proxy_headers=False,  # nothing asks for a client's address
+                proxy_headers=False,  # a client's address is that of its connection
                 server_header=False,
                 timeout_graceful_shutdown=shutdown_s,
                 backlog=backlog,
@@ -96,7 +96,7 @@ class HttpServer(uvicorn.Server):
             await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
         except OSError as exc:
             connection.close()
-            _log.debug("a client left while it was accepted: %s", exc)
+            _log.debug("client disconnected while it was accepted: %s", exc)
 
     def _relieve(self) -> bool:
         return self._limits.closes_least_recent and _close_least_recent(self.server_state.connections)
@@ -107,24 +107,24 @@ class HttpServer(uvicorn.Server):
 
 
 def _close_least_recent(connections: set[Any]) -> bool:
-    """Close the connection whose last request, or opening, was longest ago. Return whether there was one."""
+    """Close the connection whose last request or opening is oldest. Return False if there is no connection."""
     if not connections:
         return False
     oldest: LimitedProtocol = min(connections, key=lambda each: each.last_activity)
     connections.discard(oldest)
-    oldest.transport.abort()  # not `close`, which waits until the client has taken what was written
+    oldest.transport.abort()  # `close` would wait until the client has read all data
     return True
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection; uvicorn makes it."""
+    """One connection. uvicorn creates it."""
 
     limits: ClassVar[ConnectionLimits]
-    turn: ClassVar[FlushBatch]
+    flush_batch: ClassVar[FlushBatch]
 
-    last_activity = 0  # rank among the connections by when it was opened or when its newest request's head was complete
-    _in_head = True  # or before it
-    _received_bytes = 0  # of a head that is not complete
+    last_activity = 0  # rank by the time of its opening, or of its newest complete request head
+    _in_head = True  # True before and during a request's head
+    _received_bytes = 0  # of an incomplete head
     _parsed_bytes = 0
     _body_bytes = 0  # received
     _rejected = False
@@ -139,7 +139,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if not self.limits.closes_least_recent:
                 self.connections.discard(self)
                 most = self.limits.max_connections
-                self._reject(Overloaded(f"{most} connections are open, the most this server has; try later"))
+                self._reject(Overloaded(f"the server has {most} open connections, its limit; try again later"))
                 return
             _close_least_recent(self.connections)
         self._arm(self.limits.receive_timeout_s)
@@ -148,7 +148,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disarm()
         self._disarm_answer()
         super().connection_lost(exc)
-        # uvicorn tells only the newest request, which may wait behind this one
+        # uvicorn notifies only the newest request, which may wait behind this one.
         if self._answering is not None and not self._answering.response_complete:
             self._answering.disconnected = True
             self._answering.message_event.set()
@@ -161,7 +161,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _cut_answer(self, cycle: RequestResponseCycle) -> None:
-        """The client's time is over: end the connection unless the answer was sent."""
+        """Close the connection at the timeout, unless the response was sent."""
         if not cycle.response_complete or self.transport.get_write_buffer_size():
             self.transport.abort()
 
@@ -181,8 +181,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._body_bytes > self.limits.max_body_bytes + self.limits.max_header_bytes and not self._rejected:
             self._reject(
                 PayloadTooLarge(
-                    f"the request body is larger than {self.limits.max_body_bytes} bytes, chunk sizes, extensions and "
-                    "trailers included"
+                    f"the request body is larger than the limit of {self.limits.max_body_bytes} bytes, including chunk "
+                    "sizes, extensions and trailers"
                 )
             )
             return
@@ -210,7 +210,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.last_activity = next(_order)
         self._arm(self.limits.receive_timeout_s + _GRACE_S)
         super().on_headers_complete()
-        self.scope["state"][WRITER] = CycleWriter(self.cycle, self.turn)
+        self.scope["state"][WRITER] = CycleWriter(self.cycle, self.flush_batch)
         if self.scope["method"] != "HEAD":
             self.cycle.transport = HeldHead(self.cycle, self.transport)
 
@@ -222,10 +222,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def _parsed(self, num_bytes: int) -> None:
         self._parsed_bytes += num_bytes
         if self._parsed_bytes > self.limits.max_header_bytes:
-            raise self._too_large()  # the parser stops, and tells `send_400_response`
+            raise self._too_large()  # the parser stops, and uvicorn calls `send_400_response`
 
     def _check_version(self) -> None:
-        """Raises InvalidRequest, which stops the parser."""
+        """Check the HTTP version and the Host header. Raises InvalidRequest, which stops the parser."""
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             raise InvalidRequest(f"HTTP/{version} is not supported; send HTTP/1.1 requests")
@@ -234,7 +234,7 @@ class LimitedProtocol(HttpToolsProtocol):
             raise InvalidRequest(f"the request has {hosts} Host headers; HTTP/1.1 requests must have one")
 
     def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn while it handles the parser's error, whose cause may be one of ours."""
+        """Reject the request. uvicorn calls this while it handles a parser error, which may wrap a DynamoError."""
         exc = sys.exception()
         cause = exc and exc.__context__
         self._reject(cause if isinstance(cause, DynamoError) else InvalidRequest("the request is not valid HTTP/1.1"))
@@ -242,7 +242,8 @@ class LimitedProtocol(HttpToolsProtocol):
     # --- the end ---------------------------------------------------------------------------------------
 
     def _too_large(self) -> HeadTooLarge:
-        return HeadTooLarge(f"the request's head is larger than {self.limits.max_header_bytes} bytes")
+        most = self.limits.max_header_bytes
+        return HeadTooLarge(f"the request line and headers are larger than the limit of {most} bytes; send fewer")
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
@@ -256,23 +257,24 @@ class LimitedProtocol(HttpToolsProtocol):
     def _cut(self) -> None:
         self._timer = None
         if self._in_head and self._received_bytes:
-            self._reject(RequestTimeout(f"the request's head did not come in {self.limits.receive_timeout_s:g} s"))
+            seconds = self.limits.receive_timeout_s
+            self._reject(RequestTimeout(f"the request line and headers did not arrive within {seconds:g} s"))
         else:
             self.transport.close()
 
     def _reject(self, error: DynamoError) -> None:
-        """Answers, and takes no more from this connection."""
+        """Send an error and read no more from this connection."""
         self._rejected = True
         self._disarm()
         answering = self._answering
         if answering is not None and answering.response_complete and answering is self.cycle and not self._in_head:
-            self._linger()  # it was answered before all of its body arrived
+            self._linger()  # the response was sent before the whole body arrived
             return
         if answering is not None and not answering.response_complete:
             if answering is not self.cycle or answering.response_started or self._in_head:
-                self.transport.close()  # another answer is being sent, which this one must not interrupt
+                self.transport.close()  # another response is being sent, which this error must not interrupt
                 return
-            answering.disconnected = True  # the app sends no answer of its own
+            answering.disconnected = True  # prevents a response of the app
             answering.message_event.set()
         response = to_response(error)
         body = orjson.dumps(response.body)
@@ -283,7 +285,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close the connection when the client has had time to read."""
+        """Close the connection after the client has had time to read the error."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
             self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)

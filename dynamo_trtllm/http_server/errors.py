@@ -1,4 +1,4 @@
-"""The one table from error class to HTTP status and OpenAI error type, and the answer built from it."""
+"""Map error classes to HTTP status and OpenAI error type, and build error responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LIMITED = "rate_limit_error"
 UNAVAILABLE = "service_unavailable_error"
 SERVER = "server_error"
 RETRY_AFTER_S = 1
-RETRY_LATER = frozenset({429, 503})  # statuses that come with Retry-After
+RETRY_LATER = frozenset({429, 503})  # statuses with a Retry-After header
 
 
 class ErrorSpec(NamedTuple):
@@ -69,15 +69,15 @@ class ErrorResponse(NamedTuple):
 
 
 def to_response(error: DynamoError, retry_after_s: int = RETRY_AFTER_S) -> ErrorResponse:
-    """Return the response for an error. A class without a row of its own takes its parent's."""
+    """Return the response for an error. A class that is not in the table uses its parent's row."""
     spec = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     body = error_body(error.message, type=spec.type, param=error.field, code=error.code)
     headers = retry_headers(spec.status, retry_after_s)
     if isinstance(error, errors.RequestTimeout):
-        headers["Connection"] = "close"  # the rest of the request is still to come
+        headers["Connection"] = "close"  # the rest of the request may still arrive
     return ErrorResponse(spec.status, body, headers)
 
 
 def retry_headers(status: int, retry_after_s: int = RETRY_AFTER_S) -> dict[str, str]:
-    """Whatever else the answer holds."""
+    """Return the Retry-After header if the status has one."""
     return {"Retry-After": str(retry_after_s)} if status in RETRY_LATER else {}

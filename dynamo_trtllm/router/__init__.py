@@ -1,1 +1,1 @@
-"""Where a request goes: a view of the cluster and pure decisions over it. No await, no I/O."""
+"""Select the workers of a request: a view of the cluster and pure decisions over it. No await, no I/O."""

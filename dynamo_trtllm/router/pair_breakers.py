@@ -1,9 +1,9 @@
-"""Which prefill and decode instances were seen to hand KV over, and which are kept apart for now. Pure; owns no clock.
+"""Track for which pairs of prefill and decode instances KV transfer works, with a circuit breaker per pair. Pure.
 
-A pair is (prefill, decode), or (None, id) for an instance that does whole requests. Each has a breaker: after some
-failures in a row it is open and the pair gets no requests; when its time is over one canary is let through, whose
-outcome closes the breaker or opens it for longer. Where canaries run, a new pair gets no requests before its first one,
-and only a canary can clear a pair whose answers to a canary were wrong: the right answer to a request is not known.
+A pair is (prefill, decode), or (None, id) for an instance that runs aggregated requests. After some failures in a row
+its breaker opens, and the pair gets no requests. When the open time is over, one probe is sent. It closes the breaker
+or opens it for longer. With probes, a new pair gets no requests before its first probe, and only a probe can clear a
+pair that gave wrong answers: the right answer to a request is not known. Callers pass the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from dynamo_trtllm.router.view import ModelView
 
-_MOST_DOUBLINGS = 30  # more would overflow, in a pair that fails for days
+_MOST_DOUBLINGS = 30  # prevents an overflow for a pair that fails for days
 
 Pair: TypeAlias = tuple[int | None, int]
 
@@ -23,12 +23,14 @@ Pair: TypeAlias = tuple[int | None, int]
 class PairState(StrEnum):
     UNTRIED = "untried"
     WORKING = "working"
-    FAILING = "failing"  # it failed lately, and still gets requests
+    FAILING = "failing"  # failed recently, and still gets requests
     QUARANTINED = "quarantined"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerLimits:
+    """The limits that open a breaker, and for how long."""
+
     failures: int = 3  # in a row, until the breaker opens
     open_s: float = 5.0  # doubled each time it opens again
     max_open_s: float = 120.0
@@ -36,48 +38,48 @@ class BreakerLimits:
 
 @dataclass(slots=True)
 class PairStatus:
-    """What is known of one pair. Times are seconds of the clock that callers pass."""
+    """The status of one pair. Times are seconds of the callers' clock."""
 
     state: PairState = PairState.UNTRIED
     reason: str = ""
-    seen_at: float = 0.0  # last outcome
+    seen_at: float = 0.0  # time of the last outcome
     failures: int = 0  # in a row
     num_openings: int = 0  # since it last worked
     open_until: float = 0.0
-    is_wrong: bool = False  # its last answers to a canary were wrong: only a canary can clear it
-    is_proven: bool = False  # a canary has passed since it was last wrong
-    tried_at: float = 0.0  # while it works without being proven: the last canary, or when it began to work
+    is_wrong: bool = False  # its last answers to a probe were wrong: only a probe can clear it
+    is_proven: bool = False  # a probe has passed since the pair was last wrong
+    tried_at: float = 0.0  # while it works but is not proven: time of the last probe, or when it began to work
 
 
 class PairBreakers:
-    """Written by the pipeline (what requests met) and by the canaries; read by placement, health and readiness."""
+    """The breakers of all pairs. The pipeline and the probes write them; selection, health and readiness read them."""
 
     def __init__(self, limits: BreakerLimits | None = None) -> None:
         self._limits = limits or BreakerLimits()
         self._statuses: dict[Pair, PairStatus] = {}
         self._open: set[Pair] = set()
-        self._withheld: set[Pair] = set()  # new pairs that a canary will test
+        self._withheld: set[Pair] = set()  # new pairs that wait for a probe
 
     def withhold(self, pairs: Iterable[Pair]) -> None:
-        """Send no requests to those of `pairs` that have no record, until a canary has tested them."""
+        """Send no requests to the unknown ones of `pairs` until a probe has tested them."""
         self._withheld.update(pair for pair in pairs if pair not in self._statuses)
 
     def admit(self, pairs: Iterable[Pair]) -> bool:
-        """Let requests decide about new pairs whose canary takes long. Return whether any of `pairs` was withheld."""
+        """Let requests test new pairs whose probe takes long. Return True if any of `pairs` was withheld."""
         overdue = self._withheld.intersection(pairs)
         self._withheld -= overdue
-        for pair in overdue:  # from now on it is known, and not withheld again
+        for pair in overdue:  # a known pair is not withheld again
             self._statuses.setdefault(pair, PairStatus())
         return bool(overdue)
 
     def record_success(self, pair: Pair, now: float, *, is_probe: bool = False, note: str = "") -> bool:
-        """Note that KV was read at the other end, by a request or, with `is_probe`, by a canary that passed.
+        """Record that a KV transfer succeeded, for a request or, with `is_probe`, for a probe.
 
-        `note`: what the canary could not find out, shown as the reason. Return True when the pair did not work before.
+        `note` is what the probe could not detect, shown as the reason. Return True if the pair did not work before.
         """
         status = self._statuses.get(pair)
         if not is_probe and (pair in self._withheld or (status is not None and status.is_wrong)):
-            return False  # it began before the pair was withheld or wrong; whether its answer is right is not known
+            return False  # the request began before the pair was withheld or wrong, and its answer may be wrong
         status = status or self._statuses.setdefault(pair, PairStatus())
         changed = status.state is not PairState.WORKING
         if changed:
@@ -91,9 +93,9 @@ class PairBreakers:
         return changed
 
     def record_failure(self, pair: Pair, reason: str, now: float, *, is_wrong: bool = False) -> bool:
-        """Note a failure. `is_wrong`: the pair gave wrong answers, which opens the breaker at once.
+        """Record a failure. With `is_wrong` the pair gave wrong answers, which opens the breaker at once.
 
-        Return True when this opened the breaker.
+        Return True if this opened the breaker for the first time since the pair worked.
         """
         limits, status = self._limits, self._statuses.setdefault(pair, PairStatus())
         status.reason, status.seen_at = reason, now
@@ -101,7 +103,7 @@ class PairBreakers:
         if is_wrong:
             status.is_wrong, status.is_proven = True, False
         if status.state is PairState.QUARANTINED and now < status.open_until:
-            return False  # the call began before the quarantine: each of many such would count as a failed canary
+            return False  # the call began before the quarantine; many such calls must not count as failed probes
         status.failures += 1
         if not is_wrong and status.failures < limits.failures and status.state is not PairState.QUARANTINED:
             status.state = PairState.FAILING
@@ -113,10 +115,10 @@ class PairBreakers:
         return status.num_openings == 1
 
     def record_unreachable(self, pair: Pair, reason: str, now: float) -> bool:
-        """Note that a call was not accepted or lost its connection. Return True when the pair worked before.
+        """Record that a call was not accepted or lost its connection. Return True if the pair worked before.
 
-        This says nothing about its KV transfers, so the breaker does not count it. The pair is working again when a
-        transfer succeeds.
+        The breaker does not count this, because it says nothing about KV transfers. The next successful transfer makes
+        the pair working again.
         """
         status = self._statuses.setdefault(pair, PairStatus())
         worked = status.state is PairState.WORKING
@@ -128,12 +130,14 @@ class PairBreakers:
         return worked
 
     def pairs_with(self, instance_id: int) -> list[Pair]:
-        """The pairs of an instance of which something is known."""
+        """Return the known pairs of an instance."""
         return [pair for pair in self._statuses if instance_id in pair]
 
     def defer(self, pair: Pair, now: float) -> None:
-        """Note that the pair was too busy for a canary, which leaves its state unchanged. A new pair gets requests from
-        now on: otherwise workers that stay too busy for a canary would never get any."""
+        """Record that the pair was too busy for a probe, which leaves its state unchanged.
+
+        A new pair gets requests from now on: otherwise workers that are always too busy for a probe would get none.
+        """
         status = self._statuses.setdefault(pair, PairStatus())
         status.seen_at = status.tried_at = now
         self._withheld.discard(pair)
@@ -141,24 +145,27 @@ class PairBreakers:
             status.open_until = now + self._limits.open_s
 
     def half_open(self, now: float) -> None:
-        """Where no canary decides: pairs whose time is over get requests again, and these decide."""
+        """Without probes: send requests again to pairs whose open time is over. Their outcome decides."""
         self._open -= {pair for pair in self._open if self._statuses[pair].open_until <= now}
 
     def is_open(self, pair: Pair) -> bool:
-        """Whether requests are kept off this pair."""
+        """Return True if this pair gets no requests."""
         return pair in self._open or pair in self._withheld
 
     @property
     def any_open(self) -> bool:
-        """Whether any pair is kept apart: mostly none is, and placement has nothing to look up."""
+        """True if any pair gets no requests. Usually none does, and selection can skip the look-ups."""
         return bool(self._open or self._withheld)
 
     def status(self, pair: Pair) -> PairStatus:
         return self._statuses.get(pair, PairStatus())
 
     def due(self, pairs: Iterable[Pair], now: float, interval_s: float) -> list[Pair]:
-        """Return the pairs that a canary should test now: new and idle pairs, quarantined ones whose time is over, and
-        those that work for requests but have not passed a canary."""
+        """Return the pairs to probe now.
+
+        These are new and idle pairs, quarantined pairs whose open time is over, and pairs that work for requests but
+        have not passed a probe.
+        """
         return [pair for pair in pairs if now >= self._due_at(pair, interval_s)]
 
     def next_due_at(self, pairs: Iterable[Pair], interval_s: float) -> float | None:
@@ -175,7 +182,7 @@ class PairBreakers:
         return status.seen_at + interval_s if status.is_proven else status.tried_at + min(1.0, interval_s)
 
     def keep_only(self, ids: Collection[int]) -> None:
-        """Forgets pairs of instances that are gone."""
+        """Drop the pairs of instances that are not in `ids`."""
         gone = [pair for pair in (*self._statuses, *self._withheld) if not all(i is None or i in ids for i in pair)]
         for pair in gone:
             self._statuses.pop(pair, None)
@@ -184,16 +191,16 @@ class PairBreakers:
 
 
 def pairs_of(view: ModelView) -> list[Pair]:
-    """Every pair of a model that may hand KV over, and every instance that does whole requests."""
+    """Return all pairs of a model whose settings match, and (None, id) of instances that run aggregated requests."""
     keys = view.keys
     matched = [(p.id, d.id) for p in view.prefill for d in view.decode if keys[p.id] == keys[d.id]]
     return [*matched, *((None, instance.id) for instance in view.aggregated)]
 
 
 def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int = 3) -> set[int]:
-    """Instances whose every pair's breaker opened this often in a row.
+    """Return the instances all of whose pairs' breakers opened at least `num_openings` times in a row.
 
-    When that is true of both ends of a pair, and the cause is unknown, only the prefill instance is returned.
+    If this holds for both ends of a pair and the cause is unknown, only the prefill instance is returned.
     """
     prefills = {prefill for prefill, _ in pairs if prefill is not None}
     decodes = {decode for _, decode in pairs}
@@ -205,6 +212,6 @@ def suspects(breakers: PairBreakers, pairs: Collection[Pair], num_openings: int 
 
 
 def format_pair(pair: Pair) -> str:
-    """For people."""
+    """Format a pair for logs and errors."""
     prefill, decode = pair
     return f"instance {decode:x}" if prefill is None else f"pair {prefill:x} -> {decode:x}"

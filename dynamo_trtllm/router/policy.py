@@ -1,4 +1,4 @@
-"""Decides which instances serve a request. Pure: the same arguments give the same placement."""
+"""Select the instances of a request. Pure: the same arguments give the same selection."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynamo_trtllm.router.view import ModelView, pairing_key
 
 @dataclass(frozen=True, slots=True)
 class WorkerSelection:
-    """`prefill` is None when the decode instance does the whole request."""
+    """The instances of a request. `prefill` is None if `decode` runs the aggregated request."""
 
     prefill: Instance | None
     decode: Instance
@@ -30,21 +30,22 @@ def select(
 ) -> WorkerSelection:
     """Select the workers of one request, round robin per role.
 
-    Prefill and decode are paired only when engine, strategy and KV layout are equal and the pair's breaker is closed.
-    Pairs are preferred to aggregated instances, because a cluster that has pairs was built for them.
+    Prefill and decode are paired only if engine, strategy and KV layout are equal and the pair's breaker is closed.
+    Pairs are preferred to aggregated instances, because a deployment with pairs was built for them.
 
     Args:
         round_robin_index: number of requests of this model so far.
-        avoid: prefill instance to use only when no other can work with the same decode instance.
-        decode_fallback: let a decode instance that can serve aggregated requests do so while there is no prefill
-            instance.
+        avoid: prefill instance to use only if no other matches the decode instance.
+        decode_fallback: without a prefill instance, let a decode instance that can run aggregated requests do so.
 
     Raises:
         NoInstances: a role has no instance, or the breakers of all pairs are open; the message says which.
-        TransferMismatch: both roles have instances and none can be paired; names the fields that differ.
+        TransferMismatch: both roles have instances, but none match; the message names the fields that differ.
     """
     if not view.prefill or not view.decode:
-        return WorkerSelection(None, _whole(view, model, round_robin_index, breakers, decode_fallback=decode_fallback))
+        return WorkerSelection(
+            None, _select_aggregated(view, model, round_robin_index, breakers, decode_fallback=decode_fallback)
+        )
     keys = view.keys
     available = {keys[p.id] for p in view.prefill}
     decodes = [d for d in view.decode if keys[d.id] in available]
@@ -62,26 +63,26 @@ def select(
     decode = decodes[round_robin_index % len(decodes)]
     prefills = [p for p in view.prefill if keys[p.id] == keys[decode.id] and not breakers.is_open((p.id, decode.id))]
     prefills = [p for p in prefills if p.id != avoid] or prefills
-    # Turns are counted among the decodes of one key: counted over all, they would skip prefills of the same key.
+    # Requests are counted per key: an index over the decodes of all keys would skip prefills of this key.
     peers = [d for d in decodes if keys[d.id] == keys[decode.id]]
     index_in_key = round_robin_index // len(decodes) * len(peers) + peers.index(decode)
-    # One further per round: else two and two would only ever meet as two of the four pairs.
-    mismatched = index_in_key + index_in_key // math.lcm(len(peers), len(prefills))
-    return WorkerSelection(prefills[mismatched % len(prefills)], decode)
+    # Shift by one per round: otherwise two prefills and two decodes would use only two of their four pairs.
+    shifted = index_in_key + index_in_key // math.lcm(len(peers), len(prefills))
+    return WorkerSelection(prefills[shifted % len(prefills)], decode)
 
 
-def _whole(
+def _select_aggregated(
     view: ModelView, model: str, round_robin_index: int, breakers: PairBreakers, *, decode_fallback: bool
 ) -> Instance:
-    able = view.aggregated
-    if not able and decode_fallback:
-        able = tuple(instance for instance in view.decode if instance.can_aggregate)
-    if not able:
+    candidates = view.aggregated
+    if not candidates and decode_fallback:
+        candidates = tuple(instance for instance in view.decode if instance.can_aggregate)
+    if not candidates:
         missing = " and no ".join(role.value for role in view.missing_roles())
         raise NoInstances(f"model {model!r} has no {missing} worker now; start one or retry later")
-    instances = [instance for instance in able if not breakers.is_open((None, instance.id))]
+    instances = [instance for instance in candidates if not breakers.is_open((None, instance.id))]
     if not instances:
-        raise _all_open(model, breakers, [(None, instance.id) for instance in able])
+        raise _all_open(model, breakers, [(None, instance.id) for instance in candidates])
     return instances[round_robin_index % len(instances)]
 
 
@@ -90,12 +91,12 @@ def _partners(view: ModelView, decode: Instance) -> list[int]:
 
 
 def _all_open(model: str, breakers: PairBreakers, pairs: list[Pair]) -> NoInstances:
-    reasons = dict.fromkeys(breakers.status(pair).reason or "not tried yet" for pair in pairs)
+    reasons = dict.fromkeys(breakers.status(pair).reason or "not probed yet" for pair in pairs)
     return NoInstances(f"every pair of model {model!r} is new or quarantined: {'; '.join(reasons)}; see /health")
 
 
 def differences(a: Instance, b: Instance) -> str:
-    """The pairing fields in which two instances differ, with both values, for people."""
+    """Return the fields in which two instances must be equal but differ, with both values, as text for people."""
     ours, theirs = dict(pairing_key(a)), dict(pairing_key(b))
     names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     return "; ".join(f"{name} is {ours.get(name)!r} at {a.role} and {theirs.get(name)!r} at {b.role}" for name in names)

@@ -1,4 +1,4 @@
-"""What the router knows: instances by model and role, as reported by discovery. Values in, values out."""
+"""Hold the router's view of the cluster: instances by model and role, as reported by discovery."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TypeAlias
 from dynamo_trtllm.kv_transfer.params import EQUAL_LAYOUT
 from dynamo_trtllm.messages import Instance, ModelDeploymentCard, Role
 
-_REDUCED_VIEWS = 16  # cached by one view
+_REDUCED_VIEWS = 16  # cached per view
 
 PairingKey: TypeAlias = tuple[tuple[str, object], ...]
 
 
 def pairing_key(instance: Instance) -> PairingKey:
-    """What two instances must share to hand KV over, as (field, value)."""
+    """Return the (field, value) pairs that must be equal in two instances for KV transfer between them."""
     layout = ((f"layout.{name}", getattr(instance.layout, name)) for name in EQUAL_LAYOUT)
     own = sorted(instance.kv_compat.items())
     return ("engine", instance.engine), ("strategy", instance.strategy), *layout, *own
@@ -24,12 +24,12 @@ def pairing_key(instance: Instance) -> PairingKey:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """The instances of one model, each list in id order so that every frontend counts the same way."""
+    """The instances of one model, sorted by id so that all frontends count alike."""
 
     prefill: tuple[Instance, ...] = ()
     decode: tuple[Instance, ...] = ()
     aggregated: tuple[Instance, ...] = ()
-    keys: Mapping[int, PairingKey] = field(init=False)  # by instance id, made once per change and read per request
+    keys: Mapping[int, PairingKey] = field(init=False)  # by instance id; computed per change, read per request
     _reduced: dict[frozenset[int], ModelView] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class ModelView:
         object.__setattr__(self, "keys", keys)
 
     def excluding(self, ids: frozenset[int]) -> ModelView:
-        """Return the view without these instances. A view caches the last results: requests ask for the same few."""
+        """Return the view without these instances. Results are cached, because many requests exclude the same ones."""
         if not ids:
             return self
         reduced = self._reduced.get(ids)
@@ -50,14 +50,15 @@ class ModelView:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a request can run: there is a worker for whole requests, or a prefill and a decode worker that match.
+        """True if a request can run: there is an aggregated worker, or a prefill and a decode worker that match.
 
-        Takes time in proportion to the instances, not to their pairs."""
+        The time is linear in the number of instances, not of pairs.
+        """
         keys = [{self.keys[instance.id] for instance in role} for role in (self.prefill, self.decode)]
         return bool(self.aggregated) or not keys[0].isdisjoint(keys[1])
 
     def missing_roles(self) -> list[Role]:
-        """Roles without which no request of this model can run; empty when it can."""
+        """Return the roles that lack an instance; empty if requests of this model can run."""
         if self.aggregated or (self.prefill and self.decode):
             return []
         have = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
@@ -69,13 +70,11 @@ _NO_INSTANCES = ModelView()
 
 @dataclass(slots=True)
 class ClusterView:
-    """All live instances. One task writes it (the frontend's watch); readers take `model()` and decide."""
+    """All live instances. Only the frontend's watch writes it; readers use `model()`."""
 
     _instances: dict[int, Instance] = field(default_factory=dict)
     _models: dict[str, ModelView] = field(default_factory=dict)
-    changed: asyncio.Event = field(
-        default_factory=asyncio.Event
-    )  # set at the next change, then another takes its place
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # set at the next change, then replaced
 
     def add(self, instance: Instance) -> None:
         self._instances[instance.id] = instance
@@ -86,7 +85,7 @@ class ClusterView:
         self._rebuild()
 
     def notify_changed(self) -> None:
-        """Wakes who waits for a change: no instance came or went, and placement may come out otherwise all the same."""
+        """Wake the tasks that wait for a change. Called also if only breakers changed, which changes selections."""
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -94,10 +93,10 @@ class ClusterView:
         return self._models.get(name, _NO_INSTANCES)
 
     def models(self) -> dict[str, ModelDeploymentCard]:
-        """Name to card, for every model that has an instance.
+        """Return the card in use by model name, for every model that has an instance.
 
-        The card of an instance that makes answers counts before a prefill instance's: theirs is the context that prompt
-        and answer must fit, where prefill is mostly given less. Among equals the lowest id counts.
+        The cards of decode and aggregated instances take precedence over those of prefill instances, because their
+        context length limits prompt and output together. Among equals, the lowest id takes precedence.
         """
         last_counts = sorted(self._instances.values(), key=lambda i: (i.role is not Role.PREFILL, -i.id))
         return {instance.card.name: instance.card for instance in last_counts}
@@ -106,7 +105,7 @@ class ClusterView:
         return sorted(self._instances.values(), key=lambda i: i.id)
 
     def _rebuild(self) -> None:
-        """Runs per cluster change, so that a request pays a dictionary look-up."""
+        """Rebuild the views of all models per change, so that a request costs only a dictionary look-up."""
         self.notify_changed()
         names = {i.card.name for i in self._instances.values()}
         self._models = {name: _model_view(i for i in self.instances() if i.card.name == name) for name in names}

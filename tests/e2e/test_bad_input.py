@@ -43,7 +43,7 @@ BAD = {
                           r"line 2, column \d+"),
     "no JSON at all": Bad({"content": b"", "headers": JSON}, 400, "invalid_request", "JSON"),
     "not an object": Bad({"json": [1]}, 400, "invalid_request", "must be a JSON object, not a list"),
-    "unknown model": Bad(field(model="mokc"), 404, "model_not_found", "mokc.*served: mock", param="model"),
+    "unknown model": Bad(field(model="mokc"), 404, "model_not_found", "mokc.*available models: mock", param="model"),
     "unknown field": Bad(field(max_tokenz=3), 400, "unsupported_parameter", "max_tokenz.*'max_tokens'",
                          param="max_tokenz"),
     "wrong type": Bad(field(max_tokens="5"), 400, "invalid_request", "max_tokens must be", param="max_tokens"),
@@ -120,7 +120,7 @@ def test_request_when_a_role_has_no_worker_then_503_names_it(
     name = f"only-{present}"
     worker = mock_cluster.mock(present, name)
     worker.instance()
-    mock_cluster.frontend.wait_for(f"model {name} is loaded, and not served yet: .*{missing}")
+    mock_cluster.frontend.wait_for(f"model {name} is loaded, but not available yet: .*{missing}")
     answer = mock.post(CHAT, json=GOOD | {"model": name})
     check_error(answer, 503, "no_instances", missing)
     assert int(answer.headers["Retry-After"]) >= 1

@@ -30,7 +30,7 @@ def cluster(etcd_server: str, nats_server: str) -> Iterator[Cluster]:
     try:
         made.mock("prefill_and_decode", MODEL)
         for name in NAMES:
-            made.frontend.wait_for(rf"{name} .*model {MODEL} is served")
+            made.frontend.wait_for(rf"{name} .*model {MODEL} is ready")
         yield made
     finally:
         made.stop()
@@ -94,7 +94,7 @@ def test_two_workers_when_one_is_killed_then_only_its_streams_break_and_it_comes
     asked += len(streams[survivor])
 
     until(lambda: total(url) == asked, WITHIN_S)  # what the dead one had told stays, and never goes back
-    until(lambda: sum(f"model {MODEL} is served" in line for line in frontend.lines) == 3, WITHIN_S)
+    until(lambda: sum(f"model {MODEL} is ready" in line for line in frontend.lines) == 3, WITHIN_S)
     assert {member.pid for member in members(frontend)} > {survivor}
     assert httpx.post(f"{url}/v1/chat/completions", json=BODY, trust_env=False, timeout=WITHIN_S).status_code == 200
     until(lambda: total(url) == asked + 1, WITHIN_S)

@@ -53,7 +53,7 @@ async def test_run_when_a_process_can_not_start_then_all_end_with_its_status(cre
     made = crew("import sys; " + FAILS, SERVED + STAYS)
     async with asyncio.timeout(3 * SOON_S):
         assert await made.run() == 3
-    assert "exited with status 3 and never served" in caplog.text
+    assert "exited with status 3 before it was ready" in caplog.text
 
 
 async def test_run_when_the_last_process_serves_then_all_of_them_hear_of_it(crew, tmp_path) -> None:

@@ -83,7 +83,7 @@ async def test_deleted_elsewhere_then_gone_here(frontends: tuple[Frontend, Front
     gone = await here.client.get(path)
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found")
     elsewhere = await there.client.get(path)
-    assert "only its own frontend" in elsewhere.json()["error"]["message"]
+    assert "in progress at another frontend" in elsewhere.json()["error"]["message"]
 
 
 async def test_store_when_it_is_away_then_answers_come_and_look_ups_are_told_to_come_back(
@@ -97,7 +97,7 @@ async def test_store_when_it_is_away_then_answers_come_and_look_ups_are_told_to_
     response = await here.made()
     assert response["status"] == "completed"
     await here.written()
-    assert f"{response['id']} is not stored" in caplog.text
+    assert f"{response['id']} was not stored" in caplog.text
     looked_up = await here.client.get(f"/v1/responses/{first['id']}")
     assert looked_up.status_code == 503
     assert looked_up.headers["retry-after"]

@@ -1,1 +1,1 @@
-"""`/v1/responses`: items to a conversation, pieces to items and events, and the responses that are kept."""
+"""Implement `/v1/responses`: input items to a conversation, deltas to output items and events, stored responses."""

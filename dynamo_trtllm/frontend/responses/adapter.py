@@ -1,4 +1,4 @@
-"""`/v1/responses` as a dialect: looks up what a request builds on, and keeps what it was answered."""
+"""Adapt `/v1/responses`: resolve references to stored responses, and store the responses."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dynamo_trtllm.frontend.responses.response_builder import (
 )
 from dynamo_trtllm.frontend.responses.response_store import References, ResponseStore
 
-THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so as not to delay other streams
+THREAD_CHARS: Final = 16 << 10  # longer conversations are rendered in a thread, so that they delay no other stream
 
 
 class ResponsesAdapter:
-    """`builders` has the answers under way, by id; an answer leaves it with the exchange that makes it."""
+    """The adapter of `/v1/responses`. `builders` has the responses in progress, by id, until their requests end."""
 
     endpoint = "responses"
     body = ResponseRequest
@@ -40,8 +40,12 @@ class ResponsesAdapter:
     async def plan(
         self, body: ResponseRequest, served: ServedModel, context: RequestContext, *, off_loop: bool
     ) -> GenerationPlan:
-        """Raises ResponseNotFound when the request refers to a response that is not stored, InvalidRequest when the
-        conversation is too long to be stored."""
+        """Plan the request with all items that it refers to.
+
+        Raises:
+            ResponseNotFound: the request refers to a response that is not stored.
+            InvalidRequest: the conversation is too long.
+        """
         items: list[Item] = []
         references = References(self._store)
         if body.previous_response_id is not None:
@@ -50,13 +54,13 @@ class ResponsesAdapter:
         size = characters(items)
         if size > MAX_TEXT:
             raise InvalidRequest(
-                f"the conversation has {size} characters with all that input refers to; at most {MAX_TEXT} are allowed",
+                f"the conversation, with all referenced items, has {size} characters; at most {MAX_TEXT} are allowed",
                 field="input",
             )
         if body.store and size + len(body.instructions or "") > self._store.max_bytes:
             raise InvalidRequest(
-                f"store is true, and the conversation has {size} characters: a stored response may have at most "
-                f"{self._store.max_bytes} bytes of conversation (--response-store-entry-bytes); send store: false",
+                f"the conversation has {size} characters; a stored response may have at most {self._store.max_bytes} "
+                "bytes of conversation (--response-store-entry-bytes); set store to false",
                 field="store",
             )
         if off_loop or size > THREAD_CHARS:

@@ -1,6 +1,6 @@
-"""Items, as an API object holds them, to the conversation that a renderer takes. Pure.
+"""Convert items of the Responses API to the conversation that a renderer takes, and build item ids. Pure.
 
-A normalized item is the JSON object that `input_items` lists: a field of the API each, with a name of its own.
+A normalized item is the JSON object that `input_items` lists.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def is_response_id(text: str) -> bool:
 
 
 def frontend_id_of(response_id: str) -> str:
-    """The mark of the frontend that made the response."""
+    """Return the id of the frontend that created the response."""
     return response_id[len(PREFIX) : len(PREFIX) + FRONTEND_ID_CHARS]
 
 
 def response_of(item_id: str) -> str | None:
-    """The response that the item is of; None when the name is not one of ours."""
+    """Return the id of the response to which an item belongs; None if it is not an item id of this server."""
     match = _ITEM.fullmatch(item_id)
     return None if match is None else PREFIX + match.group(1)
 
@@ -53,7 +53,7 @@ _PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc", 
 
 
 def normalized(item: MessageItem | ReasoningItem | FunctionCallItem | FunctionOutputItem) -> Item:
-    """The item as it is kept and listed. `named` gives it a name when it has none."""
+    """Return the item as it is stored and listed. `named` adds an id if it has none."""
     match item:
         case MessageItem():
             return _message(item)
@@ -91,7 +91,7 @@ def _message(item: MessageItem) -> Item:
 
 
 def named(items: Iterable[Item], response_id: str) -> list[Item]:
-    """The items, each with a name; those that clients give are kept."""
+    """Return the items with an id each. Ids from clients are not changed."""
     return [
         item if item["id"] else item | {"id": input_id(_PREFIXES[item["type"]], response_id, index)}
         for index, item in enumerate(items)
@@ -99,7 +99,7 @@ def named(items: Iterable[Item], response_id: str) -> list[Item]:
 
 
 def characters(items: Iterable[Item]) -> int:
-    """How much text they hold."""
+    """Return the number of characters of the items' texts."""
     return sum(
         len(item.get("output", ""))
         + len(item.get("arguments", ""))
@@ -109,7 +109,7 @@ def characters(items: Iterable[Item]) -> int:
 
 
 class _Turn:
-    """An assistant's turn while its items come: reasoning, then text, then calls, as Harmony wants them."""
+    """An assistant's turn, built item by item in Harmony's order: reasoning, then text, then calls."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
@@ -117,7 +117,7 @@ class _Turn:
         self.calls: list[ToolCall] = []
 
     def take(self) -> list[Message]:
-        """The turn as a message, and a new start. Reasoning that led to nothing is not shown to the model again."""
+        """Return the turn as a message and start the next. Reasoning without text or calls is dropped."""
         reasoning, content, calls = self.reasoning, self.content, self.calls
         self.reasoning, self.content, self.calls = [], [], []
         if not content and not calls:
@@ -133,13 +133,13 @@ class _Turn:
 
 
 def messages_of(items: Iterable[Item]) -> list[Message]:
-    """The messages that the items are. Raises InvalidRequest for a result of no call."""
-    reasoning_kept = list(items)
-    answered = {item["call_id"] for item in reasoning_kept if item["type"] == "function_call_output"}
+    """Convert items to messages. Raises InvalidRequest for a function result without a call."""
+    all_items = list(items)
+    answered = {item["call_id"] for item in all_items if item["type"] == "function_call_output"}
     called: set[str] = set()
     messages: list[Message] = []
     turn = _Turn()
-    for item in reasoning_kept:
+    for item in all_items:
         match item["type"]:
             case "reasoning":
                 if turn.content or turn.calls:
@@ -147,7 +147,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
                 turn.reasoning.append(_thought(item))
             case "function_call":
                 if item["status"] == "incomplete" and item["call_id"] not in answered:
-                    continue  # cut short, and the call was never made: nothing to show to the model
+                    continue  # the call was cut off and never made
                 called.add(item["call_id"])
                 turn.calls.append(ToolCall(id=item["call_id"], name=item["name"], arguments=item["arguments"]))
             case "message" if item["role"] == "assistant":
@@ -164,7 +164,7 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
 
 
 def _thought(item: Item) -> str:
-    """What was thought; its summary when that is all there is."""
+    """Return the text of a reasoning item, or its summary if there is no text."""
     return "\n".join(part["text"] for part in item["content"] or item["summary"])
 
 
@@ -175,8 +175,8 @@ def _said(item: Item) -> str:
 def _result(item: Item, called: set[str]) -> Message:
     if item["call_id"] not in called:
         raise InvalidRequest(
-            f"input holds a function_call_output with call_id {item['call_id']!r}, and no function_call before it has "
-            "that call_id; send the call too, or the previous_response_id of the response that made it",
+            f"input has a function_call_output with call_id {item['call_id']!r}, but no earlier function_call with "
+            "that call_id; send the call too, or the previous_response_id of its response",
             field="input",
         )
     return Message(role="tool", content=item["output"], tool_call_id=item["call_id"])

@@ -1,7 +1,6 @@
-"""Pieces → output items, and the events that tell of each change. Streamed and whole answers are this one fold.
+"""Build output items from deltas, with one event per change. Streamed and aggregated responses share this code. Pure.
 
-An event is a JSON object without its sequence number; those that come per token are formatted from a template.
-Pure; nothing that a piece holds is dropped.
+An event is a JSON object without its sequence number. Events that occur per token are formatted from a template.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Item: TypeAlias = dict[str, Any]
 
 
 class TextDelta(NamedTuple):
-    """The event that text was added to the open item, and nothing else."""
+    """An event that only adds text to the open item."""
 
     template: EventTemplate
     text: str
@@ -34,7 +33,7 @@ class TextDelta(NamedTuple):
 
 
 class EventTemplate:
-    """What all growths of one item have in common: the event without its text, and how its bytes begin."""
+    """The constant part of an item's text deltas: the event without its text, and the beginning of its bytes."""
 
     def __init__(self, event: Event) -> None:
         self.event = event
@@ -51,7 +50,7 @@ OutputEvent: TypeAlias = Event | TextDelta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TextKind:
-    """What tells reasoning and messages apart on the wire."""
+    """The differences between reasoning items and messages on the wire."""
 
     prefix: str
     head: Mapping[str, Any]
@@ -77,7 +76,7 @@ _MESSAGE: Final = _TextKind(
 
 
 class _TextItem:
-    """A reasoning item or a message: one content part of text that grows."""
+    """A reasoning item or a message: one content part of text, built delta by delta."""
 
     def __init__(self, kind: _TextKind, item_id: str, index: int) -> None:
         self.kind = kind
@@ -120,7 +119,7 @@ class _TextItem:
 
 
 class _CallItem:
-    """A function call whose arguments grow."""
+    """A function call whose arguments are built delta by delta."""
 
     def __init__(self, response_id: str, index: int, name: str) -> None:
         self._id = output_id("fc", response_id, index)
@@ -148,14 +147,14 @@ class _CallItem:
 
 
 class OutputBuilder:
-    """The output of one response as it grows. At most one item is open, the last one."""
+    """The output of one response, built delta by delta. At most one item is open, the last one."""
 
     def __init__(self, response_id: str, renderer: Renderer) -> None:
         self._response_id = response_id
         self._renderer = renderer
         self._done: list[Item] = []
         self._open: _TextItem | _CallItem | None = None
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text has not arrived yet
 
     def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
         events: list[OutputEvent] = []
@@ -170,11 +169,11 @@ class OutputBuilder:
         return events
 
     def finish(self, status: str) -> list[OutputEvent]:
-        """Closes the open item: "completed", or "incomplete" when it was cut short."""
+        """Close the open item with `status`: "completed", or "incomplete" if it was cut off."""
         return self._close(status)
 
     def items(self, status: str) -> list[Item]:
-        """All items so far; one that is still open has this status."""
+        """Return all items so far. An open item gets `status`."""
         return [*self._done, self._open.item(status)] if self._open is not None else list(self._done)
 
     def _text(self, kind: _TextKind, text: str) -> list[OutputEvent]:
@@ -193,7 +192,7 @@ class OutputBuilder:
             events = self._close("completed")
             self._open = _CallItem(self._response_id, len(self._done), delta.name)
             events += self._open.start()
-        assert isinstance(self._open, _CallItem)  # the parts of one call come one after the other
+        assert isinstance(self._open, _CallItem)  # the deltas of a call are consecutive
         if delta.arguments:
             events.append(self._open.arguments(delta.arguments))
         return events
@@ -223,7 +222,7 @@ def _event(kind: str, index: int, **fields: Any) -> Event:
 
 
 def _logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict[str, Any]]:
-    """As in chat, but bytes that are not known are an empty list: the API has no null there."""
+    """Return log-probabilities as in chat, but with [] for unknown bytes, because this API does not allow null."""
     tokens: list[dict[str, Any]] = chat_logprobs(logprobs, renderer)["content"]
     for token in tokens:
         for each in (token, *token["top_logprobs"]):
@@ -232,7 +231,7 @@ def _logprobs(logprobs: Sequence[TokenLogprob], renderer: Renderer) -> list[dict
 
 
 def _without_bytes(logprobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As events have them; the finished text has the bytes."""
+    """Return log-probabilities without bytes, for events. The finished text has the bytes."""
     return [
         {
             "token": each["token"],

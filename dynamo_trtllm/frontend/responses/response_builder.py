@@ -1,4 +1,4 @@
-"""One response while it is made: the object that clients see, its events, and the whole answer of the same pieces."""
+"""Build the response object of `/v1/responses` from deltas: its events, and the complete object."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsePlan(GenerationPlan):
-    """A plan that knows the items it was made of."""
+    """A generation plan with the items of its conversation."""
 
-    items: tuple[Item, ...]  # of the turns before, then those of the request
+    items: tuple[Item, ...]  # those of earlier turns, then those of the request
 
 
 def prepare_turn(
     body: ResponseRequest, items: Sequence[Item], served: ServedModel, context: RequestContext
 ) -> ResponsePlan:
-    """Raises as `prepare_chat`, in the words of this API."""
+    """Plan a request. Raises as `prepare_chat`, with this API's field names."""
     plan = prepare_conversation(_conversation(body, items), _options(body, served.card), served, context)
     return ResponsePlan(choices=plan.choices, items=tuple(items))
 
 
 def _conversation(body: ResponseRequest, items: Sequence[Item]) -> Conversation:
-    """Instructions are of this turn only, and come before everything."""
+    """Return the conversation. `instructions` apply to this turn only and become the first message."""
     system = [Message(role="system", content=body.instructions)] if body.instructions else []
     return Conversation(
         messages=(*system, *messages_of(items)),
@@ -83,7 +83,7 @@ def _chat_tool_choice(body: ResponseRequest) -> ToolChoice:
 
 
 class ResponseBuilder:
-    """The state that streamed and whole answers share."""
+    """The state of one response in progress, for streamed and aggregated responses."""
 
     def __init__(self, prepared: PreparedRequest[ResponseRequest], max_stored_bytes: int) -> None:
         assert isinstance(prepared.plan, ResponsePlan)
@@ -95,19 +95,19 @@ class ResponseBuilder:
         self._base = _echo(prepared)
         self._finish = ""
         self._max_stored_bytes = max_stored_bytes
-        self.final: dict[str, Any] | None = None  # what was answered, once it is complete
-        self.packed: bytes | None = None  # the response as it is stored; None: it is not stored
+        self.final: dict[str, Any] | None = None  # the complete response, set by `close`
+        self.packed: bytes | None = None  # the response as stored; None: it is not stored
 
     def push(self, delta: ChoiceDelta) -> list[OutputEvent]:
         self._finish = delta.finish or self._finish
         return self.output.push(delta)
 
     def in_progress(self) -> dict[str, Any]:
-        """The response as it is now."""
+        """Return the response as it is now."""
         return self._base | {"status": "in_progress", "output": self.output.items("in_progress")}
 
     def cancelled(self) -> dict[str, Any]:
-        """The response as it is when somebody ended it."""
+        """Return the response after its cancellation."""
         return self._base | {"status": "cancelled", "output": self.output.items("incomplete")}
 
     def failed(self, error: DynamoError) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class ResponseBuilder:
         return self._base | {"status": "failed", "error": event, "output": self.output.items("incomplete")}
 
     def close(self, usage: Usage, stats: Stats | None) -> list[OutputEvent]:
-        """Events of the end of the last item; `final` is set."""
+        """Set `final` and return the events that close the last item."""
         is_incomplete = self._finish == "length"
         events = self.output.finish("incomplete" if is_incomplete else "completed")
         self.final = self._base | {
@@ -131,7 +131,7 @@ class ResponseBuilder:
         return events
 
     def pack(self, response: dict[str, Any]) -> bytes | None:
-        """Return the response as it is stored. None: it is not to be stored, or is too large (`store: false`)."""
+        """Serialize the response for the store. None if `store` is false; it is set to false if it is too large."""
         if not self.stored:
             return None
         packed = codec.encode(StoredResponse(response=response, items=self.input_items()))
@@ -145,7 +145,7 @@ class ResponseBuilder:
 
 
 class ResponseSseEncoder:
-    """The events of a streamed response, numbered."""
+    """An encoder of a streamed response as numbered events."""
 
     def __init__(self, builder: ResponseBuilder) -> None:
         self.builder = builder
@@ -167,7 +167,7 @@ class ResponseSseEncoder:
         return b"".join(map(self._encoded, events))
 
     def error(self, error: DynamoError) -> bytes:
-        """There is no event for a cancelled response: it is an incomplete one whose status says so."""
+        """Return the last events after an error. The API has no event for "cancelled", so that is "incomplete"."""
         events = self.builder.output.finish("incomplete")
         if isinstance(error, Cancelled):
             events.append({"type": "response.incomplete", "response": self.builder.cancelled()})
@@ -186,7 +186,7 @@ class ResponseSseEncoder:
 
 
 class ResponseAggregator:
-    """Builds a whole response from the same events. The events are not sent."""
+    """Aggregate deltas into a complete response."""
 
     def __init__(self, builder: ResponseBuilder) -> None:
         self.builder = builder
@@ -211,14 +211,14 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 def _error_code(error: DynamoError) -> str:
-    """One of the few that the API has here; the event before it has ours."""
+    """Return the closest of the few codes that this API defines. The `error` event has the server's own code."""
     if isinstance(error, CapacityError):
         return "rate_limit_exceeded"
     return "invalid_prompt" if isinstance(error, RequestError) else "server_error"
 
 
 def _echo(prepared: PreparedRequest[ResponseRequest]) -> dict[str, Any]:
-    """The response without status, output and usage: what was asked."""
+    """Return the response as it is at the start: the request's fields and no output."""
     body, meta, sampling = prepared.body, prepared.meta, prepared.plan.choices[0].request.sampling
     return {
         "id": meta.id,

@@ -1,6 +1,6 @@
-"""The responses that are kept: by id, with all the items that the model was shown, so that each stands alone.
+"""Store responses by id, each with all items of its conversation.
 
-That a response was deleted or has gone does not break the later ones of its conversation.
+Deleting or evicting a response therefore does not break later responses of the same conversation.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dynamo_trtllm.request_plane.store import Store, StoreLimits
 _log = logging.getLogger(__name__)
 
 _WRITE_S: Final = 30.0  # longest write of one response
-_CLOSE_S: Final = 5.0  # longest wait for the writes under way when the frontend ends
-_PENDING_BYTES: Final = 64 << 20  # of writes under way; beyond, an answer waits for its own
-_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response that another frontend has generated
-MAX_REFERRED_BYTES: Final = 32 << 20  # of the stored responses that one request refers to
+_CLOSE_S: Final = 5.0  # longest wait for pending writes when the frontend exits
+_PENDING_BYTES: Final = 64 << 20  # limit of pending writes; beyond it, a response waits for its own write
+_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)  # between look-ups of a response of another frontend
+MAX_REFERRED_BYTES: Final = 32 << 20  # size of all stored responses that one request may refer to
 
 
 def store_limits(config: FrontendConfig) -> StoreLimits:
@@ -44,19 +44,24 @@ def store_limits(config: FrontendConfig) -> StoreLimits:
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """One response with what it answers."""
+    """A response with its input."""
 
-    response: dict[str, Any]  # as it was answered
-    items: list[dict[str, Any]]  # its input: those of the turns before it, then its own
+    response: dict[str, Any]  # as sent to the client
+    items: list[dict[str, Any]]  # its input: the items of earlier turns, then its own
 
     @property
     def conversation(self) -> list[dict[str, Any]]:
-        """Everything said so far, its answer included."""
+        """All items up to and including this response's output."""
         return [*self.items, *self.response["output"]]
 
 
 class ResponseStore:
-    """Names and finds responses. `shared`: other frontends find them too. `max_bytes`: the most of a stored one."""
+    """The store of responses, which also assigns their ids.
+
+    Args:
+        shared: other frontends use the same store.
+        max_bytes: largest stored response.
+    """
 
     def __init__(
         self,
@@ -66,7 +71,7 @@ class ResponseStore:
         max_bytes: int,
         on_write_failed: Callable[[str], None] = lambda code: None,
     ) -> None:
-        """`on_write_failed` is called with the error's code for each response that could not be stored."""
+        """`on_write_failed` is called with the error's code if a response could not be stored."""
         self._store = store
         self._writes = PendingWrites(store, on_write_failed)
         self.max_bytes = max_bytes
@@ -75,16 +80,18 @@ class ResponseStore:
         self.id_prefix = PREFIX + self._frontend_id
 
     async def put(self, response_id: str, data: bytes, owner: str) -> None:
-        """Begin to store a response; it is readable here once this returns. The write continues after that, so a store
-        that is slow or unreachable delays no answer."""
+        """Start to store a response, which is readable here once this returns.
+
+        The write continues in the background, so that a slow or unreachable store delays no response.
+        """
         await self._writes.start(response_id, data, owner)
 
     async def aclose(self) -> None:
-        """Wait a bounded time for the writes under way. The store stays open."""
+        """Wait a bounded time for pending writes. The store stays open."""
         await self._writes.aclose()
 
     async def read(self, response_id: str, field: str | None = None) -> bytes:
-        """Return a response as it is stored. Raises as `get`."""
+        """Return a serialized response. Raises as `get`."""
         data = await self._read(response_id) if is_response_id(response_id) else None
         if data is None:
             raise self.missing(response_id, field)
@@ -95,7 +102,7 @@ class ResponseStore:
             return data
         data = await self._store.get(response_id)
         if self._shared and frontend_id_of(response_id) != self._frontend_id:
-            for pause_s in _PAUSES_S:  # another frontend may still be writing what its client has already got
+            for pause_s in _PAUSES_S:  # another frontend may still be writing a response that its client has received
                 if data is not None:
                     break
                 await asyncio.sleep(pause_s)
@@ -103,35 +110,40 @@ class ResponseStore:
         return data
 
     async def get(self, response_id: str, field: str | None = None) -> StoredResponse:
-        """Raises ResponseNotFound, with `field` for the request's field that names it; Disconnected, Unreachable."""
+        """Return a stored response.
+
+        Raises:
+            ResponseNotFound: it is not stored. `field` is the request's field that contains the id.
+            Disconnected, Unreachable: the store cannot be reached.
+        """
         return codec.decode(await self.read(response_id, field), StoredResponse)
 
     async def delete(self, response_id: str) -> None:
-        """Raises as `get`."""
+        """Delete a stored response. Raises as `get`."""
         await self._writes.finished(response_id)  # a write that ends later would restore it
         await self.get(response_id)
         await self._store.delete(response_id)
 
     def missing(self, response_id: str, field: str | None) -> ResponseNotFound:
-        """Says why it may not be here and what to do."""
+        """Return the error for a response that is not stored, with possible reasons and what to do."""
         if not is_response_id(response_id):
-            reason = "it is no id of a response of this server"
+            reason = "it is not a response id of this server"
         elif not self._shared and frontend_id_of(response_id) != self._frontend_id:
             reason = (
-                "it was made by another frontend, or by this one before a restart, and each keeps its own; start the "
-                "frontends with --response-store jetstream to share them"
+                "another frontend created it, or this one before a restart, and each has its own store; start the "
+                "frontends with --response-store jetstream to share responses"
             )
         elif frontend_id_of(response_id) != self._frontend_id:
             reason = (
-                "it was deleted, made with store=false, has given way to newer ones, or is still being made, which "
-                "only its own frontend can show or cancel"
+                "it was deleted, created with store=false, evicted, or is still in progress at another frontend; send "
+                "the whole conversation as input"
             )
         else:
             reason = (
-                "it was deleted, made with store=false, not finished, or has given way to newer ones; send the whole "
-                "conversation as input"
+                "it was deleted, created with store=false, evicted, or did not finish; send the whole conversation as "
+                "input"
             )
-        return ResponseNotFound(f"response {response_id!r} is not stored here: {reason}", field=field)
+        return ResponseNotFound(f"response {response_id!r} not found: {reason}", field=field)
 
 
 class _Write(NamedTuple):
@@ -140,9 +152,9 @@ class _Write(NamedTuple):
 
 
 class PendingWrites:
-    """The writes to a store that are under way. Each value is readable here until its write ends.
+    """The pending writes to a store. A value is readable here until its write ends.
 
-    A write that fails is logged and counted, and its value is gone.
+    A failed write is logged and counted, and its value is lost.
     """
 
     def __init__(self, store: Store, on_failed: Callable[[str], None]) -> None:
@@ -153,7 +165,7 @@ class PendingWrites:
         self._bytes = 0
 
     async def start(self, key: str, data: bytes, owner: str) -> None:
-        """Return at once; when more than _PENDING_BYTES are under way, return when this write has ended."""
+        """Start a write. Returns at once, or at the end of the write if more than _PENDING_BYTES are pending."""
         before = self._writes.get(key)
         task = asyncio.create_task(self._write(key, data, owner, before), name=f"write of {key}")
         write = self._writes[key] = _Write(data, task)
@@ -164,17 +176,17 @@ class PendingWrites:
             await asyncio.wait({task})
 
     def data(self, key: str) -> bytes | None:
-        """Return the value that is being written under `key`."""
+        """Return the value that is being written for `key`, or None."""
         write = self._writes.get(key)
         return None if write is None else write.data
 
     async def finished(self, key: str) -> None:
-        """Wait for the write of `key`, if one is under way: at most _WRITE_S."""
+        """Wait for the write of `key`, if one is pending, at most _WRITE_S."""
         if (write := self._writes.get(key)) is not None:
             await asyncio.wait({write.task})
 
     async def aclose(self) -> None:
-        """Give all writes _CLOSE_S, then cancel them."""
+        """Wait at most _CLOSE_S for all writes, then cancel them."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
             for task in late:
@@ -183,7 +195,7 @@ class PendingWrites:
 
     async def _write(self, key: str, data: bytes, owner: str, before: _Write | None) -> None:
         async with asyncio.timeout(_WRITE_S):
-            if before is not None:  # the later value must win
+            if before is not None:  # writes of one key must not overtake each other
                 await asyncio.wait({before.task})
             await self._store.put(key, data, owner)
 
@@ -193,20 +205,20 @@ class PendingWrites:
         if self._writes.get(key) is write:
             del self._writes[key]
         if write.task.cancelled():
-            error: BaseException | None = DeadlineExceeded("the frontend ended before it was written")
+            error: BaseException | None = DeadlineExceeded("the frontend exited before the write ended")
         elif isinstance(error := write.task.exception(), TimeoutError):
             error = DeadlineExceeded(f"the store took more than {_WRITE_S:g} s")
         if error is None:
             return
         code = error.code if isinstance(error, DynamoError) else InternalError.code
         _log.warning(
-            "%s is not stored (%s): %s", key, code, error, exc_info=None if isinstance(error, DynamoError) else error
+            "%s was not stored (%s): %s", key, code, error, exc_info=None if isinstance(error, DynamoError) else error
         )
         self._on_failed(code)
 
 
 class _Conversation:
-    """All items of a stored response, and the first item of each id: clients may use an id twice."""
+    """The items of a stored response. `by_id` has the first item of each id, because clients may repeat ids."""
 
     def __init__(self, items: list[dict[str, Any]]) -> None:
         self.items = items
@@ -214,8 +226,10 @@ class _Conversation:
 
 
 class References:
-    """The stored responses that one request refers to. Each is read once, however many references it has. Their total
-    size is limited: a reference is short, but its response may be long."""
+    """The stored responses to which one request refers. Each is read once, however often it is referenced.
+
+    Their total size is limited, because a short reference may stand for a long response.
+    """
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -223,7 +237,11 @@ class References:
         self._bytes_left = MAX_REFERRED_BYTES
 
     async def conversation(self, response_id: str, field: str) -> list[dict[str, Any]]:
-        """Return all items up to this response. Raises as `ResponseStore.get`, and InvalidRequest beyond the limit."""
+        """Return all items up to and including this response.
+
+        Raises:
+            InvalidRequest: the referenced responses are too large. Other errors are those of `ResponseStore.get`.
+        """
         return (await self._conversation(response_id, field)).items
 
     async def item(self, item_id: str, field: str) -> dict[str, Any]:
@@ -242,7 +260,7 @@ class References:
             self._bytes_left -= len(data)
             if self._bytes_left < 0:
                 raise InvalidRequest(
-                    f"the responses referred to have more than {MAX_REFERRED_BYTES} bytes together; send the items "
+                    f"the referenced responses have more than {MAX_REFERRED_BYTES} bytes together; send the items "
                     "themselves",
                     field=field,
                 )

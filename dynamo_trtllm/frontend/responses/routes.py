@@ -1,4 +1,4 @@
-"""The endpoints of responses that were made: look up, list the input of, delete, cancel."""
+"""Serve the endpoints of existing responses: get, list input items, delete, cancel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LIMIT: Final = 100
 
 
 def response_routes(responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> list[Route]:
-    """All below `/v1/responses/`."""
+    """Return the routes below `/v1/responses/`."""
     routes = ResponseRoutes(responses, store, running)
     path = "/v1/responses/{id}"
     return [
@@ -37,7 +37,7 @@ def response_routes(responses: ResponsesAdapter, store: ResponseStore, running: 
 
 
 def _with_errors(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with its errors answered."""
+    """Wrap an endpoint so that its errors become error responses."""
 
     async def respond(request: Request) -> Response:
         try:
@@ -54,7 +54,10 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 class ResponseRoutes:
-    """One method per endpoint. What runs is known to the frontend that makes it, what is kept to all that share."""
+    """The endpoints of existing responses.
+
+    Responses in progress are known only to their own frontend, stored ones to all frontends that share a store.
+    """
 
     def __init__(self, responses: ResponsesAdapter, store: ResponseStore, running: InFlight) -> None:
         self._responses = responses
@@ -64,9 +67,7 @@ class ResponseRoutes:
     async def retrieve(self, request: Request) -> Response:
         _check_query(request, "stream", "include", "include[]")
         if request.query_params.get("stream", "false") != "false":
-            raise UnsupportedParameter(
-                "stream is not supported for a response that was made; leave it out", field="stream"
-            )
+            raise UnsupportedParameter("stream is not supported for an existing response; leave it out", field="stream")
         builder = self._running_builder(request)
         if builder is not None and builder.stored:
             return _json(builder.in_progress())
@@ -84,12 +85,12 @@ class ResponseRoutes:
     async def delete(self, request: Request) -> Response:
         response_id = _id(request)
         if self._running_builder(request) is not None:
-            raise InvalidRequest(f"response {response_id!r} is still being made; cancel it first")
+            raise InvalidRequest(f"response {response_id!r} is still in progress; cancel it first")
         await self._store.delete(response_id)
         return _json({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """Cancel a response that is being made, prefill and decode. Return one that has ended as it is."""
+        """Cancel a response in progress, prefill and decode. A response that has ended is returned unchanged."""
         builder = self._running_builder(request)
         if builder is None or not self._running.cancel(builder.id):
             return _json((await self._store.get(_id(request))).response)
@@ -108,18 +109,18 @@ def _id(request: Request) -> str:
 
 
 def _check_query(request: Request, *known: str) -> None:
-    """Raises UnsupportedParameter for a query parameter or value that is not supported."""
+    """Raise UnsupportedParameter for a query parameter or value that is not supported."""
     for name in request.query_params:
         if name not in known:
             raise UnsupportedParameter(f"{name} is not supported; leave it out", field=name)
     for name in ("include", "include[]"):
         for value in request.query_params.getlist(name):
-            if value != LOGPROBS:  # those are there when they were asked for at the start
+            if value != LOGPROBS:  # they are included if the original request asked for them
                 raise UnsupportedParameter(f"include of {value!r} is not supported; leave it out", field="include")
 
 
 def _page(items: Iterable[dict[str, Any]], request: Request) -> dict[str, Any]:
-    """As the API pages: the newest first, unless asked otherwise."""
+    """Return the page of items that the query selects. The default order is newest first."""
     query = request.query_params
     order, limit = query.get("order", "desc"), query.get("limit", str(DEFAULT_LIMIT))
     if order not in ("asc", "desc"):
@@ -132,7 +133,7 @@ def _page(items: Iterable[dict[str, Any]], request: Request) -> dict[str, Any]:
     if (after := query.get("after")) is not None:
         places = [index for index, item in enumerate(listed) if item["id"] == after]
         if not places:
-            raise ResponseNotFound(f"after is {after!r}, which is no item of this response's input", field="after")
+            raise ResponseNotFound(f"after is {after!r}, which is not an input item of this response", field="after")
         listed = listed[places[0] + 1 :]
     page = listed[: int(limit)]
     return {

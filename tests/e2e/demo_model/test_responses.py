@@ -183,7 +183,7 @@ def sharing(torch_cluster: TorchCluster) -> Iterator[tuple[openai.OpenAI, openai
             stack.callback(frontend.stop)
             http = stack.enter_context(openai.DefaultHttpxClient(trust_env=False))
             base_url = f"{frontend.url()}/v1"
-            frontend.wait_for(f"model {TINY} is served")
+            frontend.wait_for(f"model {TINY} is ready")
             clients.append(openai.OpenAI(base_url=base_url, api_key="none", http_client=http, max_retries=0))
         yield clients[0], clients[1]
 

@@ -75,7 +75,7 @@ def narrow(torch_cluster: TorchCluster) -> Iterator[openai.OpenAI]:
     argv = ["--http-port", "0", "--max-inflight", "1", "--max-queued", "0"]
     frontend = Process("dynamo_trtllm.frontend", argv, cluster.env)
     try:
-        frontend.wait_for(f"model {TINY} is served")
+        frontend.wait_for(f"model {TINY} is ready")
         with openai.DefaultHttpxClient(trust_env=False) as http:
             yield openai.OpenAI(base_url=f"{frontend.url()}/v1", api_key="none", http_client=http, max_retries=0)
     finally:

@@ -126,7 +126,7 @@ class Catalog:
 
     def get(self, name: str) -> ServedModel:
         if name not in self.served:
-            raise ModelNotFound(f"model {name!r} is not served here", field="model")
+            raise ModelNotFound(f"model {name!r} not found", field="model")
         return self.served[name]
 
     def names(self) -> list[str]:

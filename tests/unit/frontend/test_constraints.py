@@ -154,7 +154,7 @@ def test_json_schema_in_harmony_then_the_model_is_told_of_it_after_the_instructi
 
 @pytest.mark.parametrize("field", ["ignore_eos", "min_tokens"])
 def test_guided_form_with_what_keeps_an_answer_going_then_invalid(harmony: ServedModel, field: str) -> None:
-    with pytest.raises(InvalidRequest, match="whose output ends by its form") as refused:
+    with pytest.raises(InvalidRequest, match="which ends the output itself") as refused:
         chat(harmony, response_format={"type": "json_object"}, **{field: 1 if field == "min_tokens" else True})
     assert refused.value.field == field
 

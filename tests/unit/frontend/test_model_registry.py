@@ -54,15 +54,15 @@ async def test_watch_when_a_role_has_no_worker_then_the_log_says_so_and_not_that
 
     prefill = await frontend.add(1, HARMONY, role=Role.PREFILL)
     await wait_served(frontend, "oss")
-    assert said("model oss is loaded, and not served yet: model oss has no decode worker") == 1
-    assert said("is served") == 0
+    assert said("model oss is loaded, but not available yet: model oss has no decode worker") == 1
+    assert said("is ready") == 0
     await frontend.add(2, HARMONY, role=Role.DECODE)
-    await until(lambda: said("model oss is served") == 1)
+    await until(lambda: said("model oss is ready") == 1)
     await frontend.add(3, HARMONY, role=Role.DECODE)
     await until(lambda: len(frontend.models.instances()) == 3)
-    assert said("model oss is served") == 1
+    assert said("model oss is ready") == 1
     await prefill.aclose()
-    await until(lambda: said("model oss is not served any more: model oss has no prefill worker") == 1)
+    await until(lambda: said("model oss is not available any more: model oss has no prefill worker") == 1)
 
 
 async def test_watch_when_discovery_has_told_all_then_synced_is_set(frontend: Frontend) -> None:
@@ -122,7 +122,7 @@ async def test_load_when_nobody_gives_the_right_content_then_it_is_tried_again_a
     first = digest(files["tokenizer.json"])
     await until(lambda: [verb.sha256 for verb in holder.asked].count(first) >= 3)
     assert frontend.models.names() == []
-    assert len([r for r in caplog.records if "can't be served" in r.message]) == 1  # not once per attempt
+    assert len([r for r in caplog.records if "cannot be loaded" in r.message]) == 1  # not once per attempt
     holder.garbled = False
     await wait_served(frontend, "tiny")
 
@@ -147,8 +147,8 @@ async def test_watch_when_cards_of_a_model_differ_then_it_is_said_and_the_first_
     await wait_served(frontend, "oss")
     assert frontend.models.get("oss").card == HARMONY
     assert [r.getMessage() for r in caplog.records if "differs" in r.message] == [
-        "instance 2 of model oss differs from the card in use in tool_call_parser: start all workers of a model with "
-        "the same model and parser flags"
+        "worker 2 of model oss differs from the card in use in tool_call_parser; start all its workers with the same "
+        "flags"
     ]
 
 
@@ -164,11 +164,11 @@ async def test_watch_when_only_prefill_has_less_context_then_nothing_is_said(
 
 
 async def test_get_when_a_model_is_unknown_then_the_error_names_what_is_served(frontend: Frontend) -> None:
-    with pytest.raises(ModelNotFound, match="'nope' is not served here; served: none yet"):
+    with pytest.raises(ModelNotFound, match="'nope' not found; available models: none yet"):
         frontend.models.get("nope")
     await frontend.add(1, HARMONY)
     await wait_served(frontend, "oss")
-    with pytest.raises(ModelNotFound, match="served: oss") as caught:
+    with pytest.raises(ModelNotFound, match="available models: oss") as caught:
         frontend.models.get("nope")
     assert caught.value.field == "model"
 

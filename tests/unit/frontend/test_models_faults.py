@@ -67,7 +67,7 @@ async def test_load_when_a_holder_gives_sizes_that_cannot_be_then_it_is_asked_no
     monkeypatch.setattr(models_module, "_RETRY_S", 0.001)
     bad = Sizes(piece)
     await frontend.add(1, card_of(files), service=bad)
-    await until(lambda: "can't be served yet" in caplog.text)
+    await until(lambda: "cannot be loaded yet" in caplog.text)
     assert said in caplog.text
     asked = bad.offsets.count(0)
     assert len(bad.offsets) <= 3 * asked
@@ -81,9 +81,9 @@ async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_ser
     sizes = sorted(path.stat().st_size for path in files.values())
     monkeypatch.setattr(models_module, "MOST_FILES_BYTES", sum(sizes) - 1)
     assert sizes[-1] < sum(sizes) - 1  # each alone is small enough
-    await frontend.add(1, card_of(files), service=FileService(by_hash(files)))
-    await until(lambda: "can't be served yet" in caplog.text)
-    assert "the files of a model may have" in caplog.text
+    await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
+    await until(lambda: "cannot be loaded yet" in caplog.text)
+    assert "for all files of a model" in caplog.text
     assert "restart it" not in caplog.text
 
 
@@ -112,9 +112,9 @@ async def test_load_when_the_renderer_fails_unexpectedly_then_it_is_logged_once_
     await wait_served(frontend, "other")
     with pytest.raises(EngineNotReady):
         frontend.models.get("oss")
-    (record,) = [record for record in caplog.records if "can't be served yet" in record.message]
-    expected = f"the renderer of model 'oss' fails on its files: {type(fault).__name__}: {fault}"
-    assert record.getMessage() == f"model oss can't be served yet (internal): {expected}; replace them on the workers"
+    (record,) = [record for record in caplog.records if "cannot be loaded yet" in record.message]
+    expected = f"cannot load the tokenizer files of model 'oss': {type(fault).__name__}: {fault}"
+    assert record.getMessage() == f"model oss cannot be loaded yet (internal): {expected}; replace them on the workers"
     assert (record.levelno, record.exc_info is not None) == (logging.ERROR, True)
     monkeypatch.setattr(models_module, "renderer_for", make)
     await wait_served(frontend, "oss")
@@ -126,8 +126,8 @@ async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model
     tokenizer = json.loads(files["tokenizer.json"].read_bytes())
     tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
     files["tokenizer.json"].write_text(json.dumps(tokenizer))
-    await frontend.add(1, card_of(files), service=FileService(by_hash(files)))
-    await until(lambda: "model tiny can't be served yet" in caplog.text)
+    await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
+    await until(lambda: "model tiny cannot be loaded yet" in caplog.text)
     await frontend.add(2, HARMONY)
     await wait_served(frontend, "oss")
     assert frontend.models.names() == ["oss"]

@@ -175,7 +175,7 @@ async def test_run_when_an_aggregated_worker_comes_up_then_it_is_tried_whole() -
 @pytest.mark.parametrize(
     ("ending", "code", "said"),
     [
-        (answer(count=1), "canary", "brought 1"),
+        (answer(count=1), "canary", "returned 1"),
         (answer(kv_bytes=0), "canary", "without reading"),
         (TransferFailed("no route"), "transfer", "no route"),
         (EngineFailed("dead"), "engine_failed", "dead"),
@@ -288,7 +288,7 @@ async def test_run_when_a_canary_raises_what_none_may_then_it_is_that_pairs_fail
         await bench.until(lambda: bench.breakers.status((1, 2)).state is PairState.WORKING)
         assert bench.breakers.status((None, 3)).reason.startswith("internal: ValueError: ")
         await bench.until(lambda: bench.breakers.is_open((None, 3)))
-        said = [record for record in caplog.records if record.getMessage().startswith("canary raised")]
+        said = [record for record in caplog.records if record.getMessage().startswith("probe raised")]
         assert [(each.levelno, each.exc_info is not None) for each in said] == [(logging.ERROR, True)]
         await bench.add(3, Role.AGGREGATED, answer(kv_bytes=0))  # the same instance with a sound card
         await bench.until(lambda: bench.breakers.status((None, 3)).state is PairState.WORKING)
@@ -350,9 +350,9 @@ async def test_run_when_the_answers_prove_nothing_then_the_pair_works_and_this_i
         record = bench.breakers.status((1, 2))
     assert (record.state, record.reason) == (
         PairState.WORKING,
-        "its model answers all prompts alike: KV of another prompt would go unnoticed",
+        "the model answers all prompts alike: KV of another prompt would go unnoticed",
     )
-    assert len([each for each in caplog.records if "can't prove" in each.getMessage()]) == 1
+    assert len([each for each in caplog.records if "cannot detect" in each.getMessage()]) == 1
 
 
 @pytest.mark.parametrize(

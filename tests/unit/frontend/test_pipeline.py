@@ -80,7 +80,7 @@ async def test_generate_when_prefill_ends_in_a_handoff_without_a_ticket_then_the
     endings = [[Chunk(finish_reason=FinishReason.KV_TRANSFER)]] * 4
     prefill = await cluster.add(1, Role.PREFILL, *endings)
     await cluster.add(2, Role.DECODE)
-    with pytest.raises(StreamIncomplete, match="no ticket"):
+    with pytest.raises(StreamIncomplete, match="no KV transfer parameters"):
         await cluster.tokens()
     assert len(prefill.requests) == 4  # three retries, and there is nobody else
 

@@ -38,7 +38,7 @@ def test_choices_when_their_prompts_are_too_long_together_then_refused_by_n(
 ) -> None:
     monkeypatch.setattr(preprocess, "_MAX_PROMPT_TOKENS", 8)
     assert len(text(harmony, prompt=[5, 6], n=4).choices) == 4
-    with pytest.raises(InvalidRequest, match="5 choices have prompts of 10 tokens together, of at most 8") as caught:
+    with pytest.raises(InvalidRequest, match="the prompts of 5 choices have 10 tokens together; at most 8") as caught:
         text(harmony, prompt=[5, 6], n=5)
     assert caught.value.field == "n"
 

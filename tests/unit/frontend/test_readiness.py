@@ -26,10 +26,10 @@ def test_lacking_when_nothing_tries_pairs_then_the_roles_suffice() -> None:
 
 def test_lacking_when_no_pair_has_worked_then_says_of_each_what_is_known() -> None:
     breakers = PairBreakers(BreakerLimits(failures=1))
-    assert not_ready_reason(PAIR, "m", breakers) == "model m: no pair hands KV over now: pair a -> b is untried"
+    assert not_ready_reason(PAIR, "m", breakers) == "model m: KV transfer works for no pair now: pair a -> b is untried"
     breakers.record_failure((0xA, 0xB), "transfer: no route", 1.0)
     assert not_ready_reason(PAIR, "m", breakers) == (
-        "model m: no pair hands KV over now: pair a -> b is quarantined (transfer: no route)"
+        "model m: KV transfer works for no pair now: pair a -> b is quarantined (transfer: no route)"
     )
     breakers.record_success((0xA, 0xB), 2.0)
     assert not_ready_reason(PAIR, "m", breakers) is None

@@ -87,7 +87,7 @@ async def test_store_false_then_nothing_is_kept() -> None:
 
 @pytest.mark.parametrize(
     ("response_id", "words"),
-    [("resp_" + "0" * 40, "--response-store jetstream"), ("resp_1", "no id of a response"), ("x", "no id")],
+    [("resp_" + "0" * 40, "--response-store jetstream"), ("resp_1", "not a response id"), ("x", "not a response id")],
 )
 async def test_id_of_another_frontend_then_says_what_to_do(response_id: str, words: str) -> None:
     served = front(stop("x"))
@@ -114,7 +114,7 @@ async def test_store_when_a_response_is_too_large_then_it_says_that_it_is_not_ke
 async def test_store_when_the_conversation_is_too_long_then_refused_unless_it_is_not_kept() -> None:
     served = front(stop("x"), response_store_entry_bytes=50)
     long = body(input="h" * 30, instructions="i" * 30)
-    assert "store: false" in check_error(await ask(served, "POST", PATH, json=long), 400, "invalid_request", "store")
+    assert "set store" in check_error(await ask(served, "POST", PATH, json=long), 400, "invalid_request", "store")
     assert (await ask(served, "POST", PATH, json=long | {"store": False})).status_code == 200
 
 
@@ -282,7 +282,7 @@ async def test_response_when_its_write_fails_then_logged_counted_and_gone(
     store.go.set()
     await served.app.state.close_responses()
     check_error(await ask(served, "GET", path), 404, "response_not_found")
-    assert f"{response['id']} is not stored ({code})" in caplog.text
+    assert f"{response['id']} was not stored ({code})" in caplog.text
     assert f'responses_not_stored_total{{code="{code}"}} 1.0' in served.metrics.render().decode()
 
 

@@ -69,7 +69,7 @@ class AnyModel(Catalog):
 
     def get(self, name: str) -> ServedModel:
         if len(name) % 5 == 4:
-            raise ModelNotFound(f"model {name!r} is not served here", field="model")
+            raise ModelNotFound(f"model {name!r} not found", field="model")
         return ServedModel(CARD, self.renderer)
 
 
