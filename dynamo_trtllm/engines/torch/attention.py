@@ -120,7 +120,7 @@ def paged_attention(
         query: [1, heads, tokens, head_dim].
         key: [1, kv_heads, tokens, head_dim].
         value: As `key`.
-        kwargs: `step` (ForwardBatch), `scaling`; optional: `sliding_window` in tokens, `softcap`, `s_aux` (sinks [heads]).
+        kwargs: `step` (ForwardBatch) and `scaling`; optionally `sliding_window` in tokens, `softcap`, `s_aux` (sinks).
 
     Returns:
         [1, tokens, heads, head_dim], and None in place of the attention weights.
