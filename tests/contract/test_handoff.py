@@ -103,7 +103,7 @@ async def test_fetch_when_sizes_differ_then_refused_and_nothing_written(sides: S
 @pytest.mark.parametrize("offer", [b"", b"\x81\xa1a\x01", b"noise"], ids=["empty", "other", "noise"])
 async def test_fetch_when_offer_is_not_one_then_transfer_failed(sides: Start, offer: bytes) -> None:
     reader = await sides()
-    with pytest.raises(TransferFailed, match="not one of transfer backend"):
+    with pytest.raises(TransferFailed, match="not created by transfer backend"):
         await reader.backend.read("t", offer, [], timeout_s=10)
 
 
