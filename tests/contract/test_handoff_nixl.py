@@ -56,7 +56,7 @@ async def test_offer_when_guards_run_out_then_transfer_failed_until_one_is_withd
     del holder._validity_slots.free_slots[1:]
     source = content("a", 10)
     await holder.publish("t", split(source, [10]))
-    with pytest.raises(TransferFailed, match="withdraw some"):
+    with pytest.raises(TransferFailed, match="transfers open"):
         await holder.publish("u", split(source, [10]))
     await holder.unpublish("t")
     await holder.publish("u", split(source, [10]))
