@@ -343,6 +343,6 @@ async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(f
 async def test_start_when_vllm_refuses_the_arguments_then_config_error(folder: Path) -> None:
     with playing_vllm():
         engine = make("vllm", folder, Role.AGGREGATED, max_seq_len=10**6)
-        with pytest.raises(ConfigError, match="refuses the engine arguments: User-specified max_model_len"):
+        with pytest.raises(ConfigError, match="rejects the engine arguments: User-specified max_model_len"):
             await engine.start()
         await engine.aclose()
