@@ -121,14 +121,14 @@ class TransferBackend(Protocol):
     async def aclose(self) -> None: ...
 
 
-def view(piece: MemoryRegion) -> memoryview:
+def view(region: MemoryRegion) -> memoryview:
     """Return the bytes of a region of host memory as a writable view, without a copy.
 
     The caller keeps the memory alive while it uses the view.
     """
-    if not piece.num_bytes:
+    if not region.num_bytes:
         return memoryview(bytearray())  # a view of no bytes can't be cast
-    return memoryview((ctypes.c_char * piece.num_bytes).from_address(piece.address)).cast("B")
+    return memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
 
 
 def require_cpu(pieces: Sequence[MemoryRegion], backend: str) -> None:
@@ -137,10 +137,10 @@ def require_cpu(pieces: Sequence[MemoryRegion], backend: str) -> None:
     Raises:
         TransferFailed: A region is on another device, which the error names.
     """
-    for piece in pieces:
-        if piece.device != "cpu":
+    for region in pieces:
+        if region.device != "cpu":
             raise TransferFailed(
-                f"transfer backend {backend} supports CPU memory only, not {piece.device}; use transfer backend nixl"
+                f"transfer backend {backend} supports CPU memory only, not {region.device}; use transfer backend nixl"
             )
 
 
@@ -150,7 +150,7 @@ def require_sizes(ticket_id: str, theirs: Sequence[int], pieces: Sequence[Memory
     Raises:
         TransferFailed: They differ.
     """
-    ours = [piece.num_bytes for piece in pieces]
+    ours = [region.num_bytes for region in pieces]
     if ours == list(theirs):
         return
     if len(ours) != len(theirs):

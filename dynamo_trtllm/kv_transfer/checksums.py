@@ -59,7 +59,7 @@ class Checksums:
         """Return the name of the method for these regions, or "" if they get no checksum."""
         if self.mode == "off":
             return ""
-        if all(piece.device == "cpu" for piece in pieces):
+        if all(region.device == "cpu" for region in pieces):
             return HOST
         return DEVICE if self.mode == "on" and self.device_checksum is not None else ""
 
@@ -100,9 +100,9 @@ class Checksums:
         except RuntimeError as exc:
             raise TransferFailed("KV transfer on this worker has stopped") from exc
 
-    def submit_all(self, piece: MemoryRegion) -> list[Future[int]]:
+    def submit_all(self, region: MemoryRegion) -> list[Future[int]]:
         """Hash all blocks of a region, see `submit`."""
-        return [self.submit(block) for block in blocks(piece)]
+        return [self.submit(block) for block in blocks(region)]
 
     def hash(self, block: MemoryRegion) -> int:
         """Return the hash of a block, unsigned 64 bits. Blocks the calling thread."""
@@ -126,11 +126,11 @@ class Checksums:
         self._pool.shutdown(cancel_futures=True)
 
 
-def blocks(piece: MemoryRegion) -> Iterator[MemoryRegion]:
+def blocks(region: MemoryRegion) -> Iterator[MemoryRegion]:
     """Split a region into blocks, in order; the last may be smaller. A region of GPU memory is one block."""
-    block_bytes = BLOCK_BYTES if piece.device == "cpu" else max(1, piece.num_bytes)
-    for begin in range(0, piece.num_bytes, block_bytes):
-        yield MemoryRegion(piece.address + begin, min(block_bytes, piece.num_bytes - begin), piece.device)
+    block_bytes = BLOCK_BYTES if region.device == "cpu" else max(1, region.num_bytes)
+    for begin in range(0, region.num_bytes, block_bytes):
+        yield MemoryRegion(region.address + begin, min(block_bytes, region.num_bytes - begin), region.device)
 
 
 def combined(before: int, hashes: Sequence[int]) -> int:
@@ -156,7 +156,7 @@ class OfferChecksum:
         on_complete: Callable[[int | None], None] | None = None,
     ) -> None:
         self._checksums = checksums
-        self._blocks = [list(blocks(piece)) for piece in pieces]
+        self._blocks = [list(blocks(region)) for region in pieces]
         self._on_complete = on_complete
         self._lock = threading.Lock()
         self._left = sum(map(len, self._blocks))  # number of blocks that are not hashed yet

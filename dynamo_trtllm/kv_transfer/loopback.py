@@ -62,7 +62,7 @@ class LoopbackBackend:
             entry.checksum = OfferChecksum(self.checksums, entry.pieces)
             entry.checksum.mark_ready(entry.ready)
         self._published[ticket_id] = entry
-        sizes_bytes = [piece.num_bytes for piece in pieces]
+        sizes_bytes = [region.num_bytes for region in pieces]
         return codec.encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
     def mark_ready(self, ticket_id: str, ready: int) -> None:
@@ -127,8 +127,8 @@ class LoopbackBackend:
         if publisher._on_fetched is not None:
             asyncio.get_running_loop().call_soon(publisher._on_fetched, ticket_id)
 
-    async def _hashes(self, piece: MemoryRegion) -> list[int]:
-        jobs = self.checksums.submit_all(piece)
+    async def _hashes(self, region: MemoryRegion) -> list[int]:
+        jobs = self.checksums.submit_all(region)
         try:
             return await results(jobs)
         finally:

@@ -163,7 +163,7 @@ class TcpBackend:
                 host=self._advertise_host,
                 port=self._listener.getsockname()[1],
                 token=token,
-                sizes_bytes=[piece.num_bytes for piece in pieces],
+                sizes_bytes=[region.num_bytes for region in pieces],
                 checksum=method,
             )
         )
@@ -256,12 +256,12 @@ class TcpBackend:
         entry.readers.add(reader)  # `unpublish` cancels it before the memory is reused
         try:
             loop = asyncio.get_running_loop()
-            total_bytes = sum(piece.num_bytes for piece in entry.pieces)
+            total_bytes = sum(region.num_bytes for region in entry.pieces)
             checksum = NOTHING
             await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
-            for index, piece in enumerate(entry.pieces):
+            for index, region in enumerate(entry.pieces):
                 await entry.until_ready(index)
-                await loop.sock_sendall(connection, view(piece))
+                await loop.sock_sendall(connection, view(region))
                 if magic == _CHECKED and entry.checksum is not None:
                     checksum = combined(checksum, await entry.checksum.hashes(index))
                     await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
@@ -312,22 +312,22 @@ class TcpBackend:
             await _receive(connection, memoryview(head))
             request.check_reply(*_REPLY.unpack(head))
             checksum = NOTHING
-            for index, piece in enumerate(pieces):
+            for index, region in enumerate(pieces):
                 if request.magic == _CHECKED:
-                    checksum = await self._receive_checked(connection, request.ticket_id, piece, checksum)
+                    checksum = await self._receive_checked(connection, request.ticket_id, region, checksum)
                 else:
-                    await _receive(connection, view(piece))
+                    await _receive(connection, view(region))
                 if on_piece is not None:
                     on_piece(index)
             await loop.sock_sendall(connection, _ACK)
 
     async def _receive_checked(
-        self, connection: socket.socket, ticket_id: str, piece: MemoryRegion, before: int
+        self, connection: socket.socket, ticket_id: str, region: MemoryRegion, before: int
     ) -> int:
         """Receive a region and return the checksum up to it. Each block is hashed while the next one arrives."""
         jobs = []
         try:
-            for block in blocks(piece):
+            for block in blocks(region):
                 await _receive(connection, view(block))
                 jobs.append(self.checksums.submit(block))
             theirs = bytearray(_CHECKSUM.size)

@@ -142,9 +142,7 @@ class VllmSession:
     def _submit(self, request: GenerateRequest) -> VllmInflightRequest:
         inflight = VllmInflightRequest(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
         ticket = request.ticket
-        if (
-            request.phase is Phase.DECODE and ticket is not None
-        ):  # vLLM's outputs do not show when the KV transfer starts
+        if request.phase is Phase.DECODE and ticket is not None:  # vLLM does not report when the KV transfer starts
             limit = first_deadline(ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time())
             inflight.due_in(limit.left_s, lambda: timeout_error(ticket, limit))
         else:

@@ -1,4 +1,4 @@
-"""Create and read the KV transfer parameters of vLLM engines, and release KV that was not fetched, on the event loop."""
+"""Create and read the KV transfer parameters of vLLM engines, and release KV that was not fetched."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ class VllmTransfers(PendingTransfers):
             TransferExpired: They have expired.
         """
         ticket = self.validate(request)
-        found = unpack(ticket)
-        params = found.params | {EXPIRES_AT: ticket.expires_at}
-        return FetchedKv(first_token=ticket.first_token_ids[0], seed=found.seed, kv_transfer_params=params)
+        unpacked = unpack(ticket)
+        params = unpacked.params | {EXPIRES_AT: ticket.expires_at}
+        return FetchedKv(first_token=ticket.first_token_ids[0], seed=unpacked.seed, kv_transfer_params=params)
 
 
 _log = logging.getLogger(__name__)

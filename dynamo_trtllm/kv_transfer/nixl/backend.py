@@ -1,6 +1,6 @@
 """Implement the KV transfer backend over NIXL.
 
-It uses three threads: one registers memory, one runs the fetches, and one listens for readers' acknowledgements.
+It uses three threads: one registers memory, one runs the fetches, and one listens for readers' acknowledgments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
 
 _log = logging.getLogger(__name__)
 
-_NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two checks for acknowledgements
+_NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two checks for acknowledgments
 _LINGER_S = 2.0  # keep listening after the last transfer: some transports need it to serve late readers
 
 
@@ -210,7 +210,7 @@ class NixlBackend:
                 self._bindings.agent.deregister_memory(entry.registered)
 
     def _listen(self) -> None:
-        """Run the listener thread: look for acknowledgements and let NIXL make progress while KV is published."""
+        """Run the listener thread: look for acknowledgments and let NIXL make progress while KV is published."""
         shortest_s, longest_s = _NOTICE_WAIT_S
         wait_s, published_at = shortest_s, 0.0
         while True:
@@ -237,7 +237,7 @@ class NixlBackend:
 
     def _report_fetched(self, ticket_ids: Sequence[str]) -> None:
         for ticket_id in ticket_ids:
-            if ticket_id in self._published:  # ignore a late acknowledgement of an unpublished transfer
+            if ticket_id in self._published:  # ignore a late acknowledgment of an unpublished transfer
                 self._on_fetched(ticket_id)
 
     # --- decode worker ---------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class NixlBindings:
         self._api: Any = api
         self.errors = _error_classes(bindings)
         self.agent: Any = None  # reads KV
-        self.validity_agent: Any = None  # reads validity slots and writes acknowledgements
+        self.validity_agent: Any = None  # reads validity slots and writes acknowledgments
         self.regions: list[Region] = []  # registered until `close`
 
     def open(self, name: str, validity_slots: ValiditySlots) -> tuple[bytes, bytes]:

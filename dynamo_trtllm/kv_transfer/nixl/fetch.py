@@ -152,7 +152,7 @@ class FetchDriver:
         with (
             self._bindings.translated(f"KV transfer {request.ticket_id}: reading from its prefill worker failed"),
             self.peers.connected(request.offer) as peer,
-            self._registered([piece for piece in request.pieces if piece.num_bytes]),
+            self._registered([region for region in request.pieces if region.num_bytes]),
         ):
             run = _FetchState(self._bindings, self.peers, peer, request, self._validity_slots, self._checksums)
             try:
@@ -211,11 +211,11 @@ class _FetchState:
                 yield from self._abort([xfer for _, xfer in in_flight if xfer is not None])
 
     def _begin(self, index: int) -> _XferHandle | None:
-        piece, offer = self.request.pieces[index], self.request.offer
-        if not piece.num_bytes:
+        region, offer = self.request.pieces[index], self.request.offer
+        if not region.num_bytes:
             return None
-        use_devices([piece])
-        ours = self.bindings.descriptors(descriptor_of(piece), kind_of([piece]))
+        use_devices([region])
+        ours = self.bindings.descriptors(descriptor_of(region), kind_of([region]))
         theirs = self.bindings.descriptors(offer.descriptors[index], offer.kind)
         return self._post(_AgentRef(self.bindings.agent, self.peer.name), "READ", ours, theirs)
 

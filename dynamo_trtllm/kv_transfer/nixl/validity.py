@@ -1,11 +1,11 @@
 """Manage validity slots, which show readers whether the memory of a published transfer is still valid.
 
 Readers read slots over NIXL, as they read the KV. A slot contains, in this order: a nonce of 16 random bytes, which is
-cleared when the transfer is unpublished; the number of regions that hold their data; the acknowledgement; and the
+cleared when the transfer is unpublished; the number of regions that hold their data; the acknowledgment; and the
 checksum of all regions once it is known. Readers without checksums read only the part before it.
 
 A reader copies the slot into a slot of its own. After a successful read it writes the first 8 bytes of the nonce as the
-acknowledgement, so a late acknowledgement of another transfer has no effect. NIXL's notifications are not used, because
+acknowledgment, so a late acknowledgment of another transfer has no effect. NIXL's notifications are not used, because
 the next read from the same peer would wait until that peer has received them.
 """
 
@@ -29,7 +29,7 @@ SLOTS = 4096  # limit of published transfers and fetches together
 
 
 class Validity(NamedTuple):
-    """The content of a slot, without the acknowledgement."""
+    """The content of a slot, without the acknowledgment."""
 
     nonce: bytes
     ready: int  # number of regions that hold their data
@@ -111,7 +111,7 @@ class ValiditySlots:
         return self.address + slot * SLOT_BYTES, PLAIN_BYTES, 0
 
     def ack_word(self, slot: int) -> tuple[int, int, int]:
-        """Return the descriptor of the acknowledgement to send: the first bytes of the nonce in an own slot."""
+        """Return the descriptor of the acknowledgment to send: the first bytes of the nonce in an own slot."""
         return self.address + slot * SLOT_BYTES, ACK_BYTES, 0
 
 
@@ -122,6 +122,6 @@ def with_checksum(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
 
 
 def ack_address(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return the descriptor of the acknowledgement in a prefill worker's slot."""
+    """Return the descriptor of the acknowledgment in a prefill worker's slot."""
     address, _, device = validity_slot
     return address + _ACK_OFFSET, ACK_BYTES, device
