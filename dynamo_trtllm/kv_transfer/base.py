@@ -118,7 +118,9 @@ class TransferBackend(Protocol):
         """
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Unpublish all transfers and stop the backend."""
+        ...
 
 
 def view(region: MemoryRegion) -> memoryview:

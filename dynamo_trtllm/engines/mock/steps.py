@@ -67,6 +67,7 @@ class MockSequence:
             waiter.set_result(None)
 
     def next_token(self) -> int:
+        """Return the next output token: the Harmony prefix first, then a function of seed and index."""
         at = self.request.num_resumed_output_tokens + self.num_output_tokens
         self.num_output_tokens += 1
         return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
@@ -120,10 +121,12 @@ class MockScheduler:
         sequence.blocks -= blocks
 
     def free_blocks(self, blocks: int) -> None:
+        """Return blocks to the pool."""
         self._free_blocks += blocks
         self._work.set()
 
     def stats(self, tickets_held: int, ticket_kv_blocks: int) -> EngineStats:
+        """Return the statistics. `ticket_kv_blocks`: KV blocks of the `tickets_held` pending KV transfers."""
         total = self._args.kv_cache_blocks
         return EngineStats(
             running=len(self._running),

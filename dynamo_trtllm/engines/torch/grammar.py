@@ -89,7 +89,7 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Compile grammars for one model. `compile` is thread-safe."""
+    """The grammar compiler of one model. `compile` is thread-safe."""
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._path = tokenizer

@@ -96,6 +96,8 @@ class SamplingMetadata:
 
 
 class SampledToken(NamedTuple):
+    """A sampled token, with its log-probability if the request asks for it."""
+
     token_id: int
     logprob: TokenLogprob | None
 

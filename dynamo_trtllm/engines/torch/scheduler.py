@@ -46,7 +46,7 @@ class BatchLimits:
     max_num_tokens: int
     max_queue: int
     prefill_chunk_tokens: int
-    num_threads: int | None
+    num_threads: int | None  # None: PyTorch's default
 
 
 class KvMemory(NamedTuple):

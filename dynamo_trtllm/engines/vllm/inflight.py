@@ -21,7 +21,7 @@ class VllmCompletion(Protocol):
 
 
 class VllmOutputCursor:
-    """Converts the outputs of one call into `EngineOutput`. Call `read` once per output."""
+    """The conversion of one call's outputs to `EngineOutput`."""
 
     def __init__(
         self, *, alternatives: int | None, first: tuple[int, ...] = (), first_logprobs: tuple[TokenLogprob, ...] = ()
@@ -39,6 +39,7 @@ class VllmOutputCursor:
         self.seen = 0  # output tokens so far
 
     def read(self, output: VllmCompletion) -> EngineOutput:
+        """Convert the call's next output. Call it once per output, in order."""
         tokens = [int(token) for token in output.token_ids]
         logprobs = self._logprobs(tokens, output.logprobs or ())
         if self.seen == 0 and (tokens or output.finish_reason is not None):

@@ -32,6 +32,7 @@ class VllmFacts:
 
     @property
     def ranks(self) -> int:
+        """Return the number of GPUs that the engine needs."""
         return self.tensor_parallel * self.args.count("pipeline_parallel_size") * self.args.count("data_parallel_size")
 
     def shown(self, key: str) -> str:

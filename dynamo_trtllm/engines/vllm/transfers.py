@@ -134,7 +134,7 @@ Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> pe
 
 
 class KvReleaser:
-    """Frees KV in vLLM's worker processes, in batches. `release` calls these processes.
+    """The task that frees KV in vLLM's worker processes, in batches. `release` calls these processes.
 
     An id that no process knows yet is tried again, because its lease may start after the call has ended.
     """

@@ -95,6 +95,7 @@ class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sizes_bytes(self) -> list[int]:
+        """Return the sizes of the regions in bytes."""
         return [descriptor[1] for descriptor in self.descriptors]
 
 
@@ -106,6 +107,7 @@ class Region(NamedTuple):
     memory: bytes  # metadata for readers
 
     def contains(self, piece: MemoryRegion) -> bool:
+        """Return whether `piece` is completely in this region."""
         begin, end = self.piece.address, self.piece.address + self.piece.num_bytes
         return piece.device == self.piece.device and begin <= piece.address and piece.address + piece.num_bytes <= end
 
@@ -188,6 +190,7 @@ class NixlBindings:
         return next((region for region in self.regions if all(map(region.contains, pieces))), None)
 
     def descriptors(self, descriptor: Descriptor, kind: str) -> Any:
+        """Return NIXL's transfer list with this descriptor. `kind`: DRAM or VRAM."""
         return self.agent.get_xfer_descs([descriptor], kind)
 
     @contextlib.contextmanager

@@ -56,6 +56,7 @@ class ValiditySlots:
         return self.free_slots.pop()
 
     def release(self, slot: int) -> None:
+        """Clear a slot and make it available again."""
         self.clear(slot)
         self.free_slots.append(slot)
 
@@ -76,10 +77,10 @@ class ValiditySlots:
         return nonce
 
     def mark_ready(self, slot: int, ready: int) -> None:
+        """Publish that the first `ready` regions hold their data."""
         begin = slot * SLOT_BYTES + NONCE_BYTES
-        self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(
-            COUNT_BYTES, "little"
-        )  # one 8-byte write, so readers see a complete value
+        # A single write of 8 bytes, so that readers see a complete value.
+        self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(COUNT_BYTES, "little")
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Publish the checksum of all regions. Thread-safe."""
@@ -87,6 +88,7 @@ class ValiditySlots:
         self._page[begin : begin + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
 
     def clear(self, slot: int) -> None:
+        """Clear a slot, so that reads of its transfer fail from now on."""
         self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes(SLOT_BYTES)
 
     def was_read(self, slot: int) -> bool:
@@ -102,6 +104,7 @@ class ValiditySlots:
         self._page[begin : begin + ACK_BYTES] = bytes(ACK_BYTES)
 
     def get(self, slot: int) -> Validity:
+        """Return the content of a slot."""
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         ready, checksum = entry[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], entry[PLAIN_BYTES:]
         return Validity(entry[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
