@@ -146,7 +146,7 @@ def test_args_when_a_kernels_profile_is_named_then_refused() -> None:
 
 def test_args_when_the_memory_share_is_typed_then_a_note_says_what_it_means_here() -> None:
     (note,) = merged("--is-prefill-worker --free-gpu-memory-fraction 0.8").notes
-    assert "the share of all GPU memory that it takes" in note
+    assert "a fraction of all GPU memory" in note
 
 
 def test_args_when_no_role_is_said_then_a_note_says_which_it_is() -> None:
