@@ -1,1 +1,1 @@
-"""Moves KV from a prefill process to a decode process. Knows pieces of memory and tickets, no models and no torch."""
+"""Transfer KV from prefill workers to decode workers, as regions of memory, independent of engine and model."""

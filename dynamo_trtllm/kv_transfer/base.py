@@ -1,7 +1,7 @@
-"""The interface of KV transfer backends: `nixl` and `tcp`, and `loopback` within one process.
+"""Define the interface of KV transfer backends, and helpers for regions of host memory.
 
-The decode side reads one-sided. A backend moves pieces (address, bytes, device). The engine gathers KV blocks into
-pieces and scatters them.
+The decode worker reads with one-sided reads. A backend transfers regions of memory (address, bytes, device); the engine
+gathers KV blocks into regions and scatters them.
 """
 
 from __future__ import annotations
@@ -18,46 +18,68 @@ from dynamo_trtllm.errors import TransferFailed
 
 
 class MemoryRegion(NamedTuple):
-    """Contiguous memory its owner keeps alive and unchanged while a backend uses it."""
+    """Contiguous memory, which its owner keeps alive and unchanged while a backend uses it."""
 
-    address: int
+    address: int  # virtual address in this process
     num_bytes: int
-    device: str = "cpu"  # or "cuda:0" …
+    device: str = "cpu"  # or "cuda:N"
 
 
 OnRegion: TypeAlias = Callable[[int], None]
 
 
 class TransferBackend(Protocol):
-    """One per engine. All calls are made from the event loop; blocking vendor calls run on threads inside."""
+    """A KV transfer backend; each engine has one.
 
-    name: str  # for tickets, logs and people: "nixl/ucx", "tcp", "loopback"
+    All calls are made on the event loop. A backend runs blocking library calls on threads of its own.
+    """
+
+    name: str  # in KV transfer parameters and logs: "nixl/ucx", "tcp", "loopback"
     checksums: Checksums
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
-        """`on_fetched(ticket_id)` is called on the loop each time a peer says that it has read an offer."""
+        """Start the backend.
+
+        Args:
+            on_fetched: Called on the event loop with the id of a transfer each time a peer reports that it has read the
+                KV.
+
+        Raises:
+            ConfigError: The backend can't start with this configuration.
+        """
         ...
 
     async def register(self, region: MemoryRegion) -> None:
-        """Makes memory known once, until `aclose`: what is offered or fetched within it then needs no registration.
+        """Register memory until `aclose`. Regions within it can then be published and fetched without registration.
 
-        Raises TransferFailed, and leaves nothing behind, for memory that this backend can't move.
+        Raises:
+            TransferFailed: This backend can't transfer such memory. Nothing is registered.
         """
         ...
 
     async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        """Make the pieces readable for every holder of the returned bytes, until `unpublish`. Raises TransferFailed.
+        """Make regions readable for every peer that has the returned bytes, until `unpublish`.
 
-        Only the first `ready` pieces hold their data yet (None: all); a reader waits for `mark_ready` with the others.
+        Args:
+            ticket_id: The id of the transfer.
+            pieces: The regions, in order.
+            ready: The number of regions at the front that hold their data; None: all. Readers wait for `mark_ready`
+                before they read the others.
+
+        Returns:
+            The offer: what a peer passes to `read`.
+
+        Raises:
+            TransferFailed: The backend is not running, or can't transfer such memory.
         """
         ...
 
     def mark_ready(self, ticket_id: str, ready: int) -> None:
-        """The first `ready` pieces of an offer hold their data. Unknown tickets are no error."""
+        """Report that the first `ready` regions hold their data. Unknown ids are ignored."""
         ...
 
     async def unpublish(self, ticket_id: str) -> None:
-        """Ends an offer; its memory may be reused when this returns. Unknown tickets are no error."""
+        """Stop publishing; the memory may be reused when this returns. Unknown ids are ignored."""
         ...
 
     async def read(
@@ -69,50 +91,78 @@ class TransferBackend(Protocol):
         timeout_s: float,
         on_piece: OnRegion | None = None,
     ) -> None:
-        """Read an offer of equal piece sizes into own memory and notify its holder. Nothing is written to `pieces`
-        after this returns, raises or is cancelled. Raises TransferTimeout, TransferFailed (peer dead, offer gone, wrong
-        checksum).
+        """Read a published transfer into own memory and notify its prefill worker.
 
-        `on_piece(index)` is called for every piece in order as soon as it is whole, on the loop or on a thread of the
-        backend, never after this has ended; it must be quick. The data is not valid before this returns: some backends
-        compare the checksum of all pieces last.
+        Nothing is written to `pieces` after this returns, raises or is cancelled. The data is valid only after this
+        returns, because some backends compare the checksum of all regions last.
+
+        Args:
+            ticket_id: The id of the transfer.
+            offer: The bytes that `publish` returned.
+            pieces: Destination regions, with the sizes of the published regions, in the same order.
+            timeout_s: The longest time for the read, in seconds.
+            on_piece: Called with the index of each region, in order, as soon as the region is complete. It runs on the
+                event loop or on a thread of the backend, never after this call has ended, and must be fast.
+
+        Raises:
+            TransferTimeout: The time is over.
+            TransferFailed: The peer died, the transfer is no longer published, or the checksum is wrong.
         """
         ...
 
     def check(self) -> None:
-        """Raise EngineFailed when this backend can no longer send or fetch KV. Called often; must be cheap."""
+        """Check that this backend can send and fetch KV. It is called often and must be cheap.
+
+        Raises:
+            EngineFailed: It can't.
+        """
         ...
 
-    async def aclose(self) -> None: ...
+    async def aclose(self) -> None:
+        """Unpublish all transfers and stop the backend."""
+        ...
 
 
-def view(piece: MemoryRegion) -> memoryview:
-    """The bytes of a CPU piece, writable and not copied; the caller keeps the memory alive while it uses the view."""
-    if not piece.num_bytes:
+def view(region: MemoryRegion) -> memoryview:
+    """Return the bytes of a region of host memory as a writable view, without a copy.
+
+    The caller keeps the memory alive while it uses the view.
+    """
+    if not region.num_bytes:
         return memoryview(bytearray())  # a view of no bytes can't be cast
-    return memoryview((ctypes.c_char * piece.num_bytes).from_address(piece.address)).cast("B")
+    return memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
 
 
 def require_cpu(pieces: Sequence[MemoryRegion], backend: str) -> None:
-    """Raises TransferFailed naming the device when a piece is not in host memory."""
-    for piece in pieces:
-        if piece.device != "cpu":
+    """Check that all regions are in host memory.
+
+    Raises:
+        TransferFailed: A region is on another device, which the error names.
+    """
+    for region in pieces:
+        if region.device != "cpu":
             raise TransferFailed(
-                f"transfer backend {backend} moves CPU memory only, not {piece.device}; use transfer backend nixl"
+                f"transfer backend {backend} supports CPU memory only, not {region.device}; use transfer backend nixl"
             )
 
 
 def require_sizes(ticket_id: str, theirs: Sequence[int], pieces: Sequence[MemoryRegion]) -> None:
-    """Raises TransferFailed unless own pieces have the sizes of the offer, in its order."""
-    ours = [piece.num_bytes for piece in pieces]
+    """Check that the destination regions have the sizes of the published ones, in bytes and in the same order.
+
+    Raises:
+        TransferFailed: They differ.
+    """
+    ours = [region.num_bytes for region in pieces]
     if ours == list(theirs):
         return
     if len(ours) != len(theirs):
-        raise TransferFailed(f"ticket {ticket_id}: the offer has {len(theirs)} pieces, the destination {len(ours)}")
+        raise TransferFailed(f"KV transfer {ticket_id}: {len(theirs)} regions at prefill, {len(ours)} at decode")
     at = next(i for i, (a, b) in enumerate(zip(theirs, ours, strict=True)) if a != b)
-    raise TransferFailed(f"ticket {ticket_id}: piece {at} has {theirs[at]} bytes in the offer, {ours[at]} here")
+    raise TransferFailed(
+        f"KV transfer {ticket_id}: region {at} has {theirs[at]} bytes at prefill, {ours[at]} at decode"
+    )
 
 
 def address_of(buffer: mmap.mmap | bytearray) -> int:
-    """Where a writable buffer lies; it must not be resized or freed while the address is in use."""
+    """Return the address of a writable buffer, which must not be resized or freed while the address is used."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,7 +1,7 @@
-"""Checksums of KV: holder and reader compute them on threads, and the reader compares them before the KV is used.
+"""Compute checksums of KV on threads at both workers; the decode worker compares them before it uses the KV.
 
-The checksum of an offer covers all its pieces in order. Memory of the host is hashed with XXH3-64, memory of a GPU by a
-function of the engine, so that nothing here needs a GPU library. It detects faults, but not forgery: it has no key.
+A transfer's checksum covers all its regions in order. Host memory is hashed with XXH3-64, GPU memory by a function of
+the engine, so this package needs no GPU library. Checksums detect faults, but not forgery, because they have no key.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from dynamo_trtllm.kv_transfer.base import MemoryRegion, view
 
 _log = logging.getLogger(__name__)
 
-# Host memory is hashed in blocks of this size, on several threads at once; both sides must use the same size. A smaller
-# one costs more than it gains: each block wakes a thread, which then waits for Python's lock.
+# Host memory is hashed in blocks of this size, on several threads at once; both workers must use the same size. Smaller
+# blocks are slower, because each block wakes a thread, which then waits for the GIL.
 BLOCK_BYTES = 8 << 20
 _INLINE_BYTES = 64 << 10  # hashed in a few microseconds: starting a thread takes longer
 _MOST_THREADS = 8
 
-NOTHING = 1  # the checksum of no pieces; 0 means that a checksum is not known yet
-HOST = "xxh3-64/2"  # names of methods in offers
+NOTHING = 1  # the checksum of no regions; 0 means that a checksum is not known yet
+HOST = "xxh3-64/2"  # names of checksum methods, part of the wire format
 DEVICE = "device/1"
 
 ChecksumMode: TypeAlias = Literal["auto", "on", "off"]
@@ -42,45 +42,53 @@ KV_CHECKSUMS = (
 
 
 class Checksums:
-    """Threads, setting and counter of one KV transfer backend.
+    """The checksum threads, mode and mismatch counter of one KV transfer backend.
 
-    `mode`: see KV_CHECKSUMS. `device_checksum` returns the checksum of a piece in GPU
-    memory as an integer; it may block and is called on several threads.
+    `mode`: see KV_CHECKSUMS. `device_checksum` returns the checksum of a region of GPU memory as an integer; it may
+    block and must be thread-safe.
     """
 
     def __init__(self, mode: ChecksumMode = "auto") -> None:
         self.mode = mode
         self.device_checksum: Callable[[MemoryRegion], int] | None = None
-        self.mismatches = 0  # fetches whose checksum was wrong
+        self.mismatches = 0  # number of fetches with a wrong checksum
         threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-        self._pool = ThreadPoolExecutor(threads, "kv-checksum")  # starts them when they are needed
+        self._pool = ThreadPoolExecutor(threads, "kv-checksum")  # starts threads on demand
 
     def method(self, pieces: Sequence[MemoryRegion]) -> str:
-        """Return the name of the method that checks these pieces, or "" when they are not checked."""
+        """Return the name of the method for these regions, or "" if they get no checksum."""
         if self.mode == "off":
             return ""
-        if all(piece.device == "cpu" for piece in pieces):
+        if all(region.device == "cpu" for region in pieces):
             return HOST
         return DEVICE if self.mode == "on" and self.device_checksum is not None else ""
 
     def is_checked(self, ticket_id: str, theirs: str, pieces: Sequence[MemoryRegion]) -> bool:
-        """Return whether a fetch into these pieces can compare checksums. `theirs`: the method that the offer names.
+        """Return whether a fetch into these regions compares checksums.
 
-        Raises TransferFailed when it can't and the mode is on.
+        Args:
+            theirs: The method that the offer names.
+
+        Raises:
+            TransferFailed: The mode is "on" and checksums can't be compared.
         """
         if theirs and theirs == self.method(pieces):
             return True
         if self.mode == "on":
             raise TransferFailed(
-                f"ticket {ticket_id}: its KV can't be checked: the holder sends checksum {theirs or 'none'!r}, this "
-                f"worker compares {self.method(pieces)!r}; upgrade both workers, or set kv_checksums to auto"
+                f"KV transfer {ticket_id}: can't verify the KV, because the prefill worker sends checksum "
+                f"{theirs or 'none'!r} and this worker needs {self.method(pieces)!r}; run the same version on both "
+                "workers, or set kv_checksums to auto"
             )
         return False
 
     def submit(self, block: MemoryRegion, work: Callable[[], int] | None = None) -> Future[int]:
-        """Hash a block on a thread, or at once if it is small. `work` replaces the call of `hash`.
+        """Hash a block on a thread, or at once if it is small.
 
-        The memory must stay until the future is done, see `ended`. Raises TransferFailed after `close`.
+        The memory must stay allocated until the future is done, see `ended`. `work` replaces the call of `hash`.
+
+        Raises:
+            TransferFailed: `close` was called.
         """
         work = work or partial(self.hash, block)
         if block.device == "cpu" and block.num_bytes <= _INLINE_BYTES:
@@ -90,53 +98,55 @@ class Checksums:
         try:
             return self._pool.submit(work)
         except RuntimeError as exc:
-            raise TransferFailed("this worker's KV transfer was stopped") from exc
+            raise TransferFailed("KV transfer on this worker has stopped") from exc
 
-    def submit_all(self, piece: MemoryRegion) -> list[Future[int]]:
-        """Hash all blocks of a piece, see `submit`."""
-        return [self.submit(block) for block in blocks(piece)]
+    def submit_all(self, region: MemoryRegion) -> list[Future[int]]:
+        """Hash all blocks of a region, see `submit`."""
+        return [self.submit(block) for block in blocks(region)]
 
     def hash(self, block: MemoryRegion) -> int:
-        """Return the hash of a block. Blocks the calling thread."""
+        """Return the hash of a block, unsigned 64 bits. Blocks the calling thread."""
         if block.device == "cpu":
             return xxhash.xxh3_64_intdigest(view(block))
-        assert self.device_checksum is not None, "method() was asked before"
+        assert self.device_checksum is not None, "method() returns DEVICE only with a device_checksum"
         return self.device_checksum(block) % (1 << 64)
 
     def mismatch(self, ticket_id: str) -> TransferFailed:
-        """Count a wrong checksum. Returns the error to raise."""
+        """Count and log a wrong checksum, and return the error to raise."""
         self.mismatches += 1
         error = TransferFailed(
-            f"ticket {ticket_id}: the checksum of its KV is wrong: the KV was changed in transit, or in the memory of "
-            "its holder after it was offered; look for failing memory or network hardware if this is seen again"
+            f"KV transfer {ticket_id}: the checksum of its KV is wrong: the KV was changed in transit, or in the "
+            "prefill worker's memory; if this repeats, check memory and network hardware"
         )
         _log.warning("%s", error.message)
         return error
 
     def close(self) -> None:
-        """End the threads. Returns when none of them reads memory any more."""
+        """Stop the threads. When this returns, none of them reads memory any more."""
         self._pool.shutdown(cancel_futures=True)
 
 
-def blocks(piece: MemoryRegion) -> Iterator[MemoryRegion]:
-    """Cut a piece into blocks, in order; the last may be smaller. A piece in GPU memory is one block."""
-    block_bytes = BLOCK_BYTES if piece.device == "cpu" else max(1, piece.num_bytes)
-    for begin in range(0, piece.num_bytes, block_bytes):
-        yield MemoryRegion(piece.address + begin, min(block_bytes, piece.num_bytes - begin), piece.device)
+def blocks(region: MemoryRegion) -> Iterator[MemoryRegion]:
+    """Split a region into blocks, in order; the last may be smaller. A region of GPU memory is one block."""
+    block_bytes = BLOCK_BYTES if region.device == "cpu" else max(1, region.num_bytes)
+    for begin in range(0, region.num_bytes, block_bytes):
+        yield MemoryRegion(region.address + begin, min(block_bytes, region.num_bytes - begin), region.device)
 
 
 def combined(before: int, hashes: Sequence[int]) -> int:
-    """Return the checksum of an offer up to and including a piece.
+    """Return the checksum of a transfer up to and including a region. It is never 0.
 
-    `before`: the checksum without the piece. `hashes`: of the piece's blocks. Never 0.
+    Args:
+        before: The checksum of the regions before it, or NOTHING.
+        hashes: The hashes of the region's blocks.
     """
     return xxhash.xxh3_64_intdigest(struct.pack(f"<{1 + len(hashes)}Q", before, *hashes)) or 1
 
 
 class OfferChecksum:
-    """The checksum of one offer at its holder, computed as its pieces become ready.
+    """The checksum of one published transfer, computed as its regions become ready.
 
-    `on_complete` is called with the checksum of all pieces, on any thread, or with None when it can't be computed.
+    `on_complete` is called on any thread, with the checksum of all regions, or with None if it can't be computed.
     """
 
     def __init__(
@@ -146,19 +156,19 @@ class OfferChecksum:
         on_complete: Callable[[int | None], None] | None = None,
     ) -> None:
         self._checksums = checksums
-        self._blocks = [list(blocks(piece)) for piece in pieces]
+        self._blocks = [list(blocks(region)) for region in pieces]
         self._on_complete = on_complete
         self._lock = threading.Lock()
         self._left = sum(map(len, self._blocks))  # number of blocks that are not hashed yet
-        self._jobs: list[list[Future[int]]] = []  # by piece and block
+        self._jobs: list[list[Future[int]]] = []  # by region and block
         self._hashes = [[0] * len(blocks) for blocks in self._blocks]
         self._stopped = False
         if not self._left:
             self._complete()
 
     def mark_ready(self, ready: int) -> None:
-        """Begin to hash the first `ready` pieces, which hold their data. Call it on the loop."""
-        if self._stopped:  # the copies of a withdrawn offer may still end
+        """Start to hash the first `ready` regions, which hold their data. Call it on the event loop."""
+        if self._stopped:  # copies of an unpublished transfer may still finish
             return
         for index in range(len(self._jobs), min(ready, len(self._blocks))):
             jobs = [
@@ -169,9 +179,9 @@ class OfferChecksum:
 
     def _hash(self, index: int, number: int, block: MemoryRegion) -> int:
         try:
-            found = self._hashes[index][number] = self._checksums.hash(block)
+            block_hash = self._hashes[index][number] = self._checksums.hash(block)
         except Exception:
-            _log.exception("the checksum of KV could not be computed; withdrawing its offer")
+            _log.exception("computing the checksum of KV failed; unpublishing the KV")
             if self._on_complete is not None:
                 self._on_complete(None)
             raise
@@ -180,7 +190,7 @@ class OfferChecksum:
             is_complete = not self._left
         if is_complete:
             self._complete()
-        return found
+        return block_hash
 
     def _complete(self) -> None:
         if self._on_complete is None:
@@ -191,37 +201,54 @@ class OfferChecksum:
         self._on_complete(checksum)
 
     async def hashes(self, index: int) -> list[int]:
-        """Return the hashes of a piece that is ready. Raises TransferFailed when the offer ends before."""
+        """Return the hashes of the blocks of a ready region.
+
+        Raises:
+            TransferFailed: The transfer was unpublished before they were computed.
+        """
         return await results(self._jobs[index])
 
     async def stop(self) -> None:
-        """Return when no thread reads the pieces any more."""
+        """Cancel the hashing. When this returns, no thread reads the regions any more."""
         self._stopped = True
         await ended(chain.from_iterable(self._jobs))
 
 
 async def results(jobs: Sequence[Future[int]]) -> list[int]:
-    """Wait for hashes. Raises TransferFailed when they are not computed; a cancelled caller must await `ended`."""
+    """Wait for hashes. A cancelled caller must await `ended`.
+
+    Raises:
+        TransferFailed: They can't be computed.
+    """
     if waiting := [asyncio.wrap_future(job) for job in jobs if not job.done()]:
         done, _ = await asyncio.wait(waiting)
         for each in done:
             if not each.cancelled():
-                each.exception()  # mark it as retrieved: `hashes_of` raises it
+                each.exception()  # mark the exception as retrieved; `hashes_of` raises it
     return hashes_of(jobs)
 
 
 def hashes_of(jobs: Sequence[Future[int]]) -> list[int]:
-    """Return the hashes of work that is done. Raises TransferFailed when they could not be computed."""
+    """Return the hashes of jobs that are done.
+
+    Raises:
+        TransferFailed: A job failed or was cancelled.
+    """
     if any(job.cancelled() for job in jobs):
-        raise TransferFailed("the checksum of KV was not computed: its offer was withdrawn, or its worker is stopping")
+        raise TransferFailed(
+            "the checksum of KV was not computed, because the KV was unpublished or the worker is stopping"
+        )
     try:
         return [job.result() for job in jobs]
     except Exception as exc:
-        raise TransferFailed(f"the checksum of KV could not be computed: {exc}") from exc
+        raise TransferFailed(f"computing the checksum of KV failed: {exc}") from exc
 
 
 async def ended(jobs: Iterable[Future[Any]]) -> None:
-    """Cancel work that no thread has begun. Wait for the rest, also when cancelled: it uses the caller's memory."""
+    """Cancel jobs that have not started, and wait for the others, even if this call is cancelled.
+
+    The jobs read the caller's memory, so the caller must wait for them before it frees the memory.
+    """
     waiting = {asyncio.wrap_future(job) for job in jobs if not job.cancel() and not job.done()}
     is_cancelled = False
     while waiting:
@@ -231,6 +258,6 @@ async def ended(jobs: Iterable[Future[Any]]) -> None:
             is_cancelled = True
         else:
             for each in done:
-                each.exception()  # mark it as retrieved: it is raised where the result is awaited
+                each.exception()  # mark the exception as retrieved; the awaiting call raises it
     if is_cancelled:
         raise asyncio.CancelledError

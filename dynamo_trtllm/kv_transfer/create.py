@@ -1,4 +1,4 @@
-"""Which backend an engine uses: by name, or the best that is installed. Starts nothing."""
+"""Create the KV transfer backend of an engine: the named one, or the best that is installed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,15 @@ BACKENDS = ("nixl", "tcp", "loopback")
 def create_backend(
     name: str | None, config: WorkerConfig | None = None, *, kv_checksums: ChecksumMode = "auto"
 ) -> TransferBackend:
-    """The backend called `name`; None: nixl where it is installed, tcp otherwise.
+    """Create the backend called `name`.
 
-    `config` has the addresses for tcp; without a config, only this host can connect. Raises ConfigError for
-    an unknown name, for nixl where it is not installed, and for addresses of two families.
+    Args:
+        name: None chooses nixl if it is installed, otherwise tcp.
+        config: Has the addresses for tcp. Without it, only processes on this host can connect.
+        kv_checksums: See KV_CHECKSUMS.
+
+    Raises:
+        ConfigError: The name is unknown, nixl is not installed, or the addresses have different families.
     """
     checksums = Checksums(kv_checksums)
     match name:
@@ -38,7 +43,7 @@ def create_backend(
             return LoopbackBackend(checksums)
         case _:
             raise ConfigError(
-                f"there is no transfer backend {name!r}; choose one of {', '.join(BACKENDS)}", field="transfer_backend"
+                f"unknown transfer backend {name!r}; choose one of {', '.join(BACKENDS)}", field="transfer_backend"
             )
 
 
@@ -46,9 +51,9 @@ def _best(config: WorkerConfig | None, checksums: Checksums) -> TransferBackend:
     try:
         backend = NixlBackend(checksums)
     except ConfigError as exc:
-        _log.info("KV moves over transfer backend tcp: %s", exc.message)
+        _log.info("KV transfer backend: tcp (%s)", exc.message)
         return _tcp(config, checksums)
-    _log.info("KV moves over transfer backend %s", backend.name)
+    _log.info("KV transfer backend: %s", backend.name)
     return backend
 
 

@@ -1,7 +1,4 @@
-"""In-process KV transfer backend: offers are in a table of this process, a fetch is a memmove.
-
-It moves CPU memory only and reaches no other process.
-"""
+"""Transfer KV between engines of one process by memmove, for tests and aggregated runs. Supports CPU memory only."""
 
 from __future__ import annotations
 
@@ -23,18 +20,18 @@ from dynamo_trtllm.kv_transfer.checksums import NOTHING, Checksums, OfferChecksu
 class _LoopbackOffer(msgspec.Struct, frozen=True, kw_only=True):
     backend_id: str
     sizes_bytes: list[int]
-    checksum: str = ""  # name of its method, see `checksums`
+    checksum: str = ""  # name of the checksum method, see `Checksums.method`
 
 
 @dataclass(slots=True)
 class _LoopbackPublished:
     pieces: tuple[MemoryRegion, ...]
-    ready: int  # pieces that hold their data
+    ready: int  # regions that hold their data
     checksum: OfferChecksum | None = None
 
 
 class LoopbackBackend:
-    """A transfer backend between engines of one process. Peers find each other by the id in the offer."""
+    """A KV transfer backend within one process. Peers find each other by the id in the offer."""
 
     name = "loopback"
     _open: ClassVar[dict[str, LoopbackBackend]] = {}
@@ -43,7 +40,7 @@ class LoopbackBackend:
         self.checksums = checksums or Checksums()
         self._id = uuid.uuid4().hex
         self._published: dict[str, _LoopbackPublished] = {}
-        self._changed = asyncio.Event()  # an offer advanced or ended; replaced each time
+        self._changed = asyncio.Event()  # a transfer changed; replaced each time
         self._on_fetched: Callable[[str], None] | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
@@ -51,21 +48,21 @@ class LoopbackBackend:
         self._open[self._id] = self
 
     async def register(self, region: MemoryRegion) -> None:
-        require_cpu([region], self.name)  # and that is all that it takes
+        require_cpu([region], self.name)  # host memory needs no registration
 
     async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._id not in self._open:
-            raise TransferFailed("the loopback backend is not running; start it before it offers")
+            raise TransferFailed("transfer backend loopback is not running; start it before publishing KV")
         if ticket_id in self._published:
-            raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
+            raise TransferFailed(f"KV transfer {ticket_id} is already published; unpublish it first")
         method = self.checksums.method(pieces)
         entry = _LoopbackPublished(tuple(pieces), len(pieces) if ready is None else ready)
         if method:
             entry.checksum = OfferChecksum(self.checksums, entry.pieces)
             entry.checksum.mark_ready(entry.ready)
         self._published[ticket_id] = entry
-        sizes_bytes = [piece.num_bytes for piece in pieces]
+        sizes_bytes = [region.num_bytes for region in pieces]
         return codec.encode(_LoopbackOffer(backend_id=self._id, sizes_bytes=sizes_bytes, checksum=method))
 
     def mark_ready(self, ticket_id: str, ready: int) -> None:
@@ -74,17 +71,17 @@ class LoopbackBackend:
             entry.ready = ready
             if entry.checksum is not None:
                 entry.checksum.mark_ready(ready)
-            self._tell_readers()
+            self._notify_readers()
 
     async def unpublish(self, ticket_id: str) -> None:
         entry = self._published.pop(ticket_id, None)
         if entry is None:
             return
-        self._tell_readers()
+        self._notify_readers()
         if entry.checksum is not None:
             await entry.checksum.stop()
 
-    def _tell_readers(self) -> None:
+    def _notify_readers(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -97,22 +94,24 @@ class LoopbackBackend:
         timeout_s: float,
         on_piece: OnRegion | None = None,
     ) -> None:
-        """See `TransferBackend.read`. The time of the copies does not count towards `timeout_s`."""
+        """Read a transfer, see `TransferBackend.read`. `timeout_s` does not include the time of the copies."""
         try:
             facts = codec.decode(offer, _LoopbackOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of transfer backend {self.name}") from exc
+            raise TransferFailed(
+                f"KV transfer {ticket_id}: the offer was not created by transfer backend {self.name}"
+            ) from exc
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
-        holder = self._open.get(facts.backend_id)
-        if holder is None:
-            raise TransferFailed(f"ticket {ticket_id}: its holder is not in this process or is closed")
+        publisher = self._open.get(facts.backend_id)
+        if publisher is None:
+            raise TransferFailed(f"KV transfer {ticket_id}: its prefill engine is not in this process or is closed")
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
         ours = theirs = NOTHING
         try:
             async with asyncio.timeout(timeout_s):
                 for index, target in enumerate(pieces):
-                    entry = await holder._with_ready(ticket_id, index)
+                    entry = await publisher._with_ready(ticket_id, index)
                     source = entry.pieces[index]
                     ctypes.memmove(target.address, source.address, source.num_bytes)
                     if is_checked and entry.checksum is not None:
@@ -123,13 +122,13 @@ class LoopbackBackend:
                     if on_piece is not None:
                         on_piece(index)
         except TimeoutError as exc:
-            raise TransferTimeout(f"ticket {ticket_id}: its pieces were not ready within {timeout_s:g} s") from exc
-        holder._entry(ticket_id)
-        if holder._on_fetched is not None:
-            asyncio.get_running_loop().call_soon(holder._on_fetched, ticket_id)
+            raise TransferTimeout(f"KV transfer {ticket_id}: the KV was not ready within {timeout_s:g} s") from exc
+        publisher._entry(ticket_id)
+        if publisher._on_fetched is not None:
+            asyncio.get_running_loop().call_soon(publisher._on_fetched, ticket_id)
 
-    async def _hashes(self, piece: MemoryRegion) -> list[int]:
-        jobs = self.checksums.submit_all(piece)
+    async def _hashes(self, region: MemoryRegion) -> list[int]:
+        jobs = self.checksums.submit_all(region)
         try:
             return await results(jobs)
         finally:
@@ -143,14 +142,14 @@ class LoopbackBackend:
     def _entry(self, ticket_id: str) -> _LoopbackPublished:
         entry = self._published.get(ticket_id)
         if entry is None:
-            raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
+            raise TransferFailed(f"KV transfer {ticket_id} is no longer published by its prefill worker")
         return entry
 
     def check(self) -> None:
-        """Do nothing: there is no background work."""
+        """Return at once, because this backend has no background work that can fail."""
 
     async def aclose(self) -> None:
         self._open.pop(self._id, None)
         self._published.clear()
-        self._tell_readers()
+        self._notify_readers()
         await asyncio.to_thread(self.checksums.close)

@@ -1,4 +1,4 @@
-"""Ticket rules, as pure functions: which ticket an engine may redeem, and why not. Moves nothing."""
+"""Check KV transfer parameters, decide which deadline ends a fetch first, and fetch within that deadline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dynamo_trtllm.errors import DeadlineExceeded, DynamoError, TransferExpired,
 from dynamo_trtllm.kv_transfer.base import MemoryRegion, OnRegion, TransferBackend
 from dynamo_trtllm.messages import KvLayout, KvTransferParams
 
-TICKET_VERSION = 1
+TICKET_VERSION = 1  # of KvTransferParams
 
-
-# Of a KvLayout, all but the number of ranks must be equal: whether that may differ the engine says (`kv_compat`).
+# The fields of KvLayout that must be equal at prefill and decode. The number of ranks may differ where an engine allows
+# it (`kv_compat`).
 EQUAL_LAYOUT = tuple(name for name in KvLayout.__struct_fields__ if name != "tensor_parallel_size")
 
 
@@ -26,7 +26,19 @@ def check_params(
     now: float,
     kv_compat: Mapping[str, str] = {},
 ) -> None:
-    """Raises TransferMismatch naming the field and both values, or TransferExpired. `now`: seconds since the epoch."""
+    """Check that a decode engine can use KV transfer parameters.
+
+    Args:
+        engine: The kind of the decode engine.
+        model: The name of its model.
+        layout: Its KV layout.
+        now: Seconds since the epoch.
+        kv_compat: Further values that must be equal at prefill and decode.
+
+    Raises:
+        TransferMismatch: A value differs. The error names the field and both values.
+        TransferExpired: The transfer has expired.
+    """
     pairs = [
         ("version", ticket.version, TICKET_VERSION),
         ("engine", ticket.engine, engine),
@@ -39,45 +51,50 @@ def check_params(
     for name, theirs, ours in pairs:
         if theirs != ours:
             raise TransferMismatch(
-                f"ticket {ticket.ticket_id}: {name} is {theirs!r} at prefill and {ours!r} at decode; "
+                f"KV transfer {ticket.ticket_id}: {name} is {theirs!r} at prefill and {ours!r} at decode; "
                 "start both workers with the same model and settings",
                 field=name,
             )
     if ticket.expires_at <= now:
-        raise TransferExpired(f"ticket {ticket.ticket_id} expired {now - ticket.expires_at:.1f} s ago")
+        raise TransferExpired(f"KV transfer {ticket.ticket_id} expired {now - ticket.expires_at:.1f} s ago")
 
 
 class FetchLimits(NamedTuple):
-    """Of one request: its deadline in seconds since the epoch, and the longest time for any fetch."""
+    """The time limits of one fetch."""
 
-    deadline: float
-    timeout_s: float
+    deadline: float  # of the request, in seconds since the epoch
+    timeout_s: float  # of any fetch
 
 
 class Deadline(NamedTuple):
-    """What ends a fetch first. It decides whether the hand-off is at fault, and so what is tried next."""
+    """The time limit that is reached first, and its error.
 
-    left_s: float
+    The kind of error tells the frontend whether the KV transfer is at fault, and thus what to retry.
+    """
+
+    left_s: float  # seconds until it is reached
     error: type[DynamoError]
     why: str
 
 
 def first_deadline(ticket: KvTransferParams, limits: FetchLimits, now: float) -> Deadline:
+    """Return the time limit that a fetch reaches first. `now`: seconds since the epoch."""
     timeout_s = limits.timeout_s
     bounds = (
         Deadline(limits.deadline - now, DeadlineExceeded, "the request's deadline passed"),
-        Deadline(ticket.expires_at - now, TransferTimeout, "its ticket expired"),
+        Deadline(ticket.expires_at - now, TransferTimeout, "it expired"),
         Deadline(timeout_s, TransferTimeout, f"--handoff-timeout-s {timeout_s:g} passed"),
     )
     return min(bounds, key=lambda each: each.left_s)
 
 
 def timeout_error(ticket: KvTransferParams, reached: Deadline) -> DynamoError:
-    return reached.error(f"the KV of ticket {ticket.ticket_id} did not come before {reached.why}")
+    """Return the error of a fetch that has reached a time limit."""
+    return reached.error(f"KV transfer {ticket.ticket_id} did not finish before {reached.why}")
 
 
 class Destination(NamedTuple):
-    """Where a ticket's KV goes, and who hears of each piece of it (see `TransferBackend.read`)."""
+    """The memory that KV is read into, and the callback for each region (see `TransferBackend.read`)."""
 
     pieces: Sequence[MemoryRegion]
     on_piece: OnRegion | None = None
@@ -86,11 +103,18 @@ class Destination(NamedTuple):
 async def fetch(
     backend: TransferBackend, ticket: KvTransferParams, offer: bytes, to: Destination, limits: FetchLimits
 ) -> None:
-    """Raises as the backend does; when time is over, the error of the bound that was reached."""
+    """Read a transfer's KV within the request's time limits.
+
+    Raises:
+        DeadlineExceeded: The request's deadline passed.
+        TransferTimeout: The fetch took too long.
+        TransferExpired: The transfer expired before the fetch could start.
+        TransferFailed: The read failed.
+    """
     first = first_deadline(ticket, limits, time.time())
     if first.left_s <= 0:
-        if first.error is TransferTimeout:  # no peer is slow: the fetch waited too long for its place
-            raise TransferExpired(f"ticket {ticket.ticket_id} expired before there was a place to fetch its KV to")
+        if first.error is TransferTimeout:  # no peer is at fault: the request waited too long for space
+            raise TransferExpired(f"KV transfer {ticket.ticket_id} expired before this worker had space for its KV")
         raise timeout_error(ticket, first)
     try:
         await backend.read(ticket.ticket_id, offer, to.pieces, timeout_s=first.left_s, on_piece=to.on_piece)

@@ -1,9 +1,9 @@
-"""KV over plain TCP, for hosts without NIXL: one connection per fetch, straight between sockets and memory.
+"""Transfer KV over plain TCP, for hosts without NIXL: one connection per fetch, with CPU memory only.
 
-Moves CPU memory only. An offer carries a random token, without which the listener gives nothing away; the bytes
-themselves are not encrypted. One fetch is: `_REQUEST` and the ticket id, `_REPLY`, the pieces, `_ACK`. If the offer
-names a checksum, the reader asks with `_CHECKED`, and each piece is followed by the `_CHECKSUM` of all pieces so far.
-Peers without checksums ask with `_PLAIN`.
+An offer contains a random token, and the listener sends KV only to peers that present it. KV is not encrypted. A fetch
+consists of `_REQUEST` and the transfer id, `_REPLY`, the regions, and `_ACK`. If the offer names a checksum method, the
+reader's request has the magic `_CHECKED`, and each region is followed by the `_CHECKSUM` of all regions so far. Peers
+without checksums use the magic `_PLAIN`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _log = logging.getLogger(__name__)
 _PLAIN = b"DKV1"
 _CHECKED = b"DKV2"
 _TOKEN_BYTES = 32
-_REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")  # magic, token, bytes of the ticket id that follows
-_REPLY = struct.Struct("!4s?Q")  # magic, whether the offer stands, bytes that follow
+_REQUEST = struct.Struct(f"!4s{_TOKEN_BYTES}sH")  # magic, token, size of the transfer id that follows, in bytes
+_REPLY = struct.Struct("!4s?Q")  # magic, whether the KV is published, number of bytes that follow
 _CHECKSUM = struct.Struct("!Q")
 _ACK = b"\x01"
-_BACKLOG = 4096  # fetches that begin in one moment: one that finds no place here tries again seconds later
-_REQUEST_TIMEOUT_S = 5.0  # a connection that does not ask is closed
-# Limits of open connections, and of those that have not asked yet: absolute, and as a part of the files that this
-# process may open, so that strangers leave enough of these for everything else.
+_BACKLOG = 4096  # connections not yet accepted; beyond it, the kernel retries seconds later
+_REQUEST_TIMEOUT_S = 5.0  # connections without a request are closed after it
+# Limits of open connections, and of those without a request: absolute, and as a fraction (1/N) of the process's file
+# descriptor limit, so that foreign connections can't use up all descriptors.
 _MAX_CONNECTIONS, _PART_OF_FILES = 4096, 2
 _MAX_UNASKED, _UNASKED_PART_OF_FILES = 1024, 4
 _LOG_EVERY_S = 10.0
@@ -53,14 +53,14 @@ class _TcpOffer(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     token: bytes
     sizes_bytes: list[int]
-    checksum: str = ""  # its method, see `checksums`
+    checksum: str = ""  # name of the checksum method, see `Checksums.method`
 
 
 @dataclass(slots=True, kw_only=True)
 class _TcpPublished:
     pieces: tuple[MemoryRegion, ...]
     token: bytes
-    ready: int  # pieces that hold their data
+    ready: int  # regions that hold their data
     checksum: OfferChecksum | None
     advanced: asyncio.Event = field(default_factory=asyncio.Event)  # replaced each time
     readers: set[asyncio.Task[None]] = field(default_factory=set)
@@ -76,18 +76,27 @@ class _TcpRequest(NamedTuple):
     magic: bytes
 
     def check_reply(self, magic: bytes, is_published: bool, total_bytes: int) -> None:
-        """Raises TransferFailed unless the holder will send what it offered."""
+        """Check the prefill worker's reply.
+
+        Raises:
+            TransferFailed: The KV is not published, or differs from the offer.
+        """
         ticket_id, facts = self.ticket_id, self.facts
         if magic != self.magic:
-            raise TransferFailed(f"ticket {ticket_id}: {facts.host}:{facts.port} is no KV holder")
+            raise TransferFailed(
+                f"KV transfer {ticket_id}: {facts.host}:{facts.port} does not speak the KV transfer protocol"
+            )
         if not is_published:
-            raise TransferFailed(f"ticket {ticket_id}: its holder no longer offers it")
+            raise TransferFailed(f"KV transfer {ticket_id} is no longer published by its prefill worker")
         if total_bytes != sum(facts.sizes_bytes):
-            raise TransferFailed(f"ticket {ticket_id}: its holder sends {total_bytes} bytes, not as it offered")
+            raise TransferFailed(
+                f"KV transfer {ticket_id}: its prefill worker sends {total_bytes} bytes, but published "
+                f"{sum(facts.sizes_bytes)}"
+            )
 
 
 class TcpBackend:
-    """A transfer backend over TCP. It listens on IP address `bind_host`; other hosts reach it at `advertise_host`."""
+    """A KV transfer backend over TCP. It listens at `bind_host`; other hosts connect to `advertise_host`."""
 
     name = "tcp"
 
@@ -98,14 +107,18 @@ class TcpBackend:
         self._bind_host = bind_host
         self._advertise_host = advertise_host
         self._published: dict[str, _TcpPublished] = {}
-        self._unasked: dict[asyncio.Task[None], None] = {}  # connections that have asked for nothing, oldest first
-        self._closed = 0  # connections closed in favor of new ones since the last log line about it
+        self._unasked: dict[asyncio.Task[None], None] = {}  # connections without a request, oldest first
+        self._closed = 0  # connections closed since the last log line about them
         self._logged_at = -math.inf
         self._listener: socket.socket | None = None
         self._acceptor: Acceptor | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
-        """Raises ConfigError when it can't listen at its host."""
+        """Listen for peers, see `TransferBackend.start`.
+
+        Raises:
+            ConfigError: It can't listen at its host.
+        """
         self._on_fetched = on_fetched
         host = self._bind_host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -114,25 +127,27 @@ class TcpBackend:
             self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         except OSError as exc:
             raise ConfigError(
-                f"KV transfer over tcp can't listen at {host} ({exc.strerror}); give --kv-transfer-bind-host an "
-                "address of this host, or 0.0.0.0",
+                f"KV transfer over tcp can't listen at {host} ({exc.strerror}); set --kv-transfer-bind-host to an "
+                "address of this host, or to 0.0.0.0",
                 field="kv_transfer_bind_host",
             ) from exc
         self._acceptor = Acceptor(self._listener, self._serve, self._relieve)
         port = self._listener.getsockname()[1]
-        _log.info("KV transfer over tcp: port %d at %s, advertised as %s", port, host, self._advertise_host)
+        _log.info(
+            "KV transfer over tcp: listening on port %d at %s, advertised as %s", port, host, self._advertise_host
+        )
 
-    # --- the holder's side ---------------------------------------------------------------------------------
+    # --- prefill worker --------------------------------------------------------------------------------------
 
     async def register(self, region: MemoryRegion) -> None:
-        require_cpu([region], self.name)  # and that is all that it takes
+        require_cpu([region], self.name)  # host memory needs no registration
 
     async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
         require_cpu(pieces, self.name)
         if self._listener is None:
-            raise TransferFailed("transfer backend tcp is not running; start it before it offers")
+            raise TransferFailed("transfer backend tcp is not running; start it before publishing KV")
         if ticket_id in self._published:
-            raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
+            raise TransferFailed(f"KV transfer {ticket_id} is already published; unpublish it first")
         token = secrets.token_bytes(_TOKEN_BYTES)
         method = self.checksums.method(pieces)
         entry = self._published[ticket_id] = _TcpPublished(
@@ -148,7 +163,7 @@ class TcpBackend:
                 host=self._advertise_host,
                 port=self._listener.getsockname()[1],
                 token=token,
-                sizes_bytes=[piece.num_bytes for piece in pieces],
+                sizes_bytes=[region.num_bytes for region in pieces],
                 checksum=method,
             )
         )
@@ -179,7 +194,7 @@ class TcpBackend:
             )
 
     async def _serve(self, connection: socket.socket) -> None:
-        """Serve one connection. A peer's mistake ends its own connection and no other."""
+        """Answer one connection. An invalid request ends only its own connection."""
         with connection:
             task = asyncio.current_task()
             assert task is not None
@@ -196,19 +211,19 @@ class TcpBackend:
                     return
                 await self._send(connection, magic, ticket_id, entry)
             except (OSError, TimeoutError, EOFError, BadFrame, TransferFailed) as exc:
-                _log.debug("transfer backend tcp: a connection ended early: %r", exc)
+                _log.debug("KV transfer over tcp: a connection ended early: %r", exc)
             finally:
                 self._unasked.pop(task, None)
 
     def _can_accept(self) -> bool:
-        """Return whether another connection fits, after closing the oldest one without a request if necessary."""
+        """Return whether another connection fits, after closing the oldest one without a request if needed."""
         assert self._acceptor is not None
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if files == resource.RLIM_INFINITY:
             files = _PART_OF_FILES * _MAX_CONNECTIONS
         is_full = self._acceptor.num_connections > min(_MAX_CONNECTIONS, files // _PART_OF_FILES)
         if is_full or len(self._unasked) >= min(_MAX_UNASKED, files // _UNASKED_PART_OF_FILES):
-            if not self._drop(1):  # all have asked with the right token: this one has to retry later
+            if not self._drop(1):  # all others have valid requests: this peer has to retry later
                 self._note_closed(1)
                 return False
         return True
@@ -217,7 +232,7 @@ class TcpBackend:
         return self._drop((len(self._unasked) + 1) // 2)
 
     def _drop(self, count: int) -> bool:
-        """Close the oldest connections that have asked for nothing. Return whether there were any."""
+        """Close the oldest connections without a request. Return whether there were any."""
         oldest = list(itertools.islice(self._unasked, count))
         for task in oldest:
             del self._unasked[task]
@@ -230,21 +245,23 @@ class TcpBackend:
         self._closed += count
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
-            _log.warning("KV transfer over tcp: too many connections; closed before they asked: %d", self._closed)
+            _log.warning(
+                "KV transfer over tcp: closed %d idle connections, too many are open; check what connects", self._closed
+            )
             self._closed, self._logged_at = 0, now
 
     async def _send(self, connection: socket.socket, magic: bytes, ticket_id: str, entry: _TcpPublished) -> None:
         reader = asyncio.current_task()
         assert reader is not None
-        entry.readers.add(reader)  # `unpublish` ends it: the memory is not ours any more
+        entry.readers.add(reader)  # `unpublish` cancels it before the memory is reused
         try:
             loop = asyncio.get_running_loop()
-            total_bytes = sum(piece.num_bytes for piece in entry.pieces)
+            total_bytes = sum(region.num_bytes for region in entry.pieces)
             checksum = NOTHING
             await loop.sock_sendall(connection, _REPLY.pack(magic, True, total_bytes))
-            for index, piece in enumerate(entry.pieces):
+            for index, region in enumerate(entry.pieces):
                 await entry.until_ready(index)
-                await loop.sock_sendall(connection, view(piece))
+                await loop.sock_sendall(connection, view(region))
                 if magic == _CHECKED and entry.checksum is not None:
                     checksum = combined(checksum, await entry.checksum.hashes(index))
                     await loop.sock_sendall(connection, _CHECKSUM.pack(checksum))
@@ -253,7 +270,7 @@ class TcpBackend:
             entry.readers.discard(reader)
         self._on_fetched(ticket_id)
 
-    # --- the reader's side ---------------------------------------------------------------------------------
+    # --- decode worker ---------------------------------------------------------------------------------------
 
     async def read(
         self,
@@ -267,19 +284,21 @@ class TcpBackend:
         try:
             facts = codec.decode(offer, _TcpOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of transfer backend {self.name}") from exc
+            raise TransferFailed(
+                f"KV transfer {ticket_id}: the offer was not created by transfer backend {self.name}"
+            ) from exc
         require_cpu(pieces, self.name)
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
         request = _TcpRequest(ticket_id, facts, _CHECKED if is_checked else _PLAIN)
-        where = f"ticket {ticket_id}: its holder at {facts.host}:{facts.port}"
+        where = f"KV transfer {ticket_id}: prefill worker at {facts.host}:{facts.port}"
         try:
             async with asyncio.timeout(timeout_s):
                 await self._read(request, pieces, on_piece)
         except TimeoutError as exc:
-            raise TransferTimeout(f"{where} did not send all of it within {timeout_s:g} s") from exc
+            raise TransferTimeout(f"{where} did not send all KV within {timeout_s:g} s") from exc
         except (OSError, EOFError, struct.error) as exc:
-            raise TransferFailed(f"{where} broke off: {exc}") from exc
+            raise TransferFailed(f"{where} closed the connection: {exc}") from exc
 
     async def _read(self, request: _TcpRequest, pieces: Sequence[MemoryRegion], on_piece: OnRegion | None) -> None:
         loop, facts = asyncio.get_running_loop(), request.facts
@@ -293,22 +312,22 @@ class TcpBackend:
             await _receive(connection, memoryview(head))
             request.check_reply(*_REPLY.unpack(head))
             checksum = NOTHING
-            for index, piece in enumerate(pieces):
+            for index, region in enumerate(pieces):
                 if request.magic == _CHECKED:
-                    checksum = await self._receive_checked(connection, request.ticket_id, piece, checksum)
+                    checksum = await self._receive_checked(connection, request.ticket_id, region, checksum)
                 else:
-                    await _receive(connection, view(piece))
+                    await _receive(connection, view(region))
                 if on_piece is not None:
                     on_piece(index)
             await loop.sock_sendall(connection, _ACK)
 
     async def _receive_checked(
-        self, connection: socket.socket, ticket_id: str, piece: MemoryRegion, before: int
+        self, connection: socket.socket, ticket_id: str, region: MemoryRegion, before: int
     ) -> int:
-        """Receive a piece and return the checksum up to it. A block is hashed while the next one arrives."""
+        """Receive a region and return the checksum up to it. Each block is hashed while the next one arrives."""
         jobs = []
         try:
-            for block in blocks(piece):
+            for block in blocks(region):
                 await _receive(connection, view(block))
                 jobs.append(self.checksums.submit(block))
             theirs = bytearray(_CHECKSUM.size)
@@ -337,18 +356,23 @@ def _prepare(connection: socket.socket) -> None:
 
 
 async def _read_request(connection: socket.socket) -> tuple[bytes, str, bytes]:
+    """Return the magic, transfer id and token of a request."""
     head = bytearray(_REQUEST.size)
     await _receive(connection, memoryview(head))
     magic, token, ticket_bytes = _REQUEST.unpack(head)
     if magic not in (_PLAIN, _CHECKED):
-        raise BadFrame("not a request for KV")
+        raise BadFrame("not a KV transfer request")
     ticket = bytearray(ticket_bytes)
     await _receive(connection, memoryview(ticket))
     return magic, ticket.decode(errors="replace"), token
 
 
 async def _receive(connection: socket.socket, target: memoryview) -> None:
-    """Fills `target`. Raises EOFError when the peer closes before that."""
+    """Fill `target`.
+
+    Raises:
+        EOFError: The peer closed the connection first.
+    """
     loop = asyncio.get_running_loop()
     at = 0
     while at < len(target):
@@ -359,7 +383,7 @@ async def _receive(connection: socket.socket, target: memoryview) -> None:
 
 
 async def _stop(tasks: set[asyncio.Task[None]]) -> None:
-    """Cancels tasks and waits for their end."""
+    """Cancel tasks and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -173,7 +173,7 @@ async def test_decode_when_kv_does_not_come_then_timeout_of_the_handoff_and_noth
             ticket = await prefill_params(prefill, PROMPT)
             core_of(decode).stuck = True
             began = time.monotonic()
-            with pytest.raises(TransferTimeout, match="its ticket expired"):
+            with pytest.raises(TransferTimeout, match="before it expired"):
                 await collect(decode, ask(PROMPT, phase=Phase.DECODE, ticket=ticket))
             assert time.monotonic() - began < 10
             await check_nothing_left(decode)
@@ -343,6 +343,6 @@ async def test_generate_when_the_model_has_no_tokenizer_then_forms_are_refused(f
 async def test_start_when_vllm_refuses_the_arguments_then_config_error(folder: Path) -> None:
     with fake_vllm():
         engine = make("vllm", folder, Role.AGGREGATED, max_seq_len=10**6)
-        with pytest.raises(ConfigError, match="refuses the engine arguments: User-specified max_model_len"):
+        with pytest.raises(ConfigError, match="rejects the engine arguments: User-specified max_model_len"):
             await engine.start()
         await engine.aclose()

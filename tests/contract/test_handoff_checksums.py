@@ -170,6 +170,6 @@ async def test_fetch_when_its_holder_can_not_compute_the_checksum_then_transfer_
     monkeypatch.setattr(holder.checksums, "hash", broken)
     source, target = content("a", sum(LARGE)), bytearray(sum(LARGE))
     offer = await holder.publish("t", split(source, LARGE))
-    with pytest.raises(TransferFailed, match="no longer offers"):
+    with pytest.raises(TransferFailed, match="no longer published"):
         await reader.read("t", offer, split(target, LARGE), timeout_s=SOON_S)
     await holder.unpublish("t")

@@ -213,7 +213,7 @@ async def test_move_when_it_hangs_then_handoff_timeout_after_its_own_bound(
 
         running_workers.engine_of(Role.DECODE)._backend.read = hang  # type: ignore[method-assign]
         begun, trace = time.monotonic(), RouteTrace()
-        with pytest.raises(TransferTimeout, match=r"did not come before --handoff-timeout-s 0\.3 passed"):
+        with pytest.raises(TransferTimeout, match=r"did not finish before --handoff-timeout-s 0\.3 passed"):
             await made.run(request(max_tokens=20), trace)
         assert 0.6 <= time.monotonic() - begun < SOON_S  # the prefill leg was done over once
 

@@ -1,1 +1,1 @@
-"""An engine with no weights: fixed step time, deterministic tokens, bounded blocks, real tickets. A stand-in."""
+"""Simulate an engine without weights, with fixed step time, deterministic tokens and real KV transfers."""

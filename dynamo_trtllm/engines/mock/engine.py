@@ -1,11 +1,11 @@
-"""The mock engine: what a worker, a plane and a frontend see of an engine, at no cost. A stand-in, not a model.
+"""Simulate an engine, so that workers, the request plane and frontends can be tested and measured without a model.
 
-The "KV" of a request is the seed of its tokens and the place of each block. A decode engine continues
-correctly only from the KV that it received; from other KV it continues with other tokens, as a model does. It never
-stops by itself: an answer has `max_tokens` tokens.
+The "KV" of a request is the seed of its tokens and the index of each block. A decode engine generates the right tokens
+only from the KV that it received; with other KV it generates other tokens, as a model would. Every output has exactly
+`max_tokens` tokens.
 
-It makes no choice, so what only shapes a random choice (temperature, top_p, top_k, min_p, seed) and what only keeps an
-answer from ending early means nothing to it and is taken. What a client could see to be missing is refused.
+Tokens are deterministic, so the engine accepts and ignores parameters that shape only random sampling (temperature,
+top_p, top_k, min_p, seed) or only prevent an early end. It rejects parameters whose absence a client could notice.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ _UNSUPPORTED_FEATURES = (
 
 
 class _MockTransfer(NamedTuple):
+    """The blocks and memory of one KV transfer."""
+
     blocks: int
-    kv: array[int]  # kept alive for the backend
+    kv: array[int]  # the memory that the backend reads
     expiry: asyncio.TimerHandle
 
 
 class MockEngine:
-    """`Engine` with `Pushes`, `HasTickets` and `HasStats`."""
+    """An `Engine` with `Pushes`, `HasTickets` and `HasStats` that simulates a model."""
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = engine_arguments(config, MockArgs, "mock")
@@ -111,7 +113,7 @@ class MockEngine:
         prompt = request.token_ids[: len(request.token_ids) - request.num_resumed_output_tokens]
         sequence = MockSequence(request, self._blocks(request), zlib.crc32(prompt) & _MAX_SEED, len(request.token_ids))
         try:
-            self._scheduler.add(sequence)  # before anything leaves: what is refused is refused before the first token
+            self._scheduler.add(sequence)  # raises for a rejected request before any token is sent
             if request.ticket is not None:
                 yield await self._import_kv(sequence, request.ticket)
             left = 1 if request.phase is Phase.PREFILL else request.sampling.max_tokens - sequence.num_output_tokens
@@ -137,20 +139,22 @@ class MockEngine:
         return -(-prompt_tokens // self._args.kv_block_size)
 
     async def _import_kv(self, sequence: MockSequence, ticket: KvTransferParams) -> Chunk:
-        """Fetches the seed and replays the first tokens."""
+        """Fetch the seed, and return a chunk with the first tokens of the KV transfer parameters."""
         params.check_params(ticket, engine="mock", model=self._model, layout=self._layout, now=time.time())
         if len(ticket.first_token_ids) >= sequence.request.sampling.max_tokens:
-            raise RequestRejected(f"ticket {ticket.ticket_id} holds all tokens asked for; nothing is left to decode")
+            raise RequestRejected(
+                f"KV transfer {ticket.ticket_id} has all requested tokens; increase max_tokens to decode more"
+            )
         kv_bytes = self._prompt_blocks(len(sequence.request.token_ids)) * _KV_WORDS * array("I").itemsize
-        if ticket.kv_bytes != kv_bytes:  # before so much memory is taken
+        if ticket.kv_bytes != kv_bytes:  # check before allocating this much memory
             raise TransferMismatch(
-                f"ticket {ticket.ticket_id}: kv_bytes is {ticket.kv_bytes} at prefill and {kv_bytes} at decode",
+                f"KV transfer {ticket.ticket_id}: kv_bytes is {ticket.kv_bytes} at prefill and {kv_bytes} at decode",
                 field="kv_bytes",
             )
         kv = array("I", bytes(kv_bytes))
-        piece = MemoryRegion(kv.buffer_info()[0], ticket.kv_bytes)
+        region = MemoryRegion(kv.buffer_info()[0], ticket.kv_bytes)
         limits = FetchLimits(sequence.request.deadline, self._handoff_timeout_s)
-        await fetch(self._backend, ticket, ticket.engine_state, Destination([piece]), limits)
+        await fetch(self._backend, ticket, ticket.engine_state, Destination([region]), limits)
         sequence.seed = _seed_of(kv)
         sequence.prefill_left = 0
         sequence.num_output_tokens = len(ticket.first_token_ids)
@@ -182,7 +186,7 @@ class MockEngine:
         self._scheduler.transfer_ownership(sequence, blocks)
         try:
             engine_state = await self._backend.publish(ticket_id, [MemoryRegion(kv.buffer_info()[0], kv_bytes)])
-        except BaseException:  # cancelled too: the backend may have begun to offer this memory
+        except BaseException:  # also if cancelled: the backend may have published this memory
             self.release(ticket_id, ReleaseOutcome.ABORTED)
             raise
         return KvTransferParams(
@@ -210,7 +214,7 @@ class MockEngine:
         task.add_done_callback(self._unpublished)
 
     async def _unpublish(self, ticket_id: str, pending: _MockTransfer) -> None:
-        """`pending` keeps the memory until the backend is done with it."""
+        """Unpublish the memory and free its blocks. `pending` keeps the memory alive until then."""
         await self._backend.unpublish(ticket_id)
         self._scheduler.free_blocks(pending.blocks)
 
@@ -255,6 +259,6 @@ def _kv_of(seed: int, blocks: int) -> array[int]:
 
 
 def _seed_of(kv: array[int]) -> int:
-    """Return another seed when any bit of `kv` has changed since it was computed."""
+    """Return the seed in `kv`, or another seed if any bit of `kv` has changed."""
     seed = kv[-1]
     return seed if seed <= _MAX_SEED and kv == _kv_of(seed, len(kv) // _KV_WORDS) else zlib.crc32(kv) & _MAX_SEED

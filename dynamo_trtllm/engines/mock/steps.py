@@ -1,4 +1,4 @@
-"""The mock engine's clock: which request gets a token in which step, and who waits for KV blocks. Moves no KV."""
+"""Simulate the steps of an engine: queue requests, account for KV blocks, and generate a token per step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dynamo_trtllm.engines.mock.args import MockArgs
 from dynamo_trtllm.errors import ContextTooLong, EngineFailed, Overloaded, RequestRejected
 from dynamo_trtllm.messages import Chunk, GenerateRequest, token_ids
 
-_OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|>, so that a harmony frontend shows the rest
+_OPENING = (200005, 17196, 200008)  # <|channel|>final<|message|> of the Harmony format; tokens after it are content
 
 
 @dataclass(slots=True, eq=False)
 class MockSequence:
-    """One request in the simulated batch. It receives one id per step."""
+    """One request in the simulated batch."""
 
     request: GenerateRequest
     blocks: int
@@ -27,24 +27,27 @@ class MockSequence:
     wanted: int = 0
     created_at: float = field(default_factory=time.monotonic)
     started: float | None = None
-    push: Push | None = None  # takes all tokens but the last
-    ready_tokens: deque[int] = field(default_factory=deque)  # and not yet taken
+    push: Push | None = None  # receives all tokens except the last
+    ready_tokens: deque[int] = field(default_factory=deque)  # generated, not yet read
     _waiter: asyncio.Future[None] | None = None
-    _stopped: bool = False  # the clock has
+    _stopped: bool = False  # no further step follows
 
     async def more(self) -> None:
-        """Until something is in `ready_tokens`. Raises EngineFailed when no step comes any more.
+        """Wait until `ready_tokens` is not empty.
 
-        An `asyncio.Queue` does the same at three times the cost, which a load of thousands of streams would see.
+        An `asyncio.Queue` would do the same, but takes three times as long. Under thousands of streams this matters.
+
+        Raises:
+            EngineFailed: No further step follows.
         """
         while not self.ready_tokens:
             if self._stopped:
-                raise EngineFailed("the mock engine stopped while the request ran")
+                raise EngineFailed("the mock engine stopped during the request")
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
     def step(self) -> None:
-        """One more token."""
+        """Generate one token."""
         self.wanted -= 1
         token = self.next_token()
         if self.push is not None and self.wanted:
@@ -54,7 +57,7 @@ class MockSequence:
             self._wake()
 
     def stop(self) -> None:
-        """No step comes any more."""
+        """Fail the waiting reader, because no further step follows."""
         self._stopped = True
         self._wake()
 
@@ -64,13 +67,14 @@ class MockSequence:
             waiter.set_result(None)
 
     def next_token(self) -> int:
+        """Return the next output token: the Harmony prefix first, then a function of seed and index."""
         at = self.request.num_resumed_output_tokens + self.num_output_tokens
         self.num_output_tokens += 1
         return _OPENING[at] if at < len(_OPENING) else 1000 + (self.seed + at * 7919) % 4000
 
 
 class MockScheduler:
-    """Owns the waiting queue, the batch and the block count. All calls are made on the event loop."""
+    """The waiting queue, the batch and the KV blocks. Call it on the event loop only."""
 
     def __init__(self, args: MockArgs) -> None:
         self._args = args
@@ -80,24 +84,32 @@ class MockScheduler:
         self._work = asyncio.Event()
 
     def add(self, sequence: MockSequence) -> None:
-        """Raises ContextTooLong, RequestRejected for what never fits, Overloaded when the queue is full."""
+        """Queue a sequence.
+
+        Raises:
+            ContextTooLong: Prompt and output exceed max_seq_len.
+            RequestRejected: The request needs more KV blocks than exist.
+            Overloaded: The queue is full.
+        """
         total = len(sequence.request.token_ids) + sequence.request.sampling.max_tokens
         if total > self._args.max_seq_len:
-            raise ContextTooLong(f"{total} tokens do not fit the context of {self._args.max_seq_len}")
+            raise ContextTooLong(f"{total} prompt and output tokens exceed the context of {self._args.max_seq_len}")
         if sequence.blocks > self._args.kv_cache_blocks:
-            raise RequestRejected(f"{sequence.blocks} KV blocks are needed and {self._args.kv_cache_blocks} exist")
+            raise RequestRejected(
+                f"the request needs {sequence.blocks} KV blocks, and the engine has {self._args.kv_cache_blocks}"
+            )
         if len(self._waiting) >= self._args.max_queue:
-            raise Overloaded(f"{len(self._waiting)} requests wait already")
+            raise Overloaded(f"{len(self._waiting)} requests are queued; try again later")
         self._waiting.append(sequence)
         self._work.set()
 
     def schedule(self, sequence: MockSequence, num_tokens: int) -> None:
-        """From the next step on a sequence gets a token per step, this many."""
+        """Let a sequence generate `num_tokens` tokens, one per step, from the next step on."""
         sequence.wanted = num_tokens
         self._work.set()
 
     def remove(self, sequence: MockSequence) -> None:
-        """Takes a sequence out wherever it is; its blocks are free again."""
+        """Remove a sequence in any state and free its blocks."""
         if sequence.started is not None:
             self._running.pop(sequence, None)
             self.free_blocks(sequence.blocks)
@@ -105,14 +117,16 @@ class MockScheduler:
             self._waiting.remove(sequence)
 
     def transfer_ownership(self, sequence: MockSequence, blocks: int) -> None:
-        """Leaves blocks of a running sequence to a ticket, until they are given back."""
+        """Keep `blocks` of a running sequence reserved for a KV transfer, until `free_blocks`."""
         sequence.blocks -= blocks
 
     def free_blocks(self, blocks: int) -> None:
+        """Return blocks to the pool."""
         self._free_blocks += blocks
         self._work.set()
 
     def stats(self, tickets_held: int, ticket_kv_blocks: int) -> EngineStats:
+        """Return the statistics. `ticket_kv_blocks`: KV blocks of the `tickets_held` pending KV transfers."""
         total = self._args.kv_cache_blocks
         return EngineStats(
             running=len(self._running),
@@ -124,9 +138,10 @@ class MockScheduler:
         )
 
     async def run(self) -> None:
-        """Run steps for ever; sleep when there is nothing to do. Its end fails each request that waits for a token.
+        """Run steps forever; sleep when there is nothing to do. When this ends, each waiting request fails.
 
-        A step begins when the one before is over: other work on the event loop does not make it longer.
+        A step starts when the time of the step before it is over, so other work on the event loop does not lengthen
+        steps.
         """
         begun_s = 0.0
         try:
@@ -138,7 +153,7 @@ class MockScheduler:
                     begun_s = time.monotonic()
                     continue
                 await asyncio.sleep(begun_s + self._args.step_s - time.monotonic())
-                # At most one missed step is caught up.
+                # Catch up on at most one missed step.
                 begun_s = max(begun_s + self._args.step_s, time.monotonic() - self._args.step_s)
                 self._step()
         finally:

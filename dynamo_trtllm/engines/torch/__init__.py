@@ -1,1 +1,1 @@
-"""Any causal language model that transformers loads, on one CPU or GPU: continuous batching over a paged KV pool."""
+"""Run any causal language model that transformers can load on one CPU or GPU, with continuous batching and paged KV."""

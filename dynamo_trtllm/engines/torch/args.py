@@ -1,7 +1,4 @@
-"""The torch engine's own arguments: what a YAML file, the flags and override JSON may set, and what they may not.
-
-Reads no environment and loads no model.
-"""
+"""Define the arguments of the torch engine that a YAML file, flags and override JSON may set."""
 
 from __future__ import annotations
 
@@ -18,40 +15,46 @@ _Count = Annotated[int, Field(gt=0)]
 
 
 class TorchArgs(BaseModel):
-    """Every argument of the torch engine; None means: chosen from the device and the model."""
+    """All arguments of the torch engine. None means that the engine derives the value from device and model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N; auto: cuda if a GPU is visible")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="type of weights and KV; default float32 on CPU, bfloat16 on a GPU"
+        None, description="data type of weights and KV; default float32 on CPU, bfloat16 on a GPU"
     )
-    num_threads: _Count | None = Field(None, description="CPU threads; default 1 on CPU, untouched on a GPU")
+    num_threads: _Count | None = Field(
+        None, description="number of CPU threads; default 1 on CPU, PyTorch's choice on a GPU"
+    )
     transfer_backend: Literal["auto", "nixl", "tcp", "loopback"] = Field(
-        "auto", description="what moves KV between workers"
+        "auto", description="KV transfer backend; auto: nixl if it is installed, otherwise tcp"
     )
     kv_checksums: ChecksumMode = Field("auto", description=KV_CHECKSUMS)
-    max_num_tokens: _Count | None = Field(None, description="tokens in one step; default chunk plus batch size")
-    max_batch_size: _Count = Field(16, description="requests in one step")
-    max_seq_len: _Count | None = Field(None, description="prompt and output tokens of one request")
-    max_queue: _Count = Field(256, description="requests that wait for a place; one more is refused")
-    prefill_chunk_tokens: _Count = Field(512, description="tokens of one prompt in one step")
-    kv_block_size: _Count = Field(32, description="tokens in one KV block")
-    kv_cache_blocks: _Count | None = Field(None, description="KV blocks; overrides kv_cache_gib")
+    max_num_tokens: _Count | None = Field(
+        None, description="maximum tokens per step; default prefill_chunk_tokens + max_batch_size"
+    )
+    max_batch_size: _Count = Field(16, description="maximum requests per step")
+    max_seq_len: _Count | None = Field(
+        None, description="maximum prompt and output tokens of one request; default the model's context"
+    )
+    max_queue: _Count = Field(256, description="maximum queued requests; further requests are rejected")
+    prefill_chunk_tokens: _Count = Field(512, description="maximum tokens of one prompt per step")
+    kv_block_size: _Count = Field(32, description="tokens per KV block")
+    kv_cache_blocks: _Count | None = Field(None, description="number of KV blocks; overrides kv_cache_gib")
     kv_cache_gib: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="KV memory; default at most 0.5 on CPU, free_gpu_memory_fraction on a GPU"
+        None, description="KV memory in GiB; default at most 0.5 on CPU, free_gpu_memory_fraction on a GPU"
     )
     kv_staging_gib: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description="memory for KV on its way to another worker; default one request of the longest, or an eighth of "
-        "the KV memory if that is more",
+        description="transfer buffer for KV that is sent or received, in GiB; default the larger of the longest "
+        "request's KV and an eighth of the KV memory",
     )
     load_format: Literal["auto", "dummy"] = Field(
         "auto",
-        description="auto reads the weights, dummy makes random ones up from config.json alone, equal in every worker",
+        description="auto: read the weights; dummy: random weights from config.json alone, the same in every worker",
     )
     free_gpu_memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        None, description="share of the GPU memory left after weights that KV takes; default 0.5"
+        None, description="share for KV of the GPU memory that is free after loading the weights; default 0.5"
     )
 
     @field_validator("device")
@@ -63,5 +66,9 @@ class TorchArgs(BaseModel):
 
 
 def torch_args(config: WorkerConfig) -> TorchArgs:
-    """YAML, then flags, then override JSON. Raises ConfigError naming the key at fault."""
+    """Return the engine's arguments, merged from YAML, flags and override JSON; later sources win.
+
+    Raises:
+        ConfigError: An argument is unknown or invalid. The error names its key.
+    """
     return engine_arguments(config, TorchArgs, "torch")

@@ -1,6 +1,6 @@
-"""The engine protocol over the scheduler: streams and their ends, on the event loop.
+"""Implement the `Engine` interface over the scheduler, on the event loop.
 
-Computes nothing itself: the model, the KV pool and every job belong to the scheduler's thread.
+The model, the KV pool and every sequence belong to the scheduler's thread; this module computes nothing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ _MASK_64 = (1 << 64) - 1
 
 
 class TorchEngine:
-    """`Engine` with `HasTickets` and `HasStats`. `config.model_path` is a folder; the engine owns its backend."""
+    """An `Engine` with `HasTickets` and `HasStats` that runs transformers models.
+
+    `config.model_path` must be a folder. The engine owns its KV transfer backend and closes it.
+    """
 
     def __init__(self, config: WorkerConfig, *, instance_id: int, backend: TransferBackend | None = None) -> None:
         self._args = args = torch_args(config)
@@ -66,7 +69,7 @@ class TorchEngine:
                 ttl_s=config.ticket_ttl_s,
                 retire=self._retire,
             )
-        self._sequences: set[TorchSequence] = set()  # until the scheduler says that their blocks are free
+        self._sequences: set[TorchSequence] = set()  # until the scheduler has freed their blocks
         self._scheduler: Scheduler | None = None
         self._memory: KvMemory | None = None
         self._grammar_compiler: grammar.GrammarCompiler | None = None
@@ -78,7 +81,7 @@ class TorchEngine:
     # --- life ------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        """See `Engine.start`."""
+        """Load the model, start the scheduler and run one request. See `Engine.start`."""
         model = await asyncio.to_thread(self._load)
         self._info = info = self._prepare(model)
         if self._kv_connector is not None and self._memory is not None and self._memory.transfer_buffer is not None:
@@ -96,7 +99,7 @@ class TorchEngine:
         return info
 
     def _load(self) -> LoadedModel:
-        from dynamo_trtllm.engines.torch.load import load  # imports transformers: seconds, so not on the event loop
+        from dynamo_trtllm.engines.torch.load import load  # importing transformers takes seconds
 
         return load(self._model_path, self._args)
 
@@ -162,7 +165,9 @@ class TorchEngine:
                 async for _ in stream:
                     pass
         except NonFinite as exc:
-            raise EngineFailed(f"{self._model_path} computes NaN or infinity: check its weights and the dtype") from exc
+            raise EngineFailed(
+                f"{self._model_path} computes NaN or infinity; check its weights and the engine argument dtype"
+            ) from exc
 
     async def check(self) -> None:
         self._ready()
@@ -175,7 +180,7 @@ class TorchEngine:
         if self._scheduler is None or self._info is None:
             raise EngineNotReady("the torch engine has not been started")
         if not self._scheduler.alive():
-            raise EngineFailed("the torch engine's thread is gone")
+            raise EngineFailed("the torch engine's thread has ended; restart the worker")
         return self._scheduler, self._info
 
     async def drain(self) -> None:
@@ -201,7 +206,7 @@ class TorchEngine:
 
     async def _stream(self, request: GenerateRequest, push: Push | None) -> AsyncGenerator[Chunk, None]:
         scheduler, info = self._ready()
-        inbox: asyncio.Queue[Event] = asyncio.Queue()  # never more than the request's tokens
+        inbox: asyncio.Queue[Event] = asyncio.Queue()  # bounded by the request's tokens
 
         def take(event: Event) -> None:
             if push is not None and isinstance(event, Chunk) and event.finish_reason is None:
@@ -219,7 +224,7 @@ class TorchEngine:
             while True:
                 event = await inbox.get()
                 if isinstance(event, PrefillDone) and self._kv_connector is not None:
-                    is_exported = True  # from here on the KV connector retires the job
+                    is_exported = True  # from here on the KV connector retires the sequence
                     yield await self._kv_connector.export_kv(seq, event, info.layout)
                     return
                 if isinstance(event, BlocksReserved):
@@ -232,21 +237,29 @@ class TorchEngine:
                 elif isinstance(event, DynamoError):
                     raise event
         finally:
-            push = None  # what a step has on its way goes nowhere
+            push = None  # drop tokens that a running step still delivers
             if not is_exported:
                 self._retire(seq)
 
     async def _fetch(self, request: GenerateRequest, reserved: BlocksReserved) -> None:
-        """Returns when the copies of all pieces into the pool are queued; nothing is queued for this job after that."""
+        """Fetch the prompt's KV and return once the copies of all regions into the pool are queued."""
         if self._kv_connector is None or self._memory is None or self._memory.transfer_buffer is None:
-            raise RuntimeError(f"request {request.request_id} has KV to fetch, but this engine has no transfer buffer")
+            raise RuntimeError(
+                f"request {request.request_id} needs a KV transfer, but this engine has no transfer buffer"
+            )
         scatter = partial(self._memory.transfer_buffer.scatter, reserved.allocation, reserved.rows)
         await self._kv_connector.fetch(request, reserved.allocation, self._handoff_timeout_s, on_piece=scatter)
 
     def _new_sequence(
         self, request: GenerateRequest, info: EngineInfo, inbox: Callable[[Event], None]
     ) -> TorchSequence:
-        """Raises RequestRejected, ContextTooLong or a KvTransferError for what can't be served here."""
+        """Create the sequence of a request.
+
+        Raises:
+            RequestRejected: This engine does not support the request.
+            ContextTooLong: The prompt leaves no space for output.
+            KvTransferError: The request's KV transfer parameters do not fit this engine.
+        """
         prompt_tokens = len(request.token_ids)
         if prompt_tokens == 0:
             raise RequestRejected("the prompt is empty", field="token_ids")
@@ -257,10 +270,13 @@ class TorchEngine:
             )
         if max(request.token_ids) >= info.vocab_size:
             raise RequestRejected(
-                f"token id {max(request.token_ids)} is not in the vocabulary of {info.vocab_size}", field="token_ids"
+                f"token id {max(request.token_ids)} is not in the model's vocabulary of {info.vocab_size} tokens",
+                field="token_ids",
             )
         if request.phase is not Phase.AGGREGATED and self._kv_connector is None:
-            raise RequestRejected(f"this worker is aggregated and serves no {request.phase} calls", field="phase")
+            raise RequestRejected(
+                f"this worker is aggregated and does not support {request.phase} calls", field="phase"
+            )
         seq = TorchSequence(
             request=request,
             max_new_tokens=min(request.sampling.max_tokens, info.context_length - prompt_tokens),
@@ -275,13 +291,22 @@ class TorchEngine:
         return seq
 
     async def _compile_grammar(self, sampling: Sampling, seq: TorchSequence) -> grammar.GrammarMatcher | None:
-        """Raises RequestRejected for a form that can't be followed, before anything is computed for the request."""
+        """Compile the request's output format, before anything is computed for the request.
+
+        Raises:
+            RequestRejected: The format can't be compiled, or this engine has no guided decoding.
+        """
         if sampling.guided is None:
             return None
         if self._grammar_compiler is None:
-            raise RequestRejected("guided decoding needs the package llguidance and a tokenizer.json", field="guided")
+            raise RequestRejected(
+                "guided decoding needs the package llguidance and the model's tokenizer.json", field="guided"
+            )
         if sampling.min_tokens:
-            raise RequestRejected("guided output ends by its form: min_tokens must be 0", field="min_tokens")
+            raise RequestRejected(
+                "min_tokens must be 0 with guided decoding: the format decides where the output ends",
+                field="min_tokens",
+            )
         return await asyncio.to_thread(self._grammar_compiler.compile, sampling.guided, seq.stop_ids)
 
     def _retire(self, seq: TorchSequence) -> None:
@@ -289,8 +314,8 @@ class TorchEngine:
             self._scheduler.post(partial(self._scheduler.retire, seq))
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """See `HasTickets.release`."""
-        _log.debug("ticket %s: %s", ticket_id, outcome)
+        """End a KV transfer. See `HasTickets.release`."""
+        _log.debug("KV transfer %s: %s", ticket_id, outcome)
         if self._kv_connector is not None:
             self._kv_connector.release(ticket_id)
 
@@ -314,7 +339,7 @@ class TorchEngine:
             self._idle.set()
 
     def _end(self, reason: EngineFailed) -> None:
-        """No step will follow: every stream ends with the reason."""
+        """End every stream with `reason`, because no further step will run."""
         if self._ended is None:
             self._ended = reason
         for seq in self._sequences:
@@ -324,7 +349,10 @@ class TorchEngine:
 
 
 def _stop_ids(sampling: Sampling, info: EngineInfo) -> tuple[int, ...]:
-    """`ignore_eos` goes on past the model's own stop tokens, also where the request names them; others still stop."""
+    """Return the token ids that stop the request, in ascending order.
+
+    `ignore_eos` removes the model's own stop tokens, even if the request lists them in `stop_token_ids`.
+    """
     own, named = set(info.eos_token_ids), set(sampling.stop_token_ids)
     stop = named - own if sampling.ignore_eos else named | own
     return tuple(sorted(token for token in stop if 0 <= token < info.vocab_size))

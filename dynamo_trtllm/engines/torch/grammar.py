@@ -1,6 +1,7 @@
-"""Holds output to a JSON Schema. The only module that knows llguidance, which it loads at the first guided request.
+"""Constrain output to a JSON schema with llguidance, which is imported at the first request that needs it.
 
-A guide's state is a function of the output's tokens alone, so a decode worker rebuilds it from the ticket's first one.
+The state of a grammar depends on the output tokens alone. A decode worker rebuilds it from the first token, which is
+in the KV transfer parameters.
 """
 
 from __future__ import annotations
@@ -28,45 +29,50 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Between the parts of a JSON text; without a bound a model can write blanks until its budget is spent.
+# Whitespace between JSON tokens. Without a limit a model can produce whitespace until it reaches max_tokens.
 _WHITESPACE: Final = r"(\n[ \t]{0,40}| )?"
-_QUOTED: Final = re.compile(r"\n\s*1 \| start: ")  # where an error goes on with the grammar
+_QUOTED: Final = re.compile(r"\n\s*1 \| start: ")  # an error message continues with the grammar here
 _ANY_OBJECT: Final = {"type": "object"}
 
 
 def is_available() -> bool:
+    """Return whether llguidance is installed."""
     return importlib.util.find_spec("llguidance") is not None
 
 
 class GrammarMatcher:
-    """The state of one request. Not thread-safe; `failure` is set once the grammar can't be followed any more."""
+    """The grammar state of one request. Not thread-safe.
+
+    `failure` is the reason once the output can no longer follow the grammar.
+    """
 
     def __init__(self, matcher: LLMatcher, trigger_ids: tuple[int, ...], stop_ids: tuple[int, ...], size: int) -> None:
         self.failure: str | None = None
         self._matcher = matcher
         self._trigger_ids = trigger_ids
         self._stop_ids = list(stop_ids)
-        self._free: list[int] | None = [] if trigger_ids else None  # the last tokens before the guided part
+        self._free: list[int] | None = [] if trigger_ids else None  # the last tokens before the trigger; None after it
         self._words = np.zeros((size + 31) // 32, dtype=np.int32)
         self._size = size
 
     def accept_token(self, token_id: int) -> None:
-        """The next token of the output."""
+        """Advance the state by the next output token."""
         if self._free is not None:
             self._free = [*self._free, token_id][-len(self._trigger_ids) :]
             if tuple(self._free) == self._trigger_ids:
                 self._free = None
         elif token_id not in self._stop_ids and not self._matcher.consume_token(token_id):
-            self.failure = self._matcher.get_error() or "a token came that the form does not allow"
+            self.failure = self._matcher.get_error() or f"token {token_id} is not allowed by the grammar"
 
     def apply_mask(self, logits: Tensor) -> None:
-        """Rules out, in place, the tokens that can't come next. `logits`: [vocabulary]."""
+        """Set the logits, [vocabulary], of tokens that the grammar does not allow next to -inf, in place."""
         if self._free is not None:
             return
         allowed = self._allowed()
         logits.masked_fill_(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
 
     def _allowed(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Return the mask of allowed tokens, bool [vocabulary]."""
         is_over = self.failure is not None or self._matcher.is_stopped()
         can_end = is_over or self._matcher.is_accepting()
         if is_over:
@@ -83,30 +89,37 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Makes guides for one model. `compile` from any thread."""
+    """The grammar compiler of one model. `compile` is thread-safe."""
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._path = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        self._building = threading.Lock()  # building takes a second and 100 MB: once is enough
+        self._building = threading.Lock()  # building takes a second and 100 MB, so it is done once
         self._tokenizer: LLTokenizer | None = None
         self._specials: dict[str, int] = {}
 
     def compile(self, guided: StructuredOutput, stop_ids: tuple[int, ...]) -> GrammarMatcher:
-        """Blocking. Raises RequestRejected for a schema that can't be followed, with the reason."""
+        """Compile the output format of a request. Blocks the caller; the first call builds the tokenizer.
+
+        Raises:
+            RequestRejected: The schema can't be compiled, or the request has no stop token.
+        """
         import llguidance
 
         tokenizer = self._ready()
         if not stop_ids:
-            raise RequestRejected("guided output ends with a stop token, and this request has none", field="ignore_eos")
+            raise RequestRejected(
+                "guided decoding needs a stop token, and this request has none; set ignore_eos to false",
+                field="ignore_eos",
+            )
         try:
             grammar = _grammar(guided.alternatives, self._specials)
         except (ValueError, TypeError) as exc:
-            raise RequestRejected(f"the JSON schema is not one: {exc}", field="guided") from exc
+            raise RequestRejected(f"the JSON schema is invalid: {exc}", field="guided") from exc
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise RequestRejected(f"the JSON schema can't be followed: {_reason(matcher)}", field="guided")
+            raise RequestRejected(f"the JSON schema is not supported: {_reason(matcher)}", field="guided")
         return GrammarMatcher(matcher, tuple(guided.trigger_ids), stop_ids, self._vocab_size)
 
     def _ready(self) -> LLTokenizer:
@@ -114,18 +127,18 @@ class GrammarCompiler:
             if self._tokenizer is None:
                 began = time.monotonic()
                 self._tokenizer, self._specials = _tokenizer(self._path, self._vocab_size, self._eos_token_ids)
-                _log.info("guided decoding is ready after %.1f s", time.monotonic() - began)
+                _log.info("loaded the tokenizer for guided decoding in %.1f s", time.monotonic() - began)
             return self._tokenizer
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """In one line, without the grammar around the schema, which the client did not write."""
-    said = _QUOTED.split(matcher.get_error(), maxsplit=1)[0]
-    return " ".join(said.split()).rpartition("failed to compile JSON schema: ")[2]
+    """Return llguidance's error in one line, without the grammar that this module wrapped around the schema."""
+    message = _QUOTED.split(matcher.get_error(), maxsplit=1)[0]
+    return " ".join(message.split()).rpartition("failed to compile JSON schema: ")[2]
 
 
 def _grammar(alternatives: tuple[OutputFormat, ...], specials: Mapping[str, int]) -> str:
-    """Lark, as llguidance reads it: each alternative is its literal and then JSON."""
+    """Return the grammar in llguidance's Lark syntax: each alternative is its prefix, followed by JSON."""
     numbers = range(len(alternatives))
     lines = ["start: " + " | ".join(f"form{n}" for n in numbers)]
     for n, alternative in zip(numbers, alternatives, strict=True):
@@ -139,7 +152,7 @@ def _grammar(alternatives: tuple[OutputFormat, ...], specials: Mapping[str, int]
 
 
 def _quoted_prefix(text: str, specials: Mapping[str, int]) -> str:
-    """Quoted text, with the control tokens in it as token ids."""
+    """Return the text as quoted Lark terminals, with control tokens as token ids."""
     parts = re.split(f"({'|'.join(map(re.escape, specials))})", text) if specials else [text]
     return " ".join(f"<[{specials[part]}]>" if part in specials else json.dumps(part) for part in parts if part)
 
@@ -158,14 +171,17 @@ class _Added(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """What is needed of tokenizer.json; the merges, most of it, are skipped."""
+    """The fields of tokenizer.json that are needed. Merges, the largest part, are skipped."""
 
     model: _Model
     decoder: dict[str, Any] | None = None
 
 
 class _Vocabulary:
-    """What llguidance's wrapper asks of a tokenizer. Encoding is greedy, which any spelling of a literal may be."""
+    """The tokenizer interface that llguidance's wrapper expects.
+
+    Encoding is greedy: a prefix may be tokenized in any way.
+    """
 
     bos_token_id = None
 
@@ -180,10 +196,10 @@ class _Vocabulary:
 
 
 def _tokenizer(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> tuple[LLTokenizer, dict[str, int]]:
-    """Return llguidance's tokenizer, and the control tokens by text.
+    """Return llguidance's tokenizer, and the ids of the control tokens by text.
 
-    Byte-level vocabularies, which nearly all models have, are passed as bytes. For gpt-oss this takes 1.1 s and 150 MB
-    at its peak; llguidance's own reader takes 2.2 s and 380 MB. Other vocabularies go through that reader.
+    Byte-level vocabularies, which most models have, are passed as bytes. For gpt-oss this takes 1.1 s and 150 MB at its
+    peak; llguidance's own reader takes 2.2 s and 380 MB. Other vocabularies use that reader.
     """
     import llguidance
 
@@ -192,11 +208,11 @@ def _tokenizer(path: Path, size: int, eos_token_ids: tuple[int, ...]) -> tuple[L
         if tokens is None:
             return llguidance.LLTokenizer(str(path), n_vocab=size, eos_token=list(eos_token_ids)), specials
     except (OSError, ValueError) as exc:  # msgspec's and llguidance's errors are ValueErrors
-        raise RequestRejected(f"guided decoding needs a tokenizer, and {path} can't be read: {exc}") from exc
+        raise RequestRejected(f"guided decoding can't read the tokenizer {path}: {exc}") from exc
     vocabulary = _Vocabulary(tokens, sorted(specials.values()), eos_token_ids[0])
     wrapper = llguidance.TokenizerWrapper(vocabulary)
     vocabulary.tokenizer = tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(eos_token_ids))
-    vocabulary.tokens = wrapper.tokens = []  # copied
+    vocabulary.tokens = wrapper.tokens = []  # llguidance has copied them
     return tokenizer, specials
 
 
@@ -205,7 +221,10 @@ class _OnlyAdded(msgspec.Struct):
 
 
 def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
-    """Control tokens by spelling, and the bytes of each token; None for a vocabulary that is not byte-level."""
+    """Return the ids of the control tokens by text, and the bytes of each token.
+
+    The latter is None if the vocabulary is not byte-level.
+    """
     data = path.read_bytes()
     added = msgspec.json.decode(data, type=_OnlyAdded).added_tokens
     specials = {token.content: token.id for token in added if token.special and token.id < size}
@@ -213,7 +232,7 @@ def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
         file = msgspec.json.decode(data, type=_File)
     except msgspec.ValidationError:
         return specials, None
-    del data  # 28 MB of gpt-oss; the worker is at its height here
+    del data  # 28 MB for gpt-oss, and the worker's memory use peaks here
     if (file.decoder or {}).get("type") != "ByteLevel":
         return specials, None
     tokens = _token_bytes(file.model.vocab, size)
@@ -224,7 +243,7 @@ def _read(path: Path, size: int) -> tuple[dict[str, int], list[bytes] | None]:
 
 
 def _token_bytes(vocab: dict[str, int], size: int) -> list[bytes]:
-    """Empties `vocab`: to hold both whole would take tens of MB more."""
+    """Return the bytes of each token. Empties `vocab`, which saves tens of MB."""
     byte_of = _byte_level_alphabet()
     tokens = [b""] * size
     while vocab:
@@ -235,7 +254,10 @@ def _token_bytes(vocab: dict[str, int], size: int) -> list[bytes]:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte: itself where it can be seen, else one from U+0100 on."""
+    """Return the byte that each character of a byte-level BPE vocabulary represents (as GPT-2's `bytes_to_unicode`).
+
+    A printable byte is represented by itself, any other byte by a character from U+0100 on.
+    """
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}

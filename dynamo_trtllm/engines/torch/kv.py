@@ -1,7 +1,7 @@
-"""The bounded KV memory of one engine: blocks of tokens, reserved per request, and where they lie as rows that move.
+"""Hold the KV cache of one engine in a pool of blocks, and map blocks to the rows that a KV transfer moves.
 
-Owned by the scheduler's thread. Every layer keeps all its tokens here; a sliding layer reads only its window, and only
-the blocks of that window travel. A row is one block of one layer's keys, or of its values.
+Every layer stores all tokens of a sequence. A layer with sliding-window attention reads only its window, so only the
+blocks of that window are transferred. The scheduler's thread owns the pool.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from torch import Tensor
 from dynamo_trtllm.engines.torch.attention import first_block
 from dynamo_trtllm.messages import KvLayout
 
-_CHECKED_BYTES = 64 << 20  # the most that `is_finite` copies at once
-_WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)  # 16 bytes and less
+_CHECKED_BYTES = 64 << 20  # upper bound of what `is_finite` copies at once
+_WIDTHS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8)  # 16 bytes down to 1
 
 
 class KvPool:
-    """The KV blocks. The most recently freed one is allocated first, so that memory never touched stays untouched."""
+    """The KV blocks of one engine, in one tensor.
+
+    Its shape is [layers, 2, blocks, block_tokens, kv_heads, head_dim]; the second dimension has keys at index 0 and
+    values at index 1. A row is one block of the keys, or of the values, of one layer: `row_bytes` bytes. `all_rows`
+    views the same memory as [layers * 2 * blocks, elements], with elements of type `width`.
+
+    The most recently freed block is allocated first, so that the operating system maps no more memory than was used.
+    """
 
     def __init__(
         self, layout: KvLayout, num_blocks: int, *, windows: Sequence[int | None], device: torch.device
@@ -30,12 +37,13 @@ class KvPool:
         self.dtype: torch.dtype = getattr(torch, layout.dtype)
         memory = zeros(math.prod(shape) * self.dtype.itemsize, device)
         self._pool = memory.view(self.dtype).view(shape)
+        # Each is [layers, blocks, block_tokens, kv_heads, head_dim].
         self.keys, self.values = self._pool[:, 0], self._pool[:, 1]
         self.device = device
         self.num_blocks = num_blocks
         self.block_tokens = layout.block_tokens
         self.row_bytes: int = math.prod(shape[3:]) * self.dtype.itemsize
-        # The widest elements that a row is made of: copies of many rows run at the speed of memory only with those.
+        # The widest dtype that divides a row. Narrower elements make `index_select` slower than the memory.
         self.width = next(wide for wide in _WIDTHS if self.row_bytes % wide.itemsize == 0)
         self.all_rows = memory.view(self.width).view(-1, self.row_bytes // self.width.itemsize)
         self._groups = _groups(windows, num_blocks, device)
@@ -43,13 +51,19 @@ class KvPool:
 
     @property
     def used(self) -> int:
+        """Return the number of reserved blocks."""
         return self.num_blocks - len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
+        """Return the number of blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
 
     def reserve(self, tokens: int) -> Tensor | None:
-        """Blocks for that many tokens, or None when there are not enough free ones."""
+        """Reserve blocks for `tokens` tokens.
+
+        Returns:
+            Their block numbers, int64 [blocks], or None if too few blocks are free.
+        """
         count = self.blocks_for(tokens)
         if count > len(self._free):
             return None
@@ -57,37 +71,56 @@ class KvPool:
         return torch.tensor(taken, dtype=torch.long, device=self.device)
 
     def free(self, blocks: Tensor) -> None:
+        """Return `blocks`, int64 [blocks], to the pool."""
         self._free.extend(reversed(blocks.tolist()))
 
     def scrub(self, blocks: Tensor) -> None:
-        """Queue writing zeros to these blocks, in all layers."""
+        """Queue a write of zeros to `blocks`, int64 [blocks], in all layers."""
         self._pool.index_fill_(2, blocks, 0)
 
     def is_finite(self, blocks: Tensor, tokens: int) -> bool:
-        """Return whether all that the token after `tokens` can see in these blocks is finite. Waits for the device."""
+        """Return whether all KV that the next token can see is finite. Blocks until the device has computed it.
+
+        Args:
+            blocks: The block numbers of the sequence, int64 [blocks].
+            tokens: The number of tokens whose KV is in the blocks.
+        """
         pieces = torch.split(self.rows(blocks, tokens), max(1, _CHECKED_BYTES // self.row_bytes))
         ends = [torch.stack(torch.aminmax(self.all_rows[some].view(self.dtype))) for some in pieces]
         return bool(torch.stack(ends).isfinite().all())
 
     def finite_keys(self, slots: Tensor) -> Tensor:
-        """Return for each slot whether its keys are finite in all layers: a bool tensor. Does not wait for it.
+        """Return for each slot whether its keys are finite in all layers. Does not wait for the device.
 
-        The logits don't show every infinite key: its token's score may be -inf, and attention then skips the token.
+        The logits do not reveal every infinite key: the score of such a token may be -inf, and attention then skips it.
+
+        Args:
+            slots: Token slots, int64 [tokens]: block number * block_tokens + offset in the block.
+
+        Returns:
+            bool [tokens], on the device.
         """
         return self.keys.flatten(1, 2)[:, slots].flatten(2).abs().amax(dim=(0, 2)).isfinite()
 
     def num_rows(self, tokens: int) -> int:
-        """How many rows the token after `tokens` can see. Safe from any thread."""
+        """Return how many rows the token after `tokens` tokens can see. Thread-safe."""
         return sum(len(bases) * self._span(window, tokens)[1] for window, bases in self._groups)
 
     def moved_bytes(self, tokens: int) -> int:
-        """What moves for a prompt of `tokens`. Safe from any thread."""
+        """Return how many bytes of KV are transferred for a prompt of `tokens` tokens. Thread-safe."""
         return self.num_rows(tokens) * self.row_bytes
 
     def rows(self, blocks: Tensor, tokens: int) -> Tensor:
-        """Which rows of `all_rows` hold what the token after `tokens` can see of a sequence in `blocks`.
+        """Return the rows that the token after `tokens` tokens can see.
 
-        In the same order in every pool of this layout, whatever its size.
+        The order is the same in every pool of this layout, whatever its number of blocks.
+
+        Args:
+            blocks: The block numbers of the sequence, int64 [blocks].
+            tokens: The number of tokens whose KV is in the blocks.
+
+        Returns:
+            Indices into `all_rows`, int64 [rows].
         """
         parts = []
         for window, bases in self._groups:
@@ -96,13 +129,18 @@ class KvPool:
         return torch.cat(parts)
 
     def _span(self, window: int | None, tokens: int) -> tuple[int, int]:
-        """The first block that is seen, and how many."""
+        """Return the index of the first visible block of a sequence, and the number of visible blocks."""
         first = first_block(tokens, window, self.block_tokens)
         return first, self.blocks_for(tokens) - first
 
 
 def _groups(windows: Sequence[int | None], num_blocks: int, device: torch.device) -> list[tuple[int | None, Tensor]]:
-    """Layers of equal windows, in order of appearance: the row of their block 0, keys and values of each layer."""
+    """Group the layers by window, in order of appearance.
+
+    Returns:
+        For each group its window in tokens (None: full attention), and the row of block 0 for the keys and the values
+        of each of its layers, int64 [2 * layers of the group].
+    """
     groups = []
     for window in dict.fromkeys(windows):
         layers = [layer for layer, other in enumerate(windows) if other == window]
@@ -112,7 +150,7 @@ def _groups(windows: Sequence[int | None], num_blocks: int, device: torch.device
 
 
 def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> int:
-    """What moves at most for a prompt of up to that many tokens."""
+    """Return the most bytes of KV that a prompt of up to `tokens` tokens can transfer."""
     block = layout.block_tokens
     whole = -(-tokens // block)
     blocks = sum(whole if window is None else min(whole, -(-window // block) + 1) for window in windows)
@@ -121,7 +159,10 @@ def most_bytes(layout: KvLayout, windows: Sequence[int | None], tokens: int) -> 
 
 
 def zeros(num_bytes: int, device: torch.device) -> Tensor:
-    """Zeros that on CPU take no memory until they are written: torch.zeros writes them all (torch 2.13)."""
+    """Return `num_bytes` zero bytes, uint8 [num_bytes].
+
+    On CPU they take no physical memory until they are written. torch.zeros (torch 2.13) would write all of them.
+    """
     if device.type != "cpu":
         return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,6 +1,6 @@
-"""Where tickets are written, held and redeemed: the torch engine's side of a hand-off, on the event loop.
+"""Export and import KV between engines: the torch engine's side of a KV transfer, on the event loop.
 
-Each ticket has a parcel of the staging memory, until it was fetched, refused or has expired.
+Each exported prompt occupies space in the transfer buffer until its KV was fetched or rejected, or has expired.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 class _TorchState(msgspec.Struct, frozen=True):
-    offer: bytes
-    seed: int  # of the request's randomness, unsigned 64 bits
-    piece_bytes: int  # pieces have the most whole rows that fit into this, and at least one
+    """The engine's part of the KV transfer parameters."""
+
+    offer: bytes  # from `TransferBackend.publish`
+    seed: int  # of the request's random draws, unsigned 64 bits
+    piece_bytes: int  # each region has as many whole rows as fit into this, but at least one
 
 
 class _ExportedKv(NamedTuple):
@@ -49,14 +51,17 @@ class _ExportedKv(NamedTuple):
 
 
 class TransferTerms(NamedTuple):
-    """Of a ticket."""
+    """The values of KV transfer parameters that the decode sequence needs."""
 
     seed: int
     piece_bytes: int
 
 
 class KvConnector:
-    """`retire` is called for each ticket's job once its memory is no longer offered."""
+    """The KV transfers of one engine.
+
+    `retire` is called with the sequence of each transfer once its memory is no longer published.
+    """
 
     def __init__(
         self,
@@ -78,28 +83,36 @@ class KvConnector:
         self._copying = ThreadPoolExecutor(1, "torch-copied")
 
     async def start(self, transfer_buffer: TransferBuffer) -> None:
-        """Raises ConfigError or TransferFailed when the backend can't move KV of this device at all."""
+        """Start the transfer backend and register the transfer buffer with it.
+
+        If the backend can't read GPU memory, the buffer moves to pinned host memory.
+
+        Raises:
+            ConfigError: The backend can't start with this configuration.
+            TransferFailed: The backend can't transfer KV of this device.
+        """
         self._backend.checksums.device_checksum = transfer_buffer.checksum
         await self._backend.start(self.release)
         try:
-            await self._backend.register(_piece(transfer_buffer.region))
+            await self._backend.register(_region(transfer_buffer.region))
         except TransferFailed as exc:
             if transfer_buffer.region.device.type == "cpu":
                 raise
-            _log.warning("KV moves through pinned host memory: %s", exc.message)
+            _log.warning("KV transfer uses pinned host memory, which is slower: %s", exc.message)
             await asyncio.to_thread(transfer_buffer.move_to_host)
-            await self._backend.register(_piece(transfer_buffer.region))
-        _log.info(
-            "KV moves over %s, through %d MiB of staging memory", self._backend.name, transfer_buffer.num_bytes >> 20
-        )
+            await self._backend.register(_region(transfer_buffer.region))
+        _log.info("KV transfer over %s: transfer buffer of %d MiB", self._backend.name, transfer_buffer.num_bytes >> 20)
 
     async def export_kv(self, seq: TorchSequence, prefill_done: PrefillDone, layout: KvLayout) -> Chunk:
-        """The terminal chunk with the ticket. Whatever happens from the call on, the job is retired in the end."""
+        """Publish a prompt's KV and return the terminal chunk with its KV transfer parameters.
+
+        From this call on the connector retires the sequence, also if the call fails.
+        """
         ticket_id = f"{self._instance_id:x}-{next(self._numbers)}"
         expires_at = time.time() + self._ttl_s
         expiry = asyncio.get_running_loop().call_later(self._ttl_s, self._expire, ticket_id)
         self._awaiting_fetch[ticket_id] = _ExportedKv(seq, expiry)
-        pieces = [_piece(piece) for piece in prefill_done.allocation.pieces]
+        pieces = [_region(piece) for piece in prefill_done.allocation.pieces]
         kv_bytes = sum(piece.num_bytes for piece in pieces)
         try:
             offer = await self._backend.publish(ticket_id, pieces, ready=0 if prefill_done.copied else None)
@@ -129,7 +142,7 @@ class KvConnector:
         return Chunk(finish_reason=FinishReason.KV_TRANSFER, ticket=ticket, stats=stats)
 
     def _follow(self, ticket_id: str, copied: Sequence[torch.cuda.Event]) -> None:
-        """Report each piece to the reader when its copy is done. A thread waits for the copies, not the caller."""
+        """Mark each region as ready when its copy is done. A thread waits for the copies."""
         if copied:
             loop = asyncio.get_running_loop()
 
@@ -141,7 +154,13 @@ class KvConnector:
             self._copying.submit(follow).add_done_callback(_log_copy_error)
 
     def validate(self, request: GenerateRequest, layout: KvLayout, *, kv_bytes: int) -> TransferTerms:
-        """Return the terms of a ticket that fits. Raises TransferMismatch, TransferExpired or RequestRejected."""
+        """Check the request's KV transfer parameters against this engine.
+
+        Raises:
+            TransferMismatch: They do not fit this engine or the request. The error names the field.
+            TransferExpired: They have expired.
+            RequestRejected: The request has none.
+        """
         ticket = _ticket(request)
         params.check_params(ticket, engine="torch", model=self._model, layout=layout, now=time.time())
         here = {"prompt_tokens": len(request.token_ids), "kv_bytes": kv_bytes}
@@ -149,27 +168,36 @@ class KvConnector:
             if getattr(ticket, name) != ours:
                 theirs = getattr(ticket, name)
                 raise TransferMismatch(
-                    f"ticket {ticket.ticket_id}: {name} is {theirs} at prefill and {ours} at decode", field=name
+                    f"KV transfer {ticket.ticket_id}: {name} is {theirs} at prefill and {ours} at decode", field=name
                 )
         if not ticket.first_token_ids:
-            raise TransferMismatch(f"ticket {ticket.ticket_id} has no first token", field="first_token_ids")
+            raise TransferMismatch(f"KV transfer {ticket.ticket_id} has no first token", field="first_token_ids")
         engine_state = _engine_state(ticket)
         if not 0 < engine_state.piece_bytes <= max(REGION_BYTES.values()):
             raise TransferMismatch(
-                f"ticket {ticket.ticket_id} has pieces of {engine_state.piece_bytes} bytes", field="opaque"
+                f"KV transfer {ticket.ticket_id} has regions of {engine_state.piece_bytes} bytes", field="opaque"
             )
         return TransferTerms(engine_state.seed, engine_state.piece_bytes)
 
     async def fetch(
         self, request: GenerateRequest, allocation: Allocation, timeout_s: float, *, on_piece: Callable[[int], None]
     ) -> None:
-        """Read the KV into the allocation, see `TransferBackend.read`. Raises KvTransferError or DeadlineExceeded."""
+        """Read the request's KV into `allocation`.
+
+        Args:
+            timeout_s: The longest time for the read, in seconds. The request's deadline and the expiry may be earlier.
+            on_piece: See `TransferBackend.read`.
+
+        Raises:
+            KvTransferError: The KV can't be read.
+            DeadlineExceeded: The request's deadline passed first.
+        """
         ticket = _ticket(request)
-        to = Destination([_piece(piece) for piece in allocation.pieces], on_piece)
+        to = Destination([_region(piece) for piece in allocation.pieces], on_piece)
         await fetch(self._backend, ticket, _engine_state(ticket).offer, to, FetchLimits(request.deadline, timeout_s))
 
     def release(self, ticket_id: str) -> None:
-        """Ends a ticket; unknown ones are no error."""
+        """End a KV transfer. Unknown ids are ignored."""
         pending = self._awaiting_fetch.pop(ticket_id, None)
         if pending is None:
             return
@@ -179,14 +207,14 @@ class KvConnector:
         task.add_done_callback(self._unpublish_tasks.discard)
 
     def _expire(self, ticket_id: str) -> None:
-        _log.warning("ticket %s expired after %.0f s: no worker fetched its KV, freeing it", ticket_id, self._ttl_s)
+        _log.warning("KV transfer %s expired after %.0f s without a fetch; freeing its KV", ticket_id, self._ttl_s)
         self.release(ticket_id)
 
     async def _unpublish(self, ticket_id: str, pending: _ExportedKv) -> None:
         try:
             await self._backend.unpublish(ticket_id)
         except DynamoError as exc:
-            _log.warning("withdrawing ticket %s: %s", ticket_id, exc)
+            _log.warning("KV transfer %s: unpublishing failed: %s", ticket_id, exc)
         finally:
             self._retire(pending.seq)
 
@@ -200,7 +228,7 @@ class KvConnector:
         self._backend.check()
 
     async def aclose(self) -> None:
-        """Ends all tickets, then the backend."""
+        """End all KV transfers, then close the backend."""
         for ticket_id in list(self._awaiting_fetch):
             self.release(ticket_id)
         await asyncio.gather(*self._unpublish_tasks)
@@ -210,12 +238,12 @@ class KvConnector:
 
 def _log_copy_error(copying: Future[None]) -> None:
     if (exc := copying.exception()) is not None:
-        _log.error("a copy of KV failed on the GPU: %s", exc)
+        _log.error("copying KV to the transfer buffer failed on the GPU: %s", exc)
 
 
 def _ticket(request: GenerateRequest) -> KvTransferParams:
     if request.ticket is None:
-        raise RequestRejected("a decode call needs a ticket", field="ticket")
+        raise RequestRejected("a decode call needs KV transfer parameters (ticket)", field="ticket")
     return request.ticket
 
 
@@ -223,8 +251,10 @@ def _engine_state(ticket: KvTransferParams) -> _TorchState:
     try:
         return codec.decode(ticket.engine_state, _TorchState)
     except BadFrame as exc:
-        raise TransferMismatch(f"ticket {ticket.ticket_id} is not one of this engine's", field="opaque") from exc
+        raise TransferMismatch(
+            f"KV transfer {ticket.ticket_id} was not created by a torch engine", field="opaque"
+        ) from exc
 
 
-def _piece(memory: torch.Tensor) -> MemoryRegion:
+def _region(memory: torch.Tensor) -> MemoryRegion:
     return MemoryRegion(memory.data_ptr(), memory.nbytes, str(memory.device))

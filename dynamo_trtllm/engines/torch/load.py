@@ -1,6 +1,6 @@
-"""A model folder becomes a model that the scheduler can run. The only module that names transformers' loaders.
+"""Load a model folder with transformers, and size the KV pool and the transfer buffer.
 
-A folder that holds nothing but a GGUF file is converted once into the user's cache folder.
+A folder whose only weights are a GGUF file is converted once into the user's cache folder.
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ from dynamo_trtllm.errors import ConfigError, EngineFailed
 from dynamo_trtllm.messages import KvLayout
 
 _log = logging.getLogger(__name__)
-_CONVERSION_S = 600.0  # longest wait for a small file; one of 90 MB takes 25 s on two cores
-_BYTES_PER_S = 300_000  # a tenth of that speed: a larger file may take longer
+_CONVERSION_S = 600.0  # wait for another process; converting 90 MB takes 25 s on two cores
+_BYTES_PER_S = 300_000  # a tenth of that speed; extends the wait for large files
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
+    """A loaded model and the properties that the engine reads from its configuration."""
+
     module: torch.nn.Module
     device: torch.device
     dtype: str
@@ -48,20 +50,25 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]  # per layer; None: sees everything
+    windows: tuple[int | None, ...]  # per layer, in tokens; None: full attention
     renderer: str
     files: Mapping[str, Path]
-    tokenizer: Path | None  # tokenizer.json, if there is one
+    tokenizer: Path | None  # tokenizer.json, if the folder has one
 
 
 def load(model_path: str, args: TorchArgs) -> LoadedModel:
-    """Blocking. Raises ConfigError for a folder or device that can't work, EngineFailed when loading it fails."""
+    """Load the model. Blocks the caller.
+
+    Raises:
+        ConfigError: The folder, the device or an argument can't work.
+        EngineFailed: Loading failed.
+    """
     vendor_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     vendor_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     device = _device(args.device)
     if device.type == "cpu" and args.free_gpu_memory_fraction is not None:
         raise ConfigError(
-            "free_gpu_memory_fraction has no meaning on CPU: leave it out or use kv_cache_gib",
+            "free_gpu_memory_fraction has no effect on CPU; remove it or set kv_cache_gib",
             field="free_gpu_memory_fraction",
         )
     dtype = args.dtype or ("float32" if device.type == "cpu" else "bfloat16")
@@ -74,7 +81,7 @@ def load(model_path: str, args: TorchArgs) -> LoadedModel:
         make = _dummy_weights if args.load_format == "dummy" else _from_files
         module: Any = make(config, folder, device, getattr(torch, dtype)).eval().requires_grad_(False).to(device)
     except (OSError, ValueError, KeyError, ImportError) as exc:
-        raise ConfigError(f"model folder {folder} does not load: {exc}", field="model_path") from exc
+        raise ConfigError(f"loading model folder {folder} failed: {exc}", field="model_path") from exc
     except RuntimeError as exc:
         raise EngineFailed(f"loading {folder} failed: {exc}") from exc
     _log.info("loaded %s on %s as %s in %.1f s", folder, device, dtype, time.monotonic() - began)
@@ -88,9 +95,9 @@ def _from_files(config: Any, folder: Path, _device: torch.device, dtype: torch.d
 
 
 def _dummy_weights(config: Any, _folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """Random weights, the same in every process on the same kind of device: its generator is seeded."""
+    """Return a model with random weights, which are the same in every process on the same kind of device."""
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # it describes files that are not read; dummy weights have the engine's dtype
+        del config.quantization_config  # dummy weights have the engine's dtype, not that of the files
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=NAME)  # type: ignore[no-untyped-call]
@@ -121,8 +128,8 @@ def _device(wanted: str) -> torch.device:
         names = [word.strip() for word in requested.split(",")]
         if wanted == "cpu" and any(name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names):
             raise ConfigError(
-                f"GPUs {requested} are requested ({VISIBLE}), and torch {torch.__version__} can use none; install a "
-                f"build of torch for CUDA, or give an empty {VISIBLE} to run on the CPU",
+                f"{VISIBLE} requests GPUs {requested}, but torch {torch.__version__} can use none; install a build of "
+                f"torch for CUDA, or set {VISIBLE} to an empty value to run on the CPU",
                 field="device",
             )
     device = torch.device(wanted)
@@ -134,15 +141,18 @@ def _device(wanted: str) -> torch.device:
 
 
 def _folder(path: Path) -> Path:
-    found = model_file(path)
-    return path if found.suffix != ".gguf" else _converted(found)
+    file = model_file(path)
+    return path if file.suffix != ".gguf" else _converted(file)
 
 
 def _converted(gguf: Path) -> Path:
-    """Return the folder in the cache that holds this GGUF file as safetensors, made at first use.
+    """Return the cache folder with this GGUF file as safetensors; convert it at first use.
 
-    One process converts; others that need the same file wait for it. The lock ends with the process that holds it.
-    Raises ConfigError as `load`, EngineFailed when another process does not finish in time.
+    One process converts the file, and others that need it wait. The lock is released when the converting process ends.
+
+    Raises:
+        ConfigError: The file can't be converted.
+        EngineFailed: Another process does not finish in time.
     """
     stat = gguf.stat()
     longest_s = max(_CONVERSION_S, stat.st_size / _BYTES_PER_S)
@@ -156,7 +166,7 @@ def _converted(gguf: Path) -> Path:
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            _log.info("waiting for another process that converts %s", gguf.name)
+            _log.info("waiting for another process to convert %s", gguf.name)
             lock.acquire(timeout=longest_s)
         try:
             if not (target / "config.json").is_file():
@@ -165,8 +175,8 @@ def _converted(gguf: Path) -> Path:
             lock.release()
     except Timeout as exc:
         raise EngineFailed(
-            f"another process has not finished converting {gguf} after {longest_s:.0f} s: end it, and start this "
-            "worker again"
+            f"another process has not finished converting {gguf} after {longest_s:.0f} s; stop it and restart this "
+            "worker"
         ) from exc
     except OSError as exc:
         raise ConfigError(f"{gguf} can't be converted into {target.parent}: {exc}", field="model_path") from exc
@@ -174,39 +184,44 @@ def _converted(gguf: Path) -> Path:
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    """Write the folder beside its place, and move it there when it is whole."""
+    """Write the converted model to a temporary folder, and rename the folder when it is complete."""
     _log.info(
         "converting %s (%d MB) into %s, once; 4 MB take about a second", gguf.name, gguf.stat().st_size >> 20, target
     )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".converting-") as scratch:
-        made = Path(scratch) / "model"
+        model_folder = Path(scratch) / "model"
         try:
-            _read_gguf(gguf).save_pretrained(made)
-            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(made)
+            _read_gguf(gguf).save_pretrained(model_folder)
+            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True).save_pretrained(
+                model_folder
+            )
         except ImportError as exc:
             raise ConfigError(
-                "reading .gguf files needs the package gguf: pip install gguf", field="model_path"
+                "reading .gguf files needs the package gguf; run pip install gguf", field="model_path"
             ) from exc
         except (ValueError, KeyError, RuntimeError, struct.error) as exc:
             raise ConfigError(f"{gguf} can't be converted: {exc}", field="model_path") from exc
-        shutil.rmtree(target, ignore_errors=True)  # what an interrupted removal left
-        made.rename(target)
+        shutil.rmtree(target, ignore_errors=True)  # an interrupted removal may have left files
+        model_folder.rename(target)
     _log.info("converted %s in %.1f s", gguf.name, time.monotonic() - began)
 
 
 def _read_gguf(gguf: Path) -> Any:
-    """What from_pretrained(gguf_file=...) does, which refuses to without the package accelerate (transformers 5.23)."""
+    """Load a GGUF file as `from_pretrained(gguf_file=...)` does.
+
+    That function requires the package accelerate (transformers 5.23), and this one does not.
+    """
     config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
-    # The module's own bar would be shown whatever the verbosity is.
+    # The module's own progress bar ignores the verbosity.
     modeling_gguf_pytorch_utils.tqdm = vendor_logging.tqdm  # type: ignore[attr-defined]
     read = modeling_gguf_pytorch_utils.load_gguf_checkpoint
     weights = read(str(gguf), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)  # type: ignore[no-untyped-call]
-    found = model.load_state_dict(weights["tensors"], strict=False)
+    result = model.load_state_dict(weights["tensors"], strict=False)
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
-    if missing := set(found.missing_keys) - tied:
-        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+    if missing := set(result.missing_keys) - tied:
+        raise ValueError(f"the file lacks {', '.join(sorted(missing))}")
     model.tie_weights()
     return model
 
@@ -214,37 +229,40 @@ def _read_gguf(gguf: Path) -> Any:
 def _require_supported(config: Any, folder: Path) -> None:
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if odd := sorted(kinds - _LAYER_TYPES):
-        raise ConfigError(f"{folder}: layers of kind {', '.join(odd)} have no KV that can move", field="model_path")
+        raise ConfigError(f"{folder}: the engine does not support layers of type {', '.join(odd)}", field="model_path")
 
 
 def _windows(text: Any) -> tuple[int | None, ...]:
-    """Which layers see only a window. Without `layer_types` every layer counts as full: more moves, nothing is lost."""
+    """Return the attention window of each layer in tokens; None for full attention.
+
+    Without `layer_types` in the configuration every layer counts as full attention, and more KV is transferred.
+    """
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     return tuple(text.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _eos(folder: Path, text: Any) -> tuple[int, ...]:
-    found: int | list[int] | None = None
+    token_ids: int | list[int] | None = None
     if (folder / "generation_config.json").is_file():
         try:
-            found = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+            token_ids = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
         except (OSError, ValueError, json.JSONDecodeError) as exc:
             raise ConfigError(f"{folder}/generation_config.json: {exc}", field="model_path") from exc
-    if found is None:
-        found = text.eos_token_id
-    if found is None:
+    if token_ids is None:
+        token_ids = text.eos_token_id
+    if token_ids is None:
         return ()
-    return (found,) if isinstance(found, int) else tuple(found)
+    return (token_ids,) if isinstance(token_ids, int) else tuple(token_ids)
 
 
 _CPU_KV_BYTES = 512 << 20
 _GPU_KV_FRACTION = 0.5
-_TRANSFER_BUFFER_SHARE = (
-    8  # of the KV blocks' memory, one part in so many, if that is more than the longest request needs
-)
+# The transfer buffer has 1/8 of the KV blocks' memory, or space for the longest request if that is more.
+_TRANSFER_BUFFER_SHARE = 8
 
 
 def kv_layout(model: LoadedModel, args: TorchArgs) -> KvLayout:
+    """Return the layout of the KV cache for this model."""
     return KvLayout(
         dtype=model.dtype,
         block_tokens=args.kv_block_size,
@@ -255,16 +273,19 @@ def kv_layout(model: LoadedModel, args: TorchArgs) -> KvLayout:
 
 
 def block_bytes(layout: KvLayout) -> int:
-    """Keys and values of one block in all layers."""
+    """Return the size in bytes of the keys and values of one block in all layers."""
     per_token = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
     item_bytes: int = getattr(torch, layout.dtype).itemsize
     return per_token * layout.block_tokens * item_bytes
 
 
 def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, has_transfer_buffer: bool) -> int:
-    """Return the number of KV blocks. Raises ConfigError when not one block fits.
+    """Return the number of KV blocks.
 
-    `has_transfer_buffer`: the engine has a transfer buffer, which on a GPU is taken from the same memory.
+    `has_transfer_buffer`: the engine has a transfer buffer, which on a GPU uses part of the same memory.
+
+    Raises:
+        ConfigError: The memory is too small for one block.
     """
     if args.kv_cache_blocks is not None:
         return args.kv_cache_blocks
@@ -283,29 +304,33 @@ def kv_blocks(model: LoadedModel, args: TorchArgs, layout: KvLayout, *, has_tran
     blocks = min(fitting, useful)
     if blocks < 1:
         raise ConfigError(
-            f"{kv_memory_bytes >> 20} MiB hold no KV block of {block_bytes(layout) >> 20} MiB: raise kv_cache_gib",
+            f"{kv_memory_bytes >> 20} MiB of KV memory has no space for one KV block of "
+            f"{block_bytes(layout) >> 20} MiB; raise kv_cache_gib",
             field="kv_cache_gib",
         )
     return blocks
 
 
 def _beside_transfer_buffer(model: LoadedModel, args: TorchArgs, layout: KvLayout, kv_memory_bytes: int) -> int:
-    """Return the most blocks that leave enough memory for their `transfer_buffer_bytes`."""
+    """Return the most blocks that leave enough memory for a transfer buffer of `transfer_buffer_bytes`."""
     each = block_bytes(layout)
     if args.kv_staging_gib is not None:
         return (kv_memory_bytes - int(args.kv_staging_gib * (1 << 30))) // each
     longest = min(model.context_length, args.max_seq_len or model.context_length)
     whole = (kv_memory_bytes - most_bytes(layout, model.windows, longest)) // each
-    short = kv_memory_bytes // (
-        2 * each
-    )  # of fewer tokens than the longest request: staging takes no more than the blocks
+    # With fewer tokens than the longest request, the transfer buffer is at most as large as the blocks.
+    short = kv_memory_bytes // (2 * each)
     return min(max(whole, short), kv_memory_bytes * _TRANSFER_BUFFER_SHARE // ((_TRANSFER_BUFFER_SHARE + 1) * each))
 
 
 def transfer_buffer_bytes(
     model: LoadedModel, args: TorchArgs, layout: KvLayout, num_blocks: int, context_length: int
 ) -> int:
-    """Raises ConfigError when what was asked for can't hold the longest request: it would wait for ever."""
+    """Return the size of the transfer buffer in bytes.
+
+    Raises:
+        ConfigError: kv_staging_gib is too small for the longest request, which would wait forever.
+    """
     least = most_bytes(layout, model.windows, context_length)
     least += -least % 4096
     if args.kv_staging_gib is None:
@@ -313,21 +338,25 @@ def transfer_buffer_bytes(
     asked = int(args.kv_staging_gib * (1 << 30))
     if asked < least:
         raise ConfigError(
-            f"kv_staging_gib {args.kv_staging_gib:g} is {asked} bytes; one request of {context_length} tokens moves "
-            f"{least}: raise it or lower max_seq_len",
+            f"kv_staging_gib {args.kv_staging_gib:g} is {asked} bytes; one request of {context_length} tokens needs "
+            f"{least}; raise it or lower max_seq_len",
             field="kv_staging_gib",
         )
     return asked
 
 
 def context_length(model: LoadedModel, args: TorchArgs, pool_tokens: int) -> int:
-    """The longest request: what the model, max_seq_len and the whole KV memory allow."""
+    """Return the length of the longest request in tokens, limited by model, max_seq_len and KV memory."""
     wanted = min(model.context_length, args.max_seq_len or model.context_length)
     if pool_tokens < wanted:
-        _log.warning("KV memory holds %d tokens, so the context is that and not %d", pool_tokens, wanted)
+        _log.warning(
+            "KV memory holds %d tokens, which limits the context (wanted: %d); raise kv_cache_gib or lower max_seq_len",
+            pool_tokens,
+            wanted,
+        )
     return min(wanted, pool_tokens)
 
 
 def num_threads(model: LoadedModel, args: TorchArgs) -> int | None:
-    """None: leave the vendor's choice."""
+    """Return the number of CPU threads, or None for PyTorch's default."""
     return args.num_threads or (1 if model.device.type == "cpu" else None)

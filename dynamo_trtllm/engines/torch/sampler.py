@@ -1,7 +1,7 @@
-"""Chooses the next token of every row of a step. Functions on logits; holds no state.
+"""Sample the next token of every sequence of a step.
 
-Randomness is a function of (seed, index of the token in the answer), so a decode worker continues the stream that a
-prefill worker began with nothing but the seed.
+A random draw is a function of the seed and the index of the token in the output. A decode worker therefore needs only
+the seed to continue the random sequence of a prefill worker.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dynamo_trtllm.messages import GenerateRequest, Sampling, TokenIds, TokenLog
 
 
 class LogitsProcessor:
-    """Lives on the scheduler's thread, which tells it each token of the answer once."""
+    """Penalties, logit bias and grammar of one request. Used on the scheduler's thread only."""
 
     def __init__(self, sampling: Sampling, prompt: TokenIds, grammar_matcher: GrammarMatcher | None) -> None:
         self._sampling = sampling
         self._grammar_matcher = grammar_matcher
-        self._counts: Counter[int] = Counter()  # of the answer's tokens, as far as a penalty needs them
+        self._counts: Counter[int] = Counter()  # of the output tokens, if a penalty needs them
         self._counted = bool(sampling.frequency_penalty or sampling.presence_penalty)
         self._repeated = dict.fromkeys(prompt) if sampling.repetition_penalty != 1 else None
 
     @property
     def failure(self) -> str | None:
-        """Why the guided form can't be followed any more; None: it can."""
+        """Return why the output can no longer follow the grammar, or None while it can."""
         return None if self._grammar_matcher is None else self._grammar_matcher.failure
 
     def accept_token(self, token_id: int) -> None:
-        """The next token of the answer."""
+        """Add the next output token to the state. Call it once per token, in order."""
         if self._counted:
             self._counts[token_id] += 1
         if self._repeated is not None:
@@ -43,7 +43,10 @@ class LogitsProcessor:
             self._grammar_matcher.accept_token(token_id)
 
     def apply(self, logits: Tensor) -> None:
-        """Changes one row, [vocabulary], in place. Tokens that a guide rules out are ruled out whatever their bias."""
+        """Change `logits`, [vocabulary], in place.
+
+        The grammar's mask comes last, so a logit bias can't allow a token that the grammar excludes.
+        """
         sampling = self._sampling
         if self._repeated:
             ids = _ids(self._repeated, logits)
@@ -62,7 +65,7 @@ class LogitsProcessor:
 
 
 def logits_processor_for(request: GenerateRequest, grammar_matcher: GrammarMatcher | None) -> LogitsProcessor | None:
-    """None for a request whose logits stay as they are: it costs nothing."""
+    """Return the request's processor, or None if its logits need no change."""
     sampling = request.sampling
     penalized = sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1
     if not (penalized or sampling.logit_bias or grammar_matcher is not None):
@@ -82,23 +85,25 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """What the choice for one sequence depends on besides its logits."""
+    """Everything besides the logits that the next token of one sequence depends on."""
 
     sampling: Sampling
     seed: int
-    index: int  # tokens of the answer that this request has made already
+    index: int  # output tokens so far, without `resumed`
     stop_ids: tuple[int, ...]
     logits_processor: LogitsProcessor | None = None
-    resumed: int = 0  # tokens of the answer that another worker made; they count as drawn
+    resumed: int = 0  # output tokens from another worker; each counts as one random draw
 
 
 class SampledToken(NamedTuple):
+    """A sampled token, with its log-probability if the request asks for it."""
+
     token_id: int
     logprob: TokenLogprob | None
 
 
 def uniform(seed: int, index: int) -> float:
-    """The draw in [0, 1) for token `index` under `seed` (splitmix64 over a mixed seed)."""
+    """Return the random number in [0, 1) for output token `index` under `seed` (SplitMix64 over a mixed seed)."""
     return (_mix(_mix(seed & _MASK) + index * 0x9E3779B97F4A7C15) >> 11) / (1 << 53)
 
 
@@ -110,21 +115,28 @@ def _mix(state: int) -> int:
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingMetadata], finite: Tensor | None = None) -> list[SampledToken | None]:
-    """Choose one token per row of `logits` [rows, vocabulary]. Log-probabilities are those of the raw logits.
+    """Sample one token per row.
 
-    The choice is None for a row whose raw logits have NaN, +inf or no finite number, or that `finite` [rows] rules out.
+    Args:
+        logits: [rows, vocabulary].
+        rows: The metadata of each row.
+        finite: bool [rows]; a row with False gets no token. None: all rows may get one.
+
+    Returns:
+        The token of each row, with log-probabilities of the unmodified logits. None for a row that `finite` excludes,
+        and for a row whose unmodified logits contain NaN or +inf or no finite number.
     """
     logits = logits.float()
     raw = logits
     highest, picked = logits.max(dim=-1)  # NaN where the row has one
     finite = highest.isfinite() if finite is None else highest.isfinite() & finite
-    held_back = [(n, row.stop_ids) for n, row in enumerate(rows) if row.index < row.sampling.min_tokens]
+    below_minimum = [(n, row.stop_ids) for n, row in enumerate(rows) if row.index < row.sampling.min_tokens]
     shaped = [(n, row.logits_processor) for n, row in enumerate(rows) if row.logits_processor is not None]
-    if held_back or shaped:
+    if below_minimum or shaped:
         logits = logits.clone()
         for n, logits_processor in shaped:
             logits_processor.apply(logits[n])
-        for n, stop_ids in held_back:
+        for n, stop_ids in below_minimum:
             logits[n, list(stop_ids)] = -torch.inf
         picked = logits.argmax(dim=-1)
     drawn = [n for n, row in enumerate(rows) if row.sampling.temperature > 0]
@@ -156,17 +168,17 @@ def _draw(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
     draws = torch.tensor(
         [uniform(row.seed, row.resumed + row.index) for row in rows], dtype=torch.float64, device=device
     )[:, None]
-    found = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
-    return (found if order is None else order.gather(1, found)).squeeze(1)
+    picked = torch.searchsorted(cumulated, draws * cumulated[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    return (picked if order is None else order.gather(1, picked)).squeeze(1)
 
 
 def _logprobs(logits: Tensor, ids: Sequence[int], rows: Sequence[SamplingMetadata]) -> list[TokenLogprob | None]:
     wanted = [n for n, row in enumerate(rows) if row.sampling.logprobs is not None and ids[n] >= 0]
-    found: list[TokenLogprob | None] = [None] * len(rows)
+    logprobs: list[TokenLogprob | None] = [None] * len(rows)
     if wanted:
         logs = torch.log_softmax(logits[wanted], dim=-1)
         for log, n in zip(logs, wanted, strict=True):
             top = log.topk(min(rows[n].sampling.logprobs or 0, log.shape[0]))
             pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            found[n] = TokenLogprob(ids[n], float(log[ids[n]]), pairs)
-    return found
+            logprobs[n] = TokenLogprob(ids[n], float(log[ids[n]]), pairs)
+    return logprobs

@@ -1,7 +1,7 @@
-"""The scheduler: one thread that owns the model, the KV pool and every job, and runs one forward pass per step.
+"""Run the model in one thread that owns the KV pool and every sequence: one forward pass per step.
 
-The event loop's side posts closures (`post`); all that a step made goes back in one call of `deliver`. A job's blocks
-for prompt and answer are reserved before it starts, so a running job never runs out and nothing is preempted.
+The event loop posts closures (`post`). All events of a step return in one call of `deliver`. A sequence reserves its
+blocks for prompt and output before it starts, so a running sequence is never preempted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dynamo_trtllm.errors import EngineFailed, NonFinite, NonFiniteKv, Overloade
 from dynamo_trtllm.messages import Chunk, FinishReason, Phase, token_ids
 
 _log = logging.getLogger(__name__)
-_MOST_NON_FINITE = 3  # as many requests within _NON_FINITE_S mean that the engine is at fault
+_MOST_NON_FINITE = 3  # so many requests within _NON_FINITE_S seconds fail the engine
 _NON_FINITE_S = 60.0
 
 
@@ -46,16 +46,16 @@ class BatchLimits:
     max_num_tokens: int
     max_queue: int
     prefill_chunk_tokens: int
-    num_threads: int | None
+    num_threads: int | None  # None: PyTorch's default
 
 
 class KvMemory(NamedTuple):
     pool: KvPool
-    transfer_buffer: TransferBuffer | None  # None: an engine that hands nothing over
+    transfer_buffer: TransferBuffer | None  # None: an aggregated engine
 
 
 class Scheduler:
-    """`post` and `stats` from any thread; everything else on its own."""
+    """The thread that runs the model. `post` and `stats` are thread-safe; all else runs on its thread."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Scheduler:
         deliver: Callable[[Delivery], None],
         on_end: Callable[[EngineFailed], None],
     ) -> None:
-        """`deliver` gets all events of a step, `on_end` the reason why no step will follow; both on the thread."""
+        """Both callbacks run on the thread: `deliver` with a step's events, `on_end` with why no step follows."""
         self._module = module
         self._pool, self._transfer_buffer = memory
         self._limits = limits
@@ -74,13 +74,13 @@ class Scheduler:
         self._on_end = on_end
         self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[TorchSequence] = deque()
-        self._reserved: set[TorchSequence] = set()  # decode jobs whose KV is on its way
+        self._reserved: set[TorchSequence] = set()  # decode: KV transfer in progress
         self._prefilling: list[TorchSequence] = []
         self._decoding: list[TorchSequence] = []
-        self._awaiting_buffer: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, wait for transfer-buffer space
-        self._awaiting_fetch: set[TorchSequence] = set()  # copied to the transfer buffer, blocks still counted
+        self._awaiting_buffer: deque[tuple[TorchSequence, Chunk]] = deque()  # prefilled, no buffer space yet
+        self._awaiting_fetch: set[TorchSequence] = set()  # KV is in the transfer buffer
         self._events: Delivery = []
-        self._non_finite: dict[str, float] = {}  # when each request with NaN or infinity ended
+        self._non_finite: dict[str, float] = {}  # request id -> time of its failure
         self._stopping = False
         self._stats = self._take_stats()
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
@@ -98,7 +98,7 @@ class Scheduler:
             self._thread.join()
 
     def post(self, message: Callable[[], None]) -> None:
-        """Runs `message` on the scheduler's thread before its next step."""
+        """Run `message` on the scheduler's thread before its next step."""
         self._posted.put(message)
 
     def stats(self) -> EngineStats:
@@ -108,22 +108,22 @@ class Scheduler:
 
     def submit(self, seq: TorchSequence) -> None:
         if len(self._waiting) >= self._limits.max_queue:
-            self._events.append((seq, Overloaded(f"{len(self._waiting)} requests wait already; try again later")))
+            self._events.append((seq, Overloaded(f"{len(self._waiting)} requests are queued; try again later")))
         else:
             self._waiting.append(seq)
 
     def install(self, seq: TorchSequence) -> None:
-        """A reserved job's KV has been fetched, and its copies into the pool are queued: the job goes on."""
+        """Continue a sequence whose KV was fetched and whose copies into the pool are queued."""
         ticket = seq.request.ticket
         if seq not in self._reserved or seq.blocks is None or ticket is None:
-            return  # dropped meanwhile
+            return  # it was dropped in the meantime
         self._reserved.remove(seq)
         self._free_allocation(seq)
         if not self._pool.is_finite(seq.blocks, seq.prompt_tokens):
             self._pool.scrub(seq.blocks[: self._pool.blocks_for(seq.prompt_tokens)])
             self._drop(seq)
             worker = ticket.prefill_instance_id
-            text = f"the KV of ticket {ticket.ticket_id} has NaN or infinity: check its prefill worker {worker:x}"
+            text = f"KV transfer {ticket.ticket_id}: the KV has NaN or infinity; check prefill worker {worker:x}"
             self._events.append((seq, NonFiniteKv(text)))
             return
         seq.prefilled = seq.prompt_tokens
@@ -142,12 +142,12 @@ class Scheduler:
         self._events.append((seq, first))
 
     def retire(self, seq: TorchSequence) -> None:
-        """Ends a job wherever it is, frees its blocks and says so; no error when it has ended already."""
+        """End a sequence in any state, free its blocks and send `Freed`. Repeated calls are allowed."""
         self._drop(seq)
         self._events.append((seq, Freed()))
 
     def _drop(self, seq: TorchSequence) -> None:
-        if seq in self._reserved and seq.blocks is not None:  # its KV has arrived in part at most
+        if seq in self._reserved and seq.blocks is not None:  # parts of its KV may have been written
             self._pool.scrub(seq.blocks[: self._pool.blocks_for(seq.prompt_tokens)])
         for group in (self._reserved, self._awaiting_fetch):
             group.discard(seq)
@@ -174,15 +174,15 @@ class Scheduler:
         reason = EngineFailed("the engine was closed")
         try:
             if self._limits.num_threads is not None:
-                torch.set_num_threads(self._limits.num_threads)  # counts per thread
+                torch.set_num_threads(self._limits.num_threads)  # a setting of the thread
             if self._pool.device.type == "cuda":
-                torch.cuda.set_device(self._pool.device)  # as well: some kernels go by it
+                torch.cuda.set_device(self._pool.device)  # some kernels use the current device
             with torch.inference_mode():
                 while not self._stopping:
                     self._run_iteration()
         except EngineFailed as exc:
             reason = exc
-        except Exception as exc:  # noqa: BLE001 - the end of the thread: all streams must hear of it, whatever it was
+        except Exception as exc:  # noqa: BLE001 - whatever it was, it ends all streams
             _log.exception("the torch engine's step failed")
             reason = EngineFailed(f"the torch engine's step failed: {exc}")
         awaiting_buffer = [seq for seq, _ in self._awaiting_buffer]
@@ -191,7 +191,7 @@ class Scheduler:
             for seq in (*queued, *awaiting_buffer, *self._awaiting_fetch):
                 self._drop(seq)
             self._publish()
-        finally:  # on a broken GPU blocks can't be freed
+        finally:  # on a broken GPU, dropping sequences raises
             self._on_end(reason)
 
     def _run_iteration(self) -> None:
@@ -202,7 +202,7 @@ class Scheduler:
             except queue.Empty:
                 break
             message()
-            busy = True  # wait for one message at most; take the others that are there
+            busy = True  # block for at most one message, then take those that are queued
         self._export_prefilled()
         self._admit()
         if self._prefilling or self._decoding:
@@ -226,7 +226,7 @@ class Scheduler:
         )
 
     def _admit(self) -> None:
-        """In order of arrival, while there is a place in the batch and blocks for the whole answer."""
+        """Start queued sequences in order of arrival, while there is space in the batch and the KV pool."""
         while self._waiting and self._running() < self._limits.max_batch_size:
             seq = self._waiting[0]
             is_fetched = seq.request.phase is Phase.DECODE and self._transfer_buffer is not None
@@ -254,7 +254,7 @@ class Scheduler:
         return buffer.allocate(seq.prompt_tokens, piece_bytes) if buffer is not None else None
 
     def _export_prefilled(self) -> None:
-        """Copy each prefilled prompt's KV to where the transfer backend reads it, in order, while there is space."""
+        """Copy the KV of prefilled prompts to the transfer buffer, in order, while it has space."""
         while self._awaiting_buffer and self._transfer_buffer is not None:
             seq, first = self._awaiting_buffer[0]
             seq.allocation = self._allocate(seq, REGION_BYTES[self._pool.device.type])
@@ -298,17 +298,17 @@ class Scheduler:
     def _finite(
         self, step: ForwardBatch, decoding: list[TorchSequence], chunks: list[tuple[TorchSequence, int]]
     ) -> Tensor:
-        """Return, on the device, whether the keys of each job that gets a token in this step are finite."""
+        """Return for each sequence that is sampled whether its keys are finite, bool [rows] on the device."""
         written = self._pool.finite_keys(step.slots)
-        found = [written[: len(decoding)]]
+        rows = [written[: len(decoding)]]
         at = len(decoding)
         for seq, count in chunks:
             chunk = written[at : at + count].all(dim=0, keepdim=True)
             seq.finite = chunk if seq.finite is None else seq.finite & chunk
             at += count
             if seq.prefilled == seq.prompt_tokens:
-                found.append(seq.finite)
-        return torch.cat(found)
+                rows.append(seq.finite)
+        return torch.cat(rows)
 
     def _plan_chunks(self, budget: int) -> list[tuple[TorchSequence, int]]:
         planned = []
@@ -321,7 +321,7 @@ class Scheduler:
         return planned
 
     def _forward(self, ids: list[int], step: ForwardBatch, rows: list[int]) -> Tensor:
-        """Logits of the given rows only; a chunk in the middle of a prompt needs none."""
+        """Return the logits of the given rows, [rows, vocabulary]. An unfinished prompt needs none."""
         device = step.keys.device
         output = self._module(
             input_ids=torch.tensor([ids], device=device),
@@ -351,10 +351,10 @@ class Scheduler:
             )
 
     def _end_non_finite(self, seq: TorchSequence) -> None:
-        _log.error("the model's output for request %s is NaN or infinite; ending the request", seq.request.request_id)
+        _log.error("request %s: the model's output is NaN or infinite; ending the request", seq.request.request_id)
         self._pool.scrub(_blocks(seq)[: self._pool.blocks_for(seq.prefilled)])
         self._drop(seq)
-        text = "the model's output for this request is NaN or infinite; if others are too, check weights, dtype and GPU"
+        text = "the model's output for this request is NaN or infinite; if it repeats, check weights, dtype and GPU"
         self._events.append((seq, NonFinite(text)))
         now = time.monotonic()
         recent = {name: at for name, at in self._non_finite.items() if now - at < _NON_FINITE_S}

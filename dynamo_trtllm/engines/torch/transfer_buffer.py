@@ -1,11 +1,11 @@
-"""KV on its way: one bounded region per engine, which a backend registers once, and copies between it and the pool.
+"""Hold KV that is sent or received in one bounded buffer, copy it from and to the KV pool, and compute its checksums.
 
-Why a prompt's KV is copied into it as soon as prefill is done, and not offered where it lies: a scattered block list
-is thousands of rows, each of which costs a backend 5 to 7 microseconds; a copy on the GPU runs at terabytes a second.
-And not layer by layer during prefill: the copy takes a hundredth of the prefill, and one offer per prompt stays one.
+A transfer backend registers the buffer once. Prefilled KV is copied into it for two reasons. A prompt's KV is scattered
+over thousands of rows in the pool, and each costs a transfer backend 5 to 7 microseconds, while a GPU copies terabytes
+per second. A copy per layer during prefill would save at most a hundredth of the prefill's time.
 
-All copies are queued on the device's own stream behind the step that wrote the KV, so the scheduler waits for none of
-them; a copy's event says when its piece may be read. Knows no tickets.
+All copies run on the device's default stream after the step that wrote the KV, so the scheduler does not wait for them.
+An event per region reports when its copy is done.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dynamo_trtllm.engines.torch.kv import KvPool, zeros
 from dynamo_trtllm.kv_transfer.base import MemoryRegion
 
 _COLUMNS = 8192
-_ROWS_AT_ONCE = 512  # 16 MiB: they and their products fit into the cache of a large GPU
+_ROWS_AT_ONCE = 512  # 16 MiB: these rows and their products fit into the L2 cache of a large GPU
 
 
 def checksum(memory: Tensor) -> int:
-    """Return the checksum of contiguous bytes. Waits for the current stream of its device."""
+    """Return the checksum of `memory`, uint8 [bytes], contiguous. Waits for the current stream of its device."""
     words = _words(memory)
     while True:
         words = _row_sums(words)
@@ -36,7 +36,7 @@ def checksum(memory: Tensor) -> int:
 
 
 def _words(memory: Tensor) -> Tensor:
-    """Return the memory as 32-bit words, the last one padded with zeros."""
+    """Return the memory as 32-bit words, int32 [words]. The last word is padded with zeros."""
     if lacking := -len(memory) % 4:
         memory = torch.nn.functional.pad(memory, (0, lacking))
     elif memory.data_ptr() % 4:
@@ -45,7 +45,7 @@ def _words(memory: Tensor) -> Tensor:
 
 
 def _row_sums(words: Tensor) -> Tensor:
-    """Return the weighted sum of each row; the last row may be shorter."""
+    """Return the weighted sum of each row of _COLUMNS words, int64 [rows]; the last row may be shorter."""
     factors = _factors(words.device)
     whole = len(words) // _COLUMNS * _COLUMNS
     sums = [(some * factors).sum(1) for some in torch.split(words[:whole].view(-1, _COLUMNS), _ROWS_AT_ONCE)]
@@ -56,50 +56,58 @@ def _row_sums(words: Tensor) -> Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """Return odd pseudo-random numbers (SplitMix64), the same in every process."""
-    mask, state, found = (1 << 64) - 1, 0, []
+    """Return odd pseudo-random numbers (SplitMix64), the same in every process, int64 [_COLUMNS]."""
+    mask, state, factors = (1 << 64) - 1, 0, []
     for _ in range(_COLUMNS):
         state = (state + 0x9E3779B97F4A7C15) & mask
         mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
         odd = (mixed ^ (mixed >> 31)) | 1
-        found.append(odd - (1 << 64) if odd >> 63 else odd)
-    return torch.tensor(found, dtype=torch.int64).to(device)
+        factors.append(odd - (1 << 64) if odd >> 63 else odd)
+    return torch.tensor(factors, dtype=torch.int64).to(device)
 
 
-REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}  # large beside what a piece costs, small beside a prompt
+REGION_BYTES = {"cuda": 128 << 20, "cpu": 4 << 20}  # amortizes the cost per region, and divides a prompt into several
 _ALIGNED_BYTES = 4096
 
 
 class Allocation(NamedTuple):
-    """A prompt's place in the region, cut into pieces of whole rows."""
+    """The space of one prompt in the buffer, divided into regions of whole rows."""
 
-    begin: int  # bytes from the start of the region
+    begin: int  # offset in the buffer, in bytes
     num_bytes: int
-    pieces: tuple[Tensor, ...]  # bytes
+    pieces: tuple[Tensor, ...]  # the regions, each uint8 [bytes]
 
 
 class Range(NamedTuple):
+    """A range of the buffer in bytes; `end` is exclusive."""
+
     begin: int
     end: int
 
 
 class TransferBuffer:
-    """Taken from and given back on one thread; copies may be queued from any."""
+    """The transfer buffer of one engine.
+
+    Call `allocate` and `free` on one thread. `gather` and `scatter` are thread-safe.
+    """
 
     def __init__(self, pool: KvPool, num_bytes: int) -> None:
         self._pool = pool
-        self._free = [Range(0, num_bytes)]  # ordered, never adjacent
-        self._leaving: deque[tuple[Range, torch.cuda.Event]] = deque()  # a copy still reads or writes them
+        self._free = [Range(0, num_bytes)]  # in ascending order; adjacent ranges are merged
+        self._leaving: deque[tuple[Range, torch.cuda.Event]] = deque()  # freed, but in use by a copy until the event
         self.num_bytes = num_bytes
-        self.region = zeros(num_bytes, pool.device)
-        self._bounce: Tensor | None = None  # where a piece in host memory passes through the GPU
-        self._checking: torch.cuda.Stream | None = None  # where checksums are computed, beside the scheduler's steps
-        self._bouncing = threading.Lock()  # two copies by way of it follow each other, whichever threads queue them
+        self.region = zeros(num_bytes, pool.device)  # uint8 [num_bytes]
+        self._bounce: Tensor | None = None  # staging memory on the GPU, if the buffer is in host memory
+        self._checking: torch.cuda.Stream | None = None  # for checksums, parallel to the steps
+        self._bouncing = threading.Lock()  # copies through `_bounce` are queued one after the other
 
     def move_to_host(self) -> None:
-        """Use pinned host memory, for transfer backends that can't read the GPU's. Call it before any `allocate`."""
-        self.region = torch.empty(0)  # or both would be there at once
+        """Move the buffer to pinned host memory, for transfer backends that can't read GPU memory.
+
+        Call it before the first `allocate`.
+        """
+        self.region = torch.empty(0)  # free the old buffer first: both may not fit
         torch.cuda.empty_cache()
         self.region = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True)
         self._bounce = torch.empty(
@@ -108,15 +116,25 @@ class TransferBuffer:
 
     @property
     def used_bytes(self) -> int:
-        """Given back is free once its copies are done, whether or not anything was taken since. Safe from any thread
-        while nothing is taken or given back."""
+        """Return the number of bytes that are allocated, or freed but still in use by a copy.
+
+        Thread-safe while no other thread allocates or frees.
+        """
         done = [left for left, event in self._leaving if event.query()]  # type: ignore[no-untyped-call]
         return self.num_bytes - sum(free.end - free.begin for free in [*self._free, *done])
 
     # --- places ----------------------------------------------------------------------------------------
 
     def allocate(self, tokens: int, piece_bytes: int) -> Allocation | None:
-        """Return space for the KV of that many tokens, or None while there is none."""
+        """Allocate space for the KV of a prompt.
+
+        Args:
+            tokens: The length of the prompt.
+            piece_bytes: The size of a region in bytes. It is rounded down to whole rows, but is at least one row.
+
+        Returns:
+            The space, or None while too little is free.
+        """
         wanted = self._pool.moved_bytes(tokens)
         aligned = -(-wanted // _ALIGNED_BYTES) * _ALIGNED_BYTES
         self._reap(wait=False)
@@ -130,7 +148,7 @@ class TransferBuffer:
         )
 
     def free(self, allocation: Allocation) -> None:
-        """Free the space. It can be taken again once the copies that were queued so far are done."""
+        """Free the space. It can be allocated again once the copies that are queued so far are done."""
         freed = Range(allocation.begin, allocation.begin + allocation.num_bytes)
         if (event := self.mark()) is None:
             self._merge(freed)
@@ -146,7 +164,7 @@ class TransferBuffer:
             self._merge(freed)
 
     def _carve(self, num_bytes: int) -> int | None:
-        """First fit, so that memory never touched stays untouched."""
+        """Return the offset of the first free range that fits, so that unused memory stays unmapped."""
         for at, (begin, end) in enumerate(self._free):
             if end - begin >= num_bytes:
                 rest = Range(begin + num_bytes, end)
@@ -167,7 +185,14 @@ class TransferBuffer:
     # --- copies ----------------------------------------------------------------------------------------
 
     def gather(self, allocation: Allocation, rows: Tensor) -> list[torch.cuda.Event]:
-        """Queues copies of these rows of the pool; the events, on a GPU, of the pieces in order."""
+        """Queue copies of rows of the pool into the regions of an allocation.
+
+        Args:
+            rows: Indices into `KvPool.all_rows`, int64 [rows], in the order of the regions.
+
+        Returns:
+            On a GPU one event per region, which reports that its copy is done. On CPU an empty list: copies are done.
+        """
         events, begin = [], 0
         for piece in allocation.pieces:
             end = begin + len(piece) // self._pool.row_bytes
@@ -187,9 +212,13 @@ class TransferBuffer:
             piece.copy_(passing, non_blocking=True)
 
     def scatter(self, allocation: Allocation, rows: Tensor, index: int) -> None:
-        """Queues the copy of one piece into its share of these rows of the pool."""
+        """Queue the copy of region `index` of an allocation into the pool.
+
+        Args:
+            rows: The rows of the whole allocation: indices into `KvPool.all_rows`, int64 [rows].
+        """
         piece = allocation.pieces[index]
-        begin = index * (len(allocation.pieces[0]) // self._pool.row_bytes)  # only the last may be smaller
+        begin = index * (len(allocation.pieces[0]) // self._pool.row_bytes)  # only the last region may be smaller
         some = rows[begin : begin + len(piece) // self._pool.row_bytes]
         if self._bounce is None:
             self._pool.all_rows.index_copy_(0, some, self._as_rows(piece))
@@ -200,7 +229,7 @@ class TransferBuffer:
             self._pool.all_rows.index_copy_(0, some, self._as_rows(passing))
 
     def checksum(self, piece: MemoryRegion) -> int:
-        """Return the checksum of a piece whose copies are done. Call it on any thread; it blocks."""
+        """Return the checksum of a region whose copies are done. Thread-safe; blocks the caller."""
         begin = piece.address - self.region.data_ptr()
         memory = self.region[begin : begin + piece.num_bytes]
         if memory.device.type != "cuda":
@@ -211,10 +240,15 @@ class TransferBuffer:
                 return checksum(memory)
 
     def _as_rows(self, piece: Tensor) -> Tensor:
+        """Return the bytes of a region as rows of the pool, [rows, elements]."""
         return piece.view(self._pool.width).view(-1, self._pool.all_rows.shape[1])
 
     def mark(self) -> torch.cuda.Event | None:
-        """On a GPU, what says that all that was queued so far on the device's own stream is done."""
+        """Record an event after all work queued so far on the device's default stream.
+
+        Returns:
+            The event, or None on CPU.
+        """
         if self._pool.device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""vLLM's `AsyncLLM` as an engine. The package is imported when such a worker starts, and in `bindings.py` alone."""
+"""Run vLLM's `AsyncLLM` as an engine. Only `bindings.py` imports vLLM, when a worker with this engine starts."""

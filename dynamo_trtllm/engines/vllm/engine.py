@@ -1,6 +1,6 @@
-"""vLLM's `AsyncLLM` as an `Engine`: from configuration to a built engine, and its end.
+"""Run vLLM's `AsyncLLM` as an `Engine`: load it, describe it, and shut it down.
 
-Computes nothing and moves no KV: vLLM's engine process and its NixlConnector do. Blocking calls run on threads.
+vLLM's engine process computes, and its NixlConnector transfers KV. Blocking calls run on threads.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from dynamo_trtllm.network.addresses import LOOPBACK
 
 
 class SchedulerStats(Protocol):
-    """What is read of the vendor's class of that name."""
+    """The fields that are read of vLLM's class of that name."""
 
     num_waiting_reqs: int
-    num_skipped_waiting_reqs: int  # waiting for KV to come, or for a form to be compiled
-    kv_cache_usage: float
+    num_skipped_waiting_reqs: int  # waiting for KV or for a compiled grammar
+    kv_cache_usage: float  # 0 to 1
 
 
 class StepStats:
-    """Keeps the last step of each rank. Called and read on the event loop."""
+    """The statistics of the last step of each rank. Used on the event loop only."""
 
     def __init__(self) -> None:
         self._last: dict[int, SchedulerStats] = {}
-        self.blocks_per_rank = 0  # settled once the engine is built
+        self.blocks_per_rank = 0  # set once the engine is built
 
     def record(self, rank: int, stats: SchedulerStats) -> None:
         self._last[rank] = stats
 
     def counts(self, ranks: int = 1) -> Counts:
-        """Of all data-parallel ranks together."""
-        usable = max(0, self.blocks_per_rank - 1)  # one is the null block, which no request gets
+        """Return the sums over all data-parallel ranks. `ranks`: their number."""
+        usable = max(0, self.blocks_per_rank - 1)  # one is vLLM's null block, which no request gets
         return Counts(
             waiting=sum(each.num_waiting_reqs + each.num_skipped_waiting_reqs for each in self._last.values()),
             kv_blocks_used=sum(round(each.kv_cache_usage * usable) for each in self._last.values()),
@@ -57,8 +57,8 @@ class StepStats:
 _log = logging.getLogger(__name__)
 
 _WANTED_BY = "the vllm engine"
-# vLLM's processes are spawned, because this one has threads. vLLM reports no usage statistics. flashinfer's cubins are
-# optional.
+# Spawn vLLM's processes, because this process has threads. Send no usage statistics. Accept a FlashInfer without its
+# matching cubin package.
 _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
@@ -67,10 +67,17 @@ _ENVIRONMENT = {
 
 
 class VllmEngine(ExternalEngine[VllmSession]):
-    """`Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight`. `config.model_path` is a folder."""
+    """An `Engine` with `HasTickets`, `HasStats`, `HasProgress` and `HasPreflight` that runs vLLM.
+
+    `config.model_path` must be a folder.
+    """
 
     def __init__(self, config: WorkerConfig, *, instance_id: int) -> None:
-        """Raises ConfigError: for vLLM not installed, arguments it does not take, a folder with no model."""
+        """Check the arguments and read the model folder; load nothing.
+
+        Raises:
+            ConfigError: vLLM is not installed, an argument is invalid, or the folder has no model.
+        """
         super().__init__("vllm", "vLLM")
         self._release = installed_version()
         self._args = vllm_args(config)
@@ -92,13 +99,13 @@ class VllmEngine(ExternalEngine[VllmSession]):
         self._steps = StepStats()
 
     def preflight(self, peers: Sequence[Instance]) -> Sequence[Finding]:
-        """See `HasPreflight`."""
+        """Check this worker against `peers`, see `HasPreflight`."""
         return preflight.findings(self._facts, peers)
 
     # --- life ------------------------------------------------------------------------------------------
 
     async def start(self) -> EngineInfo:
-        """See `Engine.start`."""
+        """Load the engine and run one request, see `Engine.start`."""
         for note in self._args.notes:
             _log.info("%s", note)
         loading = EngineLoader(
@@ -113,14 +120,14 @@ class VllmEngine(ExternalEngine[VllmSession]):
         return info
 
     def _build(self) -> tuple[VllmBindings, Any]:
-        """On a thread. The environment is set before the vendor is imported, which reads it."""
+        """Build the AsyncLLM, on a thread. Sets the environment before it imports vLLM, which reads it."""
         for name, value in _ENVIRONMENT.items():
             environ.export(name, value, wanted_by=_WANTED_BY)
         channel = None
         if self._role is not Role.AGGREGATED:
             ranks = self._args.count("data_parallel_size")
             channel = settings.choose(self._kv_transfer_host, ranks, process_environment())
-            _log.info("NixlConnector listens for handshakes at %s port %d", channel.host, channel.port)
+            _log.info("NixlConnector: listening for handshakes at %s port %d", channel.host, channel.port)
         bindings = load_bindings()
         values = settings.engine_values(self._args, self._checkpoint.folder, channel, has_tokenizer=self._has_tokenizer)
         return bindings, bindings.build(values, self._steps.record)
@@ -134,7 +141,7 @@ class VllmEngine(ExternalEngine[VllmSession]):
         identity = TransferIdentity("vllm", self._instance_id, self._model, layout, kv_compat, transport="vllm/nixl")
         self._session = VllmSession(bindings, self._llm, model_limits, identity, self._times)
         _log.info(
-            "vLLM %s is loaded: context %d, %d KV blocks of %d tokens",
+            "vLLM %s loaded: context %d, %d KV blocks of %d tokens",
             bindings.version,
             model_limits.context_length,
             self._steps.blocks_per_rank,
@@ -149,7 +156,7 @@ class VllmEngine(ExternalEngine[VllmSession]):
             layout=layout,
             limits=settings.limits(config),
             kv_compat=kv_compat,
-            # they are prompt to it and nothing else
+            # vLLM would treat resumed tokens as prompt
             unsupported_features=(*model_limits.unsupported_features, "resumed_tokens"),
             can_aggregate=True,
             files=self._checkpoint.files,
@@ -164,4 +171,4 @@ class VllmEngine(ExternalEngine[VllmSession]):
         try:
             llm.shutdown()
         except VENDOR_ERRORS as exc:
-            _log.warning("vLLM's shutdown: %s", exc)
+            _log.warning("shutting down vLLM failed: %s", exc)

@@ -1,8 +1,8 @@
-"""What this project adds to vLLM's worker processes: freeing the KV of a ticket that will not be redeemed, ending
-vLLM's processes when the worker they belong to was killed, and dummy weights for benchmarks.
+"""Extend vLLM's worker processes: release KV that no decode worker will fetch, end with the worker, load dummy weights.
 
-Loaded there by name (`worker_extension_cls`) and called over `collective_rpc`. vLLM itself frees such KV only when its
-lease is over; this ends the lease now, on the connector's own path for expired requests.
+vLLM loads this module by name (`worker_extension_cls`), and the engine calls it over `collective_rpc`. vLLM itself
+frees such KV only when its lease expires. The extension ends the lease early and uses the connector's own code for
+expired requests.
 """
 
 from __future__ import annotations
@@ -19,29 +19,35 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_SHARPER = 1.7  # queries and keys: a prompt's tokens are attended to unequally, so that each one counts
-# MXFP4: two numbers of four bits in a byte, whose deviation is 2.9 when all are as likely, and for 32 of them a scale,
-# the exponent of two plus 127 (OCP Microscaling Formats 1.0).
+_SHARPER = 1.7  # scale of queries and keys, so that attention differs between tokens and each token matters
+# MXFP4 (OCP Microscaling Formats 1.0): a byte has two 4-bit numbers, whose standard deviation is 2.9 if all values are
+# equally likely. 32 numbers share a scale: the exponent of two, plus 127.
 _FP4_DEVIATION = 2.9
 _EXPONENT_BIAS = 127
 
 
 class Normal(NamedTuple):
-    """Floating-point numbers."""
+    """Normally distributed floating-point numbers."""
 
     mean: float
     deviation: float
 
 
 class Bytes(NamedTuple):
-    """Packed ones."""
+    """Uniformly distributed bytes of packed numbers; both limits are included."""
 
     lowest: int
     highest: int
 
 
 def drawn_from(name: str, shape: Sequence[int], *, is_packed: bool = False) -> Normal | Bytes | None:
-    """What a weight of this name and shape is made of, before kernels rearrange it; None: it stays as it is."""
+    """Return the distribution of the dummy values of a weight, or None if it stays as it is.
+
+    Args:
+        name: The parameter's name.
+        shape: Its shape, before kernels rearrange it.
+        is_packed: It has packed MXFP4 numbers.
+    """
     if is_packed:
         return _packed(name, shape)
     if "scale" in name:
@@ -66,7 +72,7 @@ def _packed(name: str, shape: Sequence[int]) -> Bytes | None:
 
 
 def fill_dummy(model: Any) -> int:
-    """Overwrites the weights of a torch module in place; how many."""
+    """Overwrite the weights of a torch module with dummy values. Return the number of tensors."""
     import torch
 
     count = 0
@@ -90,11 +96,11 @@ def fill_dummy(model: Any) -> int:
 
 
 def install() -> None:
-    """From here on vLLM's load format `dummy` in this process makes these up."""
+    """Make vLLM's load format `dummy` in this process use these dummy weights."""
     loaders = importlib.import_module("vllm.model_executor.model_loader")
     dummy: Any = loaders.DummyModelLoader
 
-    class DummyWeightsLoader(dummy):  # type: ignore[misc]  # of a vendor that is not typed here
+    class DummyWeightsLoader(dummy):  # type: ignore[misc]  # vLLM is not typed here
         def load_weights(self, model: Any, model_config: Any) -> None:
             super().load_weights(model, model_config)
             fill_dummy(model)
@@ -103,25 +109,38 @@ def install() -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class, one per rank."""
+    """The methods that vLLM adds to its worker class, one object per rank."""
 
     def dynamo_release_kv(self, request_ids: list[str]) -> list[str]:
-        """Ends the leases of finished prefill requests, by the ids they were submitted with; returns those found.
+        """End the leases of finished prefill requests.
 
-        The KV is free after the engine's next step, which comes at once while any lease is open.
+        The KV is free after the engine's next step, which follows at once while any lease is open.
+
+        Args:
+            request_ids: The ids with which the requests were submitted.
+
+        Returns:
+            The ids for which this rank has a lease.
         """
         worker = _connector_worker()
         if worker is None:
             return []
         wanted = set(request_ids)
-        ours = {held: name for held in worker._reqs_to_send if (name := held.rpartition("-")[0]) in wanted}
+        ours = {leased: name for leased in worker._reqs_to_send if (name := leased.rpartition("-")[0]) in wanted}
         if ours:
-            rest = {held: expiry for held, expiry in worker._reqs_to_send.items() if held not in ours}
-            worker._reqs_to_send = {**dict.fromkeys(ours, 0.0), **rest}  # looked through from the oldest on
+            rest = {leased: expiry for leased, expiry in worker._reqs_to_send.items() if leased not in ours}
+            worker._reqs_to_send = {
+                **dict.fromkeys(ours, 0.0),
+                **rest,
+            }  # vLLM stops at the first lease that has not expired
         return sorted(ours.values())
 
     def dynamo_bind_lifetime(self, pid: int) -> bool:
-        """vLLM's processes end when process `pid` does, and let go of its GPUs. False: this system can't tell."""
+        """End vLLM's processes when process `pid` ends, so that they release their GPUs.
+
+        Returns:
+            False if this system has no pidfd_open.
+        """
         if not hasattr(os, "pidfd_open"):
             return False
         watched = os.pidfd_open(pid)
@@ -130,24 +149,25 @@ class WorkerExtension:
 
 
 def _die_after(watched: int, pid: int) -> None:
+    """Wait until the watched process ends, then kill vLLM's engine process and this process."""
     poll = select.poll()
     poll.register(watched, select.POLLIN)
     poll.poll()
     parent = multiprocessing.parent_process()
     if parent is not None and parent.pid not in (None, pid, os.getpid()):
         try:
-            os.kill(parent.pid or 0, signal.SIGKILL)  # the engine process, whose child this one is
+            os.kill(parent.pid or 0, signal.SIGKILL)  # the engine process, the parent of this one
         except ProcessLookupError:
-            pass  # it was quicker
+            pass  # it has already ended
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _connector_worker() -> Any:
-    """NixlConnector's half in this process; None where there is no connector."""
+    """Return the worker half of NixlConnector in this process, or None if there is no connector."""
     from dynamo_trtllm.engines.vllm.bindings import kv_transfer_group
 
     return getattr(kv_transfer_group(), "connector_worker", None)
 
 
-if "vllm.v1.worker.worker_base" in sys.modules:  # one of vLLM's workers, which loads this module before any weight
+if "vllm.v1.worker.worker_base" in sys.modules:  # a vLLM worker loads this module before any weight
     install()

@@ -1,6 +1,6 @@
-"""What `AsyncEngineArgs` of the pinned vLLM takes, read from the file beside this one: names, kinds of value, words.
+"""Check arguments against `AsyncEngineArgs` of the pinned vLLM, as listed in the JSON file in `releases`.
 
-The file is made by scripts/vllm_manifest and never edited by hand. Imports no vendor.
+scripts/vllm_manifest generates that file; do not edit it. vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _WORDS = {
 
 
 class VllmArgument(NamedTuple):
-    """One argument. An empty `allowed` does not limit it; `config` names the class whose fields a mapping has."""
+    """One argument.
+
+    An empty `allowed` does not restrict the value. `config` names the class whose fields a mapping may have.
+    """
 
     kinds: tuple[str, ...]
     allowed: tuple[str, ...] = ()
@@ -39,9 +42,9 @@ class VllmArgument(NamedTuple):
 
 @functools.cache
 def classes() -> Mapping[str, Mapping[str, VllmArgument]]:
-    """Class name -> argument -> what it may be."""
+    """Return the arguments by class name and argument name."""
     text = (resources.files(__package__) / "releases" / f"{VERSION}.json").read_text(encoding="utf-8")
-    found = json.loads(text)["classes"]
+    listed = json.loads(text)["classes"]
     return {
         owner: {
             name: VllmArgument(
@@ -52,26 +55,34 @@ def classes() -> Mapping[str, Mapping[str, VllmArgument]]:
             )
             for name, entry in fields.items()
         }
-        for owner, fields in found.items()
+        for owner, fields in listed.items()
     }
 
 
 def find(key: str) -> VllmArgument | None:
-    """The argument with this dotted key; None: there is none, or it is inside a mapping with keys of its own."""
-    owner, found = ROOT, None
+    """Return the argument with this dotted key, or None if vLLM lacks it or accepts any key there."""
+    owner, argument = ROOT, None
     for part in key.split("."):
-        found = classes().get(owner, {}).get(part)
-        if found is None:
+        argument = classes().get(owner, {}).get(part)
+        if argument is None:
             return None
-        owner = found.config
-    return found
+        owner = argument.config
+    return argument
 
 
 def check(values: Mapping[str, Any], where: str) -> None:
-    """Raises ConfigError, beginning with `where`, for the first key that vLLM lacks or value that it can't take."""
+    """Check arguments, nested ones included.
+
+    Args:
+        values: The arguments.
+        where: Their source, the start of the error text.
+
+    Raises:
+        ConfigError: vLLM lacks a key or does not accept its value.
+    """
     for key, value, field in _walk(values, ROOT, ""):
         if field is None:
-            _refuse(key, where)
+            _raise_unknown(key, where)
         if not _fits(value, field):
             raise ConfigError(f"{where}: {key} is {value!r}: expected {_expected(field)}", field=key)
 
@@ -85,7 +96,7 @@ def _walk(values: Mapping[str, Any], owner: str, prefix: str) -> Iterator[tuple[
             yield from _walk(value, field.config, f"{prefix}{name}.")
 
 
-def _refuse(key: str, where: str) -> NoReturn:
+def _raise_unknown(key: str, where: str) -> NoReturn:
     parent, _, name = key.rpartition(".")
     above = find(parent) if parent else None
     names = classes()[above.config if above is not None else ROOT]

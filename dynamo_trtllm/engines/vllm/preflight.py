@@ -1,4 +1,4 @@
-"""Check a vLLM worker's arguments before anything loads: against limits of vLLM, its connector and the GPU."""
+"""Check a vLLM worker's arguments before loading, against the limits of vLLM, NixlConnector, the GPU and live peers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _BLACKWELL_KERNELS = ("flashinfer_trtllm", "flashinfer_cutedsl")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmFacts:
-    """One worker, as far as it is known before it loads."""
+    """What is known about one worker before it loads."""
 
     role: Role
     args: VllmArgs
     model: Checkpoint
-    gpu: Gpu | None  # None: none is visible, as on CPU
+    gpu: Gpu | None  # None: no GPU is visible
     num_gpus: int
 
     @property
@@ -32,17 +32,18 @@ class VllmFacts:
 
     @property
     def ranks(self) -> int:
+        """Return the number of GPUs that the engine needs."""
         return self.tensor_parallel * self.args.count("pipeline_parallel_size") * self.args.count("data_parallel_size")
 
     def shown(self, key: str) -> str:
-        """The value and where it comes from, for people."""
+        """Return the value of an argument with its source, for messages."""
         leaf = self.args.leaves.get(key)
         return f"{self.args.get(key)} (default)" if leaf is None else f"{leaf.value} ({leaf.source})"
 
 
 def findings(facts: VllmFacts, peers: Sequence[Instance]) -> list[Finding]:
-    """`peers`: live instances of the same model in the other role."""
-    return [*evaluate(RULES, facts), *(found for peer in peers for found in _pair(facts, peer))]
+    """Return the problems of this worker. `peers`: live instances of the same model in the other role."""
+    return [*evaluate(RULES, facts), *(problem for peer in peers for problem in _pair(facts, peer))]
 
 
 # --- one worker ----------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def _context_fits(facts: VllmFacts) -> Violation | None:
     wanted, known = facts.args.get("max_model_len"), facts.model.context_length
     if not isinstance(wanted, int) or not known or wanted <= known:
         return None
-    return Violation(other=f"the model's context of {known}", cure=f"give --max-seq-len {known} or less")
+    return Violation(other=f"the model's context of {known}", cure=f"set --max-seq-len to {known} or less")
 
 
 def _prompts_fit_steps(facts: VllmFacts) -> Violation | None:
@@ -75,7 +76,7 @@ def _prompts_fit_steps(facts: VllmFacts) -> Violation | None:
     return Violation(other=f"max_model_len {facts.shown('max_model_len')}")
 
 
-def _pipeline_has_no_handoff(facts: VllmFacts) -> Violation | None:
+def _pipeline_has_no_kv_transfer(facts: VllmFacts) -> Violation | None:
     exports_kv = facts.role is not Role.AGGREGATED
     return Violation() if exports_kv and facts.args.count("pipeline_parallel_size") > 1 else None
 
@@ -87,7 +88,7 @@ def _mxfp4_on_hopper(facts: VllmFacts) -> Violation | None:
     return Violation(other=facts.gpu.name) if str(backend).startswith(_BLACKWELL_KERNELS) else None
 
 
-def _quarter_precision(facts: VllmFacts) -> Violation | None:
+def _mxfp4_dtype(facts: VllmFacts) -> Violation | None:
     if facts.model.quantization != "mxfp4" or facts.args.get("dtype") in (None, "auto", "bfloat16"):
         return None
     return Violation(other="MXFP4 weights")
@@ -101,13 +102,13 @@ def _dummy_weights(facts: VllmFacts) -> Violation | None:
     return Violation() if facts.args.get("load_format") == "dummy" else None
 
 
-# A rule's name is public: docs/vllm.md and alerts use it.
+# Rule names are public: docs/vllm.md and alerts use them.
 RULES: Sequence[RoleRule[VllmFacts]] = (
     RoleRule(
         name="vllm-too-few-gpus",
         severity="error",
         field="tensor_parallel_size",
-        why="each rank of tensor, pipeline and data parallelism takes a GPU",
+        why="each rank of tensor, pipeline and data parallelism needs its own GPU",
         cure="make more GPUs visible (CUDA_VISIBLE_DEVICES), or lower a parallel size",
         test=_ranks_fit_gpus,
     ),
@@ -115,7 +116,7 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         name="vllm-heads-not-divisible",
         severity="error",
         field="tensor_parallel_size",
-        why="vLLM gives every rank as many heads",
+        why="vLLM gives every rank the same number of heads",
         cure="choose a tensor_parallel_size that divides the number of heads",
         test=_heads_divide,
     ),
@@ -123,56 +124,56 @@ RULES: Sequence[RoleRule[VllmFacts]] = (
         name="vllm-context-too-long",
         severity="error",
         field="max_model_len",
-        why="vLLM refuses to start",
-        cure="give a --max-seq-len that the model has",
+        why="vLLM rejects it and does not start",
+        cure="set --max-seq-len to the model's context length or less",
         test=_context_fits,
     ),
     RoleRule(
         name="vllm-prompts-too-long-for-a-step",
         severity="error",
         field="max_num_batched_tokens",
-        why="without chunked prefill a prompt must fit one step, and vLLM refuses to start",
-        cure="leave enable_chunked_prefill out, or raise --max-num-tokens",
+        why="without chunked prefill a prompt must fit into one step, and vLLM does not start",
+        cure="remove enable_chunked_prefill, or raise --max-num-tokens",
         test=_prompts_fit_steps,
     ),
     RoleRule(
         name="vllm-pipeline-handoff",
         severity="error",
         field="pipeline_parallel_size",
-        why="NixlConnector addresses the ranks of one pipeline stage only",
+        why="NixlConnector supports only one pipeline stage",
         cure="use --tensor-parallel-size in prefill and decode workers",
-        test=_pipeline_has_no_handoff,
+        test=_pipeline_has_no_kv_transfer,
     ),
     RoleRule(
         name="vllm-mxfp4-backend",
         severity="error",
         field="moe_backend",
-        why="these kernels for MXFP4 experts are for Blackwell",
-        cure="leave moe_backend out: on Hopper vLLM takes Triton's kernels",
+        why="these kernels for MXFP4 experts need a Blackwell GPU",
+        cure="remove moe_backend; vLLM then uses Triton's kernels on Hopper",
         test=_mxfp4_on_hopper,
     ),
     RoleRule(
         name="vllm-mxfp4-dtype",
         severity="error",
         field="dtype",
-        why="they are multiplied with bfloat16",
-        cure="leave dtype out",
-        test=_quarter_precision,
+        why="vLLM supports MXFP4 weights only with bfloat16 activations",
+        cure="remove dtype",
+        test=_mxfp4_dtype,
     ),
     RoleRule(
         name="vllm-no-prefix-caching",
         severity="warning",
         field="enable_prefix_caching",
-        why="every prompt is computed in full, also what was there a moment ago",
-        cure="leave it out, except for measuring",
+        why="every prompt is computed in full, including prefixes that were computed before",
+        cure="remove it, except for benchmarks",
         test=_prefix_caching_off,
     ),
     RoleRule(
         name="vllm-dummy-weights",
         severity="warning",
         field="load_format",
-        why="dummy weights are loaded: answers mean nothing",
-        cure="leave --load-format out, except for measuring",
+        why="the model has random weights, so its output is meaningless",
+        cure="remove --load-format, except for benchmarks",
         test=_dummy_weights,
     ),
 )
@@ -186,7 +187,7 @@ def _pair(facts: VllmFacts, peer: Instance) -> Iterator[Finding]:
     theirs, ours = peer.layout.tensor_parallel_size, facts.tensor_parallel
     if peer.engine != "vllm":
         yield _differs(
-            "vllm-engine-differs", "engine", "vllm", f"{peer.engine} at {other}", "start both with one engine"
+            "vllm-engine-differs", "engine", "vllm", f"{peer.engine} at {other}", "use the same engine for both workers"
         )
         return
     if max(theirs, ours) % min(theirs, ours):
@@ -195,7 +196,7 @@ def _pair(facts: VllmFacts, peer: Instance) -> Iterator[Finding]:
             "tensor_parallel_size",
             facts.shown("tensor_parallel_size"),
             f"{theirs} at {other}",
-            "NixlConnector splits heads only where one size divides the other: choose such sizes",
+            "NixlConnector needs sizes of which one divides the other; choose such sizes",
         )
     block = facts.args.get("block_size")
     if isinstance(block, int) and block != peer.layout.block_tokens:
@@ -204,7 +205,7 @@ def _pair(facts: VllmFacts, peer: Instance) -> Iterator[Finding]:
             "block_size",
             facts.shown("block_size"),
             f"{peer.layout.block_tokens} at {other}",
-            "give both workers the same --kv-block-size",
+            "set the same --kv-block-size for both workers",
         )
     folder = peer.kv_compat.get("model_folder")
     if folder is not None and folder != str(facts.model.folder):
@@ -213,7 +214,7 @@ def _pair(facts: VllmFacts, peer: Instance) -> Iterator[Finding]:
             "model_path",
             str(facts.model.folder),
             f"{folder} at {other}",
-            "NixlConnector compares the folder's name: put the model in the same place on both",
+            "NixlConnector compares the folder's name; use the same model folder on both workers",
         )
 
 
@@ -224,6 +225,6 @@ def _differs(rule: str, field: str, value: str, other: str, cure: str) -> Findin
         field=field,
         value=value,
         other=other,
-        why="the two can't hand KV over to one another",
+        why="the two workers can't transfer KV to each other",
         cure=cure,
     )

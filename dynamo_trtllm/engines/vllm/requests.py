@@ -1,6 +1,6 @@
-"""From a prefill, decode or whole call to the arguments of `AsyncLLM.generate`. Pure: plain values, no vendor objects.
+"""Convert a prefill, decode or aggregated request to the arguments of `AsyncLLM.generate`, as plain values.
 
-Unsupported fields are rejected here, by name, before the engine sees them.
+Unsupported fields are rejected here, before the engine sees them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _TO_DECODE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmModelLimits:
-    """What model and arguments say about every request; made once."""
+    """The limits of model and arguments that apply to every request."""
 
     role: Role
-    context_length: int  # prompt and output
+    context_length: int  # tokens of prompt and output
     vocab_size: int
     end_ids: tuple[int, ...]  # the model's own stop tokens
     max_logprobs: int  # -1: no limit
@@ -40,7 +40,7 @@ class VllmModelLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedKv:
-    """The part of a ticket that its decode call uses."""
+    """The part of KV transfer parameters that the decode call uses."""
 
     first_token: int
     seed: int | None
@@ -56,19 +56,27 @@ class VllmCall:
     guided: dict[str, Any] | None  # of StructuredOutputsParams
     cache_salt: str | None
     stop_ids: frozenset[int]
-    exports_kv: bool  # the KV stays for a decode engine
-    seed: int | None  # that the decode call must use too
+    exports_kv: bool  # the KV stays allocated for a decode engine
+    seed: int | None  # that the decode call must use as well
     first: tuple[int, ...] = ()  # a token to emit before the engine's own
 
 
 def build_call(
     request: GenerateRequest, model_limits: VllmModelLimits, fetched_kv: FetchedKv | None = None
 ) -> VllmCall:
-    """Raises ContextTooLong, or RequestRejected naming the field. `fetched_kv`: of a decode call's ticket."""
+    """Return the arguments of a request's call.
+
+    Args:
+        fetched_kv: For a decode call, from its KV transfer parameters.
+
+    Raises:
+        ContextTooLong: The prompt leaves no space for output.
+        RequestRejected: A field is not supported. The error names the field.
+    """
     _check(request, model_limits)
     sampling = request.sampling
     max_tokens = min(sampling.max_tokens, model_limits.context_length - len(request.token_ids))
-    # A request for one token is whole after the prompt: nothing may be left waiting for a decode engine.
+    # A request for one token ends with prefill, so no KV may stay allocated for a decode engine.
     exports_kv = request.phase is Phase.PREFILL and max_tokens > 1
     seed = sampling.seed
     prompt = list(request.token_ids)
@@ -84,7 +92,8 @@ def build_call(
         transfer, seed = fetched_kv.kv_transfer_params, fetched_kv.seed if seed is None else seed
         if max_tokens <= 1:
             raise RequestRejected(
-                "the ticket holds all tokens asked for; nothing is left to decode", field="max_tokens"
+                "the prefill worker generated all requested tokens; increase max_tokens to decode more",
+                field="max_tokens",
             )
         if not resamples_first_token(request):
             prompt.append(fetched_kv.first_token)
@@ -107,10 +116,10 @@ def build_call(
 
 
 def resamples_first_token(request: GenerateRequest) -> bool:
-    """Whether the decode engine makes the first token once more instead of finding it in its prompt.
+    """Return whether the decode engine samples the first token again, instead of getting it as part of its prompt.
 
-    In its prompt it costs no step, and goes wherever sampling does not care which side of the prompt's end a token is
-    on: penalties of the answer's tokens, forms and a seed's sequence do.
+    As part of the prompt the token costs no step. But penalties, grammars and seeds depend on which tokens are output,
+    so requests with those sample it again.
     """
     sampling = request.sampling
     counted = sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
@@ -119,10 +128,16 @@ def resamples_first_token(request: GenerateRequest) -> bool:
 
 
 def num_remote_tokens(prompt_tokens: int, held_tokens: int, block_tokens: int) -> int:
-    """Return how many tokens of a prompt a decode engine fetches from the prefill engine, which holds `held_tokens`.
+    """Return how many tokens of KV a decode engine reads from the prefill engine.
 
-    All but the last token, which is computed: it may lie in a block of its own, which the prefill engine does not hold.
-    But as many blocks as are held: the connector pairs them from the end.
+    The last token of the prompt is computed, not read, because it may be in a block of its own that the prefill engine
+    does not have. It is read if the number of blocks would be less than `held_tokens` need: the connector pairs blocks
+    from the end.
+
+    Args:
+        prompt_tokens: The length of the decode call's prompt.
+        held_tokens: The tokens whose KV the prefill engine has.
+        block_tokens: The tokens per KV block.
     """
     wanted = min(prompt_tokens - 1, held_tokens)
     if -(-wanted // block_tokens) == -(-held_tokens // block_tokens):
@@ -154,7 +169,10 @@ def _check(request: GenerateRequest, model_limits: VllmModelLimits) -> None:
 def _sampling(
     sampling: Sampling, stop_ids: frozenset[int], *, max_tokens: int, min_tokens: int, seed: int | None
 ) -> dict[str, Any]:
-    """In full: vLLM would otherwise add the stop tokens of the model's generation_config.json itself."""
+    """Return all arguments of SamplingParams.
+
+    All are set, because vLLM would otherwise add the stop tokens of the model's generation_config.json.
+    """
     return {
         "max_tokens": max_tokens,
         "min_tokens": min(min_tokens, max_tokens),
@@ -168,7 +186,7 @@ def _sampling(
         "logit_bias": dict(sampling.logit_bias) or None,
         "seed": seed,
         "stop_token_ids": sorted(stop_ids),
-        "ignore_eos": True,  # all that ends an answer is in stop_token_ids
+        "ignore_eos": True,  # stop_token_ids has all stop tokens
         "logprobs": sampling.logprobs,
         "detokenize": False,
     }

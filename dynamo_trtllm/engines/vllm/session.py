@@ -1,6 +1,6 @@
-"""Serve requests with a built AsyncLLM: its calls, tickets, deadlines and errors, on the event loop.
+"""Serve requests with a loaded AsyncLLM: calls, KV transfers, deadlines and errors, on the event loop.
 
-Loads nothing and checks no configuration: the engine passes in what was built and the limits that apply.
+The engine passes in the AsyncLLM and the limits; this module loads nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dynamo_trtllm.messages import Chunk, GenerateRequest, Phase, PhaseTimings, 
 
 _log = logging.getLogger(__name__)
 
-# Of the worker extension.
+# Methods of the worker extension.
 _RELEASE = "dynamo_release_kv"
 _BIND_LIFETIME = "dynamo_bind_lifetime"
 _RELEASE_S = 10.0
@@ -42,7 +42,7 @@ _ABORT_S = 5.0
 
 
 class VllmSession:
-    """One per built AsyncLLM, which stays the engine's to shut down."""
+    """The use of one AsyncLLM. The engine shuts the AsyncLLM down."""
 
     def __init__(
         self, bindings: VllmBindings, llm: Any, model_limits: VllmModelLimits, identity: TransferIdentity, times: Times
@@ -61,23 +61,31 @@ class VllmSession:
         self._idle.set()
 
     async def bind_lifetime(self) -> None:
-        """vLLM's processes end with this one, also when it is killed. Raises EngineFailed when they do not answer."""
+        """Make vLLM's processes end with this one, even if this one is killed.
+
+        Raises:
+            EngineFailed: They do not respond.
+        """
         try:
             is_bound = await self._llm.collective_rpc(_BIND_LIFETIME, timeout=_RELEASE_S, args=(os.getpid(),))
-        except Exception as exc:  # vLLM wraps what fails in its workers in a bare one
-            raise self.fail(f"vLLM's workers do not answer: {exc}") from exc
+        except Exception as exc:  # vLLM raises a bare Exception for errors in its workers
+            raise self.fail(f"vLLM's workers do not respond: {exc}") from exc
         if not all(is_bound):
-            _log.warning("vLLM's processes outlive this one if it is killed: this system has no pidfd_open")
+            _log.warning("no pidfd_open on this system: if this process is killed, end vLLM's processes by hand")
 
     def check(self) -> None:
-        """Raises EngineFailed for an engine that has died, and tells every stream."""
+        """Check that vLLM's engine process is alive. If it has died, end every stream.
+
+        Raises:
+            EngineFailed: It has died, or the session was closed.
+        """
         if self._failed is None and self._llm.errored:
             raise self.fail("vLLM's engine process has died; see its log")
         if self._failed is not None:
             raise EngineFailed(self._failed.message)
 
     def fail(self, why: str) -> EngineFailed:
-        """Every stream ends with the reason, also one that waits for an output which will never come."""
+        """End every stream with the reason, including those that wait for an output. Return the error."""
         if self._failed is None:
             failed = self._failed = EngineFailed(why)
             for inflight in list(self._inflight):
@@ -89,7 +97,7 @@ class VllmSession:
         await self._idle.wait()
 
     async def aclose(self) -> None:
-        """Ends every stream. Idempotent."""
+        """End every stream. Repeated calls are allowed."""
         self.fail("the engine was closed")
         await self._kv_releaser.aclose()
         if self._aborts:
@@ -99,7 +107,7 @@ class VllmSession:
     # --- requests --------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """See `Engine.generate`. Closed early, the call is aborted."""
+        """Run a request, see `Engine.generate`. Closing the stream early aborts the call."""
         self.check()
         fetched_kv = self._transfers.import_kv(request) if request.phase is Phase.DECODE else None
         call = build_call(request, self._model_limits, fetched_kv)
@@ -134,7 +142,7 @@ class VllmSession:
     def _submit(self, request: GenerateRequest) -> VllmInflightRequest:
         inflight = VllmInflightRequest(request, f"{request.request_id}.{next(self._numbers)}", self._abort)
         ticket = request.ticket
-        if request.phase is Phase.DECODE and ticket is not None:  # vLLM does not tell its queue from the move
+        if request.phase is Phase.DECODE and ticket is not None:  # vLLM does not report when the KV transfer starts
             limit = first_deadline(ticket, FetchLimits(request.deadline, self._times.handoff_timeout_s), time.time())
             inflight.due_in(limit.left_s, lambda: timeout_error(ticket, limit))
         else:
@@ -157,7 +165,7 @@ class VllmSession:
             self._due_at_deadline(request, inflight)
 
     async def _outputs(self, call: VllmCall, inflight: VllmInflightRequest) -> AsyncGenerator[Any, None]:
-        """The vendor's outputs, its errors translated. Ends early when the flight was given up."""
+        """Yield vLLM's outputs and translate its errors. Ends early if the call was aborted."""
         stream = self._llm.generate(**self._bindings.arguments(call), request_id=inflight.call_id)
         try:
             while True:
@@ -175,7 +183,7 @@ class VllmSession:
             await self._close(stream, inflight)
 
     async def _close(self, stream: AsyncGenerator[Any, None], inflight: VllmInflightRequest) -> None:
-        """Close vLLM's stream, which aborts a call that still runs. A dead engine fails the other streams, too."""
+        """Close vLLM's stream, which aborts a running call. A dead engine also fails the other streams."""
         try:
             await stream.aclose()
         except (self._bindings.dead, self._bindings.broken, *VENDOR_ERRORS) as exc:
@@ -187,19 +195,19 @@ class VllmSession:
         return self._broken(inflight, exc.__cause__ or exc if isinstance(exc, self._bindings.broken) else exc)
 
     def _broken(self, inflight: VllmInflightRequest, exc: BaseException) -> DynamoError:
-        """Whether an error of the vendor's is one request's, or the engine's end."""
+        """Return the error of a failed call: that of the request, or EngineFailed if the engine has failed."""
         if self._failed is not None:
             return EngineFailed(self._failed.message)
         if self._llm.errored:
             return self.fail(f"vLLM's engine has died: {exc}")
         if not inflight.started and isinstance(exc, (ValueError, TypeError, AssertionError, LookupError)):
-            return RequestRejected(f"vLLM refused the request: {exc}")
+            return RequestRejected(f"vLLM rejected the request: {exc}")
         return MigrationFailed(f"vLLM ended request {inflight.call_id} with {type(exc).__name__}: {exc}")
 
     def _unfinished(self, request: GenerateRequest, inflight: VllmInflightRequest) -> DynamoError:
         if inflight.reason is not None:
             return inflight.reason()
-        return MigrationFailed(f"vLLM ended request {request.request_id} with no reason")
+        return MigrationFailed(f"vLLM ended request {request.request_id} without a reason; see its log")
 
     def _export_kv(
         self, request: GenerateRequest, call: VllmCall, inflight: VllmInflightRequest, output: Any, step: EngineOutput
@@ -222,15 +230,20 @@ class VllmSession:
             self._kv_releaser.post_later(call_id)
 
     def _chunk(self, request: GenerateRequest, inflight: VllmInflightRequest, output: Any, step: EngineOutput) -> Chunk:
-        """Raises for an end that is no answer."""
+        """Return the chunk of an output.
+
+        Raises:
+            TransferFailed: The KV could not be read.
+            MigrationFailed: vLLM ended the request with an error.
+        """
         if step.is_broken:
             if request.phase is Phase.DECODE and step.finish == "error":
-                raise TransferFailed("vLLM could not take the prompt's KV over; see its log for NixlConnector")
+                raise TransferFailed("vLLM could not read the prompt's KV; see NixlConnector's lines in its log")
             raise MigrationFailed(f"vLLM ended request {request.request_id} with {step.finish!r}")
         return chunk_of(step, _stats(inflight, output))
 
     def _abort(self, call_id: str) -> None:
-        """Asks for it; the call's stream ends when it is done, at once in our process."""
+        """Start to abort a call. Its stream ends when vLLM has aborted it."""
         task = asyncio.get_running_loop().create_task(self._abort_call(call_id), name=f"abort-{call_id}")
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
@@ -242,8 +255,10 @@ class VllmSession:
             _log.debug("abort of %s: %s", call_id, exc)
 
     async def _release_kv(self, call_ids: list[str]) -> Iterable[Iterable[str]]:
-        found: Iterable[Iterable[str]] = await self._llm.collective_rpc(_RELEASE, timeout=_RELEASE_S, args=(call_ids,))
-        return found
+        released: Iterable[Iterable[str]] = await self._llm.collective_rpc(
+            _RELEASE, timeout=_RELEASE_S, args=(call_ids,)
+        )
+        return released
 
     def _finish(self, inflight: VllmInflightRequest) -> None:
         self._inflight.discard(inflight)
@@ -256,15 +271,18 @@ class VllmSession:
         else:
             self._idle.set()
 
-    # --- tickets and statistics ------------------------------------------------------------------------
+    # --- KV transfers and statistics -------------------------------------------------------------------
 
     def release(self, ticket_id: str, outcome: ReleaseOutcome) -> None:
-        """Release a ticket. For a redeemed one this is bookkeeping: the decode engine's connector has notified this
-        engine's connector, which frees the KV itself."""
+        """End a KV transfer.
+
+        If the KV was fetched, this updates only the bookkeeping: the decode engine's connector notifies this engine's
+        connector, which frees the KV.
+        """
         self._transfers.release(ticket_id, outcome)
 
     def stats(self, counts: Counts) -> EngineStats:
-        """`counts`: of the engine's last step."""
+        """Return the statistics. `counts`: of the engine's last step."""
         return engine_stats(counts, len(self._inflight), self._transfers)
 
 

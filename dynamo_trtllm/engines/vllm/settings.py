@@ -1,6 +1,6 @@
-"""What follows from arguments, checkpoint and the built engine's configuration once and for all. Pure functions.
+"""Derive settings from arguments, checkpoint and the built engine's configuration, with pure functions.
 
-`config` is the vendor's `VllmConfig`, of which plain attributes are read.
+`config` is vLLM's `VllmConfig`; only plain attributes are read.
 """
 
 from __future__ import annotations
@@ -24,31 +24,40 @@ _KEYS = ("side_channel_host", "side_channel_port")
 
 
 class SideChannel(NamedTuple):
+    """The address at which NixlConnector listens for handshakes."""
+
     host: str
-    port: int  # the first; every further data-parallel rank has the next
+    port: int  # of the first data-parallel rank; each further rank uses the next port
 
 
 def choose(kv_transfer_host: str, ranks: int, environment: Mapping[str, str]) -> SideChannel:
-    """As the environment has it; else free ports at `kv_transfer_host`, an address of this host that all workers reach.
+    """Choose the side channel's address: from the environment, otherwise free ports at `kv_transfer_host`.
 
-    Raises ConfigError for a port that is none, and when no ports are free.
+    Args:
+        kv_transfer_host: An address of this host that all workers can reach.
+        ranks: The number of data-parallel ranks, each of which needs a port.
+
+    Raises:
+        ConfigError: The environment has an invalid port, or no ports are free.
     """
     host = environment.get(HOST) or kv_transfer_host
     port = environment.get(PORT)
     if port is None:
         return SideChannel(host, free_ports(ranks, host))
     if not (port.isdecimal() and 0 < int(port) <= 65_536 - ranks):
-        raise ConfigError(f"{PORT} is {port!r}: give the first of {ranks} ports in a row up to 65535, or none")
+        raise ConfigError(
+            f"{PORT} is {port!r}; set it to the first of {ranks} consecutive ports up to 65535, or unset it"
+        )
     return SideChannel(host, int(port))
 
 
 def extra_config(channel: SideChannel) -> dict[str, Any]:
-    """What carries it, in `kv_connector_extra_config`."""
+    """Return the entries of `kv_connector_extra_config` that pass the side channel to vLLM's processes."""
     return dict(zip(_KEYS, channel, strict=True))
 
 
 def listen_there(scheduler: Any, config: Any) -> None:
-    """Tells the connector's scheduler, which opens its socket once KV caches are registered. `config`: a VllmConfig."""
+    """Set the address in the connector's scheduler, which listens once KV caches are registered."""
     extra = config.kv_transfer_config.kv_connector_extra_config
     host, port = (extra[key] for key in _KEYS)
     scheduler.side_channel_host = host
@@ -59,8 +68,12 @@ _log = logging.getLogger(__name__)
 
 
 def engine_values(args: VllmArgs, folder: Path, channel: SideChannel | None, *, has_tokenizer: bool) -> dict[str, Any]:
-    """The keywords of AsyncEngineArgs; `channel`: of engines that hand over or take. Only forms need the tokenizer:
-    nothing is detokenized here."""
+    """Return the keyword arguments of AsyncEngineArgs.
+
+    Args:
+        channel: The side channel of an engine with KV transfers, otherwise None.
+        has_tokenizer: The model folder has a tokenizer. vLLM needs it for structured output only.
+    """
     values = {**args.values, "model": str(folder), "skip_tokenizer_init": not has_tokenizer, "disable_log_stats": True}
     if channel is not None:
         transfer = values["kv_transfer_config"]
@@ -70,6 +83,7 @@ def engine_values(args: VllmArgs, folder: Path, channel: SideChannel | None, *, 
 
 
 def layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
+    """Return the layout of the KV cache."""
     dtype = str(config.cache_config.cache_dtype)
     if dtype == "auto":
         dtype = str(config.model_config.dtype).removeprefix("torch.")
@@ -84,7 +98,7 @@ def layout(checkpoint: Checkpoint, config: Any) -> KvLayout:
 
 
 def kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> dict[str, str]:
-    """What else prefill and decode must share: what NixlConnector compares when it shakes hands, and would fail at."""
+    """Return further values that must be equal at prefill and decode. NixlConnector's handshake compares them."""
     if role is Role.AGGREGATED:
         return {}
     return {
@@ -97,26 +111,28 @@ def kv_compat(role: Role, checkpoint: Checkpoint, config: Any, release: str) -> 
 
 
 def model_limits(role: Role, checkpoint: Checkpoint, config: Any, *, has_tokenizer: bool) -> VllmModelLimits:
-    refused = () if has_tokenizer else ("guided",)
-    if refused:
-        _log.info("requests with a form for the answer are refused: %s has no tokenizer.json", checkpoint.folder)
+    """Return the limits that apply to every request."""
+    unsupported = () if has_tokenizer else ("guided",)
+    if unsupported:
+        _log.info("structured output is not available, because %s has no tokenizer.json", checkpoint.folder)
     return VllmModelLimits(
         role=role,
         context_length=int(config.model_config.max_model_len),
         vocab_size=checkpoint.vocab_size,
         end_ids=end_ids(checkpoint),
         max_logprobs=int(config.model_config.max_logprobs),
-        unsupported_features=refused,
+        unsupported_features=unsupported,
     )
 
 
 def end_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The model's own stop tokens, the chief one first."""
+    """Return the model's own stop tokens, the main one first."""
     harmony = HARMONY_STOP_IDS if checkpoint.renderer == "harmony" else ()
     return tuple(dict.fromkeys(each for each in (*harmony, *checkpoint.eos_token_ids) if each < checkpoint.vocab_size))
 
 
 def limits(config: Any) -> Limits:
+    """Return the engine's limits, for load balancing and statistics."""
     return Limits(
         max_batch_size=int(config.scheduler_config.max_num_seqs),
         max_num_tokens=int(config.scheduler_config.max_num_batched_tokens),

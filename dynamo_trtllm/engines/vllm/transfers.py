@@ -1,4 +1,4 @@
-"""Where tickets are written, counted and redeemed, on the event loop."""
+"""Create and read the KV transfer parameters of vLLM engines, and release KV that was not fetched."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ENGINE_STATE_VERSION = 1
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
-    """What NixlConnector's request_finished answers, as of connector version 4."""
+    """The result of NixlConnector's `request_finished` (connector version 4 of vLLM 0.24.0)."""
 
     do_remote_prefill: bool
     do_remote_decode: bool
-    remote_block_ids: list[list[int]]  # per group of layers with KV of one kind
+    remote_block_ids: list[list[int]]  # per KV cache group
     remote_engine_id: str
     remote_request_id: str
     remote_host: str
@@ -41,37 +41,47 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 class _VllmState(EngineState, frozen=True, kw_only=True):
     params: TransferParams
-    seed: int | None = None  # of a request without one, where prefill and decode each sample the first token
+    seed: int | None = None  # for a request without a seed, if both engines sample the first token
 
 
 def pack(params: Mapping[str, Any] | None, *, release: str, seed: int | None) -> bytes:
-    """Raises RequestRejected when the connector answered nothing, or what can't travel."""
+    """Return the engine's part of the KV transfer parameters.
+
+    Raises:
+        RequestRejected: The connector returned no parameters, or parameters of an unknown form.
+    """
     if not params or not params.get("remote_block_ids"):
         raise RequestRejected(
-            "vLLM's connector left nothing to hand over; see its log for NixlConnector", field="kv_transfer_config"
+            "vLLM's connector has no KV to transfer; see NixlConnector's lines in its log", field="kv_transfer_config"
         )
     try:
         typed = msgspec.convert(params, TransferParams, strict=False)
     except msgspec.ValidationError as exc:
         raise RequestRejected(
-            f"vLLM {release} answers kv_transfer_params of another form: {exc}", field="kv_transfer_config"
+            f"vLLM {release} returned unknown kv_transfer_params: {exc}", field="kv_transfer_config"
         ) from exc
     return codec.encode(_VllmState(version=ENGINE_STATE_VERSION, release=release, params=typed, seed=seed))
 
 
 class Unpacked(msgspec.Struct, frozen=True, kw_only=True):
-    params: dict[str, Any]  # plain, for `extra_args`
+    """The engine's part of KV transfer parameters, decoded."""
+
+    params: dict[str, Any]  # plain values for `extra_args`
     seed: int | None
 
 
 def unpack(ticket: KvTransferParams) -> Unpacked:
-    """Raises TransferMismatch naming the field."""
+    """Decode the engine's part of KV transfer parameters.
+
+    Raises:
+        TransferMismatch: It is from another engine or version. The error names the field.
+    """
     engine_state = decode_state(ticket, _VllmState, ENGINE_STATE_VERSION)
     return Unpacked(params=msgspec.structs.asdict(engine_state.params), seed=engine_state.seed)
 
 
 class VllmTransfers(PendingTransfers):
-    """`release`: vLLM's, for people."""
+    """The pending KV transfers of one engine. `release`: vLLM's version, for messages."""
 
     def __init__(
         self, identity: TransferIdentity, release: str, *, ttl_s: float, on_change: Callable[[], None]
@@ -88,16 +98,31 @@ class VllmTransfers(PendingTransfers):
         seed: int | None,
         abort: Callable[[], None],
     ) -> KvTransferParams:
-        """Return a ticket for a prefill call's KV. `abort`: asks the engine to drop KV that is not fetched."""
+        """Return the KV transfer parameters of a prefill call.
+
+        Args:
+            params: The `kv_transfer_params` that vLLM returned.
+            step: The call's last output, with the first token.
+            seed: The seed that the decode call must use, if the request has none.
+            abort: Asks the engine to free KV that is not fetched.
+
+        Raises:
+            RequestRejected: See `pack`.
+        """
         engine_state = pack(params, release=self._release, seed=seed if request.sampling.seed is None else None)
         return self.create(request, PrefillResult(step.token_ids[:1], step.logprobs[:1], engine_state, abort))
 
     def import_kv(self, request: GenerateRequest) -> FetchedKv:
-        """Raises TransferMismatch or TransferExpired."""
+        """Return what the decode call needs from its KV transfer parameters.
+
+        Raises:
+            TransferMismatch: They do not fit this engine.
+            TransferExpired: They have expired.
+        """
         ticket = self.validate(request)
-        found = unpack(ticket)
-        params = found.params | {EXPIRES_AT: ticket.expires_at}
-        return FetchedKv(first_token=ticket.first_token_ids[0], seed=found.seed, kv_transfer_params=params)
+        unpacked = unpack(ticket)
+        params = unpacked.params | {EXPIRES_AT: ticket.expires_at}
+        return FetchedKv(first_token=ticket.first_token_ids[0], seed=unpacked.seed, kv_transfer_params=params)
 
 
 _log = logging.getLogger(__name__)
@@ -105,20 +130,24 @@ _TRIES = 4
 _AGAIN_S = 0.25
 _GRACE_S = 1.0
 
-Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> per worker, those that it had
+Release = Callable[[list[str]], Awaitable[Iterable[Iterable[str]]]]  # ids -> per vLLM worker, the ids it released
 
 
 class KvReleaser:
-    """`release` calls the workers."""
+    """The task that frees KV in vLLM's worker processes, in batches. `release` calls these processes.
+
+    An id that no process knows yet is tried again, because its lease may start after the call has ended.
+    """
 
     def __init__(self, release: Release) -> None:
         self._release = release
-        self._wanted: dict[str, int] = {}  # id -> how often it was asked for
+        self._wanted: dict[str, int] = {}  # id -> number of earlier attempts
         self._wake = asyncio.Event()
         self._again: set[asyncio.TimerHandle] = set()
         self._task: asyncio.Task[None] | None = None
 
     def post(self, request_id: str, tried: int = 0) -> None:
+        """Free the KV of a call as soon as possible."""
         self._wanted[request_id] = tried
         self._wake.set()
         if self._task is None:
@@ -131,16 +160,21 @@ class KvReleaser:
             batch, self._wanted = self._wanted, {}
             try:
                 released = await self._release(sorted(batch))
-            except Exception as exc:  # noqa: BLE001  # vLLM wraps what fails in its workers in a bare one
-                _log.warning("vLLM could not free the KV of %d requests: %s", len(batch), exc)
+            except Exception as exc:  # noqa: BLE001  # vLLM raises a bare Exception here
+                _log.warning(
+                    "vLLM could not free the KV of %d requests, which stays until the lease ends: %s", len(batch), exc
+                )
                 continue
-            found = {each for worker in released for each in worker}
+            freed = {each for worker in released for each in worker}
             for request_id, tried in batch.items():
-                if request_id not in found and tried + 1 < _TRIES:
+                if request_id not in freed and tried + 1 < _TRIES:
                     self._later(request_id, tried + 1)
 
     def post_later(self, request_id: str) -> None:
-        """Once a decode engine, which may read it until its ticket expires by its own clock, has surely let go."""
+        """Free the KV of an expired transfer after _GRACE_S seconds.
+
+        Until then a decode engine whose clock is behind may still read it.
+        """
         self._later(request_id, 0, _GRACE_S)
 
     def _later(self, request_id: str, tried: int, wait_s: float = _AGAIN_S) -> None:
@@ -152,7 +186,7 @@ class KvReleaser:
         self._again.add(handle)
 
     async def aclose(self) -> None:
-        """Idempotent."""
+        """Stop releasing KV. Repeated calls are allowed."""
         for handle in self._again:
             handle.cancel()
         self._again.clear()

@@ -1,7 +1,7 @@
-"""KV over NIXL's UCX back end: the decode side reads the prefill side's memory, which does nothing meanwhile.
+"""Transfer KV over NIXL's UCX back end: the decode worker reads the prefill worker's memory with one-sided reads.
 
-`bindings` alone names the package. A one-sided read can't be refused by its target (over shared memory it even succeeds
-after deregistration), so every offer has a guard, see `validity_slots`.
+Only `bindings` imports NIXL. The target can't reject a one-sided read, and over shared memory a read succeeds even
+after deregistration. Every published transfer therefore has a validity slot that readers check, see `validity`.
 """
 
 from dynamo_trtllm.kv_transfer.nixl.backend import NixlBackend

@@ -1,4 +1,7 @@
-"""The backend itself: offers on one thread of registrations, fetches on another, one that listens for readers."""
+"""Implement the KV transfer backend over NIXL.
+
+It uses three threads: one registers memory, one runs the fetches, and one listens for readers' acknowledgments.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,23 @@ from dynamo_trtllm.kv_transfer.nixl.validity import ValiditySlots
 
 _log = logging.getLogger(__name__)
 
-_NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two looks for what readers say
-_LINGER_S = 2.0  # goes on looking after the last offer: over some transports its late readers get no answer otherwise
+_NOTICE_WAIT_S = (0.0002, 0.005)  # shortest and longest pause between two checks for acknowledgments
+_LINGER_S = 2.0  # keep listening after the last transfer: some transports need it to serve late readers
 
 
 @dataclass(slots=True, kw_only=True)
 class _NixlPublished:
-    slot: int
-    in_region: bool  # nothing was registered for it or will be
-    registered: Any | None = None  # of this offer alone
+    slot: int  # its validity slot
+    in_region: bool  # its memory is part of a registered region
+    registered: Any | None = None  # NIXL's handle of memory that is registered for this transfer only
     checksum: OfferChecksum | None = None
 
 
 class NixlBackend:
-    """A transfer backend over NIXL, for CPU and CUDA memory. All pieces of one side of a transfer are of one kind."""
+    """A KV transfer backend over NIXL, for CPU and CUDA memory.
+
+    All regions on one side of a transfer must be of one kind of memory.
+    """
 
     name = "nixl/ucx"
 
@@ -53,7 +59,11 @@ class NixlBackend:
         self._ending: asyncio.Task[None] | None = None
 
     async def start(self, on_fetched: Callable[[str], None]) -> None:
-        """Raises ConfigError when NIXL can't start its UCX back end."""
+        """Open the NIXL agents and start the threads, see `TransferBackend.start`.
+
+        Raises:
+            ConfigError: NIXL can't start its UCX back end.
+        """
         self._loop = asyncio.get_running_loop()
         self._on_fetched = on_fetched
         self._fetching = TransferPoller("nixl-fetch")
@@ -69,27 +79,27 @@ class NixlBackend:
         threads = {"nixl-notices": self._listener.is_alive(), "nixl-fetch": self._fetching.is_alive()}
         if ended := [name for name, is_alive in threads.items() if not is_alive]:
             names = " and ".join(ended)
-            raise EngineFailed(f"KV transfer over {self.name} stopped: thread {names} ended; restart the worker")
+            raise EngineFailed(f"KV transfer over {self.name} has stopped: thread {names} ended; restart the worker")
 
     def _require_running(self, wanted: str) -> None:
         if self._bindings.agent is None or self._closing:
-            raise TransferFailed(f"transfer backend nixl is not running; start it before it {wanted}")
+            raise TransferFailed(f"transfer backend nixl is not running; start it before {wanted}")
 
     async def register(self, region: MemoryRegion) -> None:
-        self._require_running("registers memory")
+        self._require_running("registering memory")
         await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._register, region)))
 
     def _register(self, region: MemoryRegion) -> None:
-        """Thread of registrations."""
+        """Register a region. Runs on the registration thread."""
         with self._bindings.translated(f"can't register {region.num_bytes >> 20} MiB of {region.device}"):
             self._bindings.regions.append(Region(region, *self._bindings.register([region])))
 
-    # --- the holder's side ---------------------------------------------------------------------------------
+    # --- prefill worker --------------------------------------------------------------------------------------
 
     async def publish(self, ticket_id: str, pieces: Sequence[MemoryRegion], *, ready: int | None = None) -> bytes:
-        self._require_running("offers")
+        self._require_running("publishing KV")
         if ticket_id in self._published:
-            raise TransferFailed(f"ticket {ticket_id} is already offered; withdraw it first")
+            raise TransferFailed(f"KV transfer {ticket_id} is already published; unpublish it first")
         slot = self._validity_slots.acquire()
         nonce = self._validity_slots.activate(slot, len(pieces) if ready is None else ready)
         live = [piece for piece in pieces if piece.num_bytes]
@@ -111,8 +121,8 @@ class NixlBackend:
         try:
             return await asyncio.shield(asyncio.wrap_future(describing))
         except asyncio.CancelledError:
-            if not self._closing:  # that ends all offers
-                self._registering.submit(self._discard, ticket_id)  # after the registration: it has one thread
+            if not self._closing:  # closing discards all transfers
+                self._registering.submit(self._discard, ticket_id)  # runs after the registration, on the same thread
             raise
 
     def _begin_checksum(self, ticket_id: str, pieces: Sequence[MemoryRegion]) -> None:
@@ -122,16 +132,19 @@ class NixlBackend:
             entry.checksum.mark_ready(self._validity_slots.get(entry.slot).ready)
 
     def _set_checksum(self, slot: int, checksum: int | None) -> None:
-        """Called on a thread of the checksums while the offer still has its slot."""
+        """Publish a transfer's checksum in its validity slot. Called on a checksum thread."""
         if checksum is None:
-            self._validity_slots.clear(slot)  # otherwise its reader would wait for the checksum
+            self._validity_slots.clear(slot)  # fail the reader, which would otherwise wait for the checksum
         else:
             self._validity_slots.set_checksum(slot, checksum)
 
     def _describe(self, ticket_id: str, slot: int, nonce: bytes, pieces: Sequence[MemoryRegion]) -> bytes:
-        """All of an offer, or nothing. On the thread of registrations unless it lies in a region."""
+        """Register the memory of a transfer if needed and return its offer. On failure, discard the transfer.
+
+        Runs on the registration thread unless the memory is part of a registered region.
+        """
         try:
-            with self._bindings.translated("can't register the memory of an offer"):
+            with self._bindings.translated(f"KV transfer {ticket_id}: can't register its memory"):
                 kind, memory = kind_of(pieces), self._registered(ticket_id, slot, pieces)
         except TransferFailed:
             self._discard(ticket_id)
@@ -152,7 +165,7 @@ class NixlBackend:
         )
 
     def _registered(self, ticket_id: str, slot: int, pieces: Sequence[MemoryRegion]) -> bytes:
-        """What readers must know to read these, which are registered now unless they lie in a region."""
+        """Return NIXL's metadata for readers. Register the regions unless they are part of a registered one."""
         live = [piece for piece in pieces if piece.num_bytes]
         if not live:
             return b""
@@ -174,12 +187,12 @@ class NixlBackend:
         entry = self._published.get(ticket_id)
         if entry is None:
             return
-        self._validity_slots.clear(entry.slot)  # at once: from here on no read of the offer counts
+        self._validity_slots.clear(entry.slot)  # at once, so that every read that ends later fails
         try:
             if entry.checksum is not None:
-                await entry.checksum.stop()  # it reads the memory, and writes to the slot
+                await entry.checksum.stop()  # it reads the memory and writes to the slot
         finally:
-            if self._ending is not None:  # which ends all offers
+            if self._ending is not None:  # closing discards all transfers
                 await asyncio.shield(self._ending)
             elif entry.in_region:
                 self._discard(ticket_id)
@@ -187,7 +200,7 @@ class NixlBackend:
                 await asyncio.shield(asyncio.wrap_future(self._registering.submit(self._discard, ticket_id)))
 
     def _discard(self, ticket_id: str) -> None:
-        """Ends an offer. On the thread of registrations unless it lies in a region."""
+        """Discard a transfer. Runs on the registration thread unless its memory is part of a region."""
         entry = self._published.pop(ticket_id, None)
         if entry is None:
             return
@@ -197,22 +210,22 @@ class NixlBackend:
                 self._bindings.agent.deregister_memory(entry.registered)
 
     def _listen(self) -> None:
-        """Thread: hears readers, and lets NIXL serve them, while offers are out; sleeps on the condition otherwise."""
+        """Run the listener thread: look for acknowledgments and let NIXL make progress while KV is published."""
         shortest_s, longest_s = _NOTICE_WAIT_S
-        wait_s, offered_at = shortest_s, 0.0
+        wait_s, published_at = shortest_s, 0.0
         while True:
             with self._wake:
                 if self._closing:
                     return
                 if self._published:
-                    offered_at = time.monotonic()
-                is_needed = time.monotonic() < offered_at + _LINGER_S
+                    published_at = time.monotonic()
+                is_needed = time.monotonic() < published_at + _LINGER_S
                 woken = self._wake.wait(wait_s if is_needed else None)
             try:
                 use_devices([region.piece for region in self._bindings.regions])
                 self._bindings.progress()
             except self._bindings.errors:
-                _log.warning("transfer backend nixl: making progress failed", exc_info=True)
+                _log.warning("KV transfer over nixl: making progress failed", exc_info=True)
             read = [
                 ticket_id
                 for ticket_id, entry in list(self._published.items())
@@ -224,10 +237,10 @@ class NixlBackend:
 
     def _report_fetched(self, ticket_ids: Sequence[str]) -> None:
         for ticket_id in ticket_ids:
-            if ticket_id in self._published:  # a late word about a withdrawn offer is of no use
+            if ticket_id in self._published:  # ignore a late acknowledgment of an unpublished transfer
                 self._on_fetched(ticket_id)
 
-    # --- the reader's side ---------------------------------------------------------------------------------
+    # --- decode worker ---------------------------------------------------------------------------------------
 
     async def read(
         self,
@@ -238,18 +251,23 @@ class NixlBackend:
         timeout_s: float,
         on_piece: OnRegion | None = None,
     ) -> None:
-        """See `TransferBackend.read`. A cancelled fetch returns when its read has ended, at most after `timeout_s`."""
+        """Read a transfer, see `TransferBackend.read`.
+
+        A cancelled fetch returns when its read has ended, at the latest after `timeout_s` seconds.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             facts = codec.decode(offer, NixlOffer)
         except BadFrame as exc:
-            raise TransferFailed(f"ticket {ticket_id}: its offer is not one of transfer backend {self.name}") from exc
+            raise TransferFailed(
+                f"KV transfer {ticket_id}: the offer was not created by transfer backend {self.name}"
+            ) from exc
         require_sizes(ticket_id, facts.sizes_bytes, pieces)
-        self._require_running("fetches")
+        self._require_running("fetching KV")
         is_checked = self.checksums.is_checked(ticket_id, facts.checksum, pieces)
         slot = self._validity_slots.acquire()
         request = FetchRequest(ticket_id, facts, tuple(pieces), slot, deadline, on_piece, is_checked)
-        # What a GPU copies takes no time of this thread's; meeting a holder does, and so do copies by the CPU.
+        # Starting a GPU copy is fast enough for the event loop. Connecting to an agent and copies by the CPU are not.
         step_now = facts.kind == "VRAM" and self._fetch_driver.peers.is_connected(facts)
         try:
             await _finished(self._fetching.submit(self._fetch_driver.read(request), step_now=step_now))
@@ -276,7 +294,7 @@ class NixlBackend:
         self._bindings.close()
 
     def _release_all(self) -> None:
-        """Thread of registrations, the last of its work."""
+        """Discard all transfers and deregister all memory. The last job of the registration thread."""
         for ticket_id in list(self._published):
             self._discard(ticket_id)
         self._fetch_driver.peers.close()
@@ -287,7 +305,7 @@ class NixlBackend:
 
 
 async def _finished(work: Future[None]) -> None:
-    """The result of work on a thread; when cancelled, only after it ended: it writes to the caller's memory."""
+    """Wait for work on a thread. When cancelled, return only after the work, which writes to the caller's memory."""
     try:
         await asyncio.wrap_future(work)
     except asyncio.CancelledError:

@@ -1,4 +1,7 @@
-"""The package NIXL: importing it, opening an agent, describing memory to it, its errors. Nothing else names it."""
+"""Wrap the package NIXL: open its agents, register and describe memory, and translate its errors.
+
+This is the only module that imports NIXL. It also selects the CUDA device of a thread through the CUDA driver.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,18 @@ _here = _Here()
 
 
 def use(device: int) -> None:
-    """For the calling thread; cheap when it is so already. Raises TransferFailed where there is no such GPU."""
+    """Make a GPU the current device of the calling thread. Cheap if it is already.
+
+    Raises:
+        TransferFailed: The driver has no such GPU.
+    """
     if _here.device == device:
         return
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as exc:
         raise TransferFailed(
-            f"transfer backend nixl can't move memory of cuda:{device}: no CUDA driver ({exc})"
+            f"transfer backend nixl can't transfer memory of cuda:{device}: no CUDA driver ({exc})"
         ) from exc
     handle, context = ctypes.c_int(), ctypes.c_void_p()
     for call, arguments in (
@@ -48,14 +55,14 @@ def use(device: int) -> None:
 
 
 def join() -> None:
-    """Uses the first GPU that this process uses already; nothing where it uses none."""
+    """Make the first GPU that this process already uses the current device, if there is one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return
     handle, flags, is_active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     for device in range(_MOST_GPUS):
-        if driver.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)):  # no more of them, or no driver call so far
+        if driver.cuDeviceGet(ctypes.byref(handle), ctypes.c_int(device)):  # no further GPU, or cuInit was not called
             return
         driver.cuDevicePrimaryCtxGetState(handle, ctypes.byref(flags), ctypes.byref(is_active))
         if is_active.value:
@@ -70,21 +77,25 @@ Descriptor: TypeAlias = tuple[int, int, int]  # address, bytes, device
 
 
 class NixlOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader must know of an offer. The first three and a registered region's memory are always the same."""
+    """What a reader needs to read a published transfer.
+
+    The first three fields, and `memory` of a registered region, are the same for every transfer of a backend.
+    """
 
     agent: str
-    connection: bytes  # how to reach the agent
-    validity_agent: bytes = msgspec.field(name="guards")  # how to reach the agent of its guards, and their page
-    memory: bytes  # what a reader must know about the registration; empty when there are no bytes
-    kind: str  # of memory, in NIXL's words
-    descriptors: list[Descriptor] = msgspec.field(name="spots")  # of the pieces
+    connection: bytes  # metadata for connecting to the agent
+    validity_agent: bytes = msgspec.field(name="guards")  # metadata of the validity agent and of its page of slots
+    memory: bytes  # metadata of the registration; empty if the KV has no bytes
+    kind: str  # of memory, as NIXL calls it: DRAM or VRAM
+    descriptors: list[Descriptor] = msgspec.field(name="spots")  # of the regions
     validity_slot: Descriptor = msgspec.field(name="guard")
-    nonce: bytes  # what the guard holds while the offer stands
-    ready: int  # pieces that held their data when it was made
-    checksum: str = ""  # its method, see `checksums`; "": the guard has none
+    nonce: bytes  # content of the validity slot while the transfer is published
+    ready: int  # regions that held their data when this was created
+    checksum: str = ""  # see `Checksums.method`; "": the validity slot has no checksum
 
     @property
     def sizes_bytes(self) -> list[int]:
+        """Return the sizes of the regions in bytes."""
         return [descriptor[1] for descriptor in self.descriptors]
 
 
@@ -93,21 +104,28 @@ class Region(NamedTuple):
 
     piece: MemoryRegion
     handle: Any
-    memory: bytes  # for readers
+    memory: bytes  # metadata for readers
 
-    def holds(self, piece: MemoryRegion) -> bool:
+    def contains(self, piece: MemoryRegion) -> bool:
+        """Return whether `piece` is completely in this region."""
         begin, end = self.piece.address, self.piece.address + self.piece.num_bytes
         return piece.device == self.piece.device and begin <= piece.address and piece.address + piece.num_bytes <= end
 
 
 class NixlBindings:
-    """NIXL in this process. Raises ConfigError where it is not installed.
+    """NIXL in this process.
 
-    Two agents: NIXL calls a transfer done when all that was posted to the same agent's peer before it is done (1.5.1
-    flushes the endpoint), so a look at a guard beside KV on its way would wait for that KV.
+    It has two agents. NIXL reports a transfer as done only after everything posted earlier to the same peer of that
+    agent (1.5.1 flushes the endpoint). With one agent, reading a validity slot would wait for the KV that is being
+    read.
     """
 
     def __init__(self) -> None:
+        """Import NIXL.
+
+        Raises:
+            ConfigError: It is not installed.
+        """
         for variable, value in _VARIABLES.items():
             export(variable, value, wanted_by="kv_transfer/nixl")
         try:
@@ -117,14 +135,21 @@ class NixlBindings:
             raise ConfigError(f"transfer backend nixl: {exc}; {install_hint('nixl')}") from exc
         self._api: Any = api
         self.errors = _error_classes(bindings)
-        self.agent: Any = None  # moves what is offered
-        self.validity_agent: Any = None  # moves guards and words
-        self.regions: list[Region] = []  # registered once, until the end
+        self.agent: Any = None  # reads KV
+        self.validity_agent: Any = None  # reads validity slots and writes acknowledgments
+        self.regions: list[Region] = []  # registered until `close`
 
     def open(self, name: str, validity_slots: ValiditySlots) -> tuple[bytes, bytes]:
-        """Makes the agents; how others reach them. Raises ConfigError when their UCX back end does not start."""
-        # Its progress thread spins on a whole core for as long as the agent lives (seen with 1.5.1): the backend's
-        # listener and the readers' polling make progress instead.
+        """Create the agents.
+
+        Returns:
+            The metadata for connecting to the agent and to the validity agent.
+
+        Raises:
+            ConfigError: NIXL's UCX back end does not start.
+        """
+        # NIXL's progress thread (1.5.1) uses a whole core as long as the agent lives. The backend's listener and the
+        # readers' polling make progress instead.
         sync = self._api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         settings = self._api.nixl_agent_config(enable_prog_thread=False, backends=_BACKENDS, sync_mode=sync)
         join()
@@ -136,7 +161,7 @@ class NixlBindings:
             validity_connection: bytes = validity_agent.get_partial_agent_metadata(page, True, _BACKENDS)
         except self.errors as exc:
             raise ConfigError(
-                f"transfer backend nixl can't start its UCX back end: {exc!r}; choose transfer backend tcp"
+                f"transfer backend nixl can't start its UCX back end: {exc!r}; use transfer backend tcp"
             ) from exc
         self.agent, self.validity_agent = agent, validity_agent
         return connection, validity_connection
@@ -145,12 +170,12 @@ class NixlBindings:
         self.agent = self.validity_agent = None
 
     def progress(self) -> None:
-        """Some transports need the holder's help."""
+        """Let NIXL make progress. Some transports need it on the prefill worker."""
         for agent in (self.agent, self.validity_agent):
-            agent.get_new_notifs()  # there are none, but this makes progress
+            agent.get_new_notifs()  # no notifications are used, but the call makes progress
 
     def register(self, pieces: Sequence[MemoryRegion]) -> tuple[Any, bytes]:
-        """A registration of pieces of one kind, and what readers must know of it."""
+        """Register regions of one kind of memory. Return the handle and the metadata for readers."""
         use_devices(pieces)
         descriptors = [(*descriptor, "") for descriptor in map(descriptor_of, pieces)]
         handle = self.agent.register_memory(descriptors, kind_of(pieces))
@@ -161,14 +186,16 @@ class NixlBindings:
             raise
 
     def region_of(self, pieces: Sequence[MemoryRegion]) -> Region | None:
-        """The region that holds all of them."""
-        return next((region for region in self.regions if all(map(region.holds, pieces))), None)
+        """Return the registered region that contains all `pieces`, or None."""
+        return next((region for region in self.regions if all(map(region.contains, pieces))), None)
 
     def descriptors(self, descriptor: Descriptor, kind: str) -> Any:
+        """Return NIXL's transfer list with this descriptor. `kind`: DRAM or VRAM."""
         return self.agent.get_xfer_descs([descriptor], kind)
 
     @contextlib.contextmanager
     def translated(self, what: str) -> Iterator[None]:
+        """Convert NIXL's errors to TransferFailed. `what` is the start of the error text."""
         try:
             yield
         except self.errors as exc:
@@ -176,26 +203,31 @@ class NixlBindings:
 
 
 def validity_agent_of(agent: str) -> str:
-    """The name of an agent's companion."""
+    """Return the name of the validity agent that belongs to an agent."""
     return f"{agent}-guards"
 
 
 def descriptor_of(piece: MemoryRegion) -> Descriptor:
+    """Return NIXL's descriptor of a region."""
     return piece.address, piece.num_bytes, _device(piece)
 
 
 def kind_of(pieces: Sequence[MemoryRegion]) -> str:
-    """Raises TransferFailed for memory that NIXL can't move, or for several kinds in one transfer."""
+    """Return the kind of memory of the regions, as NIXL calls it: DRAM or VRAM.
+
+    Raises:
+        TransferFailed: NIXL can't transfer such memory, or the regions are of several kinds.
+    """
     kinds = {piece.device.partition(":")[0] for piece in pieces}
     if not kinds <= {"cpu", "cuda"} or len(kinds) > 1:
         raise TransferFailed(
-            f"transfer backend nixl moves CPU or CUDA pieces, one kind per transfer, not {sorted(kinds)}"
+            f"transfer backend nixl transfers CPU or CUDA memory, one kind per transfer, not {sorted(kinds)}"
         )
     return "VRAM" if kinds == {"cuda"} else "DRAM"
 
 
 def use_devices(pieces: Sequence[MemoryRegion]) -> None:
-    """The calling thread is about to hand these to NIXL."""
+    """Make the GPU of the regions the current device, before the calling thread passes them to NIXL."""
     for device in {_device(piece) for piece in pieces if piece.device.startswith("cuda")}:
         use(device)
 
@@ -205,6 +237,6 @@ def _device(piece: MemoryRegion) -> int:
 
 
 def _error_classes(bindings: Any) -> tuple[type[Exception], ...]:
-    """What NIXL raises; its exceptions have no base class of their own."""
-    classes = [found for found in vars(bindings).values() if isinstance(found, type) and issubclass(found, Exception)]
+    """Return the exceptions that NIXL raises, which have no common base class."""
+    classes = [each for each in vars(bindings).values() if isinstance(each, type) and issubclass(each, Exception)]
     return (*classes, RuntimeError)

@@ -1,7 +1,7 @@
-"""One fetch, step by step: pieces as they become ready, a few in flight, then the guard, and a word to the holder.
+"""Fetch one transfer step by step: read its regions as they become ready, verify it, and acknowledge it.
 
-Threads hash checked pieces while others arrive. The checksum is in the guard, which a reader always reads last.
-NIXL can only be polled: each fetch lets others have their turn while it waits, see `moving`.
+A few reads are in flight at once. Threads hash regions while others arrive. The checksum is in the validity slot, which
+a reader reads last. NIXL can only be polled, so each fetch yields to the others while it waits, see `poller`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ from dynamo_trtllm.kv_transfer.nixl.bindings import (
 from dynamo_trtllm.kv_transfer.nixl.poller import LONGEST_SLEEP_S, PollSteps
 from dynamo_trtllm.kv_transfer.nixl.validity import Validity, ValiditySlots, ack_address, with_checksum
 
-PEER_LOADS = 1024  # NIXL keeps what it learned of a peer's memory until the peer is removed as a whole
+PEER_LOADS = 1024  # NIXL frees the metadata of a peer's memory only with the whole peer
 
 
 @dataclass(slots=True)
 class RemoteAgent:
+    """A connected agent of a prefill worker."""
+
     name: str
-    known: set[bytes] = field(default_factory=set)  # memory of its offers
+    known: set[bytes] = field(default_factory=set)  # memory metadata that was loaded
     fetches: int = 0
     broken: bool = False
 
 
 class RemoteAgents:
-    """A peer that failed is forgotten: the next fetch reconnects."""
+    """The connected agents. An agent that failed is removed, so that the next fetch connects again."""
 
     def __init__(self, bindings: NixlBindings) -> None:
         self._bindings = bindings
@@ -53,13 +55,13 @@ class RemoteAgents:
         return len(self._connected)
 
     def is_connected(self, offer: NixlOffer) -> bool:
-        """Whether it is met at once."""
+        """Return whether `connected` needs no connection and no metadata for this offer."""
         peer = self._connected.get(offer.agent)
         return peer is not None and (not offer.memory or offer.memory in peer.known)
 
     @contextlib.contextmanager
     def connected(self, offer: NixlOffer) -> Iterator[RemoteAgent]:
-        """The offer's holder, connected, and the offer's memory made known."""
+        """Connect to the offer's agent and load the metadata of its memory, for the time of the context."""
         agent = self._bindings.agent
         with self._lock:
             peer = self._connected.get(offer.agent)
@@ -80,15 +82,15 @@ class RemoteAgents:
             with self._lock:
                 peer.fetches -= 1
                 if peer.broken or (len(peer.known) >= PEER_LOADS and peer.fetches == 0):
-                    self._forget(peer)
+                    self._remove(peer)
 
     def disconnect(self, peer: RemoteAgent) -> None:
-        """Closes the connection to a peer, which also ends all that still moves over it."""
+        """Close the connection to an agent, which also aborts all reads over it."""
         with self._lock:
             peer.broken = True
-            self._forget(peer)
+            self._remove(peer)
 
-    def _forget(self, peer: RemoteAgent) -> None:
+    def _remove(self, peer: RemoteAgent) -> None:
         if self._connected.get(peer.name) is peer:
             del self._connected[peer.name]
             for agent, name in (
@@ -103,11 +105,15 @@ class RemoteAgents:
             self.disconnect(peer)
 
 
-_IN_FLIGHT = 4  # reads of one fetch: hides what posting the next one costs
+_IN_FLIGHT = 4  # reads per fetch, so that posting the next one takes no extra time
 
 
 class FetchRequest(NamedTuple):
-    """What to fetch and until when (monotonic); `slot` of the own guards takes what the holder's guard says."""
+    """What to fetch, and by when.
+
+    `slot` is the own validity slot that receives a copy of the prefill worker's slot. `deadline` is in seconds of
+    `time.monotonic`.
+    """
 
     ticket_id: str
     offer: NixlOffer
@@ -120,7 +126,7 @@ class FetchRequest(NamedTuple):
 
 class _AgentRef(NamedTuple):
     agent: Any
-    peer: str  # by its name to that agent
+    peer: str  # the peer's name at that agent
 
 
 class _XferHandle(NamedTuple):
@@ -129,7 +135,7 @@ class _XferHandle(NamedTuple):
 
 
 class FetchDriver:
-    """Fetches of one backend; steps of all of them are taken on one thread."""
+    """The fetches of one backend. One thread takes the steps of all of them."""
 
     def __init__(self, bindings: NixlBindings, validity_slots: ValiditySlots, checksums: Checksums) -> None:
         self._bindings = bindings
@@ -138,13 +144,15 @@ class FetchDriver:
         self.peers = RemoteAgents(bindings)
 
     def read(self, request: FetchRequest) -> PollSteps:
-        """Read an offer; the caller runs the steps to their end. See `TransferBackend.read`."""
+        """Read a transfer. The caller runs the steps to their end. See `TransferBackend.read`."""
         if time.monotonic() >= request.deadline:
-            raise TransferTimeout(f"ticket {request.ticket_id}: too many others were fetched to begin with it in time")
+            raise TransferTimeout(
+                f"KV transfer {request.ticket_id}: too many other fetches ran to start this one in time"
+            )
         with (
-            self._bindings.translated(f"ticket {request.ticket_id}: reading from its holder failed"),
+            self._bindings.translated(f"KV transfer {request.ticket_id}: reading from its prefill worker failed"),
             self.peers.connected(request.offer) as peer,
-            self._registered([piece for piece in request.pieces if piece.num_bytes]),
+            self._registered([region for region in request.pieces if region.num_bytes]),
         ):
             run = _FetchState(self._bindings, self.peers, peer, request, self._validity_slots, self._checksums)
             try:
@@ -155,7 +163,7 @@ class FetchDriver:
 
     @contextlib.contextmanager
     def _registered(self, pieces: Sequence[MemoryRegion]) -> Iterator[None]:
-        """For the time of a fetch, unless they lie in a region that is registered for good."""
+        """Register regions for the time of a fetch, unless they are part of a registered region."""
         use_devices(pieces)
         if not pieces or self._bindings.region_of(pieces) is not None:
             yield
@@ -177,17 +185,17 @@ class _FetchState:
     request: FetchRequest
     validity_slots: ValiditySlots
     checksums: Checksums
-    ready: int = field(init=False)  # pieces
+    ready: int = field(init=False)  # number of regions that can be read
     _moved_at: float = field(default_factory=time.monotonic)
-    _hashing: list[list[Future[int]]] = field(default_factory=list)  # by piece and block
+    _hashing: list[list[Future[int]]] = field(default_factory=list)  # by region and block
 
     def __post_init__(self) -> None:
         self.ready = self.request.offer.ready
 
     def data(self) -> PollSteps:
-        """All pieces in order. When this returns or raises, NIXL writes to none of them any more."""
+        """Read all regions in order. When this returns or raises, NIXL writes to none of them any more."""
         begun, total = 0, len(self.request.pieces)
-        in_flight: deque[tuple[int, _XferHandle | None]] = deque()  # by piece; None: a piece without bytes
+        in_flight: deque[tuple[int, _XferHandle | None]] = deque()  # by region; None: a region without bytes
         try:
             while begun < total or in_flight:
                 while begun < self.ready and len(in_flight) < _IN_FLIGHT:
@@ -203,16 +211,16 @@ class _FetchState:
                 yield from self._abort([xfer for _, xfer in in_flight if xfer is not None])
 
     def _begin(self, index: int) -> _XferHandle | None:
-        piece, offer = self.request.pieces[index], self.request.offer
-        if not piece.num_bytes:
+        region, offer = self.request.pieces[index], self.request.offer
+        if not region.num_bytes:
             return None
-        use_devices([piece])
-        ours = self.bindings.descriptors(descriptor_of(piece), kind_of([piece]))
+        use_devices([region])
+        ours = self.bindings.descriptors(descriptor_of(region), kind_of([region]))
         theirs = self.bindings.descriptors(offer.descriptors[index], offer.kind)
         return self._post(_AgentRef(self.bindings.agent, self.peer.name), "READ", ours, theirs)
 
     def _post_validity(self, verb: str, ours: Descriptor, theirs: Descriptor) -> _XferHandle:
-        """Of or for the holder's guard."""
+        """Post a read or write of the prefill worker's validity slot."""
         agent_ref = _AgentRef(self.bindings.validity_agent, validity_agent_of(self.peer.name))
         return self._post(
             agent_ref, verb, self.bindings.descriptors(ours, "DRAM"), self.bindings.descriptors(theirs, "DRAM")
@@ -233,7 +241,7 @@ class _FetchState:
     def _require_alive(self, state: str) -> bool:
         if state not in ("DONE", "PROC"):
             self.peer.broken = True
-            raise TransferFailed(f"NIXL ended a read from {self.peer.name} with state {state}")
+            raise TransferFailed(f"a NIXL transfer with agent {self.peer.name} ended in state {state}")
         return state == "DONE"
 
     def _complete(self, index: int, xfer: _XferHandle | None) -> None:
@@ -246,21 +254,22 @@ class _FetchState:
             self.request.on_piece(index)
 
     def _more_is_ready(self) -> Generator[float, None, bool]:
-        before, said = self.ready, (yield from self._read_validity())
-        self.ready = min(said.ready, len(self.request.pieces))
+        before, validity = self.ready, (yield from self._read_validity())
+        self.ready = min(validity.ready, len(self.request.pieces))
         if self.ready > before:
             self._moved_at = time.monotonic()
         return self.ready > before
 
     def acknowledge(self) -> PollSteps:
-        """Notify the holder that its offer was read.
+        """Verify the transfer and notify the prefill worker that it was read.
 
-        Raises TransferFailed when the offer was withdrawn or its checksum differs: the data is invalid.
+        Raises:
+            TransferFailed: The transfer was unpublished or its checksum differs, so the data is invalid.
         """
         self._moved_at = time.monotonic()
         ours = yield from self._checksum()
         entry = yield from self._read_validity()
-        while ours is not None and not entry.checksum:  # the holder is still computing it
+        while ours is not None and not entry.checksum:  # the prefill worker is still computing it
             yield self._waited_s()
             entry = yield from self._read_validity()
         if ours is not None and ours != entry.checksum:
@@ -272,7 +281,7 @@ class _FetchState:
         yield from self._finish(self._post_validity("WRITE", ack_word, ack_at))
 
     def _checksum(self) -> Generator[float, None, int | None]:
-        """Return the checksum of the data that was read, once all of it is hashed; None when it is not checked."""
+        """Return the checksum of the data once all of it is hashed, or None if it is not checked."""
         if not self.request.is_checked:
             return None
         checksum = NOTHING
@@ -289,7 +298,11 @@ class _FetchState:
             yield LONGEST_SLEEP_S
 
     def _read_validity(self) -> Generator[float, None, Validity]:
-        """Read the holder's guard. Raises TransferFailed when the offer was withdrawn."""
+        """Read the prefill worker's validity slot.
+
+        Raises:
+            TransferFailed: The transfer was unpublished.
+        """
         offer, slot = self.request.offer, self.request.slot
         ours, theirs = self.validity_slots.descriptor(slot), offer.validity_slot
         if self.request.is_checked:
@@ -297,7 +310,7 @@ class _FetchState:
         yield from self._finish(self._post_validity("READ", ours, theirs))
         entry = self.validity_slots.get(slot)
         if entry.nonce != offer.nonce:
-            raise TransferFailed(f"ticket {self.request.ticket_id}: its holder no longer offers it")
+            raise TransferFailed(f"KV transfer {self.request.ticket_id} is no longer published by its prefill worker")
         return entry
 
     def _finish(self, xfer: _XferHandle) -> PollSteps:
@@ -312,13 +325,16 @@ class _FetchState:
                 yield from self._abort([xfer])
 
     def _waited_s(self) -> float:
+        """Return the seconds since the last progress. Raises TransferTimeout after the deadline."""
         now = time.monotonic()
         if now >= self.request.deadline:
-            raise TransferTimeout(f"holder {self.peer.name} did not answer in time")
+            raise TransferTimeout(
+                f"KV transfer {self.request.ticket_id}: prefill worker {self.peer.name} did not answer in time"
+            )
         return now - self._moved_at
 
     def _abort(self, xfers: list[_XferHandle]) -> PollSteps:
-        """Ends reads that did not finish: closing the connection is the only abort that UCX guarantees."""
+        """Abort reads by closing the connection, which is the only abort that UCX guarantees."""
         self.peers.disconnect(self.peer)
         for xfer in xfers:
             while True:

@@ -1,7 +1,6 @@
-"""One thread that moves all fetches of a backend a step at a time: threads that poll NIXL take it from each other.
+"""Run all fetches of a backend on one thread, one step at a time, because several polling threads contend for NIXL.
 
-Knows nothing of what a step does. A fetch is a generator that yields, whenever others may have their turn, for how
-many seconds it has waited.
+A fetch is a generator. It yields when other fetches may run, with the seconds since its last progress.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import TypeAlias
 
-MAX_CONCURRENT_FETCHES = 16  # more of them would each come later, and none sooner
-_SPIN_S = 0.0005  # without progress for this long (128 MiB take 0.35 ms over NVLink): sleep a share of the time waited
-_SLEEP_SHARE = 1 / 16
+MAX_CONCURRENT_FETCHES = 16  # more would delay each fetch and speed up none
+_SPIN_S = 0.0005  # poll without sleeping for so long (128 MiB take 0.35 ms over NVLink)
+_SLEEP_SHARE = 1 / 16  # then sleep this share of the time since the last progress
 LONGEST_SLEEP_S = 0.001
 
 PollSteps: TypeAlias = Iterator[float]
@@ -28,20 +27,20 @@ class _PolledFetch:
     steps: PollSteps
     result: Future[None] = field(default_factory=Future)
     has_begun: bool = False
-    waited_s: float = 0.0  # said by its last step
+    waited_s: float = 0.0  # seconds since its last progress
 
     def begin(self) -> bool:
-        """Whether it is to be moved: it was not cancelled before."""
+        """Mark the fetch as running. Return False if it was cancelled before."""
         self.has_begun = self.has_begun or self.result.set_running_or_notify_cancel()
         return self.has_begun
 
     def step(self) -> bool:
-        """Takes one; whether there are more."""
+        """Take one step. Return whether more steps follow."""
         try:
             self.waited_s = next(self.steps)
         except StopIteration:
             self.result.set_result(None)
-        except BaseException as exc:  # noqa: BLE001  it is raised where the fetch is awaited
+        except BaseException as exc:  # noqa: BLE001  raised where the fetch is awaited
             self.result.set_exception(exc)
         else:
             return True
@@ -49,7 +48,7 @@ class _PolledFetch:
 
 
 class TransferPoller:
-    """Fetches begin in the order in which they come."""
+    """The polling thread. Fetches start in the order of `submit`."""
 
     def __init__(self, name: str) -> None:
         self._coming: SimpleQueue[_PolledFetch | None] = SimpleQueue()
@@ -62,10 +61,15 @@ class TransferPoller:
         self._thread.start()
 
     def submit(self, steps: PollSteps, *, step_now: bool = False) -> Future[None]:
-        """Its steps are taken to the end, unless the future is cancelled before the first.
+        """Queue a fetch. Its steps are taken to the end, unless the future is cancelled before the first step.
 
-        `step_now` takes the first here, where no other fetch waits for its turn: what it begins is under way while the
-        thread wakes up.
+        Args:
+            steps: The fetch.
+            step_now: Take the first step on the calling thread if no other fetch is queued, so that its reads start
+                before the polling thread wakes up.
+
+        Returns:
+            A future that is done when the fetch has ended.
         """
         fetch = _PolledFetch(steps)
         is_first = not self._waiting and self._coming.empty() and len(self._moving) < MAX_CONCURRENT_FETCHES
@@ -74,11 +78,11 @@ class TransferPoller:
         return fetch.result
 
     def is_alive(self) -> bool:
-        """Return whether fetches are still served."""
+        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def shutdown(self) -> None:
-        """Returns when those that began have ended; the others are cancelled. Nothing is submitted after this."""
+        """Wait for running fetches and cancel queued ones. `submit` must not be called after this."""
         self._coming.put(None)
         self._thread.join()
 
@@ -93,7 +97,7 @@ class TransferPoller:
             pause_s = self._step(is_rested=pause_s != 0)
 
     def _receive(self, pause_s: float | None) -> None:
-        """Waits so long, or until something comes."""
+        """Take the queued fetches. Wait up to `pause_s` seconds (None: without limit) for the first one."""
         try:
             coming = self._coming.get(timeout=pause_s) if pause_s != 0 else self._coming.get_nowait()
             while True:
@@ -104,7 +108,7 @@ class TransferPoller:
                 coming = self._coming.get_nowait()
         except Empty:
             if pause_s == 0:
-                self._nothing.poll(0)  # gives others Python's lock; time.sleep(0) would take 70 microseconds
+                self._nothing.poll(0)  # releases the GIL; time.sleep(0) would take 70 microseconds
 
     def _close(self) -> None:
         self._closing = True
@@ -114,10 +118,13 @@ class TransferPoller:
             fetch.result.set_running_or_notify_cancel()
 
     def _step(self, *, is_rested: bool) -> float | None:
-        """A turn; for how long nothing need be done, None: until something comes.
+        """Let the running fetches take a step.
 
-        Without a pause between turns only the oldest fetch and one other are asked: each question has its price, and
-        what was posted first mostly ends first.
+        If the thread has not paused since the last call, only the oldest fetch and one other take a step. Each poll
+        takes time, and fetches mostly end in the order in which they started.
+
+        Returns:
+            The seconds to pause until the next call; None: until a fetch is submitted.
         """
         asked = self._moving if is_rested else self._oldest_and_next()
         ended = [fetch for fetch in asked if not fetch.step()]

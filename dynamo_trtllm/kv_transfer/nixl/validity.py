@@ -1,10 +1,12 @@
-"""The guards of offers: one page of slots that readers look at, over the same backend as the data.
+"""Manage validity slots, which show readers whether the memory of a published transfer is still valid.
 
-A slot holds 16 random bytes, which are wiped when its offer is withdrawn, then the number of pieces that hold their
-data, and the checksum of all pieces once it is known. Readers without checksums read only the part before it.
-Readers read the guard of an offer into a slot of their own. One that has read the offer writes the first of the random
-bytes behind the count: a late word about another offer says nothing. NIXL's own notifications are not used: the next
-read from the same peer ends only when its holder has looked for them.
+Readers read slots over NIXL, as they read the KV. A slot contains, in this order: a nonce of 16 random bytes, which is
+cleared when the transfer is unpublished; the number of regions that hold their data; the acknowledgment; and the
+checksum of all regions once it is known. Readers without checksums read only the part before it.
+
+A reader copies the slot into a slot of its own. After a successful read it writes the first 8 bytes of the nonce as the
+acknowledgment, so a late acknowledgment of another transfer has no effect. NIXL's notifications are not used, because
+the next read from the same peer would wait until that peer has received them.
 """
 
 from __future__ import annotations
@@ -20,20 +22,22 @@ NONCE_BYTES = 16
 COUNT_BYTES = 8
 ACK_BYTES = 8
 CHECKSUM_BYTES = 8
-PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + ACK_BYTES  # the size of a guard without a checksum
+PLAIN_BYTES = NONCE_BYTES + COUNT_BYTES + ACK_BYTES  # a slot without the checksum
 SLOT_BYTES = PLAIN_BYTES + CHECKSUM_BYTES
 _ACK_OFFSET = NONCE_BYTES + COUNT_BYTES
-SLOTS = 4096  # offers and fetches at once
+SLOTS = 4096  # limit of published transfers and fetches together
 
 
 class Validity(NamedTuple):
+    """The content of a slot, without the acknowledgment."""
+
     nonce: bytes
-    ready: int
-    checksum: int  # 0: not there yet
+    ready: int  # number of regions that hold their data
+    checksum: int  # 0: not known yet
 
 
 class ValiditySlots:
-    """Slots of one process. Taken and freed on any thread: list operations are atomic."""
+    """The slots of one process. `acquire` and `release` are thread-safe, because list operations are atomic."""
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, SLOTS * SLOT_BYTES)
@@ -42,17 +46,29 @@ class ValiditySlots:
         self.free_slots = list(range(SLOTS))
 
     def acquire(self) -> int:
-        """A free slot. Raises TransferFailed when there is none."""
+        """Return a free slot.
+
+        Raises:
+            TransferFailed: All slots are in use.
+        """
         if not self.free_slots:
-            raise TransferFailed(f"transfer backend nixl has {SLOTS} offers and fetches open; withdraw some")
+            raise TransferFailed(f"transfer backend nixl has {SLOTS} transfers open; retry when some have ended")
         return self.free_slots.pop()
 
     def release(self, slot: int) -> None:
+        """Clear a slot and make it available again."""
         self.clear(slot)
         self.free_slots.append(slot)
 
     def activate(self, slot: int, ready: int) -> bytes:
-        """From here on the slot says that its offer stands. Returns the nonce that it holds."""
+        """Mark a transfer as published.
+
+        Args:
+            ready: The number of regions that hold their data.
+
+        Returns:
+            The nonce in the slot.
+        """
         nonce = secrets.token_bytes(NONCE_BYTES)
         self._clear_ack(slot)
         self.set_checksum(slot, 0)
@@ -61,19 +77,22 @@ class ValiditySlots:
         return nonce
 
     def mark_ready(self, slot: int, ready: int) -> None:
+        """Publish that the first `ready` regions hold their data."""
         begin = slot * SLOT_BYTES + NONCE_BYTES
-        self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(COUNT_BYTES, "little")  # eight bytes at once
+        # A single write of 8 bytes, so that readers see a complete value.
+        self._page[begin : begin + COUNT_BYTES] = ready.to_bytes(COUNT_BYTES, "little")
 
     def set_checksum(self, slot: int, checksum: int) -> None:
-        """Let readers see the checksum of all pieces. Callable on any thread."""
+        """Publish the checksum of all regions. Thread-safe."""
         begin = slot * SLOT_BYTES + PLAIN_BYTES
         self._page[begin : begin + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
 
     def clear(self, slot: int) -> None:
+        """Clear a slot, so that reads of its transfer fail from now on."""
         self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES] = bytes(SLOT_BYTES)
 
     def was_read(self, slot: int) -> bool:
-        """Whether a reader said so since the last time it was asked."""
+        """Return whether a reader has acknowledged since the last call."""
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         if entry[_ACK_OFFSET:PLAIN_BYTES] != entry[:ACK_BYTES] or not any(entry[:NONCE_BYTES]):
             return False
@@ -85,26 +104,27 @@ class ValiditySlots:
         self._page[begin : begin + ACK_BYTES] = bytes(ACK_BYTES)
 
     def get(self, slot: int) -> Validity:
+        """Return the content of a slot."""
         entry = self._page[slot * SLOT_BYTES : (slot + 1) * SLOT_BYTES]
         ready, checksum = entry[NONCE_BYTES : NONCE_BYTES + COUNT_BYTES], entry[PLAIN_BYTES:]
         return Validity(entry[:NONCE_BYTES], int.from_bytes(ready, "little"), int.from_bytes(checksum, "little"))
 
     def descriptor(self, slot: int) -> tuple[int, int, int]:
-        """Return where a slot is: address, size in bytes without the checksum, device."""
+        """Return NIXL's descriptor of a slot without its checksum: address, size in bytes, device."""
         return self.address + slot * SLOT_BYTES, PLAIN_BYTES, 0
 
     def ack_word(self, slot: int) -> tuple[int, int, int]:
-        """Where a reader has the word that says that it has read the offer whose guard it looked at."""
+        """Return the descriptor of the acknowledgment to send: the first bytes of the nonce in an own slot."""
         return self.address + slot * SLOT_BYTES, ACK_BYTES, 0
 
 
 def with_checksum(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return where a guard is, with its checksum included."""
+    """Return the descriptor of the same slot with its checksum."""
     address, _, device = validity_slot
     return address, SLOT_BYTES, device
 
 
 def ack_address(validity_slot: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Where in a holder's guard that word belongs."""
+    """Return the descriptor of the acknowledgment in a prefill worker's slot."""
     address, _, device = validity_slot
     return address + _ACK_OFFSET, ACK_BYTES, device

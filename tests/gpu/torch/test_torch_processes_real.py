@@ -21,7 +21,7 @@ CANCELLED = 0.3
 
 def test_log_when_started_then_kv_lies_on_the_gpu_and_moves_over_nixl(pair: Pair) -> None:
     for worker in (pair.prefill, pair.decode):
-        worker.wait_for(r"KV moves over nixl/ucx, through \d+ MiB of staging memory", 1)
+        worker.wait_for(r"KV transfer over nixl/ucx: transfer buffer of \d+ MiB", 1)
         assert not any("pinned host memory" in line for line in worker.lines)
         assert any(f"ready on {pair.site.device}" in line for line in worker.lines)
 

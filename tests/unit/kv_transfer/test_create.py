@@ -22,7 +22,7 @@ def test_select_when_unknown_then_config_error_lists_the_choices() -> None:
 def test_select_when_unnamed_then_nixl_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dynamo_trtllm")
     assert create_backend(None).name == "nixl/ucx"
-    assert [record.getMessage() for record in caplog.records] == ["KV moves over transfer backend nixl/ucx"]
+    assert [record.getMessage() for record in caplog.records] == ["KV transfer backend: nixl/ucx"]
 
 
 def test_select_when_nixl_is_missing_then_tcp_unless_it_was_named(

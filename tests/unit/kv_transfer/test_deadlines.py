@@ -63,7 +63,7 @@ def within(deadline_in_s: float, timeout_s: float) -> FetchLimits:
     ("deadline_s", "expiry_s", "timeout_s", "error", "said"),
     [
         (1, 9, 9, DeadlineExceeded, "the request's deadline passed"),
-        (9, 1, 9, TransferTimeout, "its ticket expired"),
+        (9, 1, 9, TransferTimeout, "it expired"),
         (9, 9, 1, TransferTimeout, "--handoff-timeout-s 1 passed"),
     ],
 )

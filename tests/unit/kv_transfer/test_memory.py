@@ -26,7 +26,7 @@ def test_require_cpu_when_on_a_gpu_then_names_the_device() -> None:
 
 @pytest.mark.parametrize(
     ("theirs", "message"),
-    [([1], "1 pieces, the destination 2"), ([1, 3], "piece 1 has 3 bytes"), ([2, 1], "piece 0 has 2 bytes")],
+    [([1], "1 regions at prefill, 2 at decode"), ([1, 3], "region 1 has 3 bytes"), ([2, 1], "region 0 has 2 bytes")],
 )
 def test_require_sizes_when_different_then_says_where(theirs: list[int], message: str) -> None:
     pieces = [MemoryRegion(1, 1), MemoryRegion(2, 2)]

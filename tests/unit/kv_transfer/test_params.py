@@ -43,7 +43,7 @@ def test_check_when_a_field_differs_then_names_it_and_both_values(field: str, va
     assert caught.value.field == field
     assert caught.value.code == "ticket_mismatch"
     assert repr(getattr(TICKET, field)) in caught.value.message
-    assert f"ticket t1: {field} is" in caught.value.message
+    assert f"KV transfer t1: {field} is" in caught.value.message
 
 
 @pytest.mark.parametrize("field", EQUAL_LAYOUT)

@@ -109,7 +109,7 @@ async def test_redeem_when_pieces_have_an_impossible_size_then_mismatch(monkeypa
     await holder.kv_connector.start(holder.transfer_buffer)
     monkeypatch.setitem(REGION_BYTES, "cpu", 0)
     chunk = await handed_out(holder, [])
-    with pytest.raises(TransferMismatch, match="pieces of 0 bytes"):
+    with pytest.raises(TransferMismatch, match="regions of 0 bytes"):
         holder.kv_connector.validate(
             request(Phase.DECODE, chunk.ticket), LAYOUT, kv_bytes=holder.pool.moved_bytes(TOKENS)
         )
@@ -144,5 +144,5 @@ async def test_start_when_the_carrier_can_not_move_the_gpus_memory_then_host_mem
     transfer_buffer: Any = OnGpu()
     await kv_connector.start(transfer_buffer)
     assert backend.registered == ["cpu"]
-    assert caplog.text.count("KV moves through pinned host memory: not this memory") == 1
+    assert caplog.text.count("KV transfer uses pinned host memory, which is slower: not this memory") == 1
     await kv_connector.aclose()

@@ -13,7 +13,7 @@ def test_load_when_gpus_are_requested_and_torch_can_use_none_then_it_does_not_lo
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", requested)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=rf"GPUs {requested} are requested .* can use none"):
+    with pytest.raises(ConfigError, match=rf"requests GPUs {requested}, but .* can use none"):
         load("no/folder", TorchArgs())
     with pytest.raises(ConfigError, match="no/folder does not exist"):
         load("no/folder", TorchArgs(device="cpu"))

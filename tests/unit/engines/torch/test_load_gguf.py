@@ -50,7 +50,7 @@ def test_gguf_when_two_workers_start_at_once_then_one_converts_and_the_other_use
 ) -> None:
     class Waits(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() == "waiting for another process that converts tiny.gguf":
+            if record.getMessage() == "waiting for another process to convert tiny.gguf":
                 conversion.go_on.set()
 
     handler = Waits()

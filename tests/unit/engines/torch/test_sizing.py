@@ -70,5 +70,5 @@ def test_staging_when_set_then_it_is_that_and_must_hold_the_longest_request() ->
 
 def test_blocks_when_staging_takes_all_room_then_config_error() -> None:
     args = TorchArgs(kv_cache_gib=2, kv_staging_gib=4)
-    with pytest.raises(ConfigError, match="hold no KV block"):
+    with pytest.raises(ConfigError, match="no space for one KV block"):
         load.kv_blocks(model(), args, load.kv_layout(model(), args), has_transfer_buffer=True)

@@ -125,7 +125,7 @@ async def test_decode_when_the_deadline_comes_before_the_kv_then_it_is_no_fault_
     at, llm = make(Role.DECODE)
     near = msgspec.structs.replace(ask(Phase.DECODE, ticket=await a_ticket()), deadline=time.time() + 0.1)
     task, _ = await started(at, llm, near)
-    with pytest.raises(DeadlineExceeded, match="did not come before the request's deadline"):
+    with pytest.raises(DeadlineExceeded, match="did not finish before the request's deadline"):
         await task
     await check_idle(at)
 

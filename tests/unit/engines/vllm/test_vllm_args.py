@@ -87,14 +87,14 @@ def test_experts_when_data_parallel_then_all_ranks_are_tensor_times_data() -> No
 def test_experts_when_over_some_ranks_then_refused_with_the_sizes_that_work() -> None:
     said = refused("--expert-parallel-size 2 --tensor-parallel-size 4")
     assert said == (
-        "flag --expert-parallel-size is 2: vLLM spreads experts over all ranks of a layer, 4 (tensor_parallel_size 4 "
-        "times data_parallel_size 1), or over none; give 4 or 1"
+        "flag --expert-parallel-size is 2: vLLM distributes experts over all 4 ranks (tensor_parallel_size 4 times "
+        "data_parallel_size 1) or none; set it to 4 or 1"
     )
 
 
 def test_experts_when_two_places_disagree_then_refused() -> None:
     given = {"enable_expert_parallel": True}
-    assert "give one" in refused("--expert-parallel-size 1 --tensor-parallel-size 4", override_engine_args=given)
+    assert "set only one" in refused("--expert-parallel-size 1 --tensor-parallel-size 4", override_engine_args=given)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_args_when_a_key_or_value_is_not_vllms_then_refused_by_name(given: dict[
 @pytest.mark.parametrize("name", sorted(_RESERVED))
 def test_args_when_named_as_in_the_other_engine_then_refused_with_vllms_name(name: str) -> None:
     assert manifest.find(name) is None
-    assert f"{name} is of the trtllm engine; with vLLM it is" in refused(override_engine_args={name: 1})
+    assert f"{name} is an argument of the trtllm engine; with vLLM use" in refused(override_engine_args={name: 1})
 
 
 @pytest.mark.parametrize("key", sorted(_OURS))
@@ -141,12 +141,12 @@ def test_names_when_looked_up_then_vllm_has_them_all() -> None:
 
 
 def test_args_when_a_kernels_profile_is_named_then_refused() -> None:
-    assert "profiles are of the trtllm engine" in refused("--kernels-profile hopper")
+    assert "profiles are for the trtllm engine" in refused("--kernels-profile hopper")
 
 
 def test_args_when_the_memory_share_is_typed_then_a_note_says_what_it_means_here() -> None:
     (note,) = merged("--is-prefill-worker --free-gpu-memory-fraction 0.8").notes
-    assert "the share of all GPU memory that it takes" in note
+    assert "a fraction of all GPU memory" in note
 
 
 def test_args_when_no_role_is_said_then_a_note_says_which_it_is() -> None:

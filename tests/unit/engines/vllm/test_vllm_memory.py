@@ -20,10 +20,10 @@ HALF = {"gpu_memory_utilization": 0.5}
 def test_lack_when_another_process_holds_the_memory_then_the_numbers_the_reason_and_what_to_do() -> None:
     said = explain_oom({"gpu_memory_utilization": 0.85}, [TAKEN], [TAKEN])
     assert said is not None
-    assert "31.0 of 140.0 GiB are free on its GPU 0" in said
-    assert "0.85 of all (gpu_memory_utilization) is 119.0 GiB" in said
-    assert "another process holds the rest" in said
-    assert "keeps that one's memory until it ends" in said
+    assert "GPU 0 has 31.0 of 140.0 GiB free" in said
+    assert "gpu_memory_utilization 0.85 needs 119.0 GiB" in said
+    assert "another process uses the rest" in said
+    assert "still maps that worker's memory" in said
     assert "https://github.com/openucx/ucx/issues/11753" in said
     assert "--free-gpu-memory-fraction 0.22" in said
 
@@ -52,7 +52,7 @@ def test_lack_when_asked_then_only_for_a_gpu_of_the_engine_that_never_had_room(
         assert said is None
     else:
         assert said is not None
-        assert f"on its GPU {gpu_at_fault}" in said
+        assert f"GPU {gpu_at_fault} has" in said
 
 
 def test_lack_when_the_gpu_is_full_then_no_share_is_offered() -> None:
@@ -85,7 +85,7 @@ def vendor() -> VllmBindings:
 
 @pytest.mark.parametrize(
     ("free", "wanted"),
-    [([TAKEN], "are free on its GPU 0"), ([FREE], "Engine core initialization failed"), ([], "core")],
+    [([TAKEN], "GiB free, but gpu_memory_utilization"), ([FREE], "Engine core initialization failed"), ([], "core")],
 )
 def test_build_when_the_engine_process_dies_then_memory_is_named_only_where_it_lacks(
     monkeypatch: pytest.MonkeyPatch, free: list[tuple[int, int]], wanted: str
