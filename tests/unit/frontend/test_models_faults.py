@@ -81,7 +81,7 @@ async def test_load_when_the_files_of_a_card_are_too_large_together_then_not_ser
     sizes = sorted(path.stat().st_size for path in files.values())
     monkeypatch.setattr(models_module, "MOST_FILES_BYTES", sum(sizes) - 1)
     assert sizes[-1] < sum(sizes) - 1  # each alone is small enough
-    await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
+    await frontend.add(1, card_of(files), service=FileService(by_hash(files)))
     await until(lambda: "cannot be loaded yet" in caplog.text)
     assert "for all files of a model" in caplog.text
     assert "restart it" not in caplog.text
@@ -126,7 +126,7 @@ async def test_load_when_a_tokenizer_file_makes_its_library_panic_then_the_model
     tokenizer = json.loads(files["tokenizer.json"].read_bytes())
     tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
     files["tokenizer.json"].write_text(json.dumps(tokenizer))
-    await frontend.add(1, card_of(files), service=Holder(by_hash(files)))
+    await frontend.add(1, card_of(files), service=FileService(by_hash(files)))
     await until(lambda: "model tiny cannot be loaded yet" in caplog.text)
     await frontend.add(2, HARMONY)
     await wait_served(frontend, "oss")
