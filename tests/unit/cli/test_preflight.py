@@ -194,9 +194,9 @@ def test_main_when_one_file_is_given_then_that_role_alone_is_judged(capsys: pyte
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "nothing to judge; give --prefill and --decode, or --agg"),
-        ([*TARGET, "--agg", "a.yaml"], "--agg is for workers of whole requests"),
-        ([*TARGET, "--osl", "5"], "--osl and --concurrency say nothing without --isl"),
+        ([], "nothing to check; give --prefill and --decode, or --agg"),
+        ([*TARGET, "--agg", "a.yaml"], "--agg can't be combined with --prefill or --decode"),
+        ([*TARGET, "--osl", "5"], "--osl and --concurrency need --isl"),
         ([*TARGET, "--gpu", "b2000"], "--gpu b2000 is not known; known: a100"),
         ([*TARGET, "--model", "no/where"], "model folder no/where does not exist"),
         ([*TARGET, "--release", "new"], "version 'new' is not one"),
