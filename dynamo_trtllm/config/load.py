@@ -144,13 +144,13 @@ def _shown(flag: Flag, value: Any) -> str:
 def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Return values by field; the DYN_TRTLLM_ variable overrides a well-known one."""
     _check_environment(model, env)
-    found: dict[str, tuple[Any, str]] = {}
+    values: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
         for name in (flag.env, f"{ENV_PREFIX}{flag.field.upper()}"):
             if name is not None and name in env:
                 source = f"environment {name}"
-                found[flag.field] = (flag.convert(env[name], source), source)
-    return found
+                values[flag.field] = (flag.convert(env[name], source), source)
+    return values
 
 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:

@@ -134,7 +134,7 @@ async def _at_port(
             if port is not None:
                 which = " or ".join(str(port + n) for n in range(count))
                 raise ConfigError(f"{program}: port {which} is in use; stop the process that uses it") from None
-    raise ConfigError(f"{program}: no free loopback port found in {_PORT_TRIES} tries; stop processes that listen")
+    raise ConfigError(f"{program}: no free loopback port found in {_PORT_TRIES} tries; stop processes that use ports")
 
 
 async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> None:
