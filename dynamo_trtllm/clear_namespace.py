@@ -1,9 +1,9 @@
-"""`python -m dynamo_trtllm.clear_namespace` removes what a deployment left in etcd and JetStream."""
+"""Remove stale records of a deployment from etcd and JetStream (`python -m dynamo_trtllm.clear_namespace`)."""
 
 if __name__ == "__main__":
     try:
         from dynamo_trtllm.cli.clear_namespace import main
 
         main()
-    except KeyboardInterrupt:  # while it loads: later it ends in its own way
+    except KeyboardInterrupt:  # during imports, before the command handles it
         raise SystemExit(130) from None

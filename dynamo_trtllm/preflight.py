@@ -1,9 +1,9 @@
-"""`python -m dynamo_trtllm.preflight` judges engine arguments before anything loads."""
+"""Check engine arguments without loading an engine (`python -m dynamo_trtllm.preflight`)."""
 
 if __name__ == "__main__":
     try:
         from dynamo_trtllm.cli.preflight import main
 
         main()
-    except KeyboardInterrupt:  # while it loads: later it ends in its own way
+    except KeyboardInterrupt:  # during imports, before the command handles it
         raise SystemExit(130) from None

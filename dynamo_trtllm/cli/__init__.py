@@ -1,1 +1,1 @@
-"""Command-line tools that inspect, check or talk to a deployment and start none. May import every package."""
+"""Command-line tools that check, clear or chat with a deployment. They may import every package."""

@@ -1,4 +1,4 @@
-"""`python -m dynamo_trtllm.chat`: a conversation with a running frontend, in a terminal or line by line from a pipe."""
+"""Chat with a running frontend (`python -m dynamo_trtllm.chat`), in a terminal or line by line from a pipe."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from dynamo_trtllm.errors import ConfigError
 
 PROG: Final = "python -m dynamo_trtllm.chat"
 _DESCRIPTION: Final = (
-    "Talks to a running frontend: streams answers with reasoning and tool calls, and says how fast they came."
+    "Chat with a running frontend: stream answers with reasoning and tool calls, and print TTFT and speed."
 )
 _PROMPT: Final = "> "
 HELP: Final = """\
-/reset   forget the conversation
-/exit    leave (so does Ctrl-D)
-/help    this
-Ctrl-C ends an answer; anything else is a question.
+/reset   clear the conversation
+/exit    exit (also Ctrl-D)
+/help    show this help
+Ctrl-C stops an answer. Any other line is sent as a question.
 """
 
 Ask = Callable[[Mapping[str, Any]], Generator[dict[str, Any], None, None]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit status: 0, 1 when a question of a pipe or the server could not be answered, 2 for a bad command line."""
+    """Run the command.
+
+    Exit with status 0, with 1 if the server is unreachable or a question from a pipe got no answer, and with 2 for a
+    bad command line.
+    """
     try:
         config = load(ChatConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
         model = config.model or only_model(models(config.url), config.url)
@@ -42,14 +46,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(1) from exc
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    except BrokenPipeError:  # the reader is gone; without this the interpreter complains at its end
+    except BrokenPipeError:  # the reader has exited; without this the interpreter prints an error at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     raise SystemExit(1 if failures else 0)
 
 
 def _converse(config: ChatConfig) -> int:
-    """Until the input ends. How many of the questions that came from a pipe were not answered."""
+    """Chat until the input ends; return how many questions from a pipe failed."""
     is_terminal = sys.stdin.isatty()
     has_colors = is_terminal and sys.stdout.isatty() and not is_color_refused()
     for stream in (sys.stdin, sys.stdout):
@@ -62,22 +66,22 @@ def _converse(config: ChatConfig) -> int:
         Notices(sys.stderr, has_colors=has_colors),
     )
     if is_terminal:
-        chat.notes.say(f"{config.model} at {config.url}; /help says what else there is")
+        chat.notes.say(f"Connected to {config.model} at {config.url}. Type /help for commands.")
     chat.run(_typed_lines() if is_terminal else sys.stdin)
     return 0 if is_terminal else chat.failures
 
 
 def only_model(names: Sequence[str], url: str) -> str:
-    """Raises ConfigError unless there is exactly one."""
+    """Return the only model name. Raise ConfigError if there is none or more than one."""
     if len(names) == 1:
         return names[0]
     if not names:
-        raise ConfigError(f"{url} serves no model yet; start a worker, or name the model with --model", field="model")
-    raise ConfigError(f"{url} serves several models; choose one with --model: {', '.join(names)}", field="model")
+        raise ConfigError(f"{url} has no model yet; start a worker, or pass --model", field="model")
+    raise ConfigError(f"{url} has several models; choose one with --model: {', '.join(names)}", field="model")
 
 
 class Notices:
-    """Lines of this program, as opposed to the model's."""
+    """Writes lines of this program, dimmed to differ from the model's output."""
 
     def __init__(self, out: TextIO, *, has_colors: bool) -> None:
         self._out = out
@@ -90,7 +94,7 @@ class Notices:
 
 
 class Chat:
-    """A conversation: what was said so far, and what to do with a line."""
+    """A conversation: its messages so far, and the handling of input lines."""
 
     def __init__(self, config: ChatConfig, ask: Ask, screen: Screen, notes: Notices) -> None:
         self._config = config
@@ -101,7 +105,7 @@ class Chat:
         self._messages: list[dict[str, str]] = []
 
     def run(self, lines: Iterable[str]) -> None:
-        """Until the lines end or one says /exit."""
+        """Process lines until they end or one is /exit."""
         for line in lines:
             text = line.strip()
             if text == "/exit":
@@ -112,7 +116,7 @@ class Chat:
                 self._turn(text)
 
     def request(self, question: str) -> dict[str, Any]:
-        """The body for the next question."""
+        """Return the request body for the next question."""
         config = self._config
         system = [] if config.system is None else [{"role": "system", "content": config.system}]
         chosen = {name: getattr(config, name) for name in ("reasoning_effort", "max_tokens", "temperature")}
@@ -126,19 +130,19 @@ class Chat:
     def _command(self, text: str) -> None:
         if text == "/reset":
             self._messages.clear()
-            self.notes.say("forgotten")
+            self.notes.say("Conversation cleared.")
         elif text == "/help":
             self.notes.say(HELP.rstrip())
         else:
-            self.notes.say(f"{text.split()[0]} is no command; /help lists them")
+            self.notes.say(f"Unknown command {text.split()[0]}. Type /help for commands.")
 
     def _turn(self, question: str) -> None:
         turn = ChatTurn()
         try:
             with closing(self._ask(self.request(question))) as events:
                 for event in events:
-                    for piece in turn.add(event):
-                        self._screen.show(piece)
+                    for delta in turn.add(event):
+                        self._screen.show(delta)
             self._screen.end()
             self.notes.say(turn.report())
         except KeyboardInterrupt:
@@ -155,7 +159,7 @@ class Chat:
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines from a person, up to Ctrl-D. Ctrl-C gives the line up."""
+    """Yield lines from the terminal until Ctrl-D. Ctrl-C discards the current line."""
     with suppress(ImportError):
         import readline  # noqa: F401  # editing and history for `input`
     while True:

@@ -20,11 +20,11 @@ _DATA: Final = "data:"
 
 
 class ChatFailed(Exception):
-    """No answer, or not all of it. The message is one line and says what to do where that is known."""
+    """The answer is missing or incomplete. The message is one line, with advice where there is any."""
 
 
 def models(url: str) -> list[str]:
-    """Names of the models that are served."""
+    """Return the names of the frontend's models. Raise ChatFailed if it gives no valid answer."""
     with closing(_connect(url)) as connection:
         response = _request(connection, url, "GET", "/v1/models", None)
         listed = _json(response.read())
@@ -32,18 +32,26 @@ def models(url: str) -> list[str]:
 
 
 def stream_chat(url: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-    """The events of one streamed answer. Close it to end the answer early."""
+    """Send a chat completion request and yield the events of its stream. Close the generator to stop the answer.
+
+    Args:
+        url: Address of the frontend.
+        body: Request body, with `stream` set.
+
+    Raises:
+        ChatFailed: There is no connection, the server returns an error, or the stream breaks.
+    """
     with closing(_connect(url)) as connection:
         content = json.dumps(body).encode()
         response = _request(connection, url, "POST", "/v1/chat/completions", content)
         try:
             yield from events(response)
         except (OSError, http.client.HTTPException) as exc:
-            raise ChatFailed(f"the connection to {url} broke: {_reason(exc)}") from exc
+            raise ChatFailed(f"connection to {url} lost: {_reason(exc)}") from exc
 
 
 def events(lines: Iterable[bytes]) -> Generator[dict[str, Any], None, None]:
-    """Server-sent events up to `[DONE]`. Raises ChatFailed for an error among them, and for an end without it."""
+    """Yield the server-sent events before `[DONE]`. Raise ChatFailed for an error event or a missing `[DONE]`."""
     for line in lines:
         text = line.decode(errors="replace").strip()
         if not text.startswith(_DATA):
@@ -55,11 +63,11 @@ def events(lines: Iterable[bytes]) -> Generator[dict[str, Any], None, None]:
         if event.get("error"):
             raise ChatFailed(error_text(event))
         yield event
-    raise ChatFailed("the answer ended early: the server closed the connection")
+    raise ChatFailed("the answer is incomplete: the server closed the connection")
 
 
 def error_text(body: Mapping[str, Any]) -> str:
-    """The message of OpenAI's error envelope."""
+    """Return the message of an OpenAI error object as one line."""
     error = body.get("error")
     message = error.get("message") if isinstance(error, Mapping) else None
     return " ".join(str(message or body).split())
@@ -88,23 +96,23 @@ def _request(
         response = connection.getresponse()
         if response.status == http.HTTPStatus.OK:
             return response
-        said = response.read().decode(errors="replace")
+        text = response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as exc:
-        raise ChatFailed(f"the connection to {url} broke: {_reason(exc)}") from exc
+        raise ChatFailed(f"connection to {url} lost: {_reason(exc)}") from exc
     try:
-        said = error_text(_json(said))
+        text = error_text(_json(text))
     except ChatFailed:
-        said = " ".join(said.split())[:200]
-    raise ChatFailed(f"{url} answered {response.status}: {said}")
+        text = " ".join(text.split())[:200]
+    raise ChatFailed(f"{url} answered {response.status}: {text}")
 
 
 def _json(data: bytes | str) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except ValueError as exc:
-        raise ChatFailed("the server's answer is not JSON; is --url the address of a frontend?") from exc
+        raise ChatFailed("the server's answer is not JSON; check that --url is the address of a frontend") from exc
     if not isinstance(value, dict):
-        raise ChatFailed("the server's answer is no JSON object; is --url the address of a frontend?")
+        raise ChatFailed("the server's answer is not a JSON object; check that --url is the address of a frontend")
     return value
 
 
@@ -112,31 +120,35 @@ def _reason(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # would move the cursor or color what follows
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # may move the cursor or change colors
 _DIM, _BOLD, _PLAIN = "\x1b[2m", "\x1b[1m", "\x1b[0m"
 
 
 class Kind(Enum):
+    """Kinds of text in an answer."""
+
     REASONING = auto()
     CONTENT = auto()
-    CALL = auto()  # the name of a tool that is called
+    CALL = auto()  # the name of a tool
     ARGUMENTS = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
+    """A delta of an answer, to be printed."""
+
     kind: Kind
     text: str
 
 
 @dataclass(slots=True)
 class ChatTurn:
-    """What came of one answer so far. Times are of this side: TTFT includes the way there and back."""
+    """The answer received so far. Times are measured in this process, so TTFT includes the network."""
 
     clock: Callable[[], float] = time.perf_counter
     content: str = ""
     finish: str | None = None
-    tokens: int | None = None  # of the answer, reasoning included, as the server counts
+    tokens: int | None = None  # output tokens as reported by the server, reasoning included
     began: float = field(init=False)
     first: float | None = None
     last: float = 0.0
@@ -145,23 +157,23 @@ class ChatTurn:
         self.began = self.clock()
 
     def add(self, event: Mapping[str, Any]) -> Iterator[Shown]:
-        """The pieces of a `chat.completion.chunk`."""
+        """Yield the deltas of a `chat.completion.chunk`."""
         usage = event.get("usage")
         if usage:
             self.tokens = usage.get("completion_tokens")
         for choice in event.get("choices") or ():
             self.finish = choice.get("finish_reason") or self.finish
-            for piece in _pieces(choice.get("delta") or {}):
+            for delta in _deltas(choice.get("delta") or {}):
                 self.last = self.clock()
                 self.first = self.last if self.first is None else self.first
-                if piece.kind is Kind.CONTENT:
-                    self.content += piece.text
-                yield piece
+                if delta.kind is Kind.CONTENT:
+                    self.content += delta.text
+                yield delta
 
     def report(self) -> str:
-        """One line: how soon, how fast, and why it ended where that is not the usual."""
+        """Return one line with TTFT, tokens, speed, and the finish reason if it is not `stop`."""
         if self.first is None:
-            words = ["no text came"]
+            words = ["no text"]
         else:
             words = [f"TTFT {(self.first - self.began) * 1e3:.0f} ms"]
         if self.tokens is not None:
@@ -170,11 +182,11 @@ class ChatTurn:
             if self.tokens > 1 and seconds > 0:
                 words.append(f"{(self.tokens - 1) / seconds:.1f} tokens/s")
         if self.finish not in (None, "stop"):
-            words.append(f"ended by {self.finish}")
+            words.append(f"finish reason: {self.finish}")
         return ", ".join(words)
 
 
-def _pieces(delta: Mapping[str, Any]) -> Iterator[Shown]:
+def _deltas(delta: Mapping[str, Any]) -> Iterator[Shown]:
     for kind, name in ((Kind.REASONING, "reasoning_content"), (Kind.CONTENT, "content")):
         if delta.get(name):
             yield Shown(kind, delta[name])
@@ -187,7 +199,7 @@ def _pieces(delta: Mapping[str, Any]) -> Iterator[Shown]:
 
 
 class Screen:
-    """Writes a turn as it comes: reasoning dim (or labeled, where there are no colors), each part on its own line."""
+    """Prints an answer while it streams. Each part begins a line; reasoning is dim, or labeled without colors."""
 
     def __init__(self, out: TextIO, *, has_colors: bool) -> None:
         self._out = out
@@ -195,16 +207,17 @@ class Screen:
         self._kind: Kind | None = None
         self._is_at_line_start = True
 
-    def show(self, piece: Shown) -> None:
-        if piece.kind is not self._kind:
-            self._begin(piece.kind)
-        text = _CONTROL.sub("", piece.text)
-        if piece.kind is Kind.CALL:
+    def show(self, delta: Shown) -> None:
+        """Print one delta, without control characters."""
+        if delta.kind is not self._kind:
+            self._begin(delta.kind)
+        text = _CONTROL.sub("", delta.text)
+        if delta.kind is Kind.CALL:
             text += " "
         self._write(text)
 
     def end(self) -> None:
-        """After the last piece, or where the answer was left."""
+        """Reset colors and end the line, after the last delta or an interrupted answer."""
         self._style("")
         if not self._is_at_line_start:
             self._write("\n")

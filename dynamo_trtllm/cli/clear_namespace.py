@@ -1,7 +1,7 @@
-"""`python -m dynamo_trtllm.clear_namespace`: shows what a deployment left in etcd and JetStream, asks, and removes it.
+"""Show stale records of a deployment in etcd and JetStream, and remove them after confirmation.
 
-A worker that stops takes its record with it, and that of one that was killed goes when its lease ends: this is for what
-is left in spite of that, and for kept responses. It ends no process.
+A worker that stops removes its record, and etcd removes that of a killed worker when its lease expires. This command
+removes records that are left nevertheless, and stored responses. It stops no process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from dynamo_trtllm.observability import logging as observe_logging
 from dynamo_trtllm.request_plane.jetstream import BucketInfo, bucket_info, delete_bucket
 
 PROG = "python -m dynamo_trtllm.clear_namespace"
-_DESCRIPTION = "Removes what a deployment left in etcd and JetStream: instances without a lease, and stored responses."
+_DESCRIPTION = (
+    "Remove records of a deployment from etcd and JetStream: instances without a lease, and stored responses."
+)
 _YES = ("y", "yes")
 
 Confirm = Callable[[], bool]
@@ -30,7 +32,7 @@ Confirm = Callable[[], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaleRecords:
-    """What there is of a namespace. An instance whose lease still runs lives, or died less than a lease ago."""
+    """The records of a namespace. An instance with a lease is live, or died less than one lease time ago."""
 
     instances: Mapping[str, Lease | None]
     responses: BucketInfo | None
@@ -44,15 +46,19 @@ class StaleRecords:
 
     def lines(self) -> Iterator[str]:
         for key, lease in sorted(self.instances.items()):
-            state = "no live lease" if lease is None else f"live, {lease.ttl_s} s left of its lease"
+            state = "no lease" if lease is None else f"live, {lease.ttl_s} s left of its lease"
             yield f"  etcd       {shown_key(key)} ({state})"
         if self.responses is not None:
-            kept = self.responses
-            yield f"  JetStream  {kept.bucket} ({kept.messages} messages, {kept.size_bytes} bytes of kept responses)"
+            info = self.responses
+            yield f"  JetStream  {info.bucket} ({info.messages} messages, {info.size_bytes} bytes of stored responses)"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit status: 0 when the namespace is clear, 1 when something is left or not reached, 2 for a bad command line."""
+    """Run the command.
+
+    Exit with status 0 if the namespace is clear, 1 if records are left or a server is unreachable, and 2 for a bad
+    command line.
+    """
     try:
         config = load(ClearNamespaceConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
         observe_logging.setup(config.log_level, "clear", config.log_format)
@@ -68,42 +74,54 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 async def clear(config: ClearNamespaceConfig, confirm: Confirm) -> bool:
-    """Return whether nothing is left. Raises Unreachable, and ConfigError when there is no terminal to ask on."""
+    """Remove the records of the namespace.
+
+    Args:
+        config: Settings of the command.
+        confirm: Asks for confirmation, unless `config.yes` is set.
+
+    Returns:
+        True if no record is left.
+
+    Raises:
+        Unreachable: etcd or NATS is unreachable.
+        ConfigError: Confirmation needs a terminal, and stdin is none.
+    """
     async with aclosing(EtcdStore(config.etcd_endpoints, tls_files(config))) as store:
-        found = StaleRecords(
+        records = StaleRecords(
             instances=await store.leases(namespace_prefix(config.namespace)),
             responses=await bucket_info(config.nats_server, config.namespace),
         )
-        if not found:
+        if not records:
             _say(f"namespace {config.namespace} is clear")
             return True
-        _say(f"namespace {config.namespace} has", *found.lines())
-        if found.live and not config.force:
+        _say(f"namespace {config.namespace} has", *records.lines())
+        if records.live and not config.force:
             _say(
-                f"nothing is removed: {len(found.live)} of its instances live, or died less than a lease ago; "
-                "stop them or wait, or give --force"
+                f"Nothing removed: {len(records.live)} instances are live, or died less than a lease time ago. "
+                "Stop them, wait, or pass --force."
             )
             return False
         if not config.yes and not confirm():
-            _say("nothing is removed")
+            _say("Nothing removed.")
             return False
-        await _remove(store, config, found)
-    _say("removed")
+        await _remove(store, config, records)
+    _say("Removed.")
     return True
 
 
-async def _remove(store: EtcdStore, config: ClearNamespaceConfig, found: StaleRecords) -> None:
-    """A lease is revoked, which takes its key: a key alone would not come back while its worker renews the lease."""
-    for key, lease in found.instances.items():
+async def _remove(store: EtcdStore, config: ClearNamespaceConfig, records: StaleRecords) -> None:
+    """Delete the records. Revoke a lease instead of deleting its key, so that a live worker registers again."""
+    for key, lease in records.instances.items():
         await (store.delete(key) if lease is None else store.revoke(lease))
-    if found.responses is not None:
+    if records.responses is not None:
         await delete_bucket(config.nats_server, config.namespace)
 
 
 def _read_confirmation() -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("there is no terminal to ask on; give --yes", field="yes")
-    sys.stdout.write("remove all of it? [y/N] ")
+        raise ConfigError("confirmation needs a terminal, and stdin is none; pass --yes", field="yes")
+    sys.stdout.write("Remove all of it? [y/N] ")
     sys.stdout.flush()
     return sys.stdin.readline().strip().lower() in _YES
 

@@ -1,4 +1,4 @@
-"""`python -m dynamo_trtllm.preflight`: from files and flags to findings and a memory estimate. Loads nothing."""
+"""Check engine arguments and estimate memory (`python -m dynamo_trtllm.preflight`), without loading an engine."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ from dynamo_trtllm.messages import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleReport:
-    """One role."""
+    """Findings and memory estimate of one role."""
 
     role: Role
-    facts: RoleFacts | None  # None: its arguments were refused
-    notes: tuple[str, ...]  # what merging the arguments had to say
+    facts: RoleFacts | None  # None if TensorRT-LLM would reject its arguments
+    notes: tuple[str, ...]  # from merging the arguments
     findings: tuple[Finding, ...]
     memory: MemoryTable | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
+    """Result of a preflight check."""
+
     release: str
     gpu: str | None
     roles: tuple[RoleReport, ...]
@@ -50,7 +52,7 @@ class Report:
     handoff_s: Mapping[str, float] = field(default_factory=dict)
 
     def findings(self) -> Iterator[tuple[str, Finding]]:
-        """(role or "pair", finding), role by role."""
+        """Yield (role or "pair", finding) in the order of roles, then those of the pair."""
         for role_report in self.roles:
             yield from ((str(role_report.role), finding) for finding in role_report.findings)
         yield from (("pair", finding) for finding in self.pair)
@@ -60,6 +62,7 @@ class Report:
 
 
 def as_json(report: Report) -> str:
+    """Format the report as JSON. Its keys are a public interface."""
     body: dict[str, Any] = {
         "release": report.release,
         "gpu": report.gpu,
@@ -73,6 +76,7 @@ def as_json(report: Report) -> str:
 
 
 def as_text(report: Report) -> str:
+    """Format the report for a terminal."""
     blocks = [_head(report), *_findings(report), *_notes(report), _memory(report), _handoff(report), _end(report)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
@@ -89,8 +93,8 @@ def _findings(report: Report) -> Iterator[str]:
         lines = [
             f"{severity:<8} {role}: {finding.field}  [{rule}]",
             *(f"         {side}" for side in sides),
-            f"         why:  {finding.why}",
-            f"         cure: {finding.cure}",
+            f"         why: {finding.why}",
+            f"         fix: {finding.cure}",
         ]
         yield "\n".join(lines)
 
@@ -98,29 +102,29 @@ def _findings(report: Report) -> Iterator[str]:
 def _notes(report: Report) -> Iterator[str]:
     lines = [f"  {role_report.role}: {note}" for role_report in report.roles for note in role_report.notes]
     if lines:
-        yield "how the arguments were read:\n" + "\n".join(lines)
+        yield "arguments:\n" + "\n".join(lines)
 
 
 _ROWS: Sequence[tuple[str, Callable[[MemoryTable], str]]] = (
     ("GPU memory", lambda table: _gib(table.gpu_bytes)),
     ("weights", lambda table: _gib(table.weights_bytes)),
     ("transfer buffers", lambda table: _gib(table.buffer_bytes)),
-    ("to work in (a guess)", lambda _: _gib(WORKSPACE_BYTES)),
+    ("workspace (rough)", lambda _: _gib(WORKSPACE_BYTES)),
     ("memory for KV", lambda table: _gib(table.kv_memory_bytes)),
-    ("KV of one token", lambda table: f"{table.kv_token_bytes / 1024:.1f} KiB"),
-    ("  if windows are freed", lambda table: f"{table.windowed_token_bytes / 1024:.1f} KiB"),
+    ("KV per token", lambda table: f"{table.kv_token_bytes / 1024:.1f} KiB"),
+    ("  with windows freed", lambda table: f"{table.windowed_token_bytes / 1024:.1f} KiB"),
     ("KV blocks", lambda table: _count(table.blocks)),
     ("tokens of KV", lambda table: _count(table.pool_tokens)),
-    ("tokens of one request", lambda table: _count(table.request_tokens)),
-    ("requests at once", lambda table: _concurrency(table)),
+    ("tokens per request", lambda table: _count(table.request_tokens)),
+    ("concurrent requests", lambda table: _concurrency(table)),
 )
 
 
 def _memory(report: Report) -> str:
     tables = [(role_report, role_report.memory) for role_report in report.roles if role_report.memory is not None]
     if not tables:
-        return "no memory estimate: it needs --model-path" if report.roles else ""
-    head = ["memory of one GPU, estimated", *(_role_and_ranks(role_report) for role_report, _ in tables)]
+        return "Memory estimate skipped: pass --model." if report.roles else ""
+    head = ["estimated memory per GPU", *(_role_and_ranks(role_report) for role_report, _ in tables)]
     rows = [head, *([name, *(shown(table) for _, table in tables)] for name, shown in _ROWS)]
     return _aligned(rows)
 
@@ -134,7 +138,7 @@ def _role_and_ranks(role_report: RoleReport) -> str:
 def _handoff(report: Report) -> str:
     if not report.handoff_s:
         return ""
-    rows = [[f"hand-off of {report.handoff_tokens} tokens at full rate", "time"]]
+    rows = [[f"KV transfer of {report.handoff_tokens} tokens at full rate", "time"]]
     rows += [[link, f"{seconds * 1000:.1f} ms"] for link, seconds in report.handoff_s.items()]
     return _aligned(rows)
 
@@ -167,14 +171,12 @@ def _concurrency(table: MemoryTable) -> str:
 
 
 PROG = "python -m dynamo_trtllm.preflight"
-_DESCRIPTION = (
-    "Judges TensorRT-LLM arguments before anything loads: each role alone, the pair, and the memory it takes."
-)
+_DESCRIPTION = "Check TensorRT-LLM arguments without loading an engine: each role, the prefill/decode pair, and memory."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """What all roles are judged for."""
+    """The release, model, GPU and load that all roles are checked against."""
 
     release: ApiManifest
     model: Checkpoint | None
@@ -183,7 +185,7 @@ class _Target:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exit status: 0 without errors, 1 with errors among the findings, 2 for a bad command line."""
+    """Run the command. Exit with status 0 without errors, 1 with errors in the report, 2 for a bad command line."""
     try:
         config = load(PreflightConfig, prog=PROG, description=_DESCRIPTION, argv=argv).config
         report = evaluate(config)
@@ -194,7 +196,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def evaluate(config: PreflightConfig) -> Report:
-    """Raises ConfigError for what can't be judged: files, names and flags that are not there."""
+    """Check the roles that the settings name, and the pair if there are two.
+
+    Raises:
+        ConfigError: A file, model, GPU, release or flag does not exist.
+    """
     target = _Target(
         release=release_for(config.release),
         model=_model(config.model_path),
@@ -225,9 +231,9 @@ def evaluate(config: PreflightConfig) -> Report:
 
 
 def _evaluate_role(role: Role, path: Path, flags: str | None, config: PreflightConfig, target: _Target) -> RoleReport:
-    """Arguments that the release refuses are a finding too: the file is at fault, not the command line."""
+    """Check one role. Arguments that the release rejects are a finding, not a ConfigError of the command line."""
     if not find_file(path).is_file():
-        raise ConfigError(f"there is no file {path}", field=str(role))
+        raise ConfigError(f"file {path} does not exist", field=str(role))
     worker = _worker(role, path, flags, config)
     gpus = [target.gpu] * 8 if target.gpu else []
     try:
@@ -242,7 +248,7 @@ def _evaluate_role(role: Role, path: Path, flags: str | None, config: PreflightC
 
 
 def _check_engine_of(path: Path) -> None:
-    """Raise ConfigError when half of the arguments or more are not TensorRT-LLM's, and another engine has one."""
+    """Raise ConfigError if half of the arguments or more are unknown to TensorRT-LLM, and another engine knows one."""
     others: dict[str, Callable[[str], bool]] = {
         "vllm": lambda key: manifest.find(key) is not None,
         "torch": lambda key: key in TorchArgs.model_fields,
@@ -250,22 +256,22 @@ def _check_engine_of(path: Path) -> None:
     try:
         given = read_yaml(find_file(path))
     except ConfigError:
-        return  # that it can't be read is already the finding
+        return  # an unreadable file is a finding already
     keys = [key for key in given if not schema.is_known(key)]
     if 2 * len(keys) < len(given):
         return
     for engine, has in others.items():
-        if found := next((key for key in keys if has(key)), None):
+        if match := next((key for key in keys if has(key)), None):
             raise ConfigError(
-                f"preflight checks TensorRT-LLM files only, and {path} is a file for --engine {engine} ({found}); to "
-                f"check it: python -m dynamo_trtllm --engine {engine} --model-path MODEL --extra-engine-args {path} "
-                "--print-config",
-                field=found,
+                f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine {engine} (it has "
+                f"{match}); to check it: python -m dynamo_trtllm --engine {engine} --model-path MODEL "
+                f"--extra-engine-args {path} --print-config",
+                field=match,
             )
 
 
 def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) -> WorkerConfig:
-    """What the worker would read from its own command line; this process's environment is not its."""
+    """Return the settings that the worker would load from this command line, without an environment."""
     fixed = [
         f"--model-path={config.model_path or 'model'}",
         "--engine=trtllm",
@@ -275,7 +281,7 @@ def _worker(role: Role, path: Path, flags: str | None, config: PreflightConfig) 
     try:
         words = shlex.split(flags or "")
     except ValueError as exc:
-        raise ConfigError(f"the flags of the {role} worker can't be read: {exc}") from exc
+        raise ConfigError(f"the flags of the {role} worker can't be parsed: {exc}") from exc
     try:
         return load(WorkerConfig, prog=PROG, description=_DESCRIPTION, argv=[*fixed, *words], environ={}).config
     except ConfigError as exc:
@@ -302,7 +308,7 @@ def _rejected_argument(error: ConfigError, path: Path) -> Finding:
         field=error.field or "",
         value=str(path),
         why=error.message,
-        cure="change what the message names",
+        cure="change the argument in the message",
     )
 
 
@@ -316,7 +322,7 @@ def _model(name: str | None) -> Checkpoint | None:
 
 
 def _gpu(name: str | None) -> Gpu | None:
-    """Without a name this machine's, where it has one kind."""
+    """Return the GPU of this name; without a name, the first GPU of this machine or None."""
     if name is not None:
         known = known_gpu(name.lower())
         return Gpu(name=known.name, sm=known.sm, memory_bytes=known.memory_bytes)

@@ -1,1 +1,1 @@
-"""Configuration: the models, and the one loader that reads argv, environment and YAML. Decides nothing else."""
+"""Configuration: settings of all commands, and their loader, which reads argv, environment and YAML."""

@@ -1,4 +1,7 @@
-"""What all settings are made of: their types, how one shows on the command line, and what worker and frontend share."""
+"""Define the base of all settings: field types, command-line options, and the connection settings.
+
+The module also holds two helpers for texts: `suggest` for mistyped names, and `format_table`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,17 @@ from pydantic.config import JsonDict
 
 from dynamo_trtllm.network.addresses import is_wildcard
 
-_ALIKE = 0.7  # of 1; at 0.6 --help was offered for --tp
+_MIN_SIMILARITY = 0.7  # of 1; with 0.6 `suggest` returns --help for --tp
 
 
 def suggest(name: str, allowed: Iterable[str]) -> str | None:
-    """Return the allowed name that `name` is probably a mistyping of, or None. Dashes and capitals don't count."""
+    """Return the allowed name that is most similar to `name`, or None if none is similar.
+
+    The comparison ignores case, leading dashes, and the difference between dash and underscore.
+    """
     plain = {_plain(each): each for each in allowed}
-    found = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=_ALIKE)
-    return plain[found[0]] if found else None
+    matches = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=_MIN_SIMILARITY)
+    return plain[matches[0]] if matches else None
 
 
 def _plain(name: str) -> str:
@@ -29,7 +35,7 @@ def _plain(name: str) -> str:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of texts as lines, in columns."""
+    """Format rows of texts as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)] if rows else []
     return "".join("  ".join([*map(str.ljust, row, widths), row[-1]]) + "\n" for row in rows)
 
@@ -40,11 +46,11 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-def _one_address(value: str) -> str:
+def _reachable_host(value: str) -> str:
     if is_wildcard(value):
         raise ValueError(
-            f"{value} is not an address that other workers can connect to; give an address of this host here, and "
-            "0.0.0.0 or :: to --kv-transfer-bind-host"
+            f"other workers cannot connect to {value}; give an address of this host here, and pass {value} to "
+            "--kv-transfer-bind-host"
         )
     return value
 
@@ -54,7 +60,7 @@ def _ip_address(value: str) -> str:
     return value
 
 
-ReachableHost = Annotated[str, AfterValidator(_one_address)]
+ReachableHost = Annotated[str, AfterValidator(_reachable_host)]
 IpAddress = Annotated[str, AfterValidator(_ip_address)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 EngineName = Literal["trtllm", "vllm", "torch", "mock"]
@@ -67,7 +73,7 @@ CODE_SOURCE = "configuration"
 MODEL = "model"
 ENGINE = "engine"
 ROLE = "role"
-KV = "KV cache and hand-off"
+KV = "KV cache and transfer"
 CONTROL = "control plane"
 HTTP = "HTTP and routing"
 LOAD = "load"
@@ -88,15 +94,15 @@ def cli_option(
     const_flags: Mapping[str, str] | None = None,
     is_address: bool = False,
 ) -> JsonDict:
-    """Return how a field shows on the command line, as `json_schema_extra` of its pydantic field.
+    """Describe a field's command-line option, as `json_schema_extra` of its pydantic field.
 
     Args:
-        group: title of the field's group in `--help`.
-        flags: further flags for the same field.
-        env: environment variable by which others know the setting, beside our own.
-        positional: the field is an argument without a flag.
-        const_flags: flags that take no value, each with the value that it stands for.
-        is_address: the value may hold a password, which is never printed.
+        group: Title of the field's group in `--help`.
+        flags: Aliases of the field's flag.
+        env: Well-known environment variable, read in addition to the DYN_TRTLLM_ one.
+        positional: The field is a positional argument.
+        const_flags: Flags without a value, each mapped to the value that it sets.
+        is_address: The value may contain a password, which is masked when printed.
     """
     return {
         "group": group,
@@ -109,65 +115,65 @@ def cli_option(
 
 
 class Config(BaseModel):
+    """Base of all settings: immutable, rejects unknown fields, and stores the source of each value."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), defer_build=True)
 
-    examples: ClassVar[str] = ""  # launch lines shown under --help
+    examples: ClassVar[str] = ""  # command lines at the end of --help
     _sources: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     def with_sources(self, sources: Mapping[str, str]) -> Self:
-        """The same settings, each with the place that it comes from."""
-        noted = self.model_copy()
-        noted._sources = dict(sources)
-        return noted
+        """Return a copy with a source for each field; `source_of` returns it."""
+        copy = self.model_copy()
+        copy._sources = dict(sources)
+        return copy
 
     def source_of(self, name: str) -> str:
-        """Where a setting comes from: `flag --x`, `environment X`, `default`; `configuration` where code set it."""
+        """Return a setting's source: `flag --x`, `environment X`, `default`, or `configuration` if code set it."""
         return self._sources.get(name) or (CODE_SOURCE if name in self.model_fields_set else DEFAULT_SOURCE)
 
     def __eq__(self, other: object) -> bool:
-        """Where values come from is no part of what they are."""
+        """Compare the values only, not their sources."""
         return isinstance(other, Config) and type(self) is type(other) and dict(self) == dict(other)
 
 
 class ConnectionConfig(Config):
-    """What worker and frontend share."""
+    """Settings that workers, frontends and clear_namespace share: etcd, NATS, namespace, logging."""
 
     namespace: str = Field(
         default="dynamo",
-        description="deployment name; workers and frontends see only their own",
+        description="Name of the deployment. Workers and frontends see only instances of the same namespace.",
         json_schema_extra=cli_option(CONTROL, env="DYN_NAMESPACE"),
     )
     etcd_endpoints: str = Field(
         default="http://localhost:2379",
-        description="etcd addresses, comma-separated",
+        description="etcd addresses, separated by commas.",
         json_schema_extra=cli_option(CONTROL, env="ETCD_ENDPOINTS", is_address=True),
     )
     etcd_ca: Path | None = Field(
         default=None,
-        description="PEM file of the authority that signed etcd's certificate, for https:// endpoints",
+        description="PEM file of the authority that signed etcd's certificate, for https:// endpoints.",
         json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CA"),
     )
     etcd_cert: Path | None = Field(
         default=None,
-        description="PEM file of the client certificate that etcd asks for",
+        description="PEM file of the client certificate for etcd.",
         json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CLIENT_CERT"),
     )
     etcd_key: Path | None = Field(
         default=None,
-        description="PEM file of that certificate's key",
+        description="PEM file of the client certificate's key.",
         json_schema_extra=cli_option(CONTROL, env="ETCD_AUTH_CLIENT_KEY"),
     )
     nats_server: str = Field(
         default="nats://localhost:4222",
-        description="NATS address",
+        description="NATS address.",
         json_schema_extra=cli_option(CONTROL, env="NATS_SERVER", is_address=True),
     )
-    log_level: LogLevel = Field(
-        default="info", description="least severe level logged", json_schema_extra=cli_option(PROCESS)
-    )
+    log_level: LogLevel = Field(default="info", description="Minimum log level.", json_schema_extra=cli_option(PROCESS))
     log_format: LogFormat = Field(
         default="text",
-        description="format of log lines: text, or json (one object per line)",
+        description="Format of log lines: text, or json (one object per line).",
         json_schema_extra=cli_option(PROCESS),
     )
 

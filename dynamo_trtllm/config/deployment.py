@@ -1,4 +1,4 @@
-"""The launcher's YAML: what runs on one machine. Pure models and their one reader; starts nothing."""
+"""Define the launcher's YAML file, and read and check it. The module starts no process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,17 @@ _REFERENCE = re.compile(r"\$(?:\$|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<def
 
 
 def expand_env(value: Any, environ: Mapping[str, str], where: str) -> Any:
-    """The same lists and mappings, every text with its references replaced; keys stay as they are.
+    """Replace `${NAME}` and `${NAME:-default}` in all strings of a value from YAML; keys do not change.
 
-    As in a shell a variable that is empty counts as not set where there is a default; `$$` is a dollar sign. Raises
-    ConfigError, with `where` in front, for one that is not set and has none.
+    As in a shell, the default also replaces an empty variable, and `$$` is a dollar sign.
+
+    Args:
+        value: Any value from YAML. Lists and mappings are copied.
+        environ: The variables.
+        where: Place of the value, for errors: the file and the path inside it.
+
+    Raises:
+        ConfigError: A variable is not set and has no default, or a reference is malformed.
     """
     if isinstance(value, str):
         return _REFERENCE.sub(lambda match: _value(match, environ, where), value)
@@ -50,7 +57,7 @@ def _value(match: re.Match[str], environ: Mapping[str, str], where: str) -> str:
 
 START = "start"
 
-# Settings that the launcher gives itself, and where they are written in the deployment file instead.
+# Settings that the launcher passes itself -> the key of the deployment file that sets them.
 _RESERVED = {
     "etcd_endpoints": "services.etcd",
     "nats_server": "services.nats",
@@ -63,43 +70,47 @@ _WORKER_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 
 
 class ServicesConfig(Config):
-    """Where the processes meet. `start` runs a server on a free loopback port; an address uses one that runs."""
+    """The etcd and NATS servers. `start` runs one on a free loopback port; an address selects a running one."""
 
-    etcd: str = Field(default=START, min_length=1, description="start, or comma-separated addresses")
-    nats: str = Field(default=START, min_length=1, description="start, or an address")
+    etcd: str = Field(default=START, min_length=1, description="start, or comma-separated addresses.")
+    nats: str = Field(default=START, min_length=1, description="start, or an address.")
 
 
 class RestartConfig(Config):
-    """How often a process that died, etcd and NATS too, is started again before the deployment is given up."""
+    """Restart policy of all processes, etcd and NATS included. The launcher stops the deployment at the limit."""
 
-    max_restarts: Annotated[int, Field(ge=0)] = Field(default=3, description="restarts of one process per window")
-    window_s: PositiveFloat = Field(default=60.0, description="a restart is forgotten after this many seconds")
+    max_restarts: Annotated[int, Field(ge=0)] = Field(
+        default=3, description="Maximum restarts of one process per window."
+    )
+    window_s: PositiveFloat = Field(default=60.0, description="Window in seconds. Earlier restarts are not counted.")
     pause_s: NonNegativeFloat = Field(
         default=0.0,
-        description="seconds before the second restart within the window, doubled with each further one; the first is "
-        "at once",
+        description="Seconds before the second restart within the window, doubled with each further one. The first "
+        "restart has no pause.",
     )
     readers_too: bool = Field(
         default=True,
-        description="when a prefill worker of the vllm engine on GPUs dies, its decode workers on GPUs, which keep its "
-        "memory taken, are drained and started again with it; such a restart does not count",
+        description="When a prefill worker of the vllm engine on GPUs dies, also drain and restart its decode workers "
+        "on GPUs, which otherwise hold its memory. These restarts are not counted.",
     )
 
 
 class WorkerSpec(Config):
-    """One kind of worker, started `count` times."""
+    """A group of `count` workers with the same settings."""
 
-    name: str = Field(description="shown before its log lines; NAME-2 and so on when count is above 1")
-    disaggregation_mode: Role = Field(description="prefill, decode or prefill_and_decode")
-    count: PositiveInt = Field(default=1, description="how many of it")
+    name: str = Field(description="Prefix of its log lines. With count above 1: NAME-1, NAME-2 and so on.")
+    disaggregation_mode: Role = Field(description="prefill, decode or prefill_and_decode.")
+    count: PositiveInt = Field(default=1, description="Number of identical workers.")
     devices: list[Annotated[int, Field(ge=0)]] | Literal["cpu"] = Field(
         default="cpu",
-        description="cpu, or GPU numbers ([0, 1] or 0,1); with count N they are dealt out in N equal parts",
+        description="cpu, or GPU numbers ([0, 1] or 0,1). With count N they are divided into N equal parts.",
     )
     flags: dict[str, Any] = Field(
-        default_factory=dict, description="flags of `python -m dynamo_trtllm` without the dashes; by field name here"
+        default_factory=dict, description="Flags of `python -m dynamo_trtllm` without the leading dashes."
     )
-    env: dict[str, str] = Field(default_factory=dict, description="environment of its processes, added to ours")
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment variables of its processes, added to the launcher's."
+    )
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -107,7 +118,7 @@ class WorkerSpec(Config):
         if isinstance(value, str) and _GPU_NUMBERS.fullmatch(value):
             return [int(number) for number in value.split(",")]
         if value != "cpu" and not isinstance(value, list):
-            raise ValueError(f"expected cpu or a list of GPU numbers, found {value!r}")
+            raise ValueError(f"expected cpu or a list of GPU numbers, got {value!r}")
         return value
 
     @field_validator("name")
@@ -120,24 +131,24 @@ class WorkerSpec(Config):
     @model_validator(mode="after")
     def _devices_divide(self) -> WorkerSpec:
         if self.devices != "cpu" and (not self.devices or len(self.devices) % self.count):
-            raise ValueError(f"{len(self.devices)} devices can't be dealt out to {self.count} workers in equal parts")
+            raise ValueError(f"{len(self.devices)} devices can't be divided equally among {self.count} workers")
         return self
 
 
 class DeploymentConfig(Config):
-    """All of one machine: services, then the frontend, then the workers."""
+    """The deployment of one machine: services, frontend and workers."""
 
-    namespace: str = Field(default="dynamo", description="namespace of the frontend and all workers")
-    services: ServicesConfig = Field(default=ServicesConfig(), description="etcd and NATS")
+    namespace: str = Field(default="dynamo", description="Namespace of the frontend and all workers.")
+    services: ServicesConfig = Field(default=ServicesConfig(), description="etcd and NATS.")
     frontend: dict[str, Any] | None = Field(
         default_factory=dict,
-        description="flags of `python -m dynamo_trtllm.frontend` without the dashes; null starts none",
+        description="Flags of `python -m dynamo_trtllm.frontend` without the leading dashes. null: no frontend is "
+        "started.",
     )
-    workers: list[WorkerSpec] = Field(min_length=1, description="at least one")
-    restart: RestartConfig = Field(default=RestartConfig(), description="what happens when a process dies")
+    workers: list[WorkerSpec] = Field(min_length=1, description="Worker groups; at least one.")
+    restart: RestartConfig = Field(default=RestartConfig(), description="Policy for processes that die.")
     ready_timeout_s: PositiveFloat = Field(
-        default=120.0,
-        description="longest wait in seconds until a process is ready; beyond it the deployment is stopped",
+        default=120.0, description="Maximum seconds until a process is ready. Beyond it the deployment is stopped."
     )
 
     @model_validator(mode="after")
@@ -150,9 +161,14 @@ class DeploymentConfig(Config):
 
 
 def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> DeploymentConfig:
-    """Reads and checks a deployment file; `environ` fills the `${NAME:-default}` in its values.
+    """Read and check a deployment file.
 
-    Raises ConfigError naming the file and the path inside it.
+    Args:
+        path: The YAML file.
+        environ: Variables for references like `${NAME:-default}` in its values.
+
+    Raises:
+        ConfigError: The file is not valid. The message names the file and the path inside it.
     """
     data = {key: expand_env(value, environ or {}, f"{path}: {key}") for key, value in read_yaml(path).items()}
     _check_model_keys(DeploymentConfig, data, str(path), "")
@@ -171,9 +187,9 @@ def load_deployment(path: Path, environ: Mapping[str, str] | None = None) -> Dep
 
 
 def _check_model_keys(model: type[Config], data: Any, file: str, where: str) -> None:
-    """Refuses unknown keys at every level with the nearest known one, which pydantic would not name."""
+    """Reject unknown keys at every level. The error suggests the most similar known key; pydantic's would not."""
     if not isinstance(data, Mapping):
-        return  # pydantic says what is wrong with it
+        return  # pydantic reports it
     check_keys(data, model.model_fields, f"{file}: {where}" if where else file)
     for name, info in model.model_fields.items():
         inner, many = _inner_model(info.annotation)
@@ -186,7 +202,7 @@ def _check_model_keys(model: type[Config], data: Any, file: str, where: str) -> 
 
 
 def _inner_model(annotation: Any) -> tuple[type[Config] | None, bool]:
-    """The model inside a field's type, and whether the field is a list of it."""
+    """Return the model inside a field's type or None, and True if the field is a list of it."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return annotation, False
     arguments = typing.get_args(annotation)
@@ -197,16 +213,16 @@ def _inner_model(annotation: Any) -> tuple[type[Config] | None, bool]:
 
 def _by_field(model: type[Config], given: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Return the flags by field name. They may be written as on the command line, with or without leading dashes."""
-    spellings = {
+    field_of = {
         name.removeprefix("--").replace("-", "_"): flag.field for flag in flags_of(model) for name in flag.names
     }
     result: dict[str, Any] = {}
     for key, value in given.items():
         field_name = _field_name(str(key))
-        check_keys([field_name], spellings, where)
-        field = spellings[field_name]
+        check_keys([field_name], field_of, where)
+        field = field_of[field_name]
         if field in _RESERVED and field in model.model_fields:
-            raise ConfigError(f"{where}.{key}: write it as {_RESERVED[field]}", field=field)
+            raise ConfigError(f"{where}.{key}: set {_RESERVED[field]} instead", field=field)
         if field in result:
             raise ConfigError(f"{where}.{key}: {field} is given twice", field=field)
         result[field] = value
@@ -218,7 +234,7 @@ def _field_name(name: str) -> str:
 
 
 def _check_values(deployment: DeploymentConfig, file: str) -> None:
-    """Every flag is checked now, not by a process that starts a minute later."""
+    """Check every flag now, because a process would report it only after the others have started."""
     common = {"namespace": deployment.namespace}
     for key, name in (("etcd", "etcd_endpoints"), ("nats", "nats_server")):
         address = getattr(deployment.services, key)
@@ -240,7 +256,7 @@ def _validate(model: type[Config], values: Mapping[str, Any], where: str, joint:
 
 def _config_error(where: str, joint: str, exc: ValidationError) -> ConfigError:
     first = exc.errors(include_url=False)[0]
-    # pydantic puts the tried alternative of a union into the path; people did not write it
+    # pydantic puts the tried alternative of a union into the path, which the file does not contain
     parts = [part for part in first["loc"] if isinstance(part, int) or part.replace("-", "_").isidentifier()]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     place = where + joint + path if path else where

@@ -1,6 +1,6 @@
-"""The only writer of the process environment, for libraries that take a setting no other way.
+"""Write the process environment, for libraries that take a setting no other way. No other module writes it.
 
-What the user has set stays as it is. Nothing here reads configuration.
+A variable that the user has set keeps its value.
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ _wanted_by: dict[str, str] = {}
 
 
 def export(name: str, value: str, *, wanted_by: str) -> str:
-    """Set the variable unless the user has set it to something else; returns the value now in force."""
+    """Set the variable unless the user has set it; return the value in effect.
+
+    Args:
+        name: Name of the variable.
+        value: Value to set.
+        wanted_by: Library that needs it, for the log.
+    """
     present = os.environ.get(name)
     if present is not None and present != value:
-        _log.warning("%s is already %r: kept, although %s wants %r", name, present, wanted_by, value)
+        _log.warning("%s=%r is set by the user, but %s needs %r; unset it", name, present, wanted_by, value)
         return present
     os.environ[name] = value
     _wanted_by[name] = wanted_by
@@ -24,5 +30,5 @@ def export(name: str, value: str, *, wanted_by: str) -> str:
 
 
 def exported() -> dict[str, str]:
-    """Variables set by this process, and who wanted each."""
+    """Return the variables that this process has set, each mapped to the library that needs it."""
     return dict(_wanted_by)

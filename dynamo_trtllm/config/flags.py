@@ -1,4 +1,7 @@
-"""A config model's fields as command-line flags: names, help, conversion. Reads neither argv nor environment itself."""
+"""Turn the fields of a config model into command-line flags: names, help, conversion and an argparse parser.
+
+The caller passes argv; the module does not read the environment.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,34 @@ from pydantic.fields import FieldInfo
 from dynamo_trtllm.config.base import GROUPS, Config
 from dynamo_trtllm.errors import ConfigError
 
-_WORDS = "words"  # where argparse collects the flags that stand for a value
+_WORDS = "words"  # attribute in which argparse collects const flags
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """One field on the command line."""
+    """The command-line flag of one field."""
 
     field: str
-    names: tuple[str, ...]  # the first is the one shown in errors
+    names: tuple[str, ...]  # errors show the first
     group: str
     env: str | None  # well-known variable, read in addition to the DYN_TRTLLM_ one
     positional: bool
     kind: type  # bool, dict, int, float, Path or str
     choices: tuple[str, ...]
-    const_flags: Mapping[str, str]  # flags that take no value -> the value each stands for
-    is_address: bool  # may hold a password
+    const_flags: Mapping[str, str]  # flags without a value -> the value that each sets
+    is_address: bool  # may contain a password
 
     def convert(self, text: str, source: str) -> Any:
-        """What the model takes for this text. `source` is named in errors. Raises ConfigError."""
+        """Convert a text to a value for the model.
+
+        Args:
+            text: The value as typed or as in the environment.
+            source: Source of the text, for errors.
+
+        Raises:
+            ConfigError: The text is empty, or not a bool or JSON object as required.
+        """
         if not text.strip():
             raise ConfigError(f"{source} is empty; give a value or leave it out", field=self.field)
         if self.kind is bool:
@@ -48,13 +59,13 @@ class Flag:
 
 
 def flags_of(model: type[Config]) -> list[Flag]:
-    """The flags of a model, in the order of its fields."""
+    """Return the flags of a model, in the order of its fields."""
     return [_flag(name, info) for name, info in model.model_fields.items()]
 
 
 def _flag(name: str, info: FieldInfo) -> Flag:
     shown = info.json_schema_extra
-    assert isinstance(shown, dict), f"field {name} has no setting()"
+    assert isinstance(shown, dict), f"field {name} has no cli_option()"
     kind, choices = _kind(info.annotation)
     positional = bool(shown["positional"])
     extra = typing.cast("list[str]", shown["flags"])
@@ -72,7 +83,7 @@ def _flag(name: str, info: FieldInfo) -> Flag:
 
 
 def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
-    """The plain type behind Optional and Annotated, and the words it is limited to."""
+    """Return the plain type inside Optional and Annotated, and its allowed words."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         (inner,) = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
@@ -101,7 +112,7 @@ def _json_object(text: str, source: str, field: str) -> dict[str, Any]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that raises our error and never exits for one."""
+    """An ArgumentParser that raises ConfigError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
@@ -110,7 +121,7 @@ class _Parser(argparse.ArgumentParser):
 def build_parser(
     model: type[Config], *, prog: str, description: str, version: str, env_prefix: str
 ) -> argparse.ArgumentParser:
-    """The parser of a model. Values stay text; nothing typed leaves no attribute."""
+    """Build the argument parser of a model. It leaves values as text, and sets no attribute for an absent flag."""
     flags = flags_of(model)
     required = [flag for flag in flags if model.model_fields[flag.field].is_required()]
     parser = _Parser(
@@ -118,17 +129,17 @@ def build_parser(
         usage=f"%(prog)s {' '.join(_usage(flag) for flag in required)} [flags]",
         description=description,
         epilog=model.examples
-        + f"every flag can be set by an environment variable: {env_prefix} and its name in capitals; the flag wins",
+        + f"Every flag can be set by an environment variable: {env_prefix} and its name in capitals. Flags win.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"dynamo_trtllm {version}")
-    parser.add_argument("--print-config", action="store_true", help="print each field, its value and its source; exit")
+    parser.add_argument("--print-config", action="store_true", help="Print each setting, its value and source; exit.")
     for title in GROUPS:
-        if members := [flag for flag in flags if flag.group == title]:
+        if in_group := [flag for flag in flags if flag.group == title]:
             group = parser.add_argument_group(title)
-            for flag in members:
+            for flag in in_group:
                 _add(group, flag, model.model_fields[flag.field])
     return parser
 
@@ -167,13 +178,27 @@ def _help(flag: Flag, info: FieldInfo) -> str:
 
 
 RejectUnknown = Callable[[str | None, Sequence[str], Sequence[str]], None]
-"""Raises ConfigError for unknown words. Takes the value of the positional argument, the words, and the flags."""
+"""Rejects unknown words. Takes the value of the positional argument, the unknown words, and the known flags."""
 
 
 def read_flags(
     parser: argparse.ArgumentParser, model: type[Config], argv: Sequence[str], reject_unknown: RejectUnknown
 ) -> dict[str, Any]:
-    """What was typed, by field: (flag as named, value); and `print_config`. Raises ConfigError, `--help` exits."""
+    """Read the flags in `argv`.
+
+    Args:
+        parser: Parser from `build_parser`.
+        model: The same model.
+        argv: Command line without the program name.
+        reject_unknown: Called with the words that the parser does not know.
+
+    Returns:
+        (flag name, value) by field for the flags given, and a bool under `print_config`.
+
+    Raises:
+        ConfigError: A word is unknown, a value is malformed, or two flags contradict each other.
+        SystemExit: For `--help` and `--version`.
+    """
     namespace, unknown = parser.parse_known_args(list(argv))
     given = vars(namespace)
     positional = next((given.get(flag.field) for flag in flags_of(model) if flag.positional), None)
@@ -186,8 +211,8 @@ def read_flags(
             typed[flag.field] = (name, value if isinstance(value, bool) else flag.convert(value, f"flag {name}"))
     words = {word for flag in flags_of(model) for word in flag.const_flags}
     for field, word, value in given.get(_WORDS, ()):
-        said, other = typed.setdefault(field, (word, value))
+        earlier, other = typed.setdefault(field, (word, value))
         if other != value:
-            shown = said if said in words else f"{said} {other}"
-            raise ConfigError(f"{word} and {shown} contradict each other; leave one of them out", field=field)
+            shown = earlier if earlier in words else f"{earlier} {other}"
+            raise ConfigError(f"{word} and {shown} contradict each other; remove one of them", field=field)
     return typed

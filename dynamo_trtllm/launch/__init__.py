@@ -1,1 +1,1 @@
-"""Everything of one machine from one YAML file: `python -m dynamo_trtllm.launch deploy/local/demo.yaml`."""
+"""Start and supervise all processes of one machine from a YAML file (`python -m dynamo_trtllm.launch`)."""

@@ -5,5 +5,5 @@ if __name__ == "__main__":
         from dynamo_trtllm.launch.main import main
 
         main()
-    except KeyboardInterrupt:  # while it loads: later it ends in its own way
+    except KeyboardInterrupt:  # during imports, before signal handlers are installed
         raise SystemExit(130) from None

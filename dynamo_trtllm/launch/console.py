@@ -1,4 +1,4 @@
-"""The launcher's output: whole lines of many processes, each with the name of its process."""
+"""Write the output of many processes line by line, each line with the name of its process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ _LONGEST_LINE_BYTES = 1 << 20
 
 
 class Console:
-    """Writes to `stream`; in color only on a terminal. Unknown names get no padding.
+    """The launcher's output stream. It uses colors only on a terminal.
 
-    With `is_json` every line is a JSON object: a process's line that is an object keeps its fields, and any other
-    line becomes the `message` of an object.
+    With `is_json` every line is a JSON object. A line of a process that is an object keeps its fields; any other line
+    becomes the `message` of an object.
+
+    Args:
+        stream: Stream to write to.
+        names: Process names, for padding and colors.
+        is_json: Write JSON objects instead of text.
     """
 
     def __init__(self, stream: TextIO, names: Sequence[str], *, is_json: bool = False) -> None:
@@ -30,12 +35,12 @@ class Console:
         self._colors = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)} if shown else {}
 
     def say(self, text: str) -> None:
-        """A line, or lines, of the launcher itself."""
+        """Write one or more lines of the launcher itself."""
         for line in text.splitlines():
             self.line(LAUNCHER, line)
 
     def line(self, name: str, text: str) -> None:
-        """One line of one process."""
+        """Write one line of one process."""
         if self._is_json:
             self._stream.write(f"{_json_entry(name, text)}\n")
             self._stream.flush()
@@ -60,7 +65,7 @@ def _json_entry(name: str, text: str) -> str:
 
 
 class LineSplitter:
-    """Bytes as they come from a pipe, lines out. A line of a megabyte without an end is cut."""
+    """Splits the bytes of a pipe into lines. A line longer than 1 MiB is cut."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -73,7 +78,7 @@ class LineSplitter:
         yield from (_text(line) for line in lines)
 
     def end(self) -> Iterator[str]:
-        """What came after the last line end."""
+        """Return the last line, if it has no line end."""
         if self._rest:
             yield _text(self._rest)
             self._rest = b""

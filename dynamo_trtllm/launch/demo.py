@@ -1,4 +1,4 @@
-"""Sends one question to a ready deployment, and reports which workers answered it and how fast."""
+"""Send one sample request to a ready deployment, and report which workers processed it and how fast."""
 
 from __future__ import annotations
 
@@ -11,41 +11,52 @@ from collections.abc import Mapping
 from typing import Any
 
 PROMPT = "Explain the concept of disaggregated serving in LLM inference in 3 sentences."
-_PROMPTS = {"smollm2": "What is the capital of France?"}  # of models that can't answer the guides' question
+_PROMPTS = {"smollm2": "What is the capital of France?"}  # by model, where PROMPT is too hard
 MAX_TOKENS = 200
 _PATH = "/v1/chat/completions"
 _ANSWER_TIMEOUT_S = 120.0
-_KNOWN_WITHIN_S = 30.0
+_MODEL_TIMEOUT_S = 30.0
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 0.5
 
 
 class DemoFailed(Exception):
-    """No answer. The message says what the frontend said."""
+    """The sample request failed. The message contains the frontend's answer."""
 
 
 def body(model: str) -> dict[str, Any]:
-    """Return the request of the guides, with a question that the model can answer, and greedy: equal each time."""
+    """Return the sample request of Dynamo's gpt-oss-120b guides, with greedy sampling so that all runs are equal."""
     message = {"role": "user", "content": _PROMPTS.get(model, PROMPT)}
     return {"model": model, "messages": [message], "stream": False, "max_tokens": MAX_TOKENS, "temperature": 0}
 
 
 def ask(frontend: str, model: str, given_up: threading.Event) -> dict[str, Any]:
-    """The answer's JSON, with the frontend's own account of it. `frontend` is HOST:PORT. Blocks; waits for the model
-    until `given_up` is set at the longest. Raises DemoFailed."""
+    """Send the sample request, and wait until the model is ready first. The call blocks.
+
+    Args:
+        frontend: HOST:PORT of the frontend.
+        model: Name of the model.
+        given_up: Ends the wait for the model when set.
+
+    Returns:
+        The response body, with the frontend's statistics under `dynamo_trtllm`.
+
+    Raises:
+        DemoFailed: The model was not ready in time, or the request failed.
+    """
     try:
         _await_model(frontend, model, given_up)
         status, text = _request(frontend, "POST", _PATH, json.dumps(body(model)).encode())
     except (OSError, http.client.HTTPException) as exc:
-        raise DemoFailed(f"the demo's request failed: {exc}") from exc
+        raise DemoFailed(f"the demo request failed: {exc}") from exc
     if status != 200:
-        raise DemoFailed(f"the demo's request was answered {status}: {text.strip()}")
+        raise DemoFailed(f"the demo request failed with status {status}: {text.strip()}")
     answer: dict[str, Any] = json.loads(text)
     return answer
 
 
 def _await_model(frontend: str, model: str, given_up: threading.Event) -> None:
-    """The frontend takes connections, and has fetched the model's files, some time after the workers are up."""
-    deadline, wait_s = time.monotonic() + _KNOWN_WITHIN_S, _FIRST_WAIT_S
+    """Wait until the frontend listens and has fetched the model's files, some time after the workers are ready."""
+    deadline, wait_s = time.monotonic() + _MODEL_TIMEOUT_S, _FIRST_WAIT_S
     while True:
         try:
             status, text = _request(frontend, "GET", f"/v1/models/{urllib.parse.quote(model)}/ready", None)
@@ -54,9 +65,9 @@ def _await_model(frontend: str, model: str, given_up: threading.Event) -> None:
         if status == 200:
             return
         if time.monotonic() >= deadline:
-            raise DemoFailed(f"model {model} was not ready within {_KNOWN_WITHIN_S:g} s: {text.strip()}")
+            raise DemoFailed(f"model {model} was not ready within {_MODEL_TIMEOUT_S:g} s: {text.strip()}")
         if given_up.wait(wait_s):
-            raise DemoFailed("stopped before the demo's question")
+            raise DemoFailed("stopped before the demo request")
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
@@ -72,11 +83,13 @@ def _request(frontend: str, method: str, path: str, content: bytes | None) -> tu
 
 
 def report(answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, is_mock: bool = False) -> str:
-    """Return lines for people.
+    """Format the answer and its statistics as text.
 
     Args:
-        names: instance ids in hexadecimal to the names of the launcher.
-        is_mock: the answer is the mock engine's, which has no model.
+        answer: Return value of `ask`.
+        model: Name of the model.
+        names: Process name by instance id (hexadecimal).
+        is_mock: The mock engine, which has no model, gave the answer.
     """
     message = answer["choices"][0]["message"]
     stats = answer["dynamo_trtllm"]
@@ -97,10 +110,10 @@ def report(answer: Mapping[str, Any], model: str, names: Mapping[str, str], *, i
 
 
 def next_step(frontend: str, model: str) -> str:
-    """What to try next, ready to be pasted."""
+    """Return a curl command for a streaming request, to copy into a shell."""
     request = body(model) | {"stream": True}
     return (
-        "\ntry it yourself, streaming:\n"
+        "\nTry a streaming request:\n"
         f"curl -N {frontend}{_PATH} -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
     )
 
@@ -108,7 +121,7 @@ def next_step(frontend: str, model: str) -> str:
 def _process_name(instance: str | None, names: Mapping[str, str]) -> str:
     if instance is None:
         return "none"
-    return f"{names.get(instance, 'a worker of another launcher')} (instance {instance})"
+    return f"{names.get(instance, 'a worker of another deployment')} (instance {instance})"
 
 
 def _one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Which workers keep a dead worker's GPU memory taken, and having them end so that it is free. Starts nothing."""
+"""Stop the workers that hold GPU memory of a dead worker, so that its successor can allocate it."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from dynamo_trtllm.engines.gpu import VISIBLE
 from dynamo_trtllm.launch.plan import ProcessSpec
 from dynamo_trtllm.messages import Role
 
-# Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and let go of it only when they end:
-# https://github.com/openucx/ucx/issues/11753. The torch engine lends one bounded staging region, which leaves enough
-# memory for its successor. Whether TensorRT-LLM keeps mappings is not known, so its workers are left alone.
+# Engines whose decode workers map a prefill worker's whole KV pool (CUDA IPC) and unmap it only when they exit:
+# https://github.com/openucx/ucx/issues/11753. The torch engine maps only a bounded staging region, which leaves enough
+# memory for a successor. It is not known whether TensorRT-LLM keeps mappings, so its workers are not restarted.
 KEEP_MAPPED: frozenset[str] = frozenset({"vllm"})
 
 
 class ProcessState(Protocol):
-    """One run of one process, as far as it counts here."""
+    """One run of one process, with the methods that this module uses."""
 
     is_ready: bool  # has answered /ready with 200
 
     @property
     def is_terminating(self) -> bool:
-        """Whether the launcher has asked it to stop."""
+        """Return True if the launcher has asked the process to stop."""
         ...
 
     @property
     def has_ended(self) -> bool: ...
 
     def terminate(self) -> None:
-        """Tells it to stop. Idempotent."""
+        """Ask the process to stop. Idempotent."""
         ...
 
     async def stop(self) -> None:
-        """Tells it to stop and returns when it is gone. Idempotent."""
+        """Ask the process to stop, and return when it has exited. Idempotent."""
         ...
 
 
 def dependents_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
-    """Names of the processes that may keep GPU memory of `dead` mapped after its end."""
+    """Return the names of the processes that may keep GPU memory of `dead` mapped after its exit."""
     if dead.role is not Role.PREFILL or not _may_be_mapped(dead):
         return []
     return [
@@ -54,7 +54,7 @@ def _may_be_mapped(spec: ProcessSpec) -> bool:
 
 
 def replicas_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
-    """Names of the processes that go on with the work of `dead`."""
+    """Return the names of the other processes with the role and model of `dead`."""
     return [
         spec.name
         for spec in specs
@@ -63,15 +63,29 @@ def replicas_of(dead: ProcessSpec, specs: Sequence[ProcessSpec]) -> list[str]:
 
 
 def next_to_drain(holding: Sequence[str], *, is_work_done: bool, are_all_back: bool) -> Sequence[str]:
-    """Of the readers that hold on: while others do the work of the dead one (`is_work_done`) one after the other, each
-    when all before it serve again; else all, for nothing new is served anyway."""
+    """Return which dependents to drain now.
+
+    If replicas of the dead worker are ready, dependents drain one after the other. Otherwise all drain at once, because
+    no new request can run anyway.
+
+    Args:
+        holding: Dependents that still hold memory.
+        is_work_done: A replica of the dead worker is ready.
+        are_all_back: All dependents are ready.
+    """
     if not is_work_done:
         return holding
     return holding[:1] if are_all_back else ()
 
 
 class DependentRestart:
-    """Has readers end. `processes`: the last or present life of each process, kept by the supervisor."""
+    """Restarts the dependents of dead workers.
+
+    Args:
+        specs: All processes of the deployment.
+        processes: Current or last run of each process by name; the supervisor updates it.
+        say: Writes a line to the launcher's output.
+    """
 
     def __init__(
         self, specs: Sequence[ProcessSpec], processes: Mapping[str, ProcessState], say: Callable[[str], None]
@@ -82,35 +96,37 @@ class DependentRestart:
         self._changed = asyncio.Event()
 
     def notify_changed(self) -> None:
-        """A process serves, or has ended."""
+        """Report that a process has become ready or has exited."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def restart_dependents(self, dead: ProcessSpec) -> None:
-        """Return once no process that may keep memory of `dead` is left. The supervisor of each one starts it again.
-        A process that is not ready yet can't have read anything, and is left alone."""
+        """Stop the processes that may hold memory of `dead`, and return when they have exited.
+
+        Their supervisors start them again. A process that is not ready yet has read no KV and keeps running.
+        """
         dependents = dependents_of(dead, self._specs)
         holding = {name: process for name, process in self._living(dependents) if process.is_ready}
         if not holding:
             return
         names = ", ".join(holding)
         self._say(
-            f"{names}: to be drained and started again, too: a worker that reads KV over CUDA IPC keeps GPU memory of "
-            f"{dead.name} taken until it ends itself (restart.readers_too: false leaves it alone)"
+            f"draining and restarting {names}, which holds GPU memory of {dead.name} over CUDA IPC "
+            "(restart.readers_too: false disables this)"
         )
         replicas = replicas_of(dead, self._specs)
         while remaining := [name for name, process in holding.items() if not process.has_ended]:
-            changed = self._changed  # before the look: what changes after it is not missed
+            changed = self._changed  # taken before the check, so that no later change is missed
             now = next_to_drain(
                 remaining, is_work_done=self._are_ready(replicas, any), are_all_back=self._are_ready(dependents, all)
             )
             for name in now:
-                holding[name].terminate()  # at once: no other caller may count it as ready
+                holding[name].terminate()  # before any await, so that no other caller counts it as ready
             if now:
                 await asyncio.gather(*(holding[name].stop() for name in now))
             else:
                 await changed.wait()
-        self._say(f"{names} ended: GPU memory of {dead.name} is free")
+        self._say(f"{names} stopped; GPU memory of {dead.name} is free")
 
     def _living(self, names: Sequence[str]) -> Iterator[tuple[str, ProcessState]]:
         for name in names:

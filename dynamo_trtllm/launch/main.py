@@ -1,4 +1,4 @@
-"""`python -m dynamo_trtllm.launch`: configuration and signals to a supervised deployment. Nothing else."""
+"""Run `python -m dynamo_trtllm.launch`: load and check the configuration, then supervise the deployment."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ from dynamo_trtllm.launch.supervisor import DeploymentStatus, LaunchFailed, Supe
 from dynamo_trtllm.observability import logging as observe_logging
 
 PROG = "python -m dynamo_trtllm.launch"
-_DESCRIPTION = "Starts etcd, NATS, a frontend and workers on this machine from a YAML file, and keeps them running."
+_DESCRIPTION = "Start etcd, NATS, a frontend and workers on this machine from a YAML file, and restart those that die."
 
 
 def main() -> None:
-    """Exit status: 0 when asked to stop, 2 for a bad configuration, 1 when the deployment was given up, or was stopped
-    before `--once` was done."""
+    """Run the command.
+
+    Exit with status 0 after a stop by signal, 2 for a bad configuration, and 1 if the deployment failed or was stopped
+    before `--once` was done.
+    """
     try:
         config = load(LaunchConfig, prog=PROG, description=_DESCRIPTION).config
         observe_logging.setup(config.log_level, "launch", config.log_format)
@@ -45,7 +48,7 @@ def main() -> None:
             deployment = with_engine(deployment, config.engine)
         deployment = with_address(deployment, host=config.host, port=config.port)
         if config.demo and deployment.frontend is None:
-            raise ConfigError(f"{config.deployment}: frontend is null: --demo needs one to ask")
+            raise ConfigError(f"{config.deployment}: --demo needs a frontend, but frontend is null; remove one of them")
         asyncio.run(_run(config, deployment))
     except ConfigError as exc:
         exit_with(PROG, exc)
@@ -56,7 +59,7 @@ def main() -> None:
 
 async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
     environ = process_environment() | {f"{ENV_PREFIX}LOG_FORMAT": config.log_format}
-    # mistakes are found now and reported once, not by each process after the servers were started
+    # check all settings before the servers start, so that a mistake is reported at once and only once
     specs = processes(deployment, Addresses(etcd="localhost", nats="localhost"), environ)
     for spec in specs:
         _check(spec, environ)
@@ -69,8 +72,8 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
 
     async def on_ready(status: DeploymentStatus) -> bool:
         nonlocal is_done
-        where = "" if status.frontend is None else f" at http://{status.frontend}"
-        console.say(f"all processes serve{where}" + ("" if config.once else "; Ctrl-C stops them"))
+        where = " without a frontend" if status.frontend is None else f": http://{status.frontend}"
+        console.say(f"Ready{where}" + ("" if config.once else " (Ctrl-C to stop)"))
         if config.demo and status.frontend is not None:
             model = model_names(deployment)[0]
             console.say(await _demonstrate(status.frontend, model, status.names, is_mock=is_mock))
@@ -79,7 +82,7 @@ async def _run(config: LaunchConfig, deployment: DeploymentConfig) -> None:
 
     await supervisor.run(on_ready)
     if config.once and not is_done:
-        raise LaunchFailed("stopped before all served and the demo was done")
+        raise LaunchFailed("stopped before all processes were ready and the demo was done")
 
 
 def _check(spec: ProcessSpec, environ: Mapping[str, str]) -> None:
@@ -98,5 +101,5 @@ async def _demonstrate(frontend: str, model: str, names: Mapping[str, str], *, i
     except demo.DemoFailed as exc:
         raise LaunchFailed(str(exc)) from exc
     finally:
-        given_up.set()  # stopped: this process waits for the thread
+        given_up.set()  # ends the thread, for which this process waits at exit
     return demo.report(answer, model, names, is_mock=is_mock) + "\n" + demo.next_step(frontend, model)

@@ -1,4 +1,4 @@
-"""From a deployment to the processes it means: names, command lines, environments. Pure; starts nothing."""
+"""Derive the processes of a deployment: names, command lines, environments, ports. The module starts no process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dynamo_trtllm.network.addresses import LOOPBACK
 FRONTEND = "frontend"
 _EVERY_INTERFACE = ("0.0.0.0", "::")
 _STOP_MARGIN_S = 5.0
-_OF_ENGINE = (  # of one engine
+_OF_ENGINE = (  # settings that are specific to an engine
     "extra_engine_args",
     "override_engine_args",
     "kernels_profile",
@@ -28,26 +28,26 @@ _OF_ENGINE = (  # of one engine
     "kv_transfer_bind_host",
     *ENGINE_FLAGS,
 )
-_FRONTEND_STOP_S = 35.0  # it gives running requests 30 s
+_FRONTEND_STOP_S = 35.0  # running requests have 30 s
 
 C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One process to keep running."""
+    """One process to supervise."""
 
     name: str
     module: str  # run with `python -m`
-    argv: tuple[str, ...]  # without its port
-    env: Mapping[str, str]  # added to the launcher's own
-    host: str  # where it listens, and answers /ready
+    argv: tuple[str, ...]  # without the port flag
+    env: Mapping[str, str]  # added to the launcher's environment
+    host: str  # address of its HTTP port, which answers /ready
     port: int  # 0: the launcher chooses one at each start
     port_flag: str
     stop_timeout_s: float  # from SIGTERM to SIGKILL
-    role: Role | None = None  # of a worker, as what follows
+    role: Role | None = None  # this and the fields below are set for workers only
     engine: str = ""
-    model: str = ""  # what clients send
+    model: str = ""  # name that clients send
     worker: WorkerConfig | None = None
 
     @property
@@ -55,13 +55,13 @@ class ProcessSpec:
         return self.name == FRONTEND
 
     def arguments(self, port: int) -> list[str]:
-        """Return `argv` with the port of this start."""
+        """Return `argv` with the port flag of one start."""
         return [*self.argv, f"{self.port_flag}={port}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where the processes meet."""
+    """Addresses of etcd and NATS."""
 
     etcd: str
     nats: str
@@ -70,10 +70,18 @@ class Addresses:
 def processes(
     deployment: DeploymentConfig, addresses: Addresses, environ: Mapping[str, str] | None = None
 ) -> list[ProcessSpec]:
-    """Return the processes in start order. `environ`: what they inherit. Raise ConfigError for settings that a process
-    or the launcher rejects."""
+    """Return the processes of a deployment in start order.
+
+    Args:
+        deployment: The deployment.
+        addresses: Addresses of etcd and NATS.
+        environ: Environment that the processes inherit.
+
+    Raises:
+        ConfigError: A process would reject its settings, or two processes have the same port.
+    """
     common = {"namespace": deployment.namespace, "etcd_endpoints": addresses.etcd}
-    env = {f"{ENV_PREFIX}NATS_SERVER": addresses.nats}  # it may hold a password, and everybody can read command lines
+    env = {f"{ENV_PREFIX}NATS_SERVER": addresses.nats}  # may contain a password; command lines are public
     specs = []
     if deployment.frontend is not None:
         specs.append(_frontend(common | deployment.frontend, env, environ or {}))
@@ -85,7 +93,7 @@ def processes(
 
 
 def with_model(deployment: DeploymentConfig, model: str) -> DeploymentConfig:
-    """The same deployment, every worker serving `model` under its own name."""
+    """Return a copy in which every worker runs `model`, under the model's own name."""
     workers = [
         worker.model_copy(
             update={
@@ -98,7 +106,7 @@ def with_model(deployment: DeploymentConfig, model: str) -> DeploymentConfig:
 
 
 def with_engine(deployment: DeploymentConfig, engine: str) -> DeploymentConfig:
-    """The same deployment, every worker on `engine`. A worker that changes loses the old engine's arguments."""
+    """Return a copy in which every worker runs `engine`. A worker with another engine loses its engine arguments."""
     workers = [
         worker
         if worker.flags.get("engine") == engine
@@ -111,26 +119,27 @@ def with_engine(deployment: DeploymentConfig, engine: str) -> DeploymentConfig:
 
 
 def with_address(deployment: DeploymentConfig, *, host: str | None, port: int | None) -> DeploymentConfig:
-    """The same deployment, the frontend listening on `host` and `port` where they are given.
+    """Return a copy whose frontend listens on `host` and `port`; None leaves a value unchanged.
 
-    Raises ConfigError when there is no frontend.
+    Raises:
+        ConfigError: The deployment has no frontend.
     """
     given = {name: value for name, value in (("http_host", host), ("http_port", port)) if value is not None}
     if not given:
         return deployment
     if deployment.frontend is None:
-        raise ConfigError("--host and --port are the frontend's, and the deployment starts no frontend; leave them out")
+        raise ConfigError("--host and --port need a frontend, but the deployment starts none; remove them")
     return deployment.model_copy(update={"frontend": deployment.frontend | given})
 
 
 def model_names(deployment: DeploymentConfig) -> list[str]:
-    """What clients send as `model`, in the order of the workers, each once."""
+    """Return the model names of all workers, as clients send them, in order and without duplicates."""
     names = [_model_name(worker.flags) for worker in deployment.workers]
     return list(dict.fromkeys(names))
 
 
 def reachable(listening: str) -> str:
-    """HOST:PORT for a client on this machine, of the HOST:PORT that a server listens on."""
+    """Return the HOST:PORT to connect to on this machine, for the HOST:PORT that a server listens on."""
     host, _, port = listening.rpartition(":")
     if host in (*_EVERY_INTERFACE, LOOPBACK):
         return f"localhost:{port}"
@@ -188,7 +197,7 @@ def _worker(
 
 
 def _as_read(model: type[C], name: str, argv: Sequence[str], environ: Mapping[str, str]) -> C:
-    """The configuration as the process will read it: its port may come from the environment."""
+    """Return the configuration as the process will load it: a port may come from the environment."""
     try:
         return load(model, prog=name, description="", argv=argv, environ=environ).config
     except ConfigError as exc:
@@ -200,17 +209,17 @@ def _without(argv: Sequence[str], flag: str) -> tuple[str, ...]:
 
 
 def _check_ports(specs: Sequence[ProcessSpec]) -> None:
-    """Raise ConfigError when two processes share a port: the launcher could mistake one's answer for the other's."""
+    """Raise ConfigError if two processes have the same port, because readiness checks could not tell them apart."""
     for one, other in combinations([spec for spec in specs if spec.port], 2):
         if one.port == other.port and (one.host == other.host or {one.host, other.host} & {*_EVERY_INTERFACE}):
             raise ConfigError(
-                f"{one.name} and {other.name} both use port {one.port}; give each its own, or {other.port_flag}=0 for "
-                "a free one"
+                f"{one.name} and {other.name} have the same port {one.port}; change one of them, or set "
+                f"{other.port_flag}=0 for a free one"
             )
 
 
 def _devices(worker: WorkerSpec, number: int) -> str:
-    """The share of one of `count` workers; nothing is visible to a worker on the CPU."""
+    """Return CUDA_VISIBLE_DEVICES of worker `number` of the group; empty for a worker on the CPU."""
     if worker.devices == "cpu":
         return ""
     share = len(worker.devices) // worker.count

@@ -1,7 +1,7 @@
-"""Checks over the network whether a process is ready: by HTTP, or by PING for NATS. Starts nothing.
+"""Check over the network that a process is ready: with HTTP, or with PING for NATS.
 
-httptools is a dependency already; an asyncio HTTP client is not. The standard library's client would block a thread
-that a stopping launcher has to wait for.
+The module uses httptools, which is a dependency already, while an asyncio HTTP client is not. The standard library's
+client would block a thread that a stopping launcher has to wait for.
 """
 
 from __future__ import annotations
@@ -16,30 +16,40 @@ import msgspec
 
 _ONE_ANSWER_S = 5.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
-_PAUSE_SHARE = 0.1  # of the time waited so far
+_PAUSE_FRACTION = 0.1  # of the time waited so far
 _LONGEST_ANSWER_BYTES = 1 << 16
 _READ_BYTES = 1 << 14
-_CONNECT_TO = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # of a server that listens on every interface
+_CONNECT_TO = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # for a server that listens on every interface
 
 T = TypeVar("T")
 
 
 class NotYet(Exception):
-    """The process is not ready. The message says why."""
+    """The process is not ready. The message gives the reason."""
 
 
 class ReadyAnswer(msgspec.Struct, frozen=True):
-    """What a worker or a frontend answers at /ready."""
+    """Response body of GET /ready, of workers and frontends."""
 
     status: str
     reason: str = ""
-    instance_id: str = ""  # of a worker, in hexadecimal
+    instance_id: str = ""  # hexadecimal; empty for a frontend
 
 
 async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
-    """Calls `ask` restart and again until it returns. Raises NotYet with the last reason when it has not in `within_s`.
+    """Call `ask` repeatedly until it returns.
 
-    Pauses grow to a tenth of the time waited, at most 1 s.
+    The pause between calls is a tenth of the time waited, at least 0.05 s and at most 1 s.
+
+    Args:
+        ask: A check; it raises NotYet or OSError if the process is not ready.
+        within_s: Maximum time in seconds.
+
+    Returns:
+        The value of `ask`.
+
+    Raises:
+        NotYet: The time is over. The message is that of the last attempt.
     """
     now = asyncio.get_running_loop().time
     began, why = now(), ""
@@ -50,18 +60,23 @@ async def until(ask: Callable[[], Awaitable[T]], within_s: float) -> T:
                 return await ask()
         except TimeoutError:
             if limit_s == _ONE_ANSWER_S or not why:  # else the total limit cut this attempt short
-                why = "it does not answer"
+                why = "no response"
         except (NotYet, OSError) as exc:
             why = str(exc)
         spent_s = now() - began
         if spent_s >= within_s:
             raise NotYet(why)
-        pause_s = min(max(_PAUSE_SHARE * spent_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        pause_s = min(max(_PAUSE_FRACTION * spent_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
         await asyncio.sleep(min(pause_s, within_s - spent_s))
 
 
 async def ready(host: str, port: int) -> ReadyAnswer:
-    """Asks a worker or a frontend. Raises NotYet with what it says, OSError when it can't be asked."""
+    """Check that a worker or a frontend is ready.
+
+    Raises:
+        NotYet: It reports that it is not ready. The message is its reason.
+        OSError: There is no connection.
+    """
     status, answer = await _get(host, port, "/ready", ReadyAnswer)
     if status != 200:
         raise NotYet(f"{answer.status}: {answer.reason}" if answer.reason else answer.status)
@@ -69,14 +84,14 @@ async def ready(host: str, port: int) -> ReadyAnswer:
 
 
 async def check_etcd(host: str, port: int) -> None:
-    """Asks an etcd on its client port. Raises as `ready`."""
+    """Check that an etcd server is healthy, on its client port. Raise as `ready` does."""
     status, answer = await _get(host, port, "/health", _EtcdHealth)
     if status != 200 or answer.health != "true":
         raise NotYet(f"etcd is not healthy: {answer.reason}" if answer.reason else "etcd is not healthy")
 
 
 async def check_nats(host: str, port: int) -> None:
-    """Sends a NATS server a PING. Raises as `ready`."""
+    """Check that a NATS server answers PING. Raise as `ready` does."""
     async with _connection(host, port) as (reader, writer):
         greeting = await reader.readline()
         if not greeting.startswith(b"INFO "):
@@ -88,7 +103,7 @@ async def check_nats(host: str, port: int) -> None:
 
 
 async def is_taken(host: str, port: int) -> bool:
-    """Says whether something takes connections there."""
+    """Return True if a process accepts connections at this address."""
     try:
         async with asyncio.timeout(_ONE_ANSWER_S), _connection(host, port):
             return True
@@ -102,7 +117,7 @@ class _EtcdHealth(msgspec.Struct, frozen=True):
 
 
 class _Body:
-    """Callbacks of the parser."""
+    """Callbacks of httptools' parser; collects the response body."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -116,7 +131,7 @@ class _Body:
 
 
 async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
-    """Status and JSON. Raises NotYet for another answer, OSError for none."""
+    """Return the status and the decoded JSON body. Raise NotYet for other responses, OSError for no response."""
     body = _Body()
     parser = httptools.HttpResponseParser(body)
     read_bytes = 0
@@ -127,11 +142,11 @@ async def _get(host: str, port: int, path: str, form: type[T]) -> tuple[int, T]:
                 data = await reader.read(_READ_BYTES)
                 read_bytes += len(data)
                 if not data or read_bytes > _LONGEST_ANSWER_BYTES:
-                    raise ConnectionError(f"the answer to GET {path} is incomplete or too long")
+                    raise ConnectionError(f"the response to GET {path} is incomplete or too long")
                 parser.feed_data(data)
         return parser.get_status_code(), msgspec.json.decode(body.data, type=form)
     except (httptools.HttpParserError, msgspec.DecodeError) as exc:
-        raise NotYet(f"the answer to GET {path} at port {port} can't be read: {exc}") from exc
+        raise NotYet(f"the response to GET {path} at port {port} can't be parsed: {exc}") from exc
 
 
 @asynccontextmanager

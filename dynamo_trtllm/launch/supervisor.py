@@ -1,4 +1,4 @@
-"""Starts a deployment in order, keeps its processes running, and leaves none behind. Knows nothing of requests."""
+"""Start the processes of a deployment in order, restart those that die, and stop all at the end."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dynamo_trtllm.subprocesses.child import Child, decide, describe, scratch_fo
 from dynamo_trtllm.subprocesses.ports import free_ports
 
 _READ_BYTES = 1 << 16
-_LAST_LINES_S = 1.0  # after its end: longest wait for output that something else may hold open
+_LAST_LINES_S = 1.0  # after its exit: longest wait for its output, which a grandchild may still hold open
 
 
 class ManagedProcess(Child):
-    """A child that was started. Made on the loop, in the main thread (`spawn` says why)."""
+    """One run of a process, with its output. Create it on the event loop, in the main thread (see `spawn`)."""
 
     def __init__(
         self, spec: ProcessSpec, port: int, environ: Mapping[str, str], on_line: Callable[[str], None]
@@ -39,7 +39,7 @@ class ManagedProcess(Child):
         super().__init__(process, spec.stop_timeout_s)
         self.spec = spec
         self.port = port
-        self.is_ready = False  # has answered /ready with 200; set by the supervisor, which asks
+        self.is_ready = False  # has answered /ready with 200; the supervisor sets it
         self._lines = asyncio.create_task(self._pump(on_line), name=f"lines of {spec.name}")
 
     async def _pump(self, on_line: Callable[[str], None]) -> None:
@@ -70,7 +70,7 @@ class ManagedProcess(Child):
 
 
 class LaunchFailed(Exception):
-    """The deployment can't go on. `exit_status` is the launcher's."""
+    """The deployment failed. `exit_status` is that of the launcher."""
 
     def __init__(self, text: str, exit_status: int = 1) -> None:
         super().__init__(text)
@@ -78,22 +78,28 @@ class LaunchFailed(Exception):
 
 
 class _Stopped(Exception):
-    """Asked to stop, and all processes have ended."""
+    """`stop` was called, and all processes have exited."""
 
 
 @dataclass(slots=True)
 class DeploymentStatus:
-    """What is known once all processes serve; kept up to date by restarts."""
+    """Address and instances of a ready deployment. Restarts update it."""
 
     frontend: str | None = None  # HOST:PORT
-    names: dict[str, str] = field(default_factory=dict)  # instance id in hexadecimal -> name of its process
+    names: dict[str, str] = field(default_factory=dict)  # instance id (hexadecimal) -> process name
 
 
 OnReady = Callable[[DeploymentStatus], Awaitable[bool]]
 
 
 class Supervisor:
-    """Made and run once, in the main thread. `environ` is what children inherit."""
+    """Supervisor of one deployment. Create and run it once, in the main thread.
+
+    Args:
+        deployment: The deployment.
+        console: Output of the launcher and its processes.
+        environ: Environment that the processes inherit.
+    """
 
     def __init__(self, deployment: DeploymentConfig, console: Console, environ: Mapping[str, str]) -> None:
         self._deployment = deployment
@@ -107,17 +113,21 @@ class Supervisor:
         self.deployment_status = DeploymentStatus()
 
     def stop(self) -> None:
-        """Called once: stop in order. Called again: kill the processes at once, which ends the waiting for them."""
+        """Stop the processes in order. A second call kills them at once."""
         if self._stopping.is_set():
             for running in self._running.values():
                 running.kill()
         self._stopping.set()
 
     async def run(self, on_ready: OnReady) -> None:
-        """Run the deployment until `stop` is called, or until `on_ready`, awaited once all are ready, returns True.
+        """Run the deployment until `stop` is called or `on_ready` returns True. Then stop all processes.
 
-        Raises ConfigError before anything is started when a port is in use; otherwise LaunchFailed and
-        ConfigError after all was stopped.
+        Args:
+            on_ready: Awaited once, when all processes are ready.
+
+        Raises:
+            ConfigError: A port is in use, or a server does not start.
+            LaunchFailed: A process was not ready in time, or has reached its restart limit.
         """
         failure: LaunchFailed | ConfigError | None = None
         for spec in processes(self._deployment, Addresses(etcd="localhost", nats="localhost"), self._environ):
@@ -137,7 +147,7 @@ class Supervisor:
             raise failure
 
     async def _unless_stopped(self, start: Coroutine[Any, Any, Addresses]) -> Addresses:
-        """Return what `start` returns. Raise _Stopped when `stop` comes first, after `start` was cancelled."""
+        """Return the result of `start`. If `stop` is called first, cancel `start` and raise _Stopped."""
         starting = asyncio.create_task(start, name="start of servers")
         stopping = asyncio.create_task(self._stopping.wait(), name="stop")
         try:
@@ -185,7 +195,7 @@ class Supervisor:
             self._stopping.set()
 
     async def _supervise_server(self, at: int) -> None:
-        """Workers and frontends go on meanwhile, and register and connect again by themselves."""
+        """Restart a server whenever it exits. Workers and frontends keep running and reconnect."""
         restarts: list[float] = []
         while not self._stopping.is_set():
             server = self._servers[at]
@@ -204,24 +214,24 @@ class Supervisor:
 
     async def _supervise(self, spec: ProcessSpec, dependents: DependentRestart) -> None:
         restarts: list[float] = []
-        may_be_mapped = False  # memory of an earlier life may be mapped by others
+        may_be_mapped = False  # other processes may have mapped memory of an earlier run
         while not self._stopping.is_set():
             status, last_line = await self._run_once(spec, dependents)
             process = self._running[spec.name]
             if self._stopping.is_set():
                 return
             if process.is_terminating:  # by `dependents`
-                self._console.say(f"{spec.name} {describe(status)}, as it was to end; starting it again")
+                self._console.say(f"{spec.name} {describe(status)} as requested; restarting")
                 continue
-            # between our choice of a port and its start another process may have taken that port
+            # another process may have taken the port between the choice of the port and the start
             lost_port = not spec.port and not process.is_ready and await is_taken(spec.host, process.port)
             decision = decide(self._deployment.restart, status, restarts, time.monotonic(), is_ours=not lost_port)
             if not decision.is_restart:
-                raise LaunchFailed(f"{spec.name} {decision.text}; its last line: {last_line}", decision.exit_status)
+                raise LaunchFailed(f"{spec.name} {decision.text}; last line: {last_line}", decision.exit_status)
             self._console.say(f"{spec.name} {decision.text}")
             restarts.append(time.monotonic())
             may_be_mapped = may_be_mapped or process.is_ready
-            # one that ended with 0 should have given it back: if it did not, its successor fails to start
+            # a process that exits with 0 should have released it; if it did not, its successor fails to start
             if self._deployment.restart.readers_too and may_be_mapped and status != 0:
                 await dependents.restart_dependents(spec)
                 may_be_mapped = False
@@ -229,14 +239,14 @@ class Supervisor:
                 return
 
     async def _stopped_within(self, pause_s: float) -> bool:
-        """Waits; ends the wait, with True, when all is to stop."""
+        """Wait for `pause_s` seconds or until `stop` is called; return True if it was."""
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._stopping.wait()
         return self._stopping.is_set()
 
     async def _run_once(self, spec: ProcessSpec, dependents: DependentRestart) -> tuple[int, str]:
-        """One life of a process: its exit status and the last thing it said."""
+        """Run a process until it exits; return its exit status and its last line of output."""
         began = time.monotonic()
         last_line = ""
 
@@ -255,7 +265,7 @@ class Supervisor:
         return status, last_line
 
     def _port_of(self, spec: ProcessSpec) -> int:
-        """Return the configured port, or a free one that no process of this launcher has."""
+        """Return the configured port, or a free port that no process of this launcher uses."""
         if spec.port:
             return spec.port
         given = {running.port for running in self._running.values()}
@@ -269,7 +279,7 @@ class Supervisor:
             answer = await until(partial(ready, spec.host, running.port), limit_s)
         except NotYet as exc:
             raise LaunchFailed(
-                f"{spec.name} did not serve within {limit_s:g} s ({exc}); raise ready_timeout_s"
+                f"{spec.name} was not ready within {limit_s:g} s ({exc}); raise ready_timeout_s"
             ) from None
         running.is_ready = True
         dependents.notify_changed()
@@ -287,24 +297,24 @@ class Supervisor:
         self._console.say(f"{name} is ready after {time.monotonic() - began:.2f} s {where}")
 
     async def _stop_processes(self) -> None:
-        """Workers first: they drain while the frontend still carries their answers out."""
+        """Stop the workers first, because they drain while the frontend still streams their output."""
         for is_frontend in (False, True):
             group = [running for running in self._running.values() if running.spec.is_frontend is is_frontend]
             await asyncio.gather(*(running.stop() for running in group))
 
 
 def _check_port(spec: ProcessSpec) -> None:
-    """Raise ConfigError when the port is in use: its owner would answer in the place of ours."""
+    """Raise ConfigError if the port is in use, because its owner would answer our readiness check."""
     if not spec.port:
         return
     try:
         bind(spec.host, spec.port, setting=spec.port_flag.removeprefix("--").removesuffix("-port")).close()
     except ConfigError as exc:
-        hint = "; --port of this command chooses it" if spec.is_frontend else ""
+        hint = "; --port of this command changes it" if spec.is_frontend else ""
         raise ConfigError(f"{spec.name}: {exc.message}{hint}", field=exc.field) from exc
 
 
 def _first(group: BaseExceptionGroup[LaunchFailed | ConfigError]) -> LaunchFailed | ConfigError:
-    """The first of possibly several processes that failed at once."""
-    found = group.exceptions[0]
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found
+    """Return the first failure of a possibly nested group."""
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first

@@ -1,1 +1,1 @@
-"""Conversation to token ids, token ids to reasoning, content and tool calls. Pure; knows no HTTP and no engine."""
+"""Tokenize conversations, and parse output tokens into reasoning, content and tool calls. No HTTP, no engines."""

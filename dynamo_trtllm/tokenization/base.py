@@ -1,4 +1,7 @@
-"""The rendering interface: one `Renderer` per model card, one `OutputParser` per request."""
+"""Define the interfaces of tokenization: one `Renderer` per model card, one `OutputParser` per request.
+
+The module also holds the output types, `DeltaBuilder`, and the table of parsers.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ TOOL_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}\Z")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallDelta:
-    """A piece of one tool call. `name` is set exactly on the first piece of an index."""
+    """A delta of one tool call. `name` is set only on the first delta of each index."""
 
     index: int
     name: str | None = None
@@ -25,74 +28,90 @@ class ToolCallDelta:
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What a run of tokens adds for the client. Never holds markers, nor part of a UTF-8 character.
+    """The text that some tokens add to the output. It has no markers and no incomplete UTF-8 characters.
 
-    A msgspec struct because one is made per token: a frozen dataclass takes ten times as long.
+    One is created per token. Creating a msgspec struct takes a tenth of the time of a frozen dataclass.
     """
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
-    reasoning_tokens: int = 0  # how many of the tokens were reasoning
+    reasoning_tokens: int = 0  # number of tokens that are reasoning
 
 
 class OutputParser(Protocol):
-    """Push parser of one request's output. Cost is linear in the tokens pushed."""
+    """Incremental parser of one request's output. Its cost is linear in the number of tokens."""
 
     def push(self, token_ids: TokenIds) -> Delta:
-        """What these tokens add. May hold text back while it could still be a marker or half a character."""
+        """Return the delta of these tokens. Text that may be part of a marker or of a character is withheld."""
         ...
 
     def finish(self) -> Delta:
-        """What was held back; called once, after the last push."""
+        """Return the withheld text. Call it once, after the last push."""
         ...
 
 
 class Renderer(Protocol):
-    """Everything between text and ids for one model."""
+    """Tokenizer, chat template and output parsers of one model."""
 
-    stop_token_ids: tuple[int, ...]  # of the chat format; given to the engine for chat requests
-    variables: frozenset[str]  # what the prompt can show beside messages: "tools", "reasoning_effort", template args
+    stop_token_ids: tuple[int, ...]  # of the chat format; sent to the engine with chat requests
+    variables: frozenset[str]  # what the template reads besides messages: "tools", "reasoning_effort", template args
 
     def render(self, conversation: Conversation) -> TokenIds:
-        """The prompt, ending where the assistant's turn begins. Raises InvalidRequest for what can't be rendered."""
+        """Return the token ids of the prompt, up to the start of the assistant's turn.
+
+        Raises:
+            InvalidRequest: The conversation can't be rendered.
+        """
         ...
 
     def encode(self, text: str) -> TokenIds:
-        """Plain text, special tokens taken as text."""
+        """Tokenize plain text. Special tokens in it are encoded as text."""
         ...
 
     def decode(self, token_ids: TokenIds) -> str:
-        """Return the whole text of the ids, special tokens included."""
+        """Return the text of the ids, special tokens included."""
         ...
 
     def chat_parser(self, *, prefill_ids: TokenIds = NO_PREFILL) -> OutputParser:
-        """For output of a rendered conversation. `prefill_ids`: ids that follow the rendering, as if the model had
-        written them. They set where the output begins and are no output (a call's name comes with the first delta)."""
+        """Return a parser for the output of a rendered conversation.
+
+        Args:
+            prefill_ids: Ids that follow the rendered prompt, as if the model had generated them. They set the initial
+                state of the parser and are not output, except that the name of a call is in the first delta.
+        """
         ...
 
     def call_header(self, name: str | None) -> TokenIds | None:
-        """Ids that, put after the rendering, make the model call a tool. With a name the output goes on inside the
-        arguments; with None it goes on with the name, right after `to=functions.`, and the rest of the header.
-        None where there is no such header, or no parser for calls. Raises InvalidRequest for a name that can't be
-        rendered."""
+        """Return ids that make the model call a tool when they follow the rendered prompt.
+
+        Args:
+            name: Name of the tool; the output then continues with the arguments. With None the output continues with
+                the name, right after `to=functions.`, and the rest of the header.
+
+        Returns:
+            The ids, or None if the format has no such header or calls are not parsed.
+
+        Raises:
+            InvalidRequest: The name can't be rendered.
+        """
         ...
 
     def answer_header(self) -> tuple[str, TokenIds]:
-        """Return what the model writes right before its answer (not before reasoning or a call), as text and as ids.
+        """Return what the model generates right before its answer, after any reasoning, as text and as ids.
 
-        Both are empty where the answer is all the output.
+        Both are empty if the answer is the whole output.
         """
         ...
 
     def text_parser(self) -> OutputParser:
-        """For output of a plain prompt: everything is content, special tokens left out."""
+        """Return a parser for the output of a plain prompt. All text is content; special tokens are omitted."""
         ...
 
 
 @dataclass(slots=True)
 class DeltaBuilder:
-    """Pieces in the order they came; those of one call become one `ToolCallDelta`."""
+    """Collects text and builds one `Delta` of it, with one `ToolCallDelta` per call."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -119,7 +138,7 @@ class DeltaBuilder:
         )
 
 
-# renderer -> parsers by the card's field, the one meant when none is named first
+# renderer -> the card's field -> names of parsers, the default first
 PARSERS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "harmony": {"reasoning_parser": ("gpt_oss", "none"), "tool_call_parser": ("harmony", "none")},
     "chat_template": {

@@ -1,4 +1,4 @@
-"""Parses output of a model without Harmony: decodes text, splits off reasoning, then finds tool calls in the answer."""
+"""Parse output of models without Harmony: decode text, split reasoning from the answer, and parse tool calls."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ END_THINK: Final = "</think>"
 
 
 class ReasoningParser:
-    """Gives reasoning to `out` and the text of the answer back. White space next to the markers is left out.
+    """Incremental parser that separates reasoning from the answer. White space next to the markers is omitted.
 
-    Only what opens the output can be reasoning: later markers are text. With `begins_inside` the prompt has opened it
-    already, and the opening marker may be missing.
+    Only the beginning of the output can be reasoning; later markers are text.
+
+    Args:
+        begins_inside: The prompt ends with the opening marker, so the output may lack it.
     """
 
     def __init__(self, *, begins_inside: bool) -> None:
         self._held = ""
         self._is_opening = True  # up to the opening marker and the white space after it
         self.is_inside = begins_inside
-        self.is_over = False  # everything from here on is answer
-        self._is_trimming = False  # white space after the closing marker
+        self.is_over = False  # all further text is the answer
+        self._is_trimming = False  # white space after the closing marker is being removed
 
     def push(self, text: str, out: DeltaBuilder) -> str:
+        """Add reasoning to `out` and return text of the answer. Text that may be part of a marker is withheld."""
         if self.is_over and not self._is_trimming:
             return text
         text, self._held = self._held + text, ""
@@ -41,7 +44,7 @@ class ReasoningParser:
         return text if self.is_over else ""
 
     def finish(self, out: DeltaBuilder) -> str:
-        """What was held back."""
+        """Add withheld reasoning to `out`, or return withheld text of the answer."""
         held, self._held = self._held, ""
         if not self.is_inside:
             return held
@@ -51,7 +54,7 @@ class ReasoningParser:
         return ""
 
     def _open(self, text: str) -> str:
-        """Looks for the opening marker; keeps the text while it can't tell."""
+        """Search for the opening marker; withhold the text while it may be part of it."""
         shown = text.lstrip()
         if shown.startswith(THINK):
             self.is_inside = True
@@ -69,12 +72,12 @@ class ReasoningParser:
         return shown
 
     def _reason(self, text: str, out: DeltaBuilder) -> str:
-        """Gives reasoning out up to the closing marker, and the text after it back."""
+        """Add reasoning up to the closing marker to `out`, and return the text after it."""
         reasoning, marker, rest = text.partition(END_THINK)
         if not marker:
-            keep = overlap(text, END_THINK)
-            self._held = text[len(text) - keep :]
-            reasoning = text[: len(text) - keep]
+            num_held = overlap(text, END_THINK)
+            self._held = text[len(text) - num_held :]
+            reasoning = text[: len(text) - num_held]
         else:
             self.is_inside, self.is_over, self._is_trimming = False, True, True
         if reasoning:
@@ -83,7 +86,14 @@ class ReasoningParser:
 
 
 class ChatOutputParser:
-    """OutputParser over the content of another one."""
+    """OutputParser for models with a chat template.
+
+    Args:
+        text: Parser that decodes tokens to content.
+        reasoning_parser: Parser of the decoded text, or None.
+        calls: Parser of the answer, or None.
+        prefill_ids: Ids that follow the prompt. Reasoning tokens among them are not counted.
+    """
 
     def __init__(
         self,
@@ -125,7 +135,7 @@ class ChatOutputParser:
             self._push_content(self._without_reasoning(self._text.push(token_ids[at:]).content))
 
     def _push_reasoning_token(self, reasoning_parser: ReasoningParser, token: TokenIds) -> None:
-        """One token at a time, to know which ones are reasoning: those inside, and those that end a part of it."""
+        """Parse one token and count it if it is reasoning: inside the markers, or with a part of the reasoning text."""
         num_chars = len(self._out.reasoning)
         was_inside = reasoning_parser.is_inside
         self._push_content(self._without_reasoning(self._text.push(token).content))

@@ -1,8 +1,8 @@
-"""Harmony, the prompt format of gpt-oss: frames by openai-harmony, the text inside them by tiktoken.
+"""Render Harmony, the prompt format of gpt-oss: openai-harmony encodes message frames, tiktoken the text inside them.
 
-A frame ends in a control token, across which no merge happens, so text encoded on its own and put into a frame
-gives the ids of the whole rendering. openai-harmony's encoder is three times slower, holds the GIL, and its cost is
-quadratic in the length of a word, so it is never given a client's text.
+BPE merges never cross a control token, and a frame ends in one. So text that is encoded separately and inserted into a
+frame gives the same ids as rendering the whole message. openai-harmony's encoder does not get text of clients: it is
+three times slower, holds the GIL, and its cost is quadratic in the length of a word.
 """
 
 from __future__ import annotations
@@ -39,8 +39,14 @@ _EFFORTS: Final = {
 
 
 class HarmonyRenderer:
-    """Renderer of gpt-oss models. `today` gives the date for the prompt. A parser that is "none" leaves its part
-    of the output in the content."""
+    """Renderer of gpt-oss models.
+
+    Args:
+        reasoning_parser: "gpt_oss"; with "none" reasoning is part of the content.
+        tool_call_parser: "harmony"; with "none" tool calls are part of the content.
+        cache_dir: Cache folder of the vocabulary.
+        today: Returns the date for the system message.
+    """
 
     stop_token_ids: tuple[int, ...] = (_RETURN, _CALL)
     variables = frozenset({"tools", "reasoning_effort"})
@@ -68,7 +74,7 @@ class HarmonyRenderer:
         self._assistant_start = self._harmony.encode("<|start|>assistant", allowed_special={"<|start|>"})
 
     def render(self, conversation: Conversation) -> TokenIds:
-        """The prompt up to the start of the assistant's turn. Raises InvalidRequest."""
+        """Return the token ids of the prompt, up to the start of the assistant's turn. Raise InvalidRequest."""
         try:
             ids = token_ids(self._system(conversation.reasoning_effort, self._today(), bool(conversation.tools)))
             for message in _said_messages(conversation):
@@ -79,11 +85,11 @@ class HarmonyRenderer:
         return ids
 
     def encode(self, text: str) -> TokenIds:
-        """Plain text; what looks like a control token stays text."""
+        """Tokenize plain text. Special tokens in it are encoded as text."""
         return vocabulary.encode_text(self._tiktoken, text)
 
     def decode(self, token_ids: TokenIds) -> str:
-        """Return the text of the ids, with control tokens. Raises InvalidRequest for an id outside the vocabulary."""
+        """Return the text of the ids, special tokens included. Raise InvalidRequest for an unknown id."""
         try:
             return self._tiktoken.decode(token_ids.tolist(), errors="replace")
         except KeyError as exc:
@@ -131,7 +137,7 @@ class HarmonyRenderer:
             assert isinstance(body, oh.TextContent)
             text = body.text
         author, recipient = message.author.name, message.recipient
-        name = recipient if author is None else author  # from the client; the other of the two is "assistant" or None
+        name = recipient if author is None else author  # the one that a client chose; the other has a fixed value
         placeholders = (author and _NAME, recipient and _NAME if author is None else recipient)
         head, tail = self._frame(message.author.role, *placeholders, message.channel, message.content_type)
         for part in head:
@@ -142,8 +148,10 @@ class HarmonyRenderer:
     def _make_frame(
         self, role: oh.Role, name: str | None, *header: str | None
     ) -> tuple[list[str | list[int]], list[int]]:
-        """Return what precedes and what follows the text of a message with this header: token ids, and, where the text
-        between two control tokens holds the placeholder of a name, that text."""
+        """Return what precedes and what follows the text of a message with this header.
+
+        The first is a list of token ids, and of texts that contain the placeholder of a name. The second is token ids.
+        """
         recipient, channel, content_type = header
         message = oh.Message.from_author_and_content(oh.Author(role=role, name=name), "")
         message.recipient, message.channel, message.content_type = recipient, channel, content_type
@@ -157,7 +165,7 @@ class HarmonyRenderer:
 
 
 def harmony_messages(conversation: Conversation, today: date) -> Iterator[oh.Message]:
-    """The messages harmony asks for, in order; each has exactly one content. Raises InvalidRequest."""
+    """Yield the Harmony messages of a conversation in order, each with exactly one content. Raise InvalidRequest."""
     yield _system_message(conversation.reasoning_effort, today)
     yield from _said_messages(conversation)
 
@@ -166,14 +174,15 @@ def _system_message(effort: str, today: date) -> oh.Message:
     known = _EFFORTS.get(effort)
     if known is None:
         raise UnsupportedParameter(
-            f"reasoning_effort {effort!r} is not one of Harmony's; use low, medium or high", field="reasoning_effort"
+            f"reasoning_effort {effort!r} is not supported by Harmony; use low, medium or high",
+            field="reasoning_effort",
         )
     system = oh.SystemContent.new().with_reasoning_effort(known).with_conversation_start_date(today.isoformat())
     return oh.Message.from_role_and_content(oh.Role.SYSTEM, system)
 
 
 def _said_messages(conversation: Conversation) -> Iterator[oh.Message]:
-    """All behind the system message."""
+    """Yield all messages after the system message."""
     lead = 0
     while lead < len(conversation.messages) and conversation.messages[lead].role in ("system", "developer"):
         lead += 1
@@ -207,7 +216,13 @@ def _tool(tool: Tool) -> oh.ToolDescription:
 
 
 def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> Iterator[oh.Message]:
-    """`names` maps the ids of the tool calls seen so far to tool names; assistant turns add theirs."""
+    """Yield the Harmony messages of one message.
+
+    Args:
+        message: The message.
+        names: Tool names by id of the earlier tool calls. The calls of this message are added.
+        keep_reasoning: Include the reasoning of an assistant message.
+    """
     match message.role:
         case "user":
             author = oh.Author(role=oh.Role.USER, name=message.name)
@@ -220,11 +235,13 @@ def _turn(message: Message, names: dict[str, str], *, keep_reasoning: bool) -> I
         case "system" | "developer":
             yield _developer(message.content)
         case role:
-            raise InvalidRequest(f"role {role!r} is not known", field="messages")
+            raise InvalidRequest(
+                f"unknown role {role!r}; use system, developer, user, assistant or tool", field="messages"
+            )
 
 
 def _assistant(message: Message, *, keep_reasoning: bool) -> Iterator[oh.Message]:
-    """Reasoning is shown to the model only while the tool calls it led to are not yet answered by a final text."""
+    """Yield an assistant message. Its reasoning is included only if it led to tool calls without a final answer yet."""
     if message.tool_calls and message.reasoning and keep_reasoning:
         yield _said(message.reasoning, "analysis")
     if message.content or not message.tool_calls:
@@ -243,7 +260,7 @@ def _tool_result(message: Message, names: Mapping[str, str]) -> oh.Message:
     name = names.get(message.tool_call_id or "")
     if name is None:
         raise InvalidRequest(
-            f"tool_call_id {message.tool_call_id!r} names no tool call of an earlier assistant message",
+            f"tool_call_id {message.tool_call_id!r} does not match a tool call of an earlier assistant message",
             field="messages",
         )
     author = oh.Author.new(oh.Role.TOOL, f"functions.{name}")
@@ -260,4 +277,4 @@ def _is_control(token_id: int) -> bool:
 
 def _check_name(name: str, field: str) -> None:
     if TOOL_NAME.match(name) is None:
-        raise InvalidRequest(f"tool name {name!r} must be letters, digits, '_', '-' and '.' only", field=field)
+        raise InvalidRequest(f"tool name {name!r} is not valid; use letters, digits, '_', '-' and '.'", field=field)

@@ -1,6 +1,6 @@
-"""Harmony output to deltas: analysis is reasoning, final is content, calls of functions are tool calls.
+"""Parse Harmony output into deltas: analysis is reasoning, final is content, function calls are tool calls.
 
-It never raises for what a model writes, never shows a marker and never waits for more than one message header.
+The parser accepts any output of a model without an error, omits all markers, and withholds at most one message header.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ASSISTANT: Final = "assistant"
 CHANNELS: Final = ("analysis", "commentary", "final")
 _FUNCTIONS: Final = "functions."
 _TO: Final = "to="
-_PEOPLE: Final = frozenset(("all", "user", ASSISTANT))
-_OWN_TOOL: Final = re.compile(r"(python|browser|container)(\..*)?\Z")  # trained in, and not here
+_NO_TOOLS: Final = frozenset(("all", "user", ASSISTANT))  # recipients that are not tools
+_BUILTIN_TOOL: Final = re.compile(r"(python|browser|container)(\..*)?\Z")  # gpt-oss knows them from training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """Who speaks to whom on which channel; empty where the header does not say."""
+    """Role, channel and recipient of a message header; empty if the header does not have it."""
 
     role: str = ASSISTANT
     channel: str = ""
@@ -35,22 +35,33 @@ class Header:
 
     @property
     def call(self) -> str | None:
-        """The name of the function that is called, if one is: a call without a usable name is none, nor is one of the
-        tools that gpt-oss was trained with and that no client offers under that name."""
-        if self.role != ASSISTANT or self.recipient in _PEOPLE:
+        """Return the name of the called function, or None.
+
+        Invalid names, and gpt-oss's built-in tools without the prefix `functions.`, do not count as calls.
+        """
+        if self.role != ASSISTANT or self.recipient in _NO_TOOLS:
             return None
         name = self.recipient.removeprefix(_FUNCTIONS)
-        is_own = name == self.recipient and _OWN_TOOL.match(name) is not None
-        return name if TOOL_NAME.match(name) and not is_own else None
+        is_builtin = name == self.recipient and _BUILTIN_TOOL.match(name) is not None
+        return name if TOOL_NAME.match(name) and not is_builtin else None
 
     @property
     def is_reasoning(self) -> bool:
-        return self.role == ASSISTANT and self.channel == "analysis" and self.recipient in {"", *_PEOPLE}
+        return self.role == ASSISTANT and self.channel == "analysis" and self.recipient in {"", *_NO_TOOLS}
 
 
 def read_header(sender: str, channel: str | None, content_type: str | None, *, is_started: bool) -> Header | None:
-    """The header whose text is `sender<|channel|>channel<|constrain|>content_type`; None for a part that is not
-    there. `is_started`: the role is in it (`<|start|>` came before). None if it is no header."""
+    """Parse a header, whose text is `sender<|channel|>channel<|constrain|>content_type`.
+
+    Args:
+        sender: Text before the first marker.
+        channel: Text after `<|channel|>`, or None.
+        content_type: Text after `<|constrain|>`, or None.
+        is_started: The sender begins with the role, because `<|start|>` preceded it.
+
+    Returns:
+        The header, or None if the text is not a valid header.
+    """
     sent, addressed = sender.split(), (channel or "").split()
     role = sent.pop(0) if is_started and sent else ASSISTANT
     name = addressed.pop(0) if addressed else ""
@@ -64,7 +75,7 @@ def read_header(sender: str, channel: str | None, content_type: str | None, *, i
 
 
 def could_become_header(header: Header | None) -> bool:
-    """Whether what was cut off is the beginning of a header that the model would have ended well."""
+    """Return True if a header that the end of the output cut off may be the beginning of a valid one."""
     if header is None or not ASSISTANT.startswith(header.role):
         return False
     return any(channel.startswith(header.channel) for channel in CHANNELS)
@@ -82,13 +93,13 @@ _END: Final = 200007
 _MESSAGE: Final = 200008
 _CALL: Final = 200012
 _ENDS: Final = frozenset((_RETURN, _END, _CALL))
-_MAX_HEADER_TOKENS: Final = 288  # a longer header is none: names of tools have 256 characters at most
-_MAX_HEADER_BLANKS: Final = 12  # nor is one of many words
+_MAX_HEADER_TOKENS: Final = 288  # longer text is not a header: names of tools have 256 characters at most
+_MAX_HEADER_BLANKS: Final = 12  # text of more words is not a header either
 _RECIPIENT: Final = b" to="  # the only text that may come before the first control token of a turn
 
 
 class _HarmonyState(Enum):
-    """Where the next token stands."""
+    """Position of the next token."""
 
     HEADER = auto()
     BODY = auto()
@@ -96,7 +107,7 @@ class _HarmonyState(Enum):
 
 
 class _BodyKind(Enum):
-    """Where the text of the current body goes."""
+    """Part of the output to which the text of the current body belongs."""
 
     CONTENT = auto()
     REASONING = auto()
@@ -104,7 +115,7 @@ class _BodyKind(Enum):
 
 
 class HarmonyTexts(NamedTuple):
-    """Of a vocabulary, shared by its parsers."""
+    """Token texts of a vocabulary; all parsers of a renderer share them."""
 
     content: TokenTextCache
     reasoning: TokenTextCache
@@ -113,11 +124,16 @@ class HarmonyTexts(NamedTuple):
 class HarmonyParser:
     """OutputParser of one assistant turn, which begins after `<|start|>assistant`.
 
-    What is not Harmony is content, control tokens left out: a header that is none, is too long or is ended
-    before its message begins, text between messages, calls without a name or of tools that gpt-oss was trained
-    with and the request does not offer. A header that the end of the output cuts off is dropped while it could still
-    become one. `prefill_ids` follow the prompt and are no output. Without `is_reasoning_split` reasoning is content,
-    without `is_call_split` the arguments of calls are.
+    Text that is not valid Harmony becomes content, without control tokens. This applies to invalid, overlong and
+    unfinished headers, to text between messages, and to calls without a valid name or of gpt-oss's built-in tools.
+    A header that the end of the output cuts off is dropped if it may be the beginning of a valid one.
+
+    Args:
+        token_bytes: Returns the bytes of a token; b"" for control tokens.
+        texts: Token texts of the vocabulary.
+        prefill_ids: Ids that follow the prompt. They are not output.
+        is_reasoning_split: If False, reasoning is content.
+        is_call_split: If False, the arguments of calls are content.
     """
 
     def __init__(
@@ -129,12 +145,12 @@ class HarmonyParser:
         is_reasoning_split: bool = True,
         is_call_split: bool = True,
     ) -> None:
-        self._token_bytes = token_bytes  # no bytes for control tokens
+        self._token_bytes = token_bytes
         self._reasoning = _BodyKind.REASONING if is_reasoning_split else _BodyKind.CONTENT
         self._is_call_split = is_call_split
         self._decoder = Utf8Decoder(errors="replace")
         self._texts = {_BodyKind.CONTENT: texts.content, _BodyKind.REASONING: texts.reasoning}
-        self._token_texts: TokenTextCache | None = None  # of the next token, if it just goes on where the last one was
+        self._token_texts: TokenTextCache | None = None  # fast path for a token that continues the current body
         self._state = _HarmonyState.HEADER
         self._body_kind = _BodyKind.CONTENT
         self._header: list[int] = []
@@ -142,7 +158,7 @@ class HarmonyParser:
         self._calls = 0
         self._out = DeltaBuilder()
         self._run(prefill_ids)
-        self._prefill_ids = len(self._header)  # of the header's tokens, those that are no output
+        self._prefill_ids = len(self._header)  # number of tokens in the header that are not output
 
     def push(self, token_ids: TokenIds) -> Delta:
         if self._token_texts is not None and len(token_ids) == 1 and not self._decoder.buffer:
@@ -180,7 +196,7 @@ class HarmonyParser:
             self._body(run)
 
     def _text(self, token_id: int) -> None:
-        """An ordinary token outside a body."""
+        """Process an ordinary token outside a body."""
         if self._state is _HarmonyState.BETWEEN:
             self._open(_BodyKind.CONTENT)
             self._body([token_id])
@@ -194,7 +210,7 @@ class HarmonyParser:
             self._end_header()
         elif self._state is _HarmonyState.HEADER and token_id in (_CHANNEL, _CONSTRAIN):
             self._header.append(token_id)
-        elif token_id in (_START, _CHANNEL):  # a start without an end before it, or an end without a start after it
+        elif token_id in (_START, _CHANNEL):  # a new message; the model may omit the end marker or the start marker
             self._end_message()
             self._state = _HarmonyState.HEADER
             self._header = [token_id]
@@ -202,8 +218,10 @@ class HarmonyParser:
             self._end_message()
 
     def _can_be_header(self) -> bool:
-        """False when the text before the first control token can't become a recipient, at a new line, and when it
-        is too long."""
+        """Return False if the text before the first control token can't become a recipient, or is not a header.
+
+        Text with a new line, too many words or too many tokens is not a header.
+        """
         newest = self._token_bytes(self._header[-1])
         self._blanks += newest.startswith(b" ")
         if b"\n" in newest or self._blanks > _MAX_HEADER_BLANKS or len(self._header) > _MAX_HEADER_TOKENS:
@@ -227,7 +245,7 @@ class HarmonyParser:
             self._open(self._reasoning if header.is_reasoning else _BodyKind.CONTENT)
 
     def _read_header(self) -> Header | None:
-        """What the held tokens say; None if they are no header."""
+        """Parse the withheld tokens; return None if they are not a header."""
         parts: list[tuple[int, list[int]]] = [(_START, [])]
         for token_id in self._header:
             if token_id < FIRST_SPECIAL:
@@ -241,13 +259,13 @@ class HarmonyParser:
         return read_header(texts[_START], texts.get(_CHANNEL), texts.get(_CONSTRAIN), is_started=is_started)
 
     def _is_cut_header(self) -> bool:
-        """Whether what is held is no loss: the beginning of a header that the end of the output cut off."""
+        """Return True if the withheld tokens are the beginning of a header that the end of the output cut off."""
         header = self._read_header()
         is_marked = self._header[0] >= FIRST_SPECIAL or (header is not None and bool(header.recipient))
         return is_marked and could_become_header(header)
 
     def _header_is_text(self) -> None:
-        """What was held as a header is none: it is content, and so is what follows up to the next control token."""
+        """Emit the withheld header as content. The text up to the next control token is content, too."""
         shown = self._header[self._prefill_ids :]
         self._clear_header()
         self._open(_BodyKind.CONTENT)

@@ -1,8 +1,7 @@
-"""The text of Harmony's developer messages: instructions, and tools as TypeScript, as openai-harmony renders them.
+"""Render the text of Harmony developer messages: instructions, and tools as TypeScript, as openai-harmony does.
 
-openai-harmony translates schemas, and gives the result only as token ids. Its encoder holds the GIL, and its cost is
-quadratic in the length of a word. So it renders a few tools at a time, in which placeholders replace the client's
-strings.
+openai-harmony translates the schemas but returns only token ids. Its encoder holds the GIL, and its cost is quadratic
+in the length of a word. So it renders a few tools at a time, with placeholders instead of the client's strings.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import openai_harmony as oh
 
 _INSTRUCTIONS: Final = "INSTRUCTIONS"  # a placeholder
 _EMPTY_TYPE: Final = "type tool = () => any;\n"  # of a tool "tool" without parameters
-# Short names, keywords and types go to openai-harmony as they are. Nothing that matches can be part of a placeholder.
+# Short names, keywords and types go to openai-harmony unchanged. No part of a placeholder matches.
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_$#/.-]{0,32}\Z")
 _MARK: Final = "\ue000"
-_BATCH_VALUES: Final = 1000  # JSON values of the tools that are rendered at once, while the GIL is held
+_BATCH_VALUES: Final = 1000  # JSON values rendered in one call, which holds the GIL
 _PLACEHOLDER: Final = re.compile(rf'{_MARK}(\d+)(?:null)?(\\?)"{_MARK}')
 
 
 class DeveloperTexts:
-    """Renders the texts of developer messages; `harmony` does it for a few tools at a time."""
+    """Renders the texts of developer messages, with openai-harmony's encoding `harmony`."""
 
     def __init__(self, harmony: oh.HarmonyEncoding) -> None:
         self._harmony = harmony
@@ -35,11 +34,11 @@ class DeveloperTexts:
         self._head, _, self._tail = self._rendered(_content([tool])).partition(_EMPTY_TYPE)
 
     def text(self, content: oh.DeveloperContent) -> str:
-        """Return the text of a message with this content. Cost is linear in its size.
+        """Return the text of a message with this content. The cost is linear in its size.
 
         Raises:
-            oh.HarmonyError: a schema can't be translated.
-            RecursionError: a schema is nested too deeply.
+            oh.HarmonyError: A schema can't be translated.
+            RecursionError: A schema is nested too deeply.
         """
         parts = []
         if content.instructions:
@@ -74,10 +73,10 @@ class DeveloperTexts:
 
 
 class _Placeholders:
-    """Placeholders for the strings of one schema.
+    """Placeholders for the strings of one batch of tools.
 
-    openai-harmony writes most strings as they are and some as JSON; the quotation mark in a placeholder shows which.
-    It also checks whether a type contains "null", so the placeholder of such a string contains "null", too.
+    openai-harmony writes most strings unchanged and some as JSON. The quotation mark in a placeholder shows which: JSON
+    escapes it. openai-harmony also checks whether a type contains "null", so the placeholder of such a string does too.
     """
 
     def __init__(self) -> None:
@@ -112,9 +111,9 @@ class _Placeholders:
     def _short(self, string: str) -> str:
         return string if _PLAIN.match(string) else self.new(string)
 
-    def _string(self, found: re.Match[str]) -> str:
-        string = self._strings[int(found[1])]
-        return json.dumps(string, ensure_ascii=False)[1:-1] if found[2] else string
+    def _string(self, match: re.Match[str]) -> str:
+        string = self._strings[int(match[1])]
+        return json.dumps(string, ensure_ascii=False)[1:-1] if match[2] else string
 
 
 def _content(tools: list[oh.ToolDescription]) -> oh.DeveloperContent:
@@ -122,7 +121,7 @@ def _content(tools: list[oh.ToolDescription]) -> oh.DeveloperContent:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the lines as Rust's `str::lines` cuts them."""
+    """Split the text into lines as Rust's `str::lines` does."""
     lines = text.split("\n")
     last = lines.pop()
     return [line.removesuffix("\r") for line in lines] + ([last] if last else [])

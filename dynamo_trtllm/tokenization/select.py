@@ -1,4 +1,4 @@
-"""Which renderer a model card names. Its libraries are imported when the first card asks for them, not before."""
+"""Create the renderer that a model card names. Its libraries are imported at first use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from dynamo_trtllm.tokenization.base import PARSERS, Renderer
 
 
 def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Renderer:
-    """The renderer of this card, made of its files (name -> content). Takes up to a second: not on an event loop.
+    """Create the renderer of a model card. The call takes up to 1 s, so do not run it on an event loop.
 
-    Raises ConfigError for a renderer or a parser that does not exist and for a file that is missing or broken.
+    Args:
+        card: The model card; it names renderer and parsers.
+        files: Contents of the model's files by name.
+
+    Raises:
+        ConfigError: A renderer or parser does not exist, or a file is missing or can't be parsed.
     """
     for field, known in PARSERS.get(card.renderer, {}).items():
         if getattr(card, field) not in known:
             raise ConfigError(
-                f"model {card.name!r} asks for the {field} {getattr(card, field)!r}; with the renderer "
-                f"{card.renderer} this version has {', '.join(known)}",
+                f"model {card.name!r} needs the {field} {getattr(card, field)!r}, which the renderer {card.renderer} "
+                f"does not have; choose one of {', '.join(known)}",
                 field=field,
             )
     match card.renderer:
@@ -37,6 +42,6 @@ def renderer_for(card: ModelDeploymentCard, files: Mapping[str, bytes]) -> Rende
             )
         case other:
             raise ConfigError(
-                f"model {card.name!r} asks for the renderer {other!r}; this version has harmony and chat_template",
+                f"model {card.name!r} needs the renderer {other!r}; this version has only harmony and chat_template",
                 field="renderer",
             )

@@ -1,7 +1,7 @@
-"""One tool call written as a JSON object, read while it is written. Text in, values out; knows no markers.
+"""Parse one tool call, written as a JSON object, while it is generated.
 
-Strict about the object's own level; below it only brackets and quotes are counted: arguments are passed on as they are
-written, and it is for the client to find out whether they are sound.
+The parser is strict about the top level of the object. Below it, it only matches brackets and quotes: arguments are
+passed on as generated, and the client has to validate them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ _SCALAR: Final = re.compile(r"[A-Za-z0-9+.\-]*")
 
 
 class _Position(Enum):
+    """State of the parser."""
+
     OPEN = auto()  # before the object
     KEY = auto()  # before a key
     COLON = auto()
     VALUE = auto()  # before a value
-    STRING = auto()  # in one; a key too
-    NESTED = auto()  # in an object or a list
+    STRING = auto()  # inside a string, which may be a key
+    NESTED = auto()  # inside an object or a list
     SCALAR = auto()
     ENDED = auto()  # a key or a value was read
     AFTER = auto()  # after a value
@@ -40,22 +42,27 @@ _INSIDE: Final = frozenset((_Position.STRING, _Position.NESTED, _Position.SCALAR
 
 
 class StreamingJsonCall:
-    """`{"name": …, "arguments" or "parameters": …}`, keys in any order, given out as call `index` once it is certain:
-    at its name, or with `needs_arguments` when the key of the arguments was read too."""
+    """Incremental parser of `{"name": …, "arguments" or "parameters": …}`, with keys in any order.
+
+    Args:
+        index: Index of the call in its deltas.
+        needs_arguments: Emit the call only once its name and the key of its arguments are read. By default the name is
+            enough.
+    """
 
     def __init__(self, index: int, *, needs_arguments: bool) -> None:
-        self.begun = False  # something was given out
+        self.begun = False  # something was emitted
         self.index = index
         self._needs_arguments = needs_arguments
         self._position = _Position.OPEN
-        self._key: str | None = None  # whose value is read; None: a key is read
+        self._key: str | None = None  # key of the current value; None while a key is read
         self._seen: set[str] = set()
         self._name = ""
-        self._piece: list[str] = []  # the key or value being read, arguments left out
-        self._arguments: list[str] = []  # not given out yet
-        self._unparsed: list[str] = []  # read and not given out
+        self._chunks: list[str] = []  # text of the current key or value, except arguments
+        self._arguments: list[str] = []  # not emitted yet
+        self._unparsed: list[str] = []  # all text read but not emitted
         self._closers: list[str] = []
-        self._in_string = False  # of what is nested
+        self._in_string = False  # inside a string of a nested value
         self._escaped = False  # the last character was a backslash in a string
 
     @property
@@ -68,11 +75,19 @@ class StreamingJsonCall:
 
     @property
     def unseen(self) -> str:
-        """What was read and not given out: for a broken or cut-off object, what is left to show."""
+        """Return the text that was read but not emitted. For an invalid or cut-off object it is content."""
         return "".join(self._unparsed)
 
     def feed(self, text: str, out: DeltaBuilder) -> str:
-        """Reads up to the end of the object or the first fault; the rest comes back."""
+        """Parse text up to the end of the object or the first error.
+
+        Args:
+            text: The next text of the output.
+            out: Receives the call and its arguments.
+
+        Returns:
+            The text that was not parsed.
+        """
         at = 0
         while at < len(text) and self._position not in (_Position.DONE, _Position.BROKEN):
             before = self._position
@@ -88,9 +103,9 @@ class StreamingJsonCall:
         return text[at:]
 
     def _keep(self, text: str) -> None:
-        """Text of a key or a value."""
+        """Store text of a key or a value."""
         if self._key not in _ARGUMENTS:
-            self._piece.append(text)
+            self._chunks.append(text)
         else:
             self._arguments.append(text)
         if self._key not in _ARGUMENTS or not self.begun:
@@ -113,7 +128,7 @@ class StreamingJsonCall:
         return bool(self._name) and (not self._needs_arguments or bool(self._seen & _ARGUMENTS))
 
     def _step(self, text: str, at: int) -> int:
-        """Reads some text, which is all in one state or the first of the next; returns the place after it."""
+        """Parse text within one state, or the first character of the next state; return the index after it."""
         match self._position:
             case _Position.STRING:
                 end, is_closed = self._string_end(text, at)
@@ -131,7 +146,7 @@ class StreamingJsonCall:
         return at if self._position is _Position.BROKEN else at + 1
 
     def _after(self, char: str) -> _Position:
-        """The state after a character that stands outside keys and values, or begins one."""
+        """Return the state after a character outside keys and values, or the first character of one."""
         match self._position, char:
             case (_Position.OPEN, "{") | (_Position.AFTER, ","):
                 return _Position.KEY
@@ -153,13 +168,13 @@ class StreamingJsonCall:
                 return _Position.BROKEN
 
     def _ended(self) -> _Position:
-        """The state after a key or a value that was read to its end."""
-        piece = "".join(self._piece)
-        self._piece.clear()
+        """Return the state after the end of a key or a value."""
+        text = "".join(self._chunks)
+        self._chunks.clear()
         if self._key in _ARGUMENTS:
             return _Position.AFTER
         try:
-            value = json.loads(piece)
+            value = json.loads(text)
         except ValueError:
             return _Position.BROKEN
         if self._key is None:
@@ -176,28 +191,28 @@ class StreamingJsonCall:
         return _Position.COLON
 
     def _string_end(self, text: str, at: int) -> tuple[int, bool]:
-        """The place behind the closing quote, or the end of the text; and which it is."""
+        """Return the index after the closing quote and True, or the end of the text and False."""
         if self._escaped:
             self._escaped = False
             at += 1
-        while (found := _STRING_STOP.search(text, at)) is not None:
-            if found.group() == '"':
-                return found.end(), True
-            at = found.end() + 1
+        while (match := _STRING_STOP.search(text, at)) is not None:
+            if match.group() == '"':
+                return match.end(), True
+            at = match.end() + 1
             self._escaped = at > len(text)
         return len(text), False
 
     def _nested(self, text: str, at: int) -> int:
-        """Up to the closing bracket, the first that does not fit, or the end of the text."""
+        """Return the index after the closing bracket, at the first bracket that does not match, or the end."""
         while at < len(text):
             if self._in_string:
                 at, is_closed = self._string_end(text, at)
                 self._in_string = not is_closed
                 continue
-            found = _NESTED_STOP.search(text, at)
-            if found is None:
+            match = _NESTED_STOP.search(text, at)
+            if match is None:
                 return len(text)
-            char, at = found.group(), found.end()
+            char, at = match.group(), match.end()
             if char == '"':
                 self._in_string = True
             elif char in _CLOSERS:

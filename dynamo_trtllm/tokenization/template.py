@@ -1,4 +1,4 @@
-"""Models with a `tokenizer.json` and a jinja chat template. The template runs sandboxed; nothing is downloaded."""
+"""Render prompts for models with a `tokenizer.json` and a Jinja chat template, which runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -31,17 +31,24 @@ from dynamo_trtllm.tokenization.tool_call_parser import (
 
 _DEFAULT: Final = "default"
 _WITH_TOOLS: Final = "tool_use"
-# what the code of a template can raise on a conversation it was not written for
+# errors that a template can raise for a conversation that it does not support
 _TEMPLATE_FAULTS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 class ChatTemplates:
-    """The templates of one model. Raises ConfigError for one that is no jinja."""
+    """The chat templates of one model.
+
+    Args:
+        sources: Jinja source by name: `default`, and `tool_use` for requests with tools.
+
+    Raises:
+        ConfigError: A template is not valid Jinja.
+    """
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         environment = _environment()
         self._templates: dict[str, jinja2.Template] = {}
-        self.variables: frozenset[str] = frozenset()  # that any of them reads
+        self.variables: frozenset[str] = frozenset()  # read by at least one of the templates
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
@@ -50,21 +57,21 @@ class ChatTemplates:
                 raise ConfigError(f"chat template {name!r} is not valid: {exc}") from exc
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The prompt text. Raises InvalidRequest with the template's own message."""
+        """Return the text of the prompt. Raise InvalidRequest with the template's own error message."""
         template = self._templates.get(_WITH_TOOLS) if variables.get("tools") else None
         template = template or self._templates.get(_DEFAULT)
         if template is None:
-            raise InvalidRequest("this model has no chat template: only /v1/completions works for it")
+            raise InvalidRequest("this model has no chat template; use /v1/completions")
         try:
             return template.render(variables)
         except _TEMPLATE_FAULTS as exc:
-            raise InvalidRequest(f"the model's chat template refused the messages: {exc}", field="messages") from exc
+            raise InvalidRequest(f"the model's chat template rejected the messages: {exc}", field="messages") from exc
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here it only shows its body."""
+    """The tag `{% generation %}`, which marks assistant text for training. Here it only renders its body."""
 
-    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -82,7 +89,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Like jinja's filter of this name, without its HTML escapes."""
+    """Convert to JSON as Jinja's `tojson` filter does, but without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -97,14 +104,14 @@ def _strftime_now(format: str) -> str:
 TOKENIZER: Final = "tokenizer.json"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 CHAT_TEMPLATE: Final = "chat_template.jinja"
-MAX_ARGUMENT_VALUES: Final = 100_000  # of all tool calls of a conversation: each is an object in memory
+MAX_ARGUMENT_VALUES: Final = 100_000  # in all tool calls of a conversation; each value is an object in memory
 _CALL_READERS: Final[Mapping[str, Callable[[], ToolCallParser] | None]] = {
     "none": None,
     "hermes": HermesToolCallParser,
     "json": JsonToolCallParser,
 }
 _CALL_OPENINGS: Final = {"hermes": f"{TOOL_CALL}\n", "json": ""}
-_MARKERS: Final = {  # shown to the parser that looks for them even where they are special tokens
+_MARKERS: Final = {  # markers that a parser must see even if they are special tokens
     "none": (),
     "basic": (THINK, END_THINK),
     "deepseek_r1": (THINK, END_THINK),
@@ -114,10 +121,18 @@ _MARKERS: Final = {  # shown to the parser that looks for them even where they a
 
 
 class ChatTemplateRenderer:
-    """Renderer made of a model's files. Raises ConfigError for a file that is missing or can't be read.
+    """Renderer for models with a chat template.
 
-    Control tokens written in a message become control tokens, as templates are text; `encode` keeps them text.
-    The parsers are those of a model card: basic or deepseek_r1, hermes or json, or none.
+    Special tokens in a message become special tokens, because templates produce text; `encode` keeps them as text.
+
+    Args:
+        files: Contents of the model's files by name.
+        stop_token_ids: Ids that end an answer.
+        reasoning_parser: "basic", "deepseek_r1" or "none".
+        tool_call_parser: "hermes", "json" or "none".
+
+    Raises:
+        ConfigError: A file is missing or can't be parsed.
     """
 
     def __init__(
@@ -148,8 +163,11 @@ class ChatTemplateRenderer:
         self._is_byte_level = decoder.get("type") == "ByteLevel"
 
     def render(self, conversation: Conversation) -> TokenIds:
-        """The prompt with the assistant's turn begun. Raises InvalidRequest for what the template refuses, and for
-        arguments of tool calls with too many values or levels."""
+        """Return the token ids of the prompt, up to the start of the assistant's turn.
+
+        Raises:
+            InvalidRequest: The template rejects the messages, or tool calls have too many values or levels.
+        """
         _check_arguments(conversation)
         tools = [
             {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}}
@@ -168,7 +186,7 @@ class ChatTemplateRenderer:
         return _ids(self._tokenizer, text, add_special_tokens=False)
 
     def encode(self, text: str) -> TokenIds:
-        """Plain text as a prompt: with the begin-of-text token where the model's tokenizer adds one."""
+        """Tokenize a plain prompt, with a begin-of-text token if the model's tokenizer adds one."""
         return _ids(self._plain_tokenizer, text)
 
     def decode(self, token_ids: TokenIds) -> str:
@@ -188,7 +206,7 @@ class ChatTemplateRenderer:
         )
 
     def call_header(self, name: str | None) -> TokenIds | None:
-        """A named call can be forced where the format of calls is known and the answer comes first."""
+        """Return the header of a named call if the format of calls is known and the output begins with the answer."""
         opening = _CALL_OPENINGS.get(self._tool_call_parser)
         if name is None or opening is None or self._reasoning_parser == "deepseek_r1":
             return None
@@ -198,7 +216,7 @@ class ChatTemplateRenderer:
 
     def answer_header(self) -> tuple[str, TokenIds]:
         if self._reasoning_parser != "deepseek_r1" or END_THINK not in self._added.values():
-            return "", token_ids()  # written as several tokens it can't be found among the ids of an output
+            return "", token_ids()  # a marker of several tokens can't be matched among the ids of an output
         return END_THINK, self._control_text(END_THINK)
 
     def text_parser(self) -> OutputParser:
@@ -215,7 +233,7 @@ class ChatTemplateRenderer:
 
     @functools.cached_property
     def _plain_tokenizer(self) -> tokenizers.Tokenizer:
-        """A second tokenizer, for the switch is the tokenizer's and requests of both kinds run at once."""
+        """A second tokenizer, because `encode_special_tokens` is a global switch and both kinds of requests overlap."""
         tokenizer = _tokenizer(self._source)
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -226,20 +244,20 @@ class ChatTemplateRenderer:
         added = self._added.get(token_id)
         if added is not None:
             return added.encode()
-        piece = self._tokenizer.id_to_token(token_id)
-        if piece is None:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
             return b""
         try:
-            return bytes(_BYTE_OF[char] for char in piece)
-        except KeyError:  # not written in the alphabet, so it is text already
-            return piece.encode()
+            return bytes(_BYTE_OF[char] for char in token)
+        except KeyError:  # the token is not in the byte-level alphabet, so it is plain text
+            return token.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte: itself where it can be seen, else one from U+0100 on."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(unseen)}
+    """Return the byte of each character of byte-level BPE: itself if printable, else one from U+0100 on (GPT-2)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 _BYTE_OF: Final = _byte_level_alphabet()
@@ -262,19 +280,19 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _check_arguments(conversation: Conversation) -> None:
-    """Reject arguments with too many values, counted by their marks, including those inside strings."""
+    """Reject arguments with too many values. The count of `,`, `[` and `{`, even inside strings, is the estimate."""
     texts = [call.arguments for message in conversation.messages for call in message.tool_calls]
     count = sum(text.count(mark) for text in texts for mark in ",[{")
     if count > MAX_ARGUMENT_VALUES:
         raise InvalidRequest(
-            f"the arguments of all tool calls have {count} values, counted by their ',', '[' and '{{'; "
-            f"at most {MAX_ARGUMENT_VALUES} are allowed; leave out older calls",
+            f"the arguments of all tool calls have {count} values (estimated by counting ',', '[' and '{{'); "
+            f"at most {MAX_ARGUMENT_VALUES} are allowed; remove older calls",
             field="messages",
         )
 
 
 def _arguments(text: str) -> object:
-    """Templates expect the object, not its JSON; text that is no JSON is shown as it is."""
+    """Parse JSON arguments, because templates expect an object. Return text that is not JSON unchanged."""
     try:
         return json.loads(text)
     except RecursionError as exc:
@@ -286,7 +304,7 @@ def _arguments(text: str) -> object:
 def _required(files: Mapping[str, bytes], name: str) -> bytes:
     data = files.get(name)
     if data is None:
-        raise ConfigError(f"the model has no {name}; add it to the model's folder")
+        raise ConfigError(f"the model has no {name}; add it to the model folder")
     return data
 
 
@@ -303,19 +321,19 @@ def _json_object(data: bytes, name: str) -> dict[str, Any]:
     except ValueError as exc:
         raise ConfigError(f"{name} is not JSON: {exc}") from exc
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} must hold a JSON object")
+        raise ConfigError(f"{name} must contain a JSON object")
     return value
 
 
 def _token_text(value: object) -> str:
-    """A token of tokenizer_config.json, which is a string, an object with `content`, or null."""
+    """Return the text of a token in tokenizer_config.json, which is a string, an object with `content`, or null."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else ""
 
 
 def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. The file goes before the entry in tokenizer_config.json."""
+    """Return the templates by name. The template file overrides the entry in tokenizer_config.json."""
     try:
         if file is not None:
             return {"default": file.decode()}
@@ -333,13 +351,13 @@ def _template_sources(file: bytes | None, config: Mapping[str, Any]) -> dict[str
 
 
 def _ids(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = True) -> TokenIds:
-    """As `Tokenizer.encode`, which would hold the GIL and work out offsets as well."""
+    """Tokenize a text. Unlike `Tokenizer.encode`, this releases the GIL and computes no offsets."""
     (encoding,) = tokenizer.encode_batch_fast([_well_formed(text)], add_special_tokens=add_special_tokens)
     return array("I", encoding.ids)
 
 
 def _well_formed(text: str) -> str:
-    """The text with lone surrogates replaced, which JSON may bring and UTF-8 can't hold."""
+    """Replace lone surrogates, which JSON allows and UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,7 @@
-"""Tokens to text, incrementally: never half a UTF-8 character, linear in the tokens."""
+"""Decode tokens to text incrementally, in complete UTF-8 characters and in linear time.
+
+The module also holds two caches: `TokenTextCache` for the text of tokens, `TokenizationCache` for the tokens of texts.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from dynamo_trtllm.messages import TokenIds
 from dynamo_trtllm.tokenization.base import Delta
 
 _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
-_MAX_HELD_TOKENS: Final = 4  # a UTF-8 character has at most four bytes; more held tokens make none
+_MAX_HELD_TOKENS: Final = 4  # a UTF-8 character has at most four bytes
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that begins `marker` and is not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:size]):
             return size
@@ -24,8 +27,15 @@ def overlap(text: str, marker: str) -> int:
 
 
 class TokenTextCache(dict[int, Delta | None]):
-    """What each token adds that is whole characters by itself; None for any other. Filled as tokens are seen, so it
-    grows to the size of the vocabulary: one per model, for all its requests."""
+    """The delta of each token that is complete UTF-8 by itself; None for any other token.
+
+    Entries are added at first use, so the cache grows up to the size of the vocabulary. All requests of a model
+    share it.
+
+    Args:
+        token_bytes: Returns the bytes of a token.
+        is_reasoning: The deltas hold reasoning instead of content.
+    """
 
     def __init__(self, token_bytes: Callable[[int], bytes], *, is_reasoning: bool = False) -> None:
         self._token_bytes = token_bytes
@@ -47,7 +57,7 @@ class BytesTextParser:
     """OutputParser for vocabularies whose tokens are byte strings; all text is content."""
 
     def __init__(self, token_bytes: Callable[[int], bytes], token_texts: TokenTextCache) -> None:
-        self._token_bytes = token_bytes  # no bytes for a token that must not be shown
+        self._token_bytes = token_bytes  # returns b"" for hidden tokens
         self._token_texts = token_texts
         self._decoder = Utf8Decoder(errors="replace")
 
@@ -61,14 +71,15 @@ class BytesTextParser:
 
 
 class WindowTextParser:
-    """OutputParser for vocabularies whose text depends on the tokens before (leading spaces, byte fallback).
+    """OutputParser for vocabularies in which a token's text depends on the tokens before it.
 
-    Decodes a short window: the tokens of the last text given out, as context, and those after them.
+    Examples are leading spaces and byte fallback. The parser decodes a short window: the tokens of the last emitted
+    text, as context, and the tokens after them.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], hidden: frozenset[int]) -> None:
         self._decode = decode
-        self._hidden = hidden  # special tokens, left out
+        self._hidden = hidden  # special tokens, which are omitted
         self._context: list[int] = []
         self._held: list[int] = []
 
@@ -93,11 +104,16 @@ class WindowTextParser:
 
 
 MAX_BYTES: Final = 16 << 20
-_MIN_CHARS: Final = 256  # shorter texts are encoded as fast as they are looked up and kept
+_MIN_CHARS: Final = 256  # encoding a shorter text is as fast as a lookup
 
 
 class TokenizationCache:
-    """The texts used last. For any thread; the ids it gives must not be changed."""
+    """Thread-safe LRU cache from texts to token ids. Callers must not modify the ids.
+
+    Args:
+        encode: Tokenizes a text.
+        max_bytes: Maximum size in bytes, as estimated by `_cost`.
+    """
 
     def __init__(self, encode: Callable[[str], TokenIds], max_bytes: int = MAX_BYTES) -> None:
         self._encode = encode
@@ -107,6 +123,7 @@ class TokenizationCache:
         self.num_bytes = 0
 
     def ids(self, text: str) -> TokenIds:
+        """Return the token ids of the text, from the cache or encoded."""
         if len(text) < _MIN_CHARS:
             return self._encode(text)
         with self._lock:
@@ -129,5 +146,5 @@ class TokenizationCache:
 
 
 def _cost(text: str, ids: TokenIds) -> int:
-    """Bytes, at least what they take: a character takes up to four."""
+    """Return an upper bound of the bytes of a text and its ids; a character takes up to four bytes."""
     return 4 * len(text) + ids.itemsize * len(ids)

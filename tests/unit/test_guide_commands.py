@@ -103,7 +103,7 @@ def test_worker_line_when_merged_with_its_file_then_the_typed_flags_win_in_every
     config = parsed(WorkerConfig, command.words)
     with caplog.at_level(logging.INFO):
         args = trtllm_args(config, release, [])
-    assert f"{config.extra_engine_args} is not here; taken as engine_configs/gpt-oss-120b/" in caplog.text
+    assert f"{config.extra_engine_args} does not exist; using engine_configs/gpt-oss-120b/" in caplog.text
     is_prefill = config.disaggregation_mode is Role.PREFILL
     for key, value in {
         "tensor_parallel_size": 4,
@@ -145,5 +145,5 @@ def test_vllm_line_when_parsed_then_what_the_guide_means(command: Command) -> No
 
 
 def test_events_flag_when_typed_then_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="flag --publish-kv-events is 'True': no engine of this version publishes"):
+    with pytest.raises(ConfigError, match="flag --publish-kv-events is 'True': no engine of this version can publish"):
         parsed(WorkerConfig, ["--model", "m", "--publish-kv-events"])

@@ -132,6 +132,6 @@ def test_chat_when_interrupted_in_a_terminal_then_the_answer_ends_and_the_progra
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("stopped; ", "> ")
     terminal.type("/reset\n")
-    terminal.until("forgotten", "> ")
+    terminal.until("Conversation cleared", "> ")
     terminal.type("\x04")
     assert terminal.process.wait(TIMEOUT_S) == 0

@@ -98,7 +98,7 @@ def test_run_when_a_tool_is_called_then_name_and_arguments_are_shown_as_they_com
     )
     talk.chat.run(["?"])
     assert talk.out.getvalue() == '[tool call] f {"a": 1}\n'
-    assert "ended by tool_calls" in talk.notes.getvalue()
+    assert "finish reason: tool_calls" in talk.notes.getvalue()
 
 
 def test_run_when_two_tools_are_called_then_each_has_its_line() -> None:
@@ -123,7 +123,7 @@ def test_run_when_questions_follow_then_the_conversation_goes_with_them() -> Non
         "temperature": 0,
     }
     assert server.requests[2]["messages"] == [system, {"role": "user", "content": "again"}]
-    assert "forgotten" in talk.notes.getvalue()
+    assert "Conversation cleared." in talk.notes.getvalue()
 
 
 def test_run_when_nothing_is_chosen_then_the_request_leaves_it_to_the_server() -> None:
@@ -163,7 +163,7 @@ def test_run_when_interrupted_then_the_answer_ends_and_the_program_does_not() ->
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [("/help", HELP), ("/what now", "/what is no command; /help lists them\n")], ids=str
+    ("line", "said"), [("/help", HELP), ("/what now", "Unknown command /what. Type /help for commands.\n")], ids=str
 )
 def test_run_when_a_line_is_a_command_then_nothing_is_asked(line: str, said: str) -> None:
     talk = Talk(Server())
@@ -197,10 +197,10 @@ def test_report_when_times_are_known_then_first_and_following_tokens_are_apart()
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ([], "no text came"),
-        ([chunk("length"), usage(3)], "no text came, 3 tokens, ended by length"),
+        ([], "no text"),
+        ([chunk("length"), usage(3)], "no text, 3 tokens, finish reason: length"),
         ([chunk(content="a"), usage(1)], "TTFT 0 ms, 1 tokens"),
-        ([{"choices": None}, {"choices": [{"delta": None}]}], "no text came"),
+        ([{"choices": None}, {"choices": [{"delta": None}]}], "no text"),
     ],
 )
 def test_report_when_little_came_then_it_says_so(script: list[dict[str, Any]], expected: str) -> None:
@@ -218,10 +218,10 @@ def test_events_when_the_stream_ends_well_then_all_data_came() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([b'data: {"a": 1}\n'], "ended early"),
+        ([b'data: {"a": 1}\n'], "answer is incomplete"),
         ([b'data: {"error": {"message": "no\\nworker"}}\n'], "^no worker$"),
         ([b"data: {\n"], "not JSON"),
-        ([b"data: 7\n"], "no JSON object"),
+        ([b"data: 7\n"], "not a JSON object"),
     ],
 )
 def test_events_when_the_stream_breaks_then_it_is_one_line(lines: list[bytes], message: str) -> None:
@@ -239,7 +239,7 @@ def test_only_model_when_there_is_one_then_it_is_taken() -> None:
     assert only_model(["a"], "http://x") == "a"
 
 
-@pytest.mark.parametrize(("names", "message"), [([], "serves no model yet"), (["a", "b"], "choose one .*: a, b")])
+@pytest.mark.parametrize(("names", "message"), [([], "has no model yet"), (["a", "b"], "choose one .*: a, b")])
 def test_only_model_when_there_is_no_choice_to_make_then_it_says_what_to_do(names: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         only_model(names, "http://x")

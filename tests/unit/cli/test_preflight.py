@@ -52,10 +52,10 @@ def test_main_when_the_pair_is_right_then_tables_and_status_0(capsys: pytest.Cap
     assert lines[-1].startswith("0 errors, 0 warnings, ")
     cells = {line[:30].strip(): line[30:].split() for line in lines}
     assert cells["weights"] == ["60.8", "GiB", "15.2", "GiB"]
-    assert cells["KV of one token"] == ["36.0", "KiB", "9.0", "KiB"]
-    assert cells["tokens of one request"] == ["8,192", "9,216"]
+    assert cells["KV per token"] == ["36.0", "KiB", "9.0", "KiB"]
+    assert cells["tokens per request"] == ["8,192", "9,216"]
     assert "1,280 (by max_batch_size)" in out
-    assert "hand-off of 8192 tokens at full rate" in out
+    assert "KV transfer of 8192 tokens at full rate" in out
 
 
 def test_main_when_something_is_wrong_then_field_both_values_why_cure_and_status_1(
@@ -66,8 +66,8 @@ def test_main_when_something_is_wrong_then_field_both_values_why_cure_and_status
     assert "error    pair: max_seq_len  [seq-len-order]" in out
     assert f"prefill: 9000 (YAML {CONFIGS}/k8s-disagg/prefill.yaml)" in out
     assert "decode: 8500 (YAML " in out
-    assert "why:  prefill would accept requests that are too long for decode" in out
-    assert "cure: set it to at most 8500 on prefill" in out
+    assert "why: prefill would accept requests that are too long for decode" in out
+    assert "fix: set it to at most 8500 on prefill" in out
     assert out.splitlines()[2].startswith("error")  # the worst first
 
 
@@ -119,7 +119,7 @@ def test_main_when_a_file_is_another_engines_then_one_line_says_so_and_how_to_ch
     path = str(CONFIGS.parent / file)
     status, out, err = run(capsys, "--prefill", path, "--decode", path, *KNOWN)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"preflight checks TensorRT-LLM files only, and {path} is a file for --engine {engine} ({key})" in err
+    assert f"preflight checks TensorRT-LLM files only, but {path} is a file for --engine {engine} (it has {key})" in err
     assert f"--engine {engine} --model-path MODEL --extra-engine-args {path} --print-config" in err
     assert len(err) < 500
 
@@ -162,14 +162,14 @@ def test_main_when_one_worker_serves_whole_requests_then_it_is_judged_alone(
     status, out, _ = run(capsys, "--agg", f"{CONFIGS}/k8s-agg/agg.yaml", "--agg-args", flags, *KNOWN)
     assert status == 0
     assert "prefill_and_decode, 4 GPUs" in out
-    assert "hand-off" not in out
+    assert "at full rate" not in out
 
 
 def test_main_when_model_and_gpu_are_unknown_then_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, *TARGET)
     assert status == 0
     assert "on an unknown GPU (see --gpu)" in out
-    assert "no memory estimate: it needs --model-path" in out
+    assert "Memory estimate skipped: pass --model" in out
 
 
 def test_main_when_settings_come_from_the_environment_then_they_count(
@@ -194,15 +194,15 @@ def test_main_when_one_file_is_given_then_that_role_alone_is_judged(capsys: pyte
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "nothing to judge; give --prefill and --decode, or --agg"),
-        ([*TARGET, "--agg", "a.yaml"], "--agg is for workers of whole requests"),
-        ([*TARGET, "--osl", "5"], "--osl and --concurrency say nothing without --isl"),
+        ([], "nothing to check; give --prefill and --decode, or --agg"),
+        ([*TARGET, "--agg", "a.yaml"], "--agg can't be combined with --prefill or --decode"),
+        ([*TARGET, "--osl", "5"], "--osl and --concurrency need --isl"),
         ([*TARGET, "--gpu", "b2000"], "Unknown --gpu b2000. Choose one of a100"),
         ([*TARGET, "--model", "no/where"], "Model folder no/where does not exist"),
         ([*TARGET, "--release", "new"], "Invalid TensorRT-LLM version 'new'"),
-        (["--prefill", "no.yaml"], "there is no file no.yaml"),
+        (["--prefill", "no.yaml"], "file no.yaml does not exist"),
         ([*TARGET, "--decode-args", "--max-sequence-len 5"], "the flags of the decode worker: unknown flag"),
-        ([*TARGET, "--decode-args", "--x 'y"], "the flags of the decode worker can't be read: No closing quotation"),
+        ([*TARGET, "--decode-args", "--x 'y"], "the flags of the decode worker can't be parsed: No closing quotation"),
         ([*TARGET, "--isl", "0"], "flag --isl is '0'"),
     ],
 )

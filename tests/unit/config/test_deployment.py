@@ -61,11 +61,11 @@ def test_load_deployment_when_only_workers_are_given_then_the_rest_has_defaults(
         ("engine: mock", "engine: sglang", "workers[0].flags.engine is 'sglang': "),
         ("name: decode", "name: prefill", "two workers are named 'prefill'"),
         ("name: decode", "name: De code", "workers[1].name: expected lower-case letters"),
-        ("count: 2", "count: 3", "workers[1]: 2 devices can't be dealt out to 3 workers"),
+        ("count: 2", "count: 3", "workers[1]: 2 devices can't be divided equally among 3 workers"),
         ("count: 2", "cuont: 2", "workers[1]: unknown key 'cuont'; did you mean 'count'?"),
         ("{model_path: /m}", "{engine: mock}", "workers[1].flags.model_path is missing"),
         ("{model_path: /m}", "{model_path: /m, model: /n}", "model_path is given twice"),
-        ("{model_path: /m}", "{model: /m, nats-server: x}", "nats-server: write it as services.nats"),
+        ("{model_path: /m}", "{model: /m, nats-server: x}", "nats-server: set services.nats instead"),
         ("http-port: 8000", "http-port: 99999", "frontend.http_port is 99999"),
         ("http-port", "htp-port", "frontend: unknown key 'htp_port'; did you mean 'http_port'?"),
         ("nats://n:4222", "a b", "services.nats as nats_server: expected an address like"),
@@ -113,5 +113,5 @@ workers:
     assert (given.workers[0].devices, given.workers[0].flags) == ("cpu", {"model_path": "tiny"})
     with pytest.raises(ConfigError, match=r"frontend\.http_port is 'x'"):
         load_deployment(path, {"PORT": "x"})
-    with pytest.raises(ConfigError, match=r"workers\[0\]\.devices: expected cpu or a list of GPU numbers, found 'a'"):
+    with pytest.raises(ConfigError, match=r"workers\[0\]\.devices: expected cpu or a list of GPU numbers, got 'a'"):
         load_deployment(path, {"GPUS": "a"})

@@ -118,9 +118,9 @@ def test_read_yaml_when_the_file_is_empty_then_nothing_is_set(tmp_path):
         ("a: [1\nb: 2\n", ":2: "),
         ("1: 2\n", "key 1 is not text"),
         ("a: !!python/object:os.system {}\n", ":1: "),
-        (bomb("NAME: &NAME [ALIASES]\n"), ":5: more than 10000 values, each alias written out"),
+        (bomb("NAME: &NAME [ALIASES]\n"), ":5: more than 10000 values with aliases expanded"),
         (bomb("NAME: &NAME {<<: [ALIASES]}\n"), ":5: more than 10000 values"),
-        ("a: &a\n  b: [*a]\n", ":2: an alias stands within what it refers to"),
+        ("a: &a\n  b: [*a]\n", ":2: an alias refers to a value that contains it"),
         ("a: " + "[" * 100_000, ":1: more than 64 levels"),
         ("a:\n" + "".join(f"  - &n{n} [{f'*n{n - 1}' if n else ''}]\n" for n in range(70)), ":66: more than 64 levels"),
         ("a: " + "x" * 300_000, "has more than 262144 bytes"),
@@ -186,7 +186,7 @@ def test_located_when_a_guide_names_the_file_then_ours_is_taken_and_said(typed, 
         found = layers.find_file(Path(typed))
     assert found.is_file()
     assert found.as_posix().endswith(ours)
-    assert [record.getMessage() for record in caplog.records] == [f"{typed} is not here; taken as {ours}"]
+    assert [record.getMessage() for record in caplog.records] == [f"{typed} does not exist; using {ours}"]
 
 
 def test_located_when_the_guides_path_is_here_then_it_is_taken_as_it_is(tmp_path, monkeypatch):

@@ -122,7 +122,7 @@ workers:
             ["dynamo_trtllm", "--engine=torch", "--model=tiny-gpt-oss", "--extra-engine-args=nope.yaml"],
             "nope.yaml: can't be read: No such file or directory",
         ),
-        (["dynamo_trtllm.launch", "{folder}/d.yaml", "--model=a/b"], "prefill: there is no model folder a/b"),
+        (["dynamo_trtllm.launch", "{folder}/d.yaml", "--model=a/b"], "prefill: model folder a/b does not exist"),
         (["dynamo_trtllm.launch", "{folder}/d.yaml"], "decode: The torch engine requests GPUs 4000 "),
     ],
 )

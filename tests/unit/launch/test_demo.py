@@ -43,7 +43,7 @@ def test_report_when_nobody_prefilled_and_no_rate_is_known_then_it_says_so():
     text = demo.report(answer(prefill_instance=None, tokens_per_s=None, decode_instance="c3"), "m", {})
     assert "prefill by: none" in text
     assert "tokens/s" not in text
-    assert "a worker of another launcher (instance c3)" in text
+    assert "a worker of another deployment (instance c3)" in text
 
 
 def test_report_when_the_engine_is_a_mock_then_it_says_that_the_text_is_random():

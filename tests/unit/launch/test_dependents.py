@@ -89,8 +89,8 @@ async def test_supervisor_when_prefill_is_killed_then_its_reader_is_drained_befo
         await wait_for_start("decode", 2)
         await wait_for_start("prefill", 2)
         said = made.out.getvalue()
-    assert "decode: to be drained and started again, too: a worker that reads KV over CUDA IPC keeps" in said
-    assert "decode exited with status 0, as it was to end; starting it again" in said
+    assert "draining and restarting decode, which holds GPU memory of prefill over CUDA IPC" in said
+    assert "decode exited with status 0 as requested; restarting" in said
     assert "frontend exited" not in said
 
 

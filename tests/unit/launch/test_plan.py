@@ -128,7 +128,7 @@ def test_processes_when_no_address_is_given_then_only_this_machine_reaches_the_f
 
 
 def test_with_address_when_no_frontend_is_started_then_it_is_refused():
-    with pytest.raises(ConfigError, match="starts no frontend"):
+    with pytest.raises(ConfigError, match="need a frontend"):
         with_address(deployment().model_copy(update={"frontend": None}), host=None, port=7)
 
 
@@ -146,7 +146,7 @@ def test_processes_when_the_environment_of_a_worker_is_wrong_then_it_is_refused_
 )
 def test_processes_when_two_have_the_same_port_then_both_are_named(changes, names):
     of = deployment(**changes).model_copy(update={"frontend": {}})
-    with pytest.raises(ConfigError, match=f"{names} both use port"):
+    with pytest.raises(ConfigError, match=f"{names} have the same port"):
         processes(of, ADDRESSES)
 
 

@@ -68,10 +68,10 @@ async def test_ready_when_the_answer_is_chunked_then_it_is_read_whole() -> None:
     [
         (http(503, '{"status": "loading", "reason": "reading weights"}'), "^loading: reading weights$"),
         (http(503, '{"status": "starting", "reason": ""}'), "^starting$"),
-        (http(404, "{}"), "the answer to GET /ready at port .* can't be read: .*missing required field `status`"),
-        (http(200, "fine"), "can't be read"),
-        (http(200, "[]"), "can't be read: Expected `object`"),
-        (b"serving as instance ab\r\n\r\n", "can't be read: .*HTTP"),
+        (http(404, "{}"), "the response to GET /ready at port .* can't be parsed: .*missing required field `status`"),
+        (http(200, "fine"), "can't be parsed"),
+        (http(200, "[]"), "can't be parsed: Expected `object`"),
+        (b"serving as instance ab\r\n\r\n", "can't be parsed: .*HTTP"),
         (f"HTTP/1.1 200 OK\r\n\r\n{LONG}".encode(), "is incomplete or too long"),
     ],
 )
@@ -102,7 +102,7 @@ async def test_until_when_nothing_listens_then_it_ends_in_time() -> None:
 
 async def test_until_when_it_takes_connections_and_says_nothing_then_it_ends_in_time() -> None:
     with answering(b"") as port:
-        with pytest.raises(NotYet, match="does not answer"):
+        with pytest.raises(NotYet, match="no response"):
             await until(partial(ready, HOST, port), 0.2)
 
 

@@ -76,7 +76,7 @@ async def test_process_when_it_does_not_serve_in_time_then_the_error_says_what_i
     for child in ALL:
         child.die(KILLED)
     with pytest.raises(
-        LaunchFailed, match=r"did not serve within 120 s \(loading: reading weights\); raise ready_timeout_s"
+        LaunchFailed, match=r"was not ready within 120 s \(loading: reading weights\); raise ready_timeout_s"
     ):
         await made.running
 

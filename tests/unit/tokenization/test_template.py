@@ -137,11 +137,11 @@ def test_render_when_both_templates_are_there_then_the_file_wins() -> None:
     ("template", "says"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[0].content + 1 }}", "refused"),
+        ("{{ messages[0].content + 1 }}", "rejected"),
         ("{{ missing.thing }}", "missing"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
-        (None, "only /v1/completions works"),
+        (None, "use /v1/completions"),
     ],
 )
 def test_render_when_template_refuses_then_request_is_invalid_with_its_message(template: str | None, says: str) -> None:

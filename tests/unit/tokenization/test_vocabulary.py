@@ -64,7 +64,7 @@ def test_path_when_package_file_is_missing_then_says_what_to_reinstall(
 
 def test_path_when_folder_can_not_be_made_then_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="name a writable cache folder"):
+    with pytest.raises(ConfigError, match="make the folder writable"):
         vocabulary.o200k_ranks_path(tmp_path / "file" / "cache")
 
 
