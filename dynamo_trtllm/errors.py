@@ -1,7 +1,8 @@
-"""Every error that crosses a package boundary, as one tree with stable codes.
+"""Define every error that crosses a package boundary, as one class tree with stable codes.
 
-The code is wire format and metric label: it is never renamed. `retryable` says whether the same request may
-succeed on another worker before a token was sent. HTTP statuses are not here: they are in `http_server/errors.py`.
+A code is part of the wire format and a metric label, so it never changes. An error is `retryable` if another worker may
+succeed with the same request; a retry is possible until the first token is sent. `http_server/errors.py` maps codes to
+HTTP statuses.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ FIELD_CHARS: Final = 200
 
 
 class DynamoError(Exception):
-    """Root of the tree. The message says what to change; the cause is kept with `raise … from`.
+    """Base of all errors. The message says what is wrong and what to do.
 
-    Message and field may quote what a client sent. Their middle is cut out beyond MESSAGE_CHARS and FIELD_CHARS
+    Message and field may quote client input. Each is shortened in its middle, to MESSAGE_CHARS and FIELD_CHARS
     characters. Passwords in addresses are masked.
     """
 
@@ -32,13 +33,13 @@ class DynamoError(Exception):
 
 
 class ConfigError(DynamoError):
-    """The configuration can't work. Printed in one line; the process exits with 2."""
+    """The configuration is invalid. The process prints the error in one line and exits with status 2."""
 
     code = "config"
 
 
 class InternalError(DynamoError):
-    """What an unexpected exception becomes at a catch-all: worker service, ASGI handler, canaries, model renderers."""
+    """An unexpected exception, converted by a catch-all: worker service, ASGI handler, pair probes, renderers."""
 
     code = "internal"
 
@@ -57,7 +58,7 @@ class InvalidRequest(RequestError):
 
 
 class UnsupportedParameter(InvalidRequest):
-    """A field we do not honor is refused by its name, never ignored."""
+    """The request has a field that is not supported. The error names the field."""
 
     code = "unsupported_parameter"
 
@@ -71,7 +72,7 @@ class PayloadTooLarge(RequestError):
 
 
 class HeadTooLarge(RequestError):
-    """Of the request line and headers."""
+    """The HTTP request line and headers are too large."""
 
     code = "head_too_large"
 
@@ -91,13 +92,13 @@ class ModelNotFound(RequestError):
 
 
 class ResponseNotFound(RequestError):
-    """No stored response has this id, or no longer."""
+    """The response store has no response with this id, or the response has expired."""
 
     code = "response_not_found"
 
 
 class Cancelled(RequestError):
-    """Somebody asked for the end of this answer by its id."""
+    """A client cancelled this response by its id."""
 
     code = "cancelled"
 
@@ -106,7 +107,7 @@ class Cancelled(RequestError):
 
 
 class CapacityError(DynamoError):
-    """The request is valid, but there is no capacity for it now."""
+    """The request is valid, but no capacity is free. The caller may try again later."""
 
     code = "capacity"
 
@@ -133,14 +134,14 @@ class PlaneError(DynamoError):
 
 
 class Unreachable(PlaneError):
-    """No process answers at the subject."""
+    """No process replies at the subject."""
 
     code = "unreachable"
     retryable = True
 
 
 class Disconnected(PlaneError):
-    """The connection to the request plane was lost while a stream ran."""
+    """The connection to the request plane is lost."""
 
     code = "disconnected"
     retryable = True
@@ -151,7 +152,7 @@ class DeadlineExceeded(PlaneError):
 
 
 class StreamIncomplete(PlaneError):
-    """Frames are missing, or a stream ended with no terminal chunk."""
+    """Frames are missing, or a stream ended without a terminal chunk."""
 
     code = "incomplete"
     retryable = True
@@ -168,7 +169,7 @@ class VersionMismatch(PlaneError):
     retryable = True
 
 
-# --- KV transfer: repeat the prefill call, once --------------------------------------------------------
+# --- KV transfer: the frontend repeats the prefill call once -------------------------------------------
 
 
 class KvTransferError(DynamoError):
@@ -193,7 +194,7 @@ class TransferFailed(KvTransferError):
 
 
 class NonFiniteKv(TransferFailed):
-    """The KV that arrived has NaN or infinity."""
+    """The received KV contains NaN or infinity."""
 
     code = "non_finite_kv"
 
@@ -211,7 +212,7 @@ class EngineNotReady(EngineError):
 
 
 class RequestRejected(EngineError):
-    """The engine rejected this request; the engine itself is fine."""
+    """The engine rejected this request. It continues to run other requests."""
 
     code = "engine_refused"
 
@@ -223,21 +224,21 @@ class MigrationFailed(EngineError):
 
 
 class NonFinite(EngineError):
-    """The model's output for this request is NaN or infinite; the other requests of the engine go on."""
+    """The model's output for this request is NaN or infinite. Other requests of the engine continue."""
 
     code = "non_finite"
     retryable = True
 
 
 class EngineFailed(EngineError):
-    """The engine is not fit to serve: the worker drains and its lease goes."""
+    """The engine can't serve requests any more. The worker drains, deregisters and exits."""
 
     code = "engine_failed"
     retryable = True
 
 
 def error_classes() -> dict[str, type[DynamoError]]:
-    """All classes of the tree by code."""
+    """Return all classes of the tree by code."""
     found: dict[str, type[DynamoError]] = {}
     stack: list[type[DynamoError]] = [DynamoError]
     while stack:
@@ -248,10 +249,10 @@ def error_classes() -> dict[str, type[DynamoError]]:
 
 
 def from_code(code: str, message: str, field: str | None = None) -> DynamoError:
-    """The error that was sent over the wire as (code, message); an unknown code becomes `InternalError`."""
+    """Return the error for a code and message from the wire. An unknown code becomes `InternalError`."""
     return error_classes().get(code, InternalError)(message, field=field)
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an optional part of this package, for an error. The package is on no package index."""
+    """Return, for an error text, how to install an optional dependency. The package is not on a package index."""
     return f"run pip install -e '.[{extra}]' in a checkout of dynamo_trtllm"

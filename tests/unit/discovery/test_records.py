@@ -235,4 +235,4 @@ def test_record_when_its_worker_speaks_a_neighboring_version_then_its_instance(w
 
 def test_record_when_its_worker_speaks_a_version_too_far_away_then_both_versions_are_named() -> None:
     record = codec.encode(replace(ONE, wire=WIRE_VERSION + 2))
-    assert reason(KEY, record).startswith(f"wire version {WIRE_VERSION + 2} is too far from {WIRE_VERSION}")
+    assert reason(KEY, record).startswith(f"wire versions {WIRE_VERSION + 2} (peer) and {WIRE_VERSION} (this process)")
