@@ -207,11 +207,7 @@ class NatsTransport:
         try:
             self._outgoing.put_nowait((subject, data))
         except asyncio.QueueFull:
-            self._report_disconnect(
-                Disconnected(
-                    f"message dropped: {_OUTGOING_MESSAGES} messages wait already; check the NATS server's load"
-                )
-            )
+            self._report_disconnect(Disconnected("message dropped: too many unsent messages; check the load of NATS"))
 
     async def aclose(self) -> None:
         if self._closing:

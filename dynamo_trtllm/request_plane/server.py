@@ -109,11 +109,7 @@ class EndpointServer:
         transport.on_disconnect(self.on_disconnect)
 
     async def start(self, subject: str, timeout_s: float) -> None:
-        """Subscribe to the subject and return once requests of every client arrive.
-
-        Raises:
-            PlaneError: the transport failed.
-        """
+        """Subscribe to the subject and return once requests of every client arrive. Raise PlaneError on failure."""
         self._subject = subject
         self._subscriptions.append(await self._transport.subscribe(control_subject(subject), self._on_control))
         self._subscriptions.append(await self._transport.subscribe(subject, self._on_message))
@@ -191,9 +187,7 @@ class EndpointServer:
             return
         data = encode(answer)
         if len(data) > self._transport.max_message_bytes:
-            error = PayloadTooLarge(
-                f"the reply has {len(data)} bytes; the limit of the request plane is {self._transport.max_message_bytes}"
-            )
+            error = PayloadTooLarge(f"the reply of {len(data)} bytes exceeds the limit of the request plane")
             data = encode(Ack(ErrorPayload.of(error)))
         self._transport.publish(reply, data)
 
@@ -219,9 +213,7 @@ class EndpointServer:
         data = encode(Batch([], StreamReport(self._subject, ping, streams)))
         if len(data) <= self._transport.max_message_bytes:
             return data
-        text = (
-            "stream report for %s too large (%d streams, %d bytes), lost frames go undetected: raise NATS max_payload"
-        )
+        text = "stream report for %s too large (%d streams, %d bytes), lost frames go undetected: raise max_payload"
         logger.warning(text, inbox, len(streams), len(data))
         return PING
 
@@ -329,11 +321,9 @@ class EndpointServer:
             self._abort_transfer(key)
 
     def on_disconnect(self, error: DynamoError) -> None:
-        """End all streams and abort all pending KV transfers, because frames may be lost.
-
-        A caller that did receive its KV transfer parameters repeats the prefill call. Without the abort, the KV of
-        parameters that were lost would stay allocated until it expires.
-        """
+        """End all streams and abort all pending KV transfers, because frames may be lost."""
+        # A caller that has its KV transfer parameters must prefill again. Without the abort, the KV of lost parameters
+        # would stay allocated until it expires.
         if self._is_closed:
             return  # the service may be closed too
         self._end_all(Disconnected(f"the worker lost the request plane: {error.message}"))
