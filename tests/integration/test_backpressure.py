@@ -167,7 +167,7 @@ async def test_prefill_when_tickets_hold_their_share_of_kv_then_refused_until_on
     small = {"override_engine_args": {"kv_cache_blocks": 16}, "max_ticket_kv_fraction": 0.5}  # 4 blocks per ticket
     async with scene(servers, living, prefill=small) as made:
         tickets = [await made.ticket() for _ in range(3)]
-        with pytest.raises(Overloaded, match=r"3 hand-offs .* hold 12 of 16 KV blocks"):
+        with pytest.raises(Overloaded, match="3 pending KV transfers hold 12 of 16 KV blocks"):
             await made.run(request(max_tokens=5))
         for ticket in tickets:
             await made.release(ticket)

@@ -111,7 +111,7 @@ async def test_server_when_away_then_requests_fail_in_time(own_nats, connect) ->
 
 @pytest.mark.parametrize(
     ("limits", "said"),
-    [(QUICK, r"worker at s\.g-1 is gone"), (NO_PINGS, "connection to NATS .* was lost")],
+    [(QUICK, r"worker at s\.g-1 is gone"), (NO_PINGS, "connection to NATS .* lost")],
     ids=["our_pings", "nats_pings"],
 )
 async def test_server_when_frozen_midstream_then_both_ends_close(own_nats, connect, limits, said) -> None:
