@@ -96,7 +96,7 @@ def _with_kv_transfer_host(config: WorkerConfig) -> WorkerConfig:
         host = resolve_host(config.kv_transfer_host)
     if is_wildcard(host):
         raise ConfigError(
-            f"--kv-transfer-host {config.kv_transfer_host} is the wildcard {host}, to which no other worker can connect; "
+            f"--kv-transfer-host {config.kv_transfer_host} is a wildcard ({host}), not the address of one host; "
             "pass an IP address of this host",
             field="kv_transfer_host",
         )

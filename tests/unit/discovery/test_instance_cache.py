@@ -107,7 +107,7 @@ def test_put_when_unreadable_then_rejected_once_with_one_warning(caplog: pytest.
         assert len(cache.put("v1/instances/dynamo/odd", entry(ONE)[1])) == 1
     assert key == ODD_KEY
     assert reason is not None
-    assert caplog.records[0].getMessage() == f"etcd record rejected: {ODD_KEY}: {reason}"
+    assert caplog.records[0].getMessage() == f"etcd record rejected: {reason} (key {ODD_KEY})"
     assert len(caplog.records) == 2
 
 

@@ -51,7 +51,9 @@ def test_parsers_when_the_format_has_them_then_they_go_on_the_card(
 )
 def test_parsers_when_the_format_has_them_not_then_refused_by_flag(renderer: str, flag: str, value: str) -> None:
     field = f"dyn_{flag.replace('-', '_')}_parser"
-    with pytest.raises(ConfigError, match=f"--dyn-{flag}-parser {value} does not fit .* or leave the flag out") as caught:
+    with pytest.raises(
+        ConfigError, match=f"--dyn-{flag}-parser {value} does not fit .* or leave the flag out"
+    ) as caught:
         parsers(WorkerConfig(model_path="m", **{field: value}), renderer)
     assert caught.value.field == field
 
