@@ -115,7 +115,7 @@ async def test_decode_first_when_decode_is_full_then_overloaded_before_anything_
         await until(lambda: made.admission(Role.DECODE).active() == 1, SOON_S)
         await living.engine_of(Role.PREFILL).drain()
         asked = made.serving(Role.PREFILL).running
-        with pytest.raises(Overloaded, match="of at most 1"):
+        with pytest.raises(Overloaded, match="reserved slots of 1;"):
             await made.run(request(max_tokens=5))
         assert made.serving(Role.PREFILL).running == asked
         first.cancel()
