@@ -54,6 +54,8 @@ class RequestError(DynamoError):
 
 
 class InvalidRequest(RequestError):
+    """The request is malformed, or a field has an invalid value."""
+
     code = "invalid_request"
 
 
@@ -64,10 +66,14 @@ class UnsupportedParameter(InvalidRequest):
 
 
 class ContextTooLong(RequestError):
+    """Prompt plus output would exceed the model's context length."""
+
     code = "context_length_exceeded"
 
 
 class PayloadTooLarge(RequestError):
+    """A message, HTTP body or stored value is larger than its limit."""
+
     code = "payload_too_large"
 
 
@@ -113,16 +119,22 @@ class CapacityError(DynamoError):
 
 
 class Overloaded(CapacityError):
+    """A limit of a frontend or worker is reached."""
+
     code = "overloaded"
     retryable = True
 
 
 class Draining(CapacityError):
+    """The worker is shutting down and accepts no new requests."""
+
     code = "draining"
     retryable = True
 
 
 class NoInstances(CapacityError):
+    """The model has no usable worker for a phase of the request."""
+
     code = "no_instances"
 
 
@@ -148,6 +160,8 @@ class Disconnected(PlaneError):
 
 
 class DeadlineExceeded(PlaneError):
+    """The request's deadline passed."""
+
     code = "deadline"
 
 
@@ -159,6 +173,8 @@ class StreamIncomplete(PlaneError):
 
 
 class BadFrame(PlaneError):
+    """A message can't be decoded."""
+
     code = "bad_frame"
 
 
@@ -178,14 +194,20 @@ class KvTransferError(DynamoError):
 
 
 class TransferExpired(KvTransferError):
+    """The KV expired before it was fetched."""
+
     code = "ticket_expired"
 
 
 class TransferMismatch(KvTransferError):
+    """The KV transfer parameters do not fit the decode worker or the request."""
+
     code = "ticket_mismatch"
 
 
 class TransferTimeout(KvTransferError):
+    """The KV transfer did not finish in time."""
+
     code = "handoff_timeout"
 
 
@@ -207,6 +229,8 @@ class EngineError(DynamoError):
 
 
 class EngineNotReady(EngineError):
+    """The engine is not started yet, or the frontend is still loading the model's files."""
+
     code = "not_ready"
     retryable = True
 
@@ -239,13 +263,13 @@ class EngineFailed(EngineError):
 
 def error_classes() -> dict[str, type[DynamoError]]:
     """Return all classes of the tree by code."""
-    found: dict[str, type[DynamoError]] = {}
+    classes: dict[str, type[DynamoError]] = {}
     stack: list[type[DynamoError]] = [DynamoError]
     while stack:
         cls = stack.pop()
-        found[cls.code] = cls
+        classes[cls.code] = cls
         stack.extend(cls.__subclasses__())
-    return found
+    return classes
 
 
 def from_code(code: str, message: str, field: str | None = None) -> DynamoError:

@@ -69,6 +69,8 @@ class InprocTransport:
 
 
 class InprocSubscription:
+    """A `Subscription` of an `InprocTransport`."""
+
     def __init__(self, listeners: dict[str, Receive], subject: str) -> None:
         self._listeners = listeners
         self._subject = subject

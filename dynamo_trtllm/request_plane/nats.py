@@ -279,6 +279,8 @@ class NatsTransport:
 
 
 class NatsSubscription:
+    """A `Subscription` of a `NatsTransport`."""
+
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
 

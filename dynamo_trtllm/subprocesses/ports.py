@@ -26,7 +26,7 @@ def free_ports(count: int = 1, host: str = "127.0.0.1") -> int:
         if all(_is_free(host, first + n) for n in range(count)):
             return first
     raise ConfigError(
-        f"no {count} consecutive ports from {_PORTS[0]} to {_PORTS[-1]} are free at {host}; stop some that use them"
+        f"no {count} consecutive free ports from {_PORTS[0]} to {_PORTS[-1]} at {host}; stop programs that use them"
     )
 
 

@@ -1,4 +1,4 @@
-"""The worker process, which owns one engine: it starts, serves, drains and closes it."""
+"""The worker process: it starts one engine, serves its requests, drains it and closes it."""
 
 from dynamo_trtllm.worker.worker import Worker
 
